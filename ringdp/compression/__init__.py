@@ -1,0 +1,1 @@
+"""Compressors for gradients: protocol, registry, one file each."""

@@ -1,0 +1,55 @@
+// The one exception of the core. Becomes the matching class of ringdp/errors.py at the Python border (csrc/torch,
+// core_module.cpp), which is the only place exceptions leave C++. Any thread.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+
+namespace ringdp {
+
+enum class ErrorKind : uint8_t {
+  kPeerLost = 0,    // PeerLostError (ConnectionError): a rank died, left, or its connection broke
+  kTimeout = 1,     // RingTimeoutError (TimeoutError)
+  kMismatch = 2,    // MismatchError (ValueError): ranks disagree about what is being done
+  kHandshake = 3,   // HandshakeError (ConnectionError): could not meet, or not the same job
+  kValue = 4,       // InvalidArgumentError (ValueError): this rank's own arguments
+  kState = 5,       // InvalidStateError: used after shutdown, after a failure, in a forked child
+  kSystem = 6,      // SystemResourceError (OSError): descriptors, memory, ports
+  kInterrupted = 7  // not seen by users: a Python signal handler raised during a wait
+};
+
+// Who, where, what. Empty and -1 mean "not known".
+struct ErrorContext {
+  int rank = -1;               // the rank that raises
+  std::string host;            // its host
+  int peer = -1;               // the guilty rank
+  std::string peer_host;
+  int64_t peer_pid = -1;
+  std::string operation;       // "all_reduce #17 (float32[4096], SUM)"
+  int64_t sequence = -1;
+  std::string name;            // bucket or user given name, parameter names
+  std::string cause;           // "connection reset by peer"
+  std::string advice;          // what to do
+};
+
+class Error : public std::exception {
+ public:
+  Error(ErrorKind kind, std::string message, ErrorContext context = {});
+
+  const char* what() const noexcept override { return message_.c_str(); }
+  ErrorKind kind() const noexcept { return kind_; }
+  const ErrorContext& context() const noexcept { return context_; }
+
+ private:
+  ErrorKind kind_;
+  std::string message_;
+  ErrorContext context_;
+};
+
+// Error(kSystem) with errno's text; `doing` reads "bind to 10.0.0.1:29501".
+[[noreturn]] void throw_system(const std::string& doing, int error_number);
+
+std::string errno_text(int error_number);
+
+}  // namespace ringdp

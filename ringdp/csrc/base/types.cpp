@@ -1,0 +1,62 @@
+#include "base/types.h"
+
+#include <array>
+
+namespace ringdp {
+namespace {
+
+struct DTypeInfo {
+  std::string_view name;
+  std::size_t size;
+};
+
+constexpr std::array<DTypeInfo, kDTypeCount> kDTypes{{
+    {"uint8", 1},
+    {"int8", 1},
+    {"int16", 2},
+    {"int32", 4},
+    {"int64", 8},
+    {"uint16", 2},
+    {"uint32", 4},
+    {"uint64", 8},
+    {"float16", 2},
+    {"bfloat16", 2},
+    {"float32", 4},
+    {"float64", 8},
+    {"bool", 1},
+    {"complex64", 8},
+    {"complex128", 16},
+}};
+
+constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"SUM", "AVG",  "PRODUCT", "MIN",
+                                                                  "MAX", "BAND", "BOR",     "BXOR"};
+
+constexpr std::array<std::string_view, 11> kCollectives{"barrier",    "all_reduce",     "broadcast",
+                                                        "all_gather", "reduce_scatter", "reduce",
+                                                        "gather",     "scatter",        "all_to_all",
+                                                        "send",       "recv"};
+
+}  // namespace
+
+// A value from the wire may be any byte: names answer "unknown" instead of reading past the table.
+std::size_t dtype_size(DType dtype) {
+  auto i = static_cast<std::size_t>(dtype);
+  return i < kDTypes.size() ? kDTypes[i].size : 0;
+}
+
+std::string_view dtype_name(DType dtype) {
+  auto i = static_cast<std::size_t>(dtype);
+  return i < kDTypes.size() ? kDTypes[i].name : "unknown";
+}
+
+std::string_view reduce_op_name(ReduceOp op) {
+  auto i = static_cast<std::size_t>(op);
+  return i < kReduceOps.size() ? kReduceOps[i] : "unknown";
+}
+
+std::string_view collective_name(Collective what) {
+  auto i = static_cast<std::size_t>(what);
+  return i < kCollectives.size() ? kCollectives[i] : "unknown";
+}
+
+}  // namespace ringdp

@@ -1,0 +1,62 @@
+// The words every layer shares: element types, reductions, collectives.
+// Owns nothing; any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace ringdp {
+
+// The values are part of the wire format (docs/wire_format.md): append, never renumber.
+enum class DType : uint8_t {
+  kUint8 = 0,
+  kInt8 = 1,
+  kInt16 = 2,
+  kInt32 = 3,
+  kInt64 = 4,
+  kUint16 = 5,
+  kUint32 = 6,
+  kUint64 = 7,
+  kFloat16 = 8,
+  kBfloat16 = 9,
+  kFloat32 = 10,
+  kFloat64 = 11,
+  kBool = 12,
+  kComplex64 = 13,
+  kComplex128 = 14,
+};
+inline constexpr int kDTypeCount = 15;
+
+enum class ReduceOp : uint8_t {
+  kSum = 0,
+  kAvg = 1,
+  kProduct = 2,
+  kMin = 3,
+  kMax = 4,
+  kBand = 5,
+  kBor = 6,
+  kBxor = 7,
+};
+inline constexpr int kReduceOpCount = 8;
+
+enum class Collective : uint8_t {
+  kBarrier = 0,
+  kAllReduce = 1,
+  kBroadcast = 2,
+  kAllGather = 3,
+  kReduceScatter = 4,
+  kReduce = 5,
+  kGather = 6,
+  kScatter = 7,
+  kAllToAll = 8,
+  kSend = 9,
+  kRecv = 10,
+};
+
+std::size_t dtype_size(DType dtype);
+std::string_view dtype_name(DType dtype);            // torch's names: "float32", "bfloat16", …
+std::string_view reduce_op_name(ReduceOp op);        // "SUM", "AVG", …
+std::string_view collective_name(Collective what);   // "all_reduce", "broadcast", …
+
+}  // namespace ringdp

@@ -1,0 +1,40 @@
+// CPU loops over elements: reduce, widen, round. Stateless, any thread.
+// The instruction set is chosen once, at the first call (RINGDP has no environment variables in C++:
+// `select_isa` is called from Python's configuration or by a test). Every instruction set gives the same bits:
+// no fused multiply-add, no reordering, NaN propagates from either operand through MIN and MAX.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+
+#include "base/types.h"
+
+namespace ringdp {
+
+enum class Isa { kScalar, kAvx2, kAvx512 };
+
+std::string_view isa_name(Isa isa);
+Isa best_isa();              // what this CPU has
+Isa current_isa();
+void select_isa(Isa isa);    // for tests; throws Error if the CPU lacks it
+
+// What one (dtype, op) needs. `combine`: dst[i] = a[i] op b[i]; dst may be a, b or neither (no partial overlap).
+// SUM and AVG have the same combine; AVG is finished by `divide`.
+// Half types add in float32: `load` acc = x, `accumulate` acc = acc op x, `store` dst = round(acc / divisor); for other
+// types these three are null, and for half types `combine` rounds after every step (use the accumulator instead).
+// Integers wrap; BAND/BOR/BXOR exist for integers and bool only; bool SUM is "or", bool PRODUCT is "and", complex has no MIN/MAX.
+struct ReduceKernels {
+  void (*combine)(void* dst, const void* a, const void* b, std::size_t count) = nullptr;
+  void (*divide)(void* x, std::size_t divisor, std::size_t count) = nullptr;  // AVG only; integers truncate towards zero
+  void (*load)(float* acc, const void* x, std::size_t count) = nullptr;
+  void (*accumulate)(float* acc, const void* x, std::size_t count) = nullptr;
+  void (*store)(void* dst, const float* acc, float divisor, std::size_t count) = nullptr;
+};
+
+bool reduction_supported(DType dtype, ReduceOp op);
+const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op);  // throws Error(kValue) naming both if unsupported
+
+// The plain loops the vectorised ones are compared with, to the bit.
+const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op);
+
+}  // namespace ringdp

@@ -1,0 +1,84 @@
+"""The exceptions ringdp raises. Each is a `RingError` and the built-in it resembles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RingError(RuntimeError):
+    """Base of all of ringdp's errors; the fields say who, where and what (None where it is not known).
+
+    Attributes:
+        rank: the rank that raises.
+        host: its host name.
+        peer: the rank that caused it.
+        peer_host: the host of that rank.
+        peer_pid: its process id.
+        operation: what was going on, for example ``all_reduce #17 (float32[4096], SUM)``.
+        sequence: the operation's number within its group.
+        step: the training step, where RingDP knows it.
+        bucket: the bucket's index, where the operation was one.
+        name: names of the bucket's parameters, or the name given by ``ringdp.named``.
+        cause: the first cause in words.
+        advice: what to do.
+    """
+
+    _fields = (
+        "rank", "host", "peer", "peer_host", "peer_pid", "operation", "sequence",
+        "step", "bucket", "name", "cause", "advice",
+    )  # fmt: skip
+    rank: int | None
+    host: str | None
+    peer: int | None
+    peer_host: str | None
+    peer_pid: int | None
+    operation: str | None
+    sequence: int | None
+    step: int | None
+    bucket: int | None
+    name: str | None
+    cause: str | None
+    advice: str | None
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        unknown = set(fields) - set(self._fields)
+        if unknown:
+            raise TypeError(f"unknown fields: {', '.join(sorted(unknown))}")
+        for field in self._fields:
+            setattr(self, field, fields.get(field))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), str(self), {f: getattr(self, f) for f in self._fields}))
+
+
+def _rebuild(cls: type[RingError], message: str, fields: dict[str, Any]) -> RingError:
+    return cls(message, **fields)
+
+
+class PeerLostError(RingError, ConnectionError):
+    """A rank died, left, or its connection broke."""
+
+
+class RingTimeoutError(RingError, TimeoutError):
+    """An operation did not end within its time; the message names the rank that was missing."""
+
+
+class MismatchError(RingError, ValueError):
+    """The ranks disagree about what they are doing; the message has both sides' values."""
+
+
+class HandshakeError(RingError, ConnectionError):
+    """The ranks could not meet, or do not belong to the same job."""
+
+
+class InvalidArgumentError(RingError, ValueError):
+    """This rank's own arguments cannot be used."""
+
+
+class InvalidStateError(RingError):
+    """Used at the wrong time: before init, after shutdown, after a failure, in a forked child."""
+
+
+class SystemResourceError(RingError, OSError):
+    """The system refused descriptors, memory, a port or a file."""

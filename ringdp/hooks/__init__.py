@@ -1,0 +1,1 @@
+"""What happens to a full bucket: communication hooks, one file each."""
