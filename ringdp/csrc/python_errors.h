@@ -1,0 +1,69 @@
+// The one place where exceptions leave C++: ringdp::Error becomes its class in ringdp/errors.py.
+// Included by the two module files (core_module.cpp with pip's pybind11, torch/bindings.cpp with torch's), GIL held.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "base/error.h"
+
+namespace ringdp {
+
+inline const char* python_class_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kPeerLost:
+      return "PeerLostError";
+    case ErrorKind::kTimeout:
+      return "RingTimeoutError";
+    case ErrorKind::kMismatch:
+      return "MismatchError";
+    case ErrorKind::kHandshake:
+      return "HandshakeError";
+    case ErrorKind::kValue:
+      return "InvalidArgumentError";
+    case ErrorKind::kState:
+      return "InvalidStateError";
+    case ErrorKind::kSystem:
+      return "SystemResourceError";
+    case ErrorKind::kInterrupted:
+      break;
+  }
+  return "RingError";
+}
+
+inline void set_python_error(const Error& error) {
+  namespace py = pybind11;
+  if (error.kind() == ErrorKind::kInterrupted && PyErr_Occurred() != nullptr) return;  // the signal handler's own exception
+  const ErrorContext& context = error.context();
+  py::dict fields;
+  auto put_int = [&](const char* key, int64_t value) {
+    if (value >= 0) fields[key] = value;
+  };
+  auto put_text = [&](const char* key, const std::string& value) {
+    if (!value.empty()) fields[key] = value;
+  };
+  put_int("rank", context.rank);
+  put_text("host", context.host);
+  put_int("peer", context.peer);
+  put_text("peer_host", context.peer_host);
+  put_int("peer_pid", context.peer_pid);
+  put_text("operation", context.operation);
+  put_int("sequence", context.sequence);
+  put_text("name", context.name);
+  put_text("cause", context.cause);
+  put_text("advice", context.advice);
+  py::object type = py::module_::import("ringdp.errors").attr(python_class_name(error.kind()));
+  py::object value = type(error.what(), **fields);
+  PyErr_SetObject(type.ptr(), value.ptr());
+}
+
+inline void register_error_translator() {
+  pybind11::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      set_python_error(error);
+    }
+  });
+}
+
+}  // namespace ringdp

@@ -1,0 +1,10 @@
+// ringdp._C: the torch side (torch's bundled pybind11).
+#include "torch/bindings.h"
+
+#include "python_errors.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "ringdp's process group and reducer";
+  ringdp::register_error_translator();
+  ringdp::bind_reducer(module);
+}

@@ -1,0 +1,10 @@
+// One function per header that Python sees; bindings.cpp calls them all. The GIL is held while they run.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace ringdp {
+
+void bind_reducer(pybind11::module_& module);
+
+}  // namespace ringdp
