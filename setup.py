@@ -1,0 +1,167 @@
+"""Builds ringdp._core (the core, no torch header) and ringdp._C (the same core and the torch side).
+
+The core's sources are compiled once: their objects are linked into both modules. Everything else that packaging needs
+is in pyproject.toml. What the build was made for is written to ringdp/_build_info.py, which `import ringdp` compares
+with what it finds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+os.chdir(ROOT)
+sys.path.insert(0, str(ROOT / "tools"))
+
+import toolchain  # noqa: E402
+
+try:
+    toolchain.check_platform()
+    TORCH_VERSION = toolchain.check_torch()
+except toolchain.SetupError as error:
+    sys.exit(f"ringdp: {error}")
+
+import torch  # noqa: E402
+from setuptools import Extension, setup  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
+
+CSRC = Path("ringdp/csrc")
+CORE_FOLDERS = ("base", "transport", "mesh", "kernels", "codec", "collective", "engine")
+# No -march: what is built here runs on other machines. No contraction: all ranks get the same bits whatever their CPU.
+COMPILE_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]
+# _core gets pybind11 internals of its own. It may then bind the same classes as _C, whichever pybind11 each is built
+# with.
+CORE_MACROS = [("PYBIND11_STDLIB", '"_ringdp_core"')]
+BUILD_FOLDER = Path("build", re.sub(r"[^\w.]", "_", f"{sys.implementation.cache_tag}-torch-{TORCH_VERSION}"))
+
+
+def sources(*folders: str) -> list[str]:
+    return [str(path) for folder in folders for path in sorted((CSRC / folder).glob("*.cpp"))]
+
+
+def pybind11_include() -> str:
+    """pip's pybind11 where it is installed; else only the pybind11 folder of torch's headers, without its neighbours."""
+    try:
+        import pybind11
+    except ImportError:
+        link = BUILD_FOLDER / "pybind11" / "pybind11"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        bundled = Path(torch.__file__).parent / "include" / "pybind11"
+        if not link.is_symlink():
+            link.symlink_to(bundled)
+        return str(link.parent.resolve())
+    return str(pybind11.get_include())
+
+
+class BuildExt(BuildExtension):
+    """BuildExtension with a folder per module, the core compiled once, and no work where nothing changed."""
+
+    user_options = [*BuildExtension.user_options, ("core-only", None, "build only ringdp._core")]
+    boolean_options = [*BuildExtension.boolean_options, "core-only"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.core_only = False
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # One folder for in-place builds, editable installs and wheels (pip would use a fresh temporary one), so that
+        # only the first of them compiles.
+        self.build_temp = str(BUILD_FOLDER)
+        if self.core_only:
+            self.extensions = [e for e in self.extensions if e.name == "ringdp._core"]
+
+    def run(self) -> None:
+        try:
+            self.compiler_version = toolchain.check_toolchain()
+        except toolchain.SetupError as error:
+            sys.exit(f"ringdp: {error}")
+        if not self.use_ninja:
+            sys.exit("ringdp: ninja is not on PATH: install it (`pip install ninja`) and put its folder on PATH.")
+        os.environ.setdefault("MAX_JOBS", str(default_jobs()))
+        BUILD_FOLDER.mkdir(parents=True, exist_ok=True)
+        with open(BUILD_FOLDER / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
+            if not self.core_only:
+                self.write_build_info()
+
+    def build_extensions(self) -> None:
+        self.compiler.force = False  # ninja decides what to compile; link only what is older than its objects
+        super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
+        self.build_temp = str(BUILD_FOLDER / ext.name)
+        if ext.name == "ringdp._C":
+            ext.extra_objects = self.core_objects()
+        self.relink_if_changed(ext)
+        super().build_extension(ext)
+
+    def core_objects(self) -> list[str]:
+        """What compiling ringdp._core left for ringdp._C."""
+        objects = self.compiler.object_filenames(sources(*CORE_FOLDERS), output_dir=str(BUILD_FOLDER / "ringdp._core"))
+        return [str(Path(o).resolve()) for o in objects]
+
+    def relink_if_changed(self, ext: Extension) -> None:
+        """Remove the module when its list of inputs is another than last time: file times cannot tell."""
+        output = Path(self.get_ext_fullpath(ext.name))
+        inputs = repr((ext.sources, ext.extra_objects, ext.libraries, ext.library_dirs, ext.extra_link_args))
+        record = Path(self.build_temp, "inputs")
+        record.parent.mkdir(parents=True, exist_ok=True)
+        if not record.exists() or record.read_text() != inputs:
+            output.unlink(missing_ok=True)
+            record.write_text(inputs)
+
+    def write_build_info(self) -> None:
+        lines = [
+            '"""What this build was made for; written by setup.py, compared by ringdp/_build.py."""',
+            "",
+            f"TORCH_VERSION = {TORCH_VERSION!r}",
+            f"CUDA_VERSION = {torch.version.cuda!r}",
+            f"PYTHON_TAG = {sys.implementation.cache_tag!r}",
+            f"PLATFORM = {sysconfig.get_platform()!r}",
+            f"COMPILER = {self.compiler_version!r}",
+        ]
+        text = "\n".join(lines) + "\n"
+        folders = [Path(self.build_lib, "ringdp")] + ([ROOT / "ringdp"] if self.inplace else [])
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "_build_info.py"
+            if not path.exists() or path.read_text() != text:
+                path.write_text(text)
+
+
+def default_jobs() -> int:
+    """One per usable core, as far as 2 GiB each go (a file that includes torch takes about 1.5)."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib / 2)))
+
+
+def extensions() -> list[Any]:
+    core = Extension(
+        "ringdp._core",
+        [*sources(*CORE_FOLDERS), str(CSRC / "core_module.cpp")],
+        include_dirs=[str(ROOT / CSRC), pybind11_include()],
+        define_macros=CORE_MACROS,
+        extra_compile_args=list(COMPILE_FLAGS),
+        libraries=["rt", "pthread"],
+        language="c++",
+    )
+    # CppExtension brings torch's own pybind11, whose internals are not those of pip's: passing a c10d::Store through
+    # the wrong one fails at run time. So pip's never stands on this include path.
+    torch_side = CppExtension(
+        "ringdp._C",
+        sources("torch"),
+        include_dirs=[str(ROOT / CSRC)],
+        extra_compile_args=list(COMPILE_FLAGS),
+    )
+    return [core, torch_side]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
