@@ -1,0 +1,35 @@
+"""What test files share."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from types import ModuleType
+
+import pytest
+
+
+def need(module: str, package: str | None = None) -> ModuleType:
+    """Import a module that may be missing, or skip the test (at file level: the file) and say what to install.
+
+    Args:
+        module: what to import, for example ``sklearn.datasets``.
+        package: its name for pip, where it differs from the module's.
+    """
+    name = package or module.split(".")[0]
+    found: ModuleType = pytest.importorskip(module, reason=f"{name} is not installed (pip install {name})")
+    return found
+
+
+def need_command(command: str, package: str) -> str:
+    """The path of a program, or skip the test and name the Debian package that has it."""
+    path = shutil.which(command)
+    if path is None:
+        pytest.skip(f"{command} is not installed (apt-get install {package})")
+    return path
+
+
+def need_entry_points() -> None:
+    """Skip where ringdp is run from its checkout without being installed, so that torch cannot find it by itself."""
+    if not any(point.name == "ringdp" for point in importlib.metadata.entry_points(group="torch.backends")):
+        pytest.skip("ringdp is not installed (pip install --no-build-isolation -e .)")
