@@ -1,7 +1,10 @@
 // CPU loops over elements: reduce, widen, round. Stateless, any thread.
 // The instruction set is chosen once, at the first call (RINGDP has no environment variables in C++:
 // `select_isa` is called from Python's configuration or by a test). Every instruction set gives the same bits:
-// no fused multiply-add, no reordering, NaN propagates from either operand through MIN and MAX.
+// no fused multiply-add, no reordering. A NaN from either operand propagates; SUM, AVG and PRODUCT give the one quiet NaN
+// 0x7fc0…, MIN and MAX keep the operand's own (the first's if both are; of 0.0 and -0.0 they take the second).
+// Pointers are aligned to their element, no more. The floating-point environment is the default one (round to nearest,
+// no flush to zero).
 #pragma once
 
 #include <cstddef>
@@ -22,7 +25,8 @@ void select_isa(Isa isa);    // for tests; throws Error if the CPU lacks it
 // SUM and AVG have the same combine; AVG is finished by `divide`.
 // Half types add in float32: `load` acc = x, `accumulate` acc = acc op x, `store` dst = round(acc / divisor); for other
 // types these three are null, and for half types `combine` rounds after every step (use the accumulator instead).
-// Integers wrap; BAND/BOR/BXOR exist for integers and bool only; bool SUM is "or", bool PRODUCT is "and", complex has no MIN/MAX.
+// Integers wrap; BAND/BOR/BXOR exist for integers and bool only; bool SUM and MAX are "or", PRODUCT and MIN "and", bool
+// has no AVG, complex no MIN and MAX.
 struct ReduceKernels {
   void (*combine)(void* dst, const void* a, const void* b, std::size_t count) = nullptr;
   void (*divide)(void* x, std::size_t divisor, std::size_t count) = nullptr;  // AVG only; integers truncate towards zero

@@ -1,0 +1,127 @@
+// What each reduction means for one element: the definition that every loop, scalar or vector, applies.
+// Stateless, any thread. Integers are computed unsigned, so they wrap.
+// Arithmetic that ends in a NaN gives the one quiet NaN 0x7fc0…: which operand's payload the hardware keeps depends on
+// the order in which the compiler hands it the operands of a commutative instruction, and so on the instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "kernels/half.h"
+
+namespace ringdp::kernels {
+
+template <class T>
+using Unsigned = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+
+template <class T>
+RINGDP_ALWAYS_INLINE T one_nan(T x) {
+  return x != x ? std::numeric_limits<T>::quiet_NaN() : x;
+}
+
+struct Sum {
+  template <class T>
+  static RINGDP_ALWAYS_INLINE T apply(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>)
+      return one_nan(a + b);
+    else
+      return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b));
+  }
+};
+
+struct Product {
+  template <class T>
+  static RINGDP_ALWAYS_INLINE T apply(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>)
+      return one_nan(a * b);
+    else
+      return static_cast<T>(static_cast<Unsigned<T>>(a) * static_cast<Unsigned<T>>(b));
+  }
+};
+
+// A NaN from either side wins, the first operand's if both are; of equal values (0.0 and -0.0) the second is taken.
+struct Min {
+  template <class T>
+  static RINGDP_ALWAYS_INLINE T apply(T a, T b) {
+    const T smaller = a < b ? a : b;
+    return a != a ? a : smaller;
+  }
+};
+
+struct Max {
+  template <class T>
+  static RINGDP_ALWAYS_INLINE T apply(T a, T b) {
+    const T larger = a > b ? a : b;
+    return a != a ? a : larger;
+  }
+};
+
+struct BitAnd {
+  template <class T>
+  static RINGDP_ALWAYS_INLINE T apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+
+struct BitOr {
+  template <class T>
+  static RINGDP_ALWAYS_INLINE T apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+
+struct BitXor {
+  template <class T>
+  static RINGDP_ALWAYS_INLINE T apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+// bool is a byte; any byte but 0 counts as true, results are 0 or 1.
+struct LogicalAnd {
+  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) {
+    return static_cast<uint8_t>((a != 0) & (b != 0));
+  }
+};
+
+struct LogicalOr {
+  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) {
+    return static_cast<uint8_t>((a != 0) | (b != 0));
+  }
+};
+
+struct LogicalXor {
+  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) {
+    return static_cast<uint8_t>((a != 0) ^ (b != 0));
+  }
+};
+
+template <class T>
+struct Complex {
+  T re;
+  T im;
+};
+
+// one_nan around each product keeps it apart from the addition: gcc 12 fuses alternating additions and subtractions of
+// products (vfmaddsub) on AVX-512 in spite of -ffp-contract=off.
+struct ComplexProduct {
+  template <class T>
+  static RINGDP_ALWAYS_INLINE Complex<T> apply(Complex<T> a, Complex<T> b) {
+    return {one_nan(one_nan(a.re * b.re) - one_nan(a.im * b.im)),
+            one_nan(one_nan(a.re * b.im) + one_nan(a.im * b.re))};
+  }
+};
+
+// Division in the type the mean is defined in: floats in their own, integers truncating towards zero.
+template <class T>
+using Divisor = std::conditional_t<std::is_floating_point_v<T>, T,
+                                   std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
+
+template <class T>
+RINGDP_ALWAYS_INLINE T divided(T x, Divisor<T> divisor) {
+  return static_cast<T>(static_cast<Divisor<T>>(x) / divisor);
+}
+
+}  // namespace ringdp::kernels

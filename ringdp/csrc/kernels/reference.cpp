@@ -1,0 +1,59 @@
+// The definition, element by element: what the vector loops are compared with, to the bit.
+#include "kernels/table.h"
+
+namespace ringdp::kernels {
+namespace {
+
+struct ReferenceLoops {
+  template <class T, class Op, std::size_t kParts>
+  static void combine(void* dst, const void* a, const void* b, std::size_t count) {
+    for (std::size_t i = 0; i < kParts * count; ++i)
+      static_cast<T*>(dst)[i] = Op::apply(static_cast<const T*>(a)[i], static_cast<const T*>(b)[i]);
+  }
+
+  template <class T, std::size_t kParts>
+  static void divide(void* x, std::size_t divisor, std::size_t count) {
+    for (std::size_t i = 0; i < kParts * count; ++i)
+      static_cast<T*>(x)[i] = divided(static_cast<T*>(x)[i], static_cast<Divisor<T>>(divisor));
+  }
+
+  template <class Format, class Op>
+  static void half_combine(void* dst, const void* a, const void* b, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const float x = Format::widen(static_cast<const uint16_t*>(a)[i]);
+      const float y = Format::widen(static_cast<const uint16_t*>(b)[i]);
+      static_cast<uint16_t*>(dst)[i] = Format::narrow(Op::apply(x, y));
+    }
+  }
+
+  template <class Format>
+  static void half_divide(void* x, std::size_t divisor, std::size_t count) {
+    uint16_t* values = static_cast<uint16_t*>(x);
+    for (std::size_t i = 0; i < count; ++i)
+      values[i] = Format::narrow(Format::widen(values[i]) / static_cast<float>(divisor));
+  }
+
+  template <class Format>
+  static void half_load(float* acc, const void* x, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) acc[i] = Format::widen(static_cast<const uint16_t*>(x)[i]);
+  }
+
+  template <class Format, class Op>
+  static void half_accumulate(float* acc, const void* x, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i)
+      acc[i] = Op::apply(acc[i], Format::widen(static_cast<const uint16_t*>(x)[i]));
+  }
+
+  template <class Format>
+  static void half_store(void* dst, const float* acc, float divisor, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) static_cast<uint16_t*>(dst)[i] = Format::narrow(acc[i] / divisor);
+  }
+};
+
+constexpr KernelTable kTable = TableBuilder<ReferenceLoops>::build();
+
+}  // namespace
+
+const KernelTable& reference_table() { return kTable; }
+
+}  // namespace ringdp::kernels
