@@ -11,7 +11,6 @@ import fcntl
 import os
 import re
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +121,8 @@ class BuildExt(BuildExtension):
         lines = [
             '"""What this build was made for; written by setup.py, compared by ringdp/_build.py."""',
             "",
-            f"TORCH_VERSION = {TORCH_VERSION!r}",
-            f"CUDA_VERSION = {torch.version.cuda!r}",
+            f"TORCH_VERSION = {str(torch.__version__)!r}",
             f"PYTHON_TAG = {sys.implementation.cache_tag!r}",
-            f"PLATFORM = {sysconfig.get_platform()!r}",
             f"COMPILER = {self.compiler_version!r}",
         ]
         text = "\n".join(lines) + "\n"

@@ -1,0 +1,72 @@
+"""Does the compiled part fit this Python and this torch? Asked once, by `import ringdp`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+MINIMUM_TORCH = (2, 11)
+
+
+def check() -> None:
+    """Do nothing, or raise ImportError with one sentence that says what is wrong and what to do."""
+    running = _torch_version()
+    if _release(running) < MINIMUM_TORCH:
+        raise ImportError(
+            f"ringdp needs torch 2.11 or newer and this is torch {running}: upgrade torch, then build again ({_advice()})"
+        )
+    built = _build_info()
+    if built.PYTHON_TAG != sys.implementation.cache_tag:
+        raise ImportError(
+            f"ringdp was built for {built.PYTHON_TAG} and this is {sys.implementation.cache_tag}: "
+            f"build it with this Python ({_advice()})"
+        )
+    if not _same_interface(built.TORCH_VERSION, running):
+        raise ImportError(
+            f"ringdp was built for torch {built.TORCH_VERSION} and this is torch {running}, whose C++ interface is "
+            f"another: build it again ({_advice()})"
+        )
+
+
+def _torch_version() -> str:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"ringdp needs torch 2.11 or newer and {sys.executable} has none: pip install torch") from None
+    return str(torch.__version__)
+
+
+def _build_info() -> ModuleType:
+    try:
+        info = importlib.import_module("ringdp._build_info")
+    except ModuleNotFoundError:
+        raise ImportError(f"ringdp is not built: its compiled part is missing ({_advice()})") from None
+    return info
+
+
+def _release(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise ImportError(f"ringdp cannot read the version of this torch, {version!r}")
+    return int(found[1]), int(found[2])
+
+
+def _same_interface(built: str, running: str) -> bool:
+    """torch's C++ classes keep their layout within a minor release; between development versions nothing is promised."""
+    built, running = built.split("+")[0], running.split("+")[0]
+    if re.fullmatch(r"[\d.]+", built) and re.fullmatch(r"[\d.]+", running):
+        return _release(built) == _release(running)
+    return built == running
+
+
+def _advice() -> str:
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "setup.py").is_file():
+        return f"in {checkout}: make build PYTHON={sys.executable}"
+    return "in a checkout of ringdp: pip install --no-build-isolation --force-reinstall --no-deps ."
