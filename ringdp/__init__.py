@@ -1,0 +1,92 @@
+"""Data-parallel training for PyTorch on whatever connects your ranks: `init`, then wrap in `RingDP`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ringdp.errors import (
+        HandshakeError,
+        InvalidArgumentError,
+        InvalidStateError,
+        MismatchError,
+        PeerLostError,
+        RingError,
+        RingTimeoutError,
+        SystemResourceError,
+    )
+    from ringdp.parallel import RingDP
+    from ringdp.process_group import (
+        device,
+        init,
+        is_initialized,
+        local_rank,
+        named,
+        rank,
+        shutdown,
+        world_size,
+    )
+
+__all__ = [
+    "HandshakeError",
+    "InvalidArgumentError",
+    "InvalidStateError",
+    "MismatchError",
+    "PeerLostError",
+    "RingDP",
+    "RingError",
+    "RingTimeoutError",
+    "SystemResourceError",
+    "device",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "named",
+    "rank",
+    "shutdown",
+    "world_size",
+]
+
+_ERRORS = [name for name in __all__ if name.endswith("Error")]
+_HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors") | {"RingDP": "parallel"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: `import torch` alone comes through here and must stay cheap."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'ringdp' has no attribute {name!r}")
+    _check()
+    value = getattr(importlib.import_module(f"ringdp.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _check() -> None:
+    """Raise ImportError in words where ringdp cannot work: not Linux, not built, built for another torch."""
+    if sys.platform != "linux":
+        raise ImportError(f"ringdp runs on Linux only, and this is {sys.platform}")
+    from ringdp import _build
+
+    _build.check()
+
+
+def _called_by_import_torch() -> bool:
+    """Whether torch's own import brought us here, through the entry point in ringdp/_autoload.py.
+
+    An error would then break torch for everybody in the environment, so it waits until a name is used.
+    """
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+if not _called_by_import_torch():
+    _check()
+    importlib.import_module("ringdp._autoload").register()

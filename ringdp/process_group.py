@@ -1,0 +1,461 @@
+"""Joining a job: `init`, who and where this rank is, and how torch.distributed learns of ``ring``.
+
+Everything here sits on torch's own default process group, so after `init` all of torch.distributed works.
+The C++ extension is imported by the backend's creator only, which keeps registering cheap.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from ringdp import config
+from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
+
+BACKEND = "ring"
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_FIRST_NOTICE_S = 10.0
+_log = logging.getLogger("ringdp.process_group")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hello:
+    """What a rank tells the others before the process group exists; all decide alike from all of these."""
+
+    host_id: str
+    host_name: str
+    pid: int
+    ringdp: str
+    cuda_devices: int
+    only_cuda_device: str  # its UUID where exactly one is visible, else empty
+    backend: str
+    device: str
+
+    def encode(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes, *, rank: int) -> _Hello:
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise MismatchError(
+                f"rank {rank} introduced itself in words this ringdp does not know: does it run another version?",
+                peer=rank,
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Membership:
+    """What `init` found out, until `shutdown`."""
+
+    group: weakref.ref[Any]  # torch's default group then; where it is another one now, the user replaced it
+    local_rank: int
+    device: torch.device
+    pid: int
+
+
+_membership: _Membership | None = None
+_generation = 0  # how often init joined a job: keys in a store that outlives a group must differ
+
+
+def init(
+    backend: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    device: torch.device | str | None = None,
+) -> None:
+    """Join the job: create torch.distributed's default process group and pick this rank's device.
+
+    Without arguments it reads what ringrun, torchrun, mpirun or srun put into the environment; without a
+    launcher it makes a world of one, which opens no port. It ends at exit by itself, or with `shutdown`.
+
+    Args:
+        backend: anything ``torch.distributed.init_process_group`` takes. None is ``ring`` on machines
+            without CUDA, ``cpu:ring,cuda:nccl`` where CUDA and NCCL serve.
+        rank, world_size: this rank and the number of ranks, for ``mp.spawn`` and notebooks; both or neither.
+        init_method: where the ranks meet, ``tcp://host:port`` or ``file:///path``; None takes the launcher's.
+        timeout: how long the ranks wait for each other, here and in every operation; seconds or a timedelta.
+        device: ``cpu`` or ``cuda`` overrides the choice; None is ``cuda:LOCAL_RANK`` where CUDA serves, else
+            ``cpu``.
+
+    Raises:
+        InvalidStateError: torch.distributed is initialised already.
+        InvalidArgumentError: the arguments or the environment do not say who this rank is or where to meet,
+            or there are fewer CUDA devices than ranks on this host.
+        HandshakeError: the ranks could not meet; the message names who was missing.
+        MismatchError: the ranks chose differently (versions, backend, device).
+    """
+    global _membership, _generation
+    _refuse_second_call()
+    config.apply_log_level()
+    timeout = _as_timedelta(timeout)
+    launch = None if init_method is not None and rank is not None else config.LaunchEnvironment.read()
+    rank, world_size, init_method = _place(launch, rank, world_size, init_method)
+    kind = _device_kind(backend, device)
+    chosen = backend or _default_backend(kind)
+    store = _meeting_store(init_method, rank, world_size, timeout)
+    store = PrefixStore(f"ringdp/{_generation}", store)
+    _generation += 1
+    hellos = _meet(store, _hello(chosen, kind), rank, world_size, timeout)
+    _require_agreement(hellos)
+    local_rank = _local_rank(hellos, rank, launch)
+    place = _pick_device(kind, hellos, rank, local_rank, device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if chosen == BACKEND:
+        register_backend()
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
+    atexit.unregister(_shutdown_at_exit)
+    atexit.register(_shutdown_at_exit)
+    _log.info("rank %d of %d on %s: backend %s, device %s", rank, world_size, hellos[rank].host_name, chosen, place)
+
+
+def shutdown() -> None:
+    """Leave the job; `init` may be called again afterwards. Without a job it does nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a job, by `init` or by ``torch.distributed.init_process_group``."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This rank's number in the job, from 0. Raises InvalidStateError before `init`."""
+    _require_initialized("rank")
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """The number of ranks in the job. Raises InvalidStateError before `init`."""
+    _require_initialized("world_size")
+    return dist.get_world_size()
+
+
+def local_rank() -> int:
+    """This rank's number on its host, from 0: the launcher's, or counted when the ranks met.
+
+    Raises:
+        InvalidStateError: before `init`; or torch.distributed was initialised without `init` and no launcher
+            said it.
+    """
+    _require_initialized("local_rank")
+    if (membership := _current_membership()) is not None:
+        return membership.local_rank
+    launch = config.LaunchEnvironment.read()
+    if launch is not None and launch.local_rank is not None:
+        return launch.local_rank
+    if dist.get_world_size() == 1:
+        return 0
+    raise InvalidStateError(
+        "torch.distributed was initialised without ringdp.init() and LOCAL_RANK is not set, so this rank's"
+        " number on its host is not known: call ringdp.init() instead, or set LOCAL_RANK"
+    )
+
+
+def device() -> torch.device:
+    """The device `init` picked: ``cuda:<index>`` or ``cpu``. Raises InvalidStateError before `init`."""
+    _require_initialized("device")
+    if (membership := _current_membership()) is not None:
+        return membership.device
+    if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", local_rank())
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Give the operations this thread issues inside the block a name, which their errors carry.
+
+    Ranks compare it: two all-reduces of equal shape issued in different order on two ranks are told apart by
+        their
+    names and fail with `MismatchError`, where unnamed ones would add up the wrong tensors.
+    """
+    if not name:
+        raise InvalidArgumentError("ringdp.named needs a name that is not empty")
+    scope = _extension().NamedScope()
+    scope.enter(name)
+    try:
+        yield
+    finally:
+        scope.exit()
+
+
+def register_backend() -> None:
+    """Make torch.distributed know the backend ``ring``; calling it again changes nothing."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        # A list: torch 2.13 iterates a plain string by its characters.
+        dist.Backend.register_backend(BACKEND, _create_process_group, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create_process_group(options: Any, pg_options: config.RingConfig | None) -> Any:
+    """torch's creator: once for the default group and for each new group this rank belongs to."""
+    if pg_options is not None and not isinstance(pg_options, config.RingConfig):
+        raise InvalidArgumentError(
+            f"the backend ring takes ringdp.config.RingConfig as pg_options, not {type(pg_options).__name__}"
+        )
+    config.apply_log_level()
+    settings = pg_options or config.RingConfig.from_environment()
+    return _extension().create_process_group(
+        store=options.store,
+        rank=options.group_rank,
+        size=options.group_size,
+        timeout=options.timeout,
+        group_id=options.group_id,
+        global_ranks=list(options.global_ranks_in_group),
+        config=settings.as_dict(),
+    )
+
+
+def _extension() -> Any:
+    """``ringdp._C``, or the sentence that says why it cannot be used."""
+    from ringdp import _build
+
+    _build.check()
+    from ringdp import _C
+
+    return _C
+
+
+def _current_membership() -> _Membership | None:
+    """What `init` found out, unless the user has replaced the process group since."""
+    if _membership is not None and dist.is_initialized() and _membership.group() is dist.group.WORLD:
+        return _membership
+    return None
+
+
+def _require_initialized(what: str) -> None:
+    if not is_initialized():
+        raise InvalidStateError(f"ringdp.{what}() is known after ringdp.init() only: call that first")
+
+
+def _refuse_second_call() -> None:
+    if not dist.is_available():
+        raise InvalidStateError("this torch was built without torch.distributed, which ringdp needs")
+    if not dist.is_initialized():
+        return
+    if _current_membership() is not None:
+        raise InvalidStateError(
+            f"ringdp.init() was called before in this process (rank {dist.get_rank()} of"
+            f" {dist.get_world_size()}): call it once, or ringdp.shutdown() in between"
+        )
+    raise InvalidStateError(
+        f"torch.distributed is initialised already (backend {dist.get_backend()}) and RingDP uses it as it"
+        " is: leave out ringdp.init(), or call torch.distributed.destroy_process_group() before it"
+    )
+
+
+def _as_timedelta(timeout: timedelta | float) -> timedelta:
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    if timeout <= timedelta(0):
+        raise InvalidArgumentError(f"timeout must be above 0, not {timeout.total_seconds()} s")
+    return timeout
+
+
+def _place(
+    launch: config.LaunchEnvironment | None, rank: int | None, world_size: int | None, init_method: str | None
+) -> tuple[int, int, str | None]:
+    """Who this rank is and where the ranks meet; arguments go before the launcher. None: a world of one."""
+    if (rank is None) != (world_size is None):
+        missing = "world_size" if world_size is None else "rank"
+        raise InvalidArgumentError(f"rank and world_size belong together, {missing} is missing")
+    if rank is None or world_size is None:
+        if launch is not None:
+            return launch.rank, launch.world_size, init_method or launch.init_method
+        if init_method is not None:
+            raise InvalidArgumentError(f"init_method={init_method} needs rank and world_size: no launcher says them")
+        return 0, 1, None
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise InvalidArgumentError(f"rank {rank} of {world_size}: a rank lies between 0 and world_size - 1")
+    if world_size == 1:
+        return 0, 1, None
+    if init_method is None and launch is not None:
+        init_method = launch.init_method
+    if init_method is None:
+        raise InvalidArgumentError(
+            f"rank {rank} of {world_size} does not know where to meet the others: pass"
+            " init_method='tcp://<host of rank 0>:<free port>' or 'file:///<path on a shared disk>'"
+        )
+    return rank, world_size, init_method
+
+
+def _device_kind(backend: str | None, wanted: torch.device | str | None) -> str:
+    """``cpu`` or ``cuda``, before it is known which of this host's devices is whose."""
+    if wanted is not None:
+        kind = torch.device(wanted).type
+        if kind not in ("cpu", "cuda"):
+            raise InvalidArgumentError(f"device must be cpu or cuda, not {kind}")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise InvalidArgumentError(
+                f"device={wanted} was asked for and torch {torch.__version__} sees no CUDA device"
+                f" (CUDA_VISIBLE_DEVICES={config.visible_cuda_devices()})"
+            )
+        return kind
+    if backend is not None and ":" in backend and "cuda:" not in backend:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _default_backend(kind: str) -> str:
+    return "cpu:ring,cuda:nccl" if kind == "cuda" and dist.is_nccl_available() else BACKEND
+
+
+def _meeting_store(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> Store:
+    if init_method is None:
+        return HashStore()
+    try:
+        store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            advice = "the port is taken by a job that still runs or another program: choose another MASTER_PORT"
+        else:
+            advice = "does rank 0 run, is the address its own, and does no firewall stand between?"
+        raise HandshakeError(
+            f"rank {rank} of {world_size} could not reach the job's store ({init_method}): {advice}\n{error}",
+            rank=rank,
+            advice=advice,
+        ) from error
+    store.set_timeout(timeout)
+    return store
+
+
+def _hello(backend: str, kind: str) -> _Hello:
+    from ringdp import __version__
+
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    settings = config.RingConfig.from_environment()
+    return _Hello(
+        host_id=settings.host_id,
+        host_name=settings.host_name,
+        pid=os.getpid(),
+        ringdp=__version__,
+        cuda_devices=count,
+        only_cuda_device=str(torch.cuda.get_device_properties(0).uuid) if count == 1 else "",
+        backend=backend,
+        device=kind,
+    )
+
+
+def _meet(store: Store, mine: _Hello, rank: int, world_size: int, timeout: timedelta) -> list[_Hello]:
+    """Exchange hellos; says who is waited for after ten seconds, then at doubling intervals."""
+    keys = [f"hello/{r}" for r in range(world_size)]
+    end = time.monotonic() + timeout.total_seconds()
+    pause = _FIRST_NOTICE_S
+    try:
+        store.set(keys[rank], mine.encode())
+        while True:
+            left = end - time.monotonic()
+            try:
+                store.wait(keys, timedelta(seconds=max(0.001, min(pause, left))))
+                break
+            except dist.DistStoreError:
+                missing = [r for r, key in enumerate(keys) if not store.check([key])]
+                if not missing:
+                    continue
+                if left <= pause:
+                    raise HandshakeError(
+                        f"rank {rank} waited {timeout.total_seconds():.0f} s for {_ranks(missing)} of"
+                        f" {world_size}, which never called ringdp.init(): did they start, and with the same"
+                        " MASTER_ADDR and MASTER_PORT?",
+                        rank=rank,
+                        peer=missing[0],
+                    ) from None
+                _log.warning("rank %d of %d waits for %s to call ringdp.init()", rank, world_size, _ranks(missing))
+                pause *= 2
+        return [_Hello.decode(text, rank=r) for r, text in enumerate(store.multi_get(keys))]
+    except dist.DistNetworkError as error:
+        raise HandshakeError(
+            f"rank {rank} lost the job's store while the ranks met: rank 0 or its host has gone\n{error}",
+            rank=rank,
+            peer=0,
+        ) from error
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(r) for r in numbers[:8])
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}"
+
+
+def _require_agreement(hellos: Sequence[_Hello]) -> None:
+    advice = {
+        "ringdp": "install the same version everywhere",
+        "device": "pass device='cpu' to ringdp.init() everywhere, or give every rank a GPU",
+        "backend": "pass the same backend to ringdp.init() everywhere",
+    }
+    for field, what_to_do in advice.items():
+        expected = getattr(hellos[0], field)
+        for number, hello in enumerate(hellos):
+            if getattr(hello, field) != expected:
+                raise MismatchError(
+                    f"rank 0 on {hellos[0].host_name} has {field} {expected}, rank {number} on"
+                    f" {hello.host_name} has {getattr(hello, field)}: {what_to_do}",
+                    peer=number,
+                    peer_host=hello.host_name,
+                    peer_pid=hello.pid,
+                )
+
+
+def _local_rank(hellos: Sequence[_Hello], rank: int, launch: config.LaunchEnvironment | None) -> int:
+    if launch is not None and launch.local_rank is not None and launch.rank == rank:
+        return launch.local_rank
+    return sum(hello.host_id == hellos[rank].host_id for hello in hellos[:rank])
+
+
+def _pick_device(
+    kind: str, hellos: Sequence[_Hello], rank: int, local_rank: int, wanted: torch.device | str | None
+) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    mine = hellos[rank]
+    if wanted is not None and (index := torch.device(wanted).index) is not None:
+        if index >= mine.cuda_devices:
+            raise InvalidArgumentError(
+                f"device={wanted} was asked for, and torch sees {mine.cuda_devices} CUDA devices"
+            )
+        return torch.device("cuda", index)
+    if local_rank < mine.cuda_devices:
+        return torch.device("cuda", local_rank)
+    neighbours = [h for r, h in enumerate(hellos) if r != rank and h.host_id == mine.host_id]
+    if mine.cuda_devices == 1 and all(h.only_cuda_device not in ("", mine.only_cuda_device) for h in neighbours):
+        return torch.device("cuda", 0)  # the launcher shows each rank a device of its own
+    raise InvalidArgumentError(
+        f"rank {rank} is local rank {local_rank} of {len(neighbours) + 1} on {mine.host_name}, where it sees"
+        f" {mine.cuda_devices} CUDA device{'s' if mine.cuda_devices != 1 else ''}"
+        f" (CUDA_VISIBLE_DEVICES={config.visible_cuda_devices()}): start at most as many ranks per host as"
+        " there are devices, or pass device='cpu' to ringdp.init()"
+    )
+
+
+def _shutdown_at_exit() -> None:
+    """Leave the job of a script that forgot to; never raises and does nothing in a forked child."""
+    if _membership is None or os.getpid() != _membership.pid or _current_membership() is None:
+        return
+    if getattr(sys, "last_value", None) is not None and "nccl" in str(dist.get_backend_config()):
+        return  # after an unhandled exception NCCL would wait for ranks that have no reason to come
+    try:
+        shutdown()
+    except Exception as error:
+        _log.warning("leaving the job at exit failed: %s", error)
