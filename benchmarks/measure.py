@@ -1,0 +1,158 @@
+"""What every benchmark here shares: sizes, summaries, tables, and whether the machine was quiet."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+QUIET_LOAD = 0.3  # waiting processes beside us, on average over the last minute
+QUIET_OTHERS = 0.05  # share of the machine's CPU time that went to somebody else during the run
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `4096`, `4k`, `4KiB`, `25m`, `1g`; units are powers of 1024. Raises ValueError."""
+    word = text.strip().lower().removesuffix("ib").removesuffix("b")
+    digits = word.rstrip("kmg")
+    if not digits.isdigit() or word[len(digits) :] not in _UNITS:
+        raise ValueError(f"{text!r} is no size: write it like 4k, 1m, 100m or 4096")
+    return int(digits) * _UNITS[word[len(digits) :]]
+
+
+def format_size(size_bytes: int) -> str:
+    """`25 MiB`, `4 KiB`, `10 B`."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.4g} {name}"
+    return f"{size_bytes} B"
+
+
+def format_time(seconds: float) -> str:
+    """Three digits or so, in the unit that suits: `12.3 µs`, `4.56 ms`, `1.2 s`."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= unit:
+            return f"{seconds / unit:.4g} {name}"
+    return f"{seconds * 1e6:.2f} µs"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the values lie, by linear interpolation. Raises ValueError on none."""
+    if not values:
+        raise ValueError("no values, so no percentile")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Times of one operation, in seconds."""
+
+    median_s: float
+    p99_s: float
+    min_s: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Summary:
+        return cls(percentile(seconds, 0.5), percentile(seconds, 0.99), min(seconds), len(seconds))
+
+    @classmethod
+    def slowest(cls, per_rank: Sequence[Summary]) -> Summary:
+        """The slowest rank's view of each number: an operation is over when everybody has it."""
+        return cls(
+            max(one.median_s for one in per_rank),
+            max(one.p99_s for one in per_rank),
+            max(one.min_s for one in per_rank),
+            min(one.count for one in per_rank),
+        )
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned text: the first column to the left, the others to the right."""
+    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(columns)]
+    lines = []
+    for row in [list(columns), ["-" * width for width in widths], *map(list, rows)]:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+@dataclass
+class Quiet:
+    """Whether somebody else used the machine while we measured: load averages, and CPU time that was not ours."""
+
+    load_before: float = 0.0
+    load_after: float = 0.0
+    others_share: float = 0.0  # of all cores' time between start and stop
+    steal_share: float = 0.0  # taken by the hypervisor
+    _stamp: tuple[float, float, float, float] = field(default=(0.0, 0.0, 0.0, 0.0), repr=False)
+
+    @staticmethod
+    def start() -> Quiet:
+        return Quiet(load_before=os.getloadavg()[0], _stamp=_cpu_seconds())
+
+    def stop(self) -> None:
+        """Call after the ranks have been waited for: their CPU time counts as ours only then."""
+        wall, busy, steal, own = (now - then for now, then in zip(_cpu_seconds(), self._stamp, strict=True))
+        capacity_s = max(wall * (os.cpu_count() or 1), 1e-9)
+        self.load_after = os.getloadavg()[0]
+        self.others_share = max(0.0, busy - own) / capacity_s
+        self.steal_share = steal / capacity_s
+
+    def warnings(self) -> list[str]:
+        found = []
+        if self.load_before > QUIET_LOAD:
+            found.append(f"load average was {self.load_before:.2f} before the run: the machine was not quiet")
+        if self.others_share > QUIET_OTHERS:
+            found.append(f"other processes used {self.others_share:.0%} of the machine during the run")
+        if self.steal_share > QUIET_OTHERS:
+            found.append(f"the hypervisor took {self.steal_share:.0%} of the machine during the run")
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if not key.startswith("_")} | {
+            "warnings": self.warnings()
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"load average {self.load_before:.2f} before, {self.load_after:.2f} after (ours included); "
+            f"others used {self.others_share:.1%} of the cores, steal {self.steal_share:.1%}"
+        )
+
+
+def _cpu_seconds() -> tuple[float, float, float, float]:
+    """(now, busy over all cores, stolen, used by us and by children waited for), in seconds; see proc(5)."""
+    with open("/proc/stat", encoding="ascii") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    user, nice, system, _idle, _iowait, _irq, _softirq, steal = ticks
+    own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return time.monotonic(), (user + nice + system) * tick_s, steal * tick_s, own
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge the numbers: cores, processor, kernel, versions."""
+    model = "unknown"
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    import torch
+
+    return {
+        "cores": os.cpu_count(),
+        "processor": model,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

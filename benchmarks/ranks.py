@@ -1,0 +1,172 @@
+"""Starting one process per rank, passing on what they print, and leaving none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+TAIL_LINES = 30
+
+
+class RanksFailed(RuntimeError):
+    """A rank ended badly or not in time; the message has the exit code and the rank's last lines."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process to start: its words, its whole environment, and what to call it in messages."""
+
+    words: Sequence[str]
+    env: Mapping[str, str]
+    label: str
+
+
+@dataclass
+class _Running:
+    command: Command
+    process: subprocess.Popen[str]
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    pump: threading.Thread | None = None
+
+    def read(self, echo: Callable[[str, str], None]) -> None:
+        stream = self.process.stdout
+        assert stream is not None
+        with stream:
+            for line in stream:
+                self.tail.append(line)
+                echo(self.command.label, line)
+
+
+def run_commands(
+    commands: Sequence[Command], *, timeout_s: float, echo: Callable[[str, str], None], grace_s: float = 5.0
+) -> None:
+    """Start all commands, wait for all of them, and leave no process whatever happens.
+
+    `echo(label, line)` gets each line of output, from a thread per process. When one fails the others have `grace_s`
+    to say why they failed too, then they are killed. Raises RanksFailed naming the first that failed.
+    """
+    running: list[_Running] = []
+    try:
+        for command in commands:
+            process = subprocess.Popen(
+                list(command.words),
+                env=dict(command.env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C reaches us alone, and we end the others in order
+            )
+            one = _Running(command, process)
+            one.pump = threading.Thread(target=one.read, args=(echo,), daemon=True)
+            one.pump.start()
+            running.append(one)
+        _wait(running, timeout_s, grace_s)
+    finally:
+        stop_all([one.process for one in running])
+        for one in running:
+            if one.pump is not None:
+                one.pump.join(2.0)
+
+
+def _wait(running: Sequence[_Running], timeout_s: float, grace_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    first_failed: _Running | None = None
+    while True:
+        codes = [one.process.poll() for one in running]
+        if first_failed is None:
+            first_failed = next((one for one, code in zip(running, codes, strict=True) if code), None)
+            if first_failed is not None:
+                deadline = min(deadline, time.monotonic() + grace_s)
+        if all(code is not None for code in codes) or (first_failed and time.monotonic() > deadline):
+            break
+        if time.monotonic() > deadline:
+            late = ", ".join(one.command.label for one, code in zip(running, codes, strict=True) if code is None)
+            raise RanksFailed(f"not finished after {timeout_s:.0f} s: {late}")
+        time.sleep(0.02)
+    if first_failed is not None:
+        if first_failed.pump is not None:
+            first_failed.pump.join(2.0)
+        lines = "".join(first_failed.tail).rstrip()
+        raise RanksFailed(
+            f"{first_failed.command.label} {_ended(first_failed.process.returncode)}; it said last:\n{lines}"
+        )
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def stop_all(processes: Sequence[subprocess.Popen[str]], *, patience_s: float = 2.0) -> None:
+    """End each process and its session: asked first (mpirun then ends its ranks), killed after `patience_s`."""
+    alive = [process for process in processes if process.poll() is None]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + patience_s
+        for process in alive:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        alive = [process for process in alive if process.poll() is None]
+
+
+def torchrun_env(
+    *, rank: int, local_rank: int, world_size: int, local_world_size: int, host: int, address: str, port: int
+) -> dict[str, str]:
+    """The variables `torchrun` would set for this rank. `host` is the index of its host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(host),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def threads_per_rank(world_size: int) -> int:
+    """Threads a rank may compute with when all of them share this machine's cores, as our launcher sets them."""
+    return max(1, (os.cpu_count() or 1) // world_size)
+
+
+@contextlib.contextmanager
+def signals_unwind() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that `finally` cleans up."""
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_later() -> Iterator[None]:
+    """Hold Ctrl-C and its like back while something is being cleaned up that must not be left half done."""
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
