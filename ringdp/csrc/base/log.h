@@ -1,0 +1,17 @@
+// Log lines of the core, handed to whoever set the sink (Python's logging in a module, stderr in C++ tests).
+// Any thread; the sink must not call back into ringdp.
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace ringdp {
+
+enum class LogLevel { kDebug, kInfo, kWarning, kError };
+
+using LogSink = std::function<void(LogLevel, const std::string&)>;
+
+void set_log_sink(LogSink sink);  // an empty one drops everything (the start)
+void log(LogLevel level, const std::string& text);
+
+}  // namespace ringdp

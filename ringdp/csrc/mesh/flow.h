@@ -1,0 +1,71 @@
+// Flows: the bytes one operation sends to, or expects from, one peer. An operation owns its flows and hands them to the
+// peers' Links; Links call back through FlowHandler. Everything here happens on the thread that drives the engine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "mesh/frame.h"
+
+namespace ringdp {
+
+class SendFlow;
+class RecvFlow;
+
+class FlowHandler {
+ public:
+  // The next bytes at `offset` of the flow: at most `max`, contiguous, whole elements, not beyond a block's end.
+  // They stay as they are until `flushed` says that they left.
+  virtual std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) = 0;
+  virtual void flushed(SendFlow& flow) = 0;  // flow.sent has grown
+  // Where the bytes at `offset` go: exactly `length` bytes of room, used until `arrived`. An empty span: no such place.
+  virtual std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) = 0;
+  virtual void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) = 0;
+
+ protected:
+  ~FlowHandler() = default;
+};
+
+// What all flows of one operation have in common.
+struct FlowIdentity {
+  uint64_t group = 0;
+  uint64_t sequence = 0;
+  uint64_t fingerprint = 0;
+  OperationShape shape;
+  std::string name;  // shape.name_hash in words
+
+  std::string text() const;  // "all_reduce #17 (float32[10], SUM)"
+};
+
+class SendFlow {
+ public:
+  FlowHandler* handler = nullptr;
+  const FlowIdentity* identity = nullptr;
+  int peer = -1;            // position of the peer in the Runtime's world
+  uint64_t total = 0;       // bytes in all
+  uint64_t ready = 0;       // bytes the operation could send by now
+  uint64_t sent = 0;        // bytes handed to the transport
+  uint64_t granted = 0;     // what the receiver allowed; more goes eagerly while there is room
+  bool opened = false;      // its first frame is out (a flow of no bytes has one frame too)
+  bool requested = false;
+
+  bool complete() const { return opened && sent == total; }
+};
+
+class RecvFlow {
+ public:
+  FlowHandler* handler = nullptr;
+  const FlowIdentity* identity = nullptr;
+  int peer = -1;
+  uint64_t total = 0;
+  uint64_t received = 0;
+  uint64_t window = 0;      // how far the operation can take bytes now (total, if it never needs to hold the peer back)
+  uint64_t granted = 0;     // what the peer was told
+  bool opened = false;
+
+  bool complete() const { return opened && received == total; }
+};
+
+}  // namespace ringdp

@@ -1,0 +1,108 @@
+#include "mesh/frame.h"
+
+#include <algorithm>
+
+#include "base/bytes.h"
+
+namespace ringdp {
+namespace {
+
+constexpr uint16_t kMagic = 0x4452;  // "RD"
+constexpr std::size_t kAbortFixedBytes = 16;
+
+}  // namespace
+
+uint64_t OperationShape::fingerprint() const {
+  std::array<std::byte, 28> raw{};
+  raw[0] = static_cast<std::byte>(what);
+  raw[1] = static_cast<std::byte>(dtype);
+  raw[2] = static_cast<std::byte>(op);
+  raw[3] = static_cast<std::byte>(algorithm);
+  put(&raw[4], root);
+  put(&raw[8], count);
+  put(&raw[16], name_hash);
+  put(&raw[20], layout_hash);
+  return hash_bytes(raw);
+}
+
+std::string OperationShape::text() const {
+  std::string out(collective_name(what));
+  if (what == Collective::kBarrier) return out;
+  out += "(" + std::string(dtype_name(dtype)) + "[" + std::to_string(count) + "]";
+  if (what == Collective::kAllReduce || what == Collective::kReduceScatter || what == Collective::kReduce)
+    out += ", " + std::string(reduce_op_name(op));
+  if (what == Collective::kSend || what == Collective::kRecv)
+    out += ", tag " + std::to_string(root);
+  else if (root >= 0)
+    out += ", root " + std::to_string(root);
+  return out + ")";
+}
+
+void FrameHeader::encode(std::span<std::byte, kFrameHeaderBytes> out) const {
+  std::byte* at = out.data();
+  put(at, kMagic);
+  put(at + 2, static_cast<uint8_t>(type));
+  put(at + 3, static_cast<uint8_t>(eager ? 1 : 0));
+  put(at + 4, length);
+  put(at + 8, group);
+  put(at + 16, sequence);
+  put(at + 24, offset);
+  put(at + 32, fingerprint);
+  put(at + 40, static_cast<uint8_t>(shape.what));
+  put(at + 41, static_cast<uint8_t>(shape.dtype));
+  put(at + 42, static_cast<uint8_t>(shape.op));
+  put(at + 43, shape.algorithm);
+  put(at + 44, shape.root);
+  put(at + 48, shape.count);
+  put(at + 56, shape.name_hash);
+  put(at + 60, credit);
+}
+
+FrameHeader FrameHeader::decode(std::span<const std::byte, kFrameHeaderBytes> raw) {
+  const std::byte* at = raw.data();
+  FrameHeader header;
+  auto type = take<uint8_t>(at + 2);
+  header.length = take<uint32_t>(at + 4);
+  std::size_t limit = type == static_cast<uint8_t>(FrameType::kData)    ? kSegmentBytes
+                      : type == static_cast<uint8_t>(FrameType::kAbort) ? kAbortFixedBytes + kAbortTextBytes
+                                                                        : 0;
+  if (take<uint16_t>(at) != kMagic || type < 1 || type > 6 || header.length > limit)
+    throw Error(ErrorKind::kHandshake, "received bytes that are no frame of ringdp's protocol");
+  header.type = static_cast<FrameType>(type);
+  header.eager = (take<uint8_t>(at + 3) & 1) != 0;
+  header.group = take<uint64_t>(at + 8);
+  header.sequence = take<uint64_t>(at + 16);
+  header.offset = take<uint64_t>(at + 24);
+  header.fingerprint = take<uint64_t>(at + 32);
+  header.shape.what = static_cast<Collective>(take<uint8_t>(at + 40));
+  header.shape.dtype = static_cast<DType>(take<uint8_t>(at + 41));
+  header.shape.op = static_cast<ReduceOp>(take<uint8_t>(at + 42));
+  header.shape.algorithm = take<uint8_t>(at + 43);
+  header.shape.root = take<int32_t>(at + 44);
+  header.shape.count = take<uint64_t>(at + 48);
+  header.shape.name_hash = take<uint32_t>(at + 56);
+  header.credit = take<uint32_t>(at + 60);
+  return header;
+}
+
+std::string AbortNotice::encode() const {
+  std::array<std::byte, kAbortFixedBytes> fixed{};
+  fixed[0] = static_cast<std::byte>(kind);
+  put(&fixed[4], guilty_rank);
+  put(&fixed[8], sequence);
+  std::string out(reinterpret_cast<const char*>(fixed.data()), fixed.size());
+  return out + text.substr(0, kAbortTextBytes);
+}
+
+AbortNotice AbortNotice::decode(std::span<const std::byte> raw) {
+  AbortNotice notice;
+  if (raw.size() < kAbortFixedBytes) throw Error(ErrorKind::kHandshake, "received an abort notice that is too short");
+  auto kind = static_cast<uint8_t>(raw[0]);
+  notice.kind = kind <= static_cast<uint8_t>(ErrorKind::kSystem) ? static_cast<ErrorKind>(kind) : ErrorKind::kPeerLost;
+  notice.guilty_rank = take<int32_t>(raw.data() + 4);
+  notice.sequence = take<uint64_t>(raw.data() + 8);
+  notice.text.assign(reinterpret_cast<const char*>(raw.data()) + kAbortFixedBytes, raw.size() - kAbortFixedBytes);
+  return notice;
+}
+
+}  // namespace ringdp

@@ -1,0 +1,74 @@
+// What crosses a connection after the handshake: frames, a fixed header and a payload (docs/wire_format.md).
+// Every header says what its sender believes is going on, so that a receiver that believes otherwise can say so.
+// Value types, any thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "base/error.h"
+#include "base/types.h"
+
+namespace ringdp {
+
+inline constexpr std::size_t kFrameHeaderBytes = 64;
+inline constexpr std::size_t kSegmentBytes = 256 * 1024;       // longest payload of a data frame
+inline constexpr std::size_t kEagerWindowBytes = 1024 * 1024;  // unasked-for payload a receiver stores per peer
+inline constexpr std::size_t kSmallFlowBytes = 64 * 1024;      // flows up to this size are sent without being asked for
+inline constexpr std::size_t kAbortTextBytes = 2048;           // longest text of an abort frame
+
+enum class FrameType : uint8_t {
+  kData = 1,     // payload of a flow, in order; `offset` is its place in the flow
+  kGrant = 2,    // receiver to sender: the flow may be sent up to `offset`
+  kRequest = 3,  // sender to receiver: please grant, the eager window is used up
+  kCredit = 4,   // carries nothing but `credit`, which every header has
+  kAbort = 5,    // the group failed; payload is an AbortNotice
+  kBye = 6       // nothing follows: the sender leaves in good order
+};
+
+// What an operation is, as its rank sees it. Equal on all ranks of an operation, or it fails on all of them.
+struct OperationShape {
+  Collective what = Collective::kBarrier;
+  DType dtype = DType::kUint8;
+  ReduceOp op = ReduceOp::kSum;
+  uint8_t algorithm = 0;
+  int32_t root = -1;        // or the tag of a send
+  uint64_t count = 0;       // elements, of one rank's input
+  uint32_t name_hash = 0;   // of the name given to it (bucket, `ringdp.named`); 0 for none
+  uint64_t layout_hash = 0; // of anything else that must agree (splits, parameter names); only in the fingerprint
+
+  uint64_t fingerprint() const;
+  std::string text() const;  // "all_reduce(float32[10], SUM)"
+};
+
+struct FrameHeader {
+  FrameType type = FrameType::kData;
+  bool eager = false;       // the payload counts against the eager window
+  uint32_t length = 0;      // payload bytes behind this header
+  uint64_t group = 0;
+  uint64_t sequence = 0;
+  uint64_t offset = 0;
+  uint64_t fingerprint = 0;
+  OperationShape shape;     // without layout_hash
+  uint32_t credit = 0;      // eager payload bytes the sender of this frame has used up, modulo 2^32
+
+  void encode(std::span<std::byte, kFrameHeaderBytes> out) const;
+  // Throws Error(kHandshake) if it is no header of this protocol.
+  static FrameHeader decode(std::span<const std::byte, kFrameHeaderBytes> raw);
+};
+
+// Why a group failed, as told to its other members.
+struct AbortNotice {
+  ErrorKind kind = ErrorKind::kPeerLost;
+  int32_t guilty_rank = -1;
+  uint64_t sequence = 0;
+  std::string text;
+
+  std::string encode() const;
+  static AbortNotice decode(std::span<const std::byte> raw);
+};
+
+}  // namespace ringdp

@@ -1,0 +1,136 @@
+// Link: this rank's connection to one peer. Splits flows into frames and puts frames back into flows, compares what both
+// sides believe, and keeps what arrives early within bounds (flow control: docs/wire_format.md).
+// Owned by the Runtime; used only by the thread that drives the engine. Errors are thrown as Error naming the peer, and
+// leave the link unusable.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "mesh/flow.h"
+#include "mesh/frame.h"
+#include "transport/channel.h"
+
+namespace ringdp {
+
+// Who a rank is, as it said in the store.
+struct PeerInfo {
+  int rank = -1;
+  std::string host;
+  int64_t pid = -1;
+
+  std::string text() const;  // "rank 3 (host node7, pid 4711)"
+};
+
+class Link {
+ public:
+  struct Events {
+    std::function<void(int peer, uint64_t group, const AbortNotice&)> aborted;
+    std::function<void(int peer, uint64_t group, Error)> mismatched;  // the payload is dropped, the group must fail
+    std::function<void(int peer)> departed;                           // the peer said goodbye
+  };
+
+  Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Events events);
+
+  void attach(SendFlow& flow);
+  void attach(RecvFlow& flow);       // takes in what arrived early; may throw Error(kMismatch)
+  void widen(RecvFlow& flow);        // flow.window has grown
+  void detach(SendFlow& flow);       // its operation ends early: a frame half sent is finished from a copy
+  void detach(RecvFlow& flow);
+  void discard_group(uint64_t group);  // the group failed or is gone: what still arrives for it is dropped
+
+  void send_abort(uint64_t group, const AbortNotice& notice);
+  void send_bye();
+
+  // Move what can be moved now; true if anything was. `pump_receive` takes about `budget_bytes` at most.
+  bool pump_send();
+  bool pump_receive(std::size_t budget_bytes);
+
+  bool wants_write() const { return blocked_; }     // the channel is full: poll for room
+  bool has_outgoing() const;                        // frames or sendable flows wait
+  bool expects() const { return !receiving_.empty(); }
+  bool departed() const { return departed_; }
+  bool broken() const { return broken_; }
+  void mark_broken() { broken_ = true; }
+  Channel& channel() { return *channel_; }
+  const PeerInfo& peer() const { return peer_; }
+  uint64_t bytes_sent() const { return bytes_sent_; }
+  uint64_t bytes_received() const { return bytes_received_; }
+
+ private:
+  using Key = std::pair<uint64_t, uint64_t>;  // group, sequence
+  struct Early {                              // what came before its operation
+    bool requested = false;
+    std::vector<std::pair<FrameHeader, std::vector<std::byte>>> frames;
+  };
+
+  std::size_t allowance(const SendFlow& flow) const;
+  bool sendable(const SendFlow& flow) const;
+  bool stage_next();                 // fills the outgoing frame; false if there is none
+  void append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset, const std::string& payload = {});
+  void finish_frame_sent();
+  bool take_from_stage();            // false: more bytes are needed
+  void begin_frame(const FrameHeader& header);
+  void begin_data(const FrameHeader& header);
+  void finish_payload();
+  void apply_grant(const FrameHeader& header);
+  void apply_request(const FrameHeader& header);
+  bool accept(RecvFlow& flow, const FrameHeader& header);  // false, and reported, if the two sides disagree
+  void deliver(RecvFlow& flow, const FrameHeader& header, std::span<const std::byte> bytes);
+  void keep_early(const FrameHeader& header);
+  void consume(const FrameHeader& header);
+  void grant(RecvFlow& flow);
+  void on_closed(const std::string& cause);
+  RecvFlow* find_receiver(uint64_t group, uint64_t sequence);
+  [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice) const;
+
+  PeerInfo self_;
+  PeerInfo peer_;
+  std::unique_ptr<Channel> channel_;
+  Events events_;
+  bool departed_ = false;
+  bool broken_ = false;
+
+  // Sending. `head_` holds control frames and the header of the data frame whose payload is `payload_`.
+  std::deque<SendFlow*> sending_;    // oldest operation first
+  std::vector<std::byte> control_;
+  std::vector<std::byte> head_;
+  std::size_t head_sent_ = 0;
+  std::span<const std::byte> payload_;
+  std::size_t payload_sent_ = 0;
+  SendFlow* payload_flow_ = nullptr;
+  std::vector<std::byte> orphan_;    // owns `payload_` when its operation is gone
+  bool blocked_ = false;
+  uint32_t eager_sent_ = 0;          // modulo 2^32, like the credits that answer it
+  uint32_t eager_credited_ = 0;
+
+  // Receiving.
+  std::vector<RecvFlow*> receiving_;
+  std::map<Key, Early> early_;
+  std::map<Key, uint64_t> early_grants_;  // grants for operations of ours that have not started yet
+  std::set<uint64_t> discarded_;
+  std::size_t early_bytes_ = 0;
+  std::vector<std::byte> stage_;     // read-ahead; [stage_begin_, stage_end_) is unread
+  std::size_t stage_begin_ = 0;
+  std::size_t stage_end_ = 0;
+  std::optional<FrameHeader> current_;  // the frame whose payload is arriving
+  std::span<std::byte> target_;
+  std::size_t target_filled_ = 0;
+  RecvFlow* target_flow_ = nullptr;
+  std::vector<std::byte> spare_;     // target of payloads without a flow, yet or any more
+  bool dropping_ = false;            // the payload goes nowhere
+  uint32_t consumed_ = 0;            // eager bytes of the peer used up here
+  uint32_t consumed_told_ = 0;
+
+  uint64_t bytes_sent_ = 0;
+  uint64_t bytes_received_ = 0;
+};
+
+}  // namespace ringdp

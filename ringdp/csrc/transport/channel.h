@@ -1,0 +1,37 @@
+// Channel: an ordered byte stream to one peer that never blocks. A new transport implements this and nothing else.
+// Used by the thread that drives the engine, one at a time. Owns its descriptor or segment.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace ringdp {
+
+enum class IoStatus {
+  kOk,          // `bytes` were moved (fewer than offered is normal)
+  kWouldBlock,  // nothing moved; poll the descriptor
+  kClosed,      // the peer ended the stream
+  kBroken       // `error_number` says why
+};
+
+struct IoResult {
+  IoStatus status = IoStatus::kOk;
+  std::size_t bytes = 0;
+  int error_number = 0;
+};
+
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  virtual IoResult send(std::span<const iovec> pieces) = 0;
+  virtual IoResult receive(std::span<const iovec> pieces) = 0;
+  virtual void close_send() = 0;      // no more bytes will be sent; the peer sees kClosed after the last one
+  virtual int poll_fd() const = 0;    // for the Poller
+  virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
+};
+
+}  // namespace ringdp

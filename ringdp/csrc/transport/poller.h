@@ -1,0 +1,34 @@
+// Poller: waits until one of several descriptors can move bytes, or until another thread wakes it (epoll(7), eventfd(2)).
+// `wake` may be called from any thread, the rest by the thread that drives the engine.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/fd.h"
+
+namespace ringdp {
+
+class Poller {
+ public:
+  struct Event {
+    uint32_t token;
+    bool readable;
+    bool writable;
+  };
+
+  Poller();
+
+  void add(int fd, uint32_t token);                             // readable only at first
+  void want_write(int fd, uint32_t token, bool want);
+  void remove(int fd);
+  const std::vector<Event>& wait(int timeout_ms);               // -1: until something happens; EINTR ends it early
+  void wake();
+
+ private:
+  Fd epoll_;
+  Fd wakeup_;
+  std::vector<Event> events_;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,216 @@
+#include "transport/tcp.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <net/if.h>
+#include <netinet/tcp.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace ringdp {
+namespace {
+
+// One small number at the end of an address, 0..65535.
+uint16_t parse_port(const std::string& text, const std::string& whole) {
+  std::size_t used = 0;
+  unsigned long value = 70000;
+  try {
+    value = std::stoul(text, &used);
+  } catch (const std::exception&) {
+    used = 0;
+  }
+  if (used == 0 || used != text.size() || value > 65535)
+    throw Error(ErrorKind::kValue, "not a port number: '" + text + "' in address '" + whole + "'");
+  return static_cast<uint16_t>(value);
+}
+
+class TcpChannel final : public Channel {
+ public:
+  explicit TcpChannel(Fd socket) : fd_(std::move(socket)) {
+    int one = 1;
+    setsockopt(fd_.get(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+    sockaddr_storage storage;
+    socklen_t length = sizeof(storage);
+    getsockname(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length);
+    std::string local = SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).text();
+    length = sizeof(storage);
+    getpeername(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length);
+    description_ = "tcp " + local + " -> " + SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).text();
+  }
+
+  IoResult send(std::span<const iovec> pieces) override {
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(pieces.data());
+    message.msg_iovlen = pieces.size();
+    for (;;) {
+      ssize_t moved = sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (moved >= 0) return {IoStatus::kOk, static_cast<std::size_t>(moved), 0};
+      if (errno == EINTR) continue;
+      return failure(errno);
+    }
+  }
+
+  IoResult receive(std::span<const iovec> pieces) override {
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(pieces.data());
+    message.msg_iovlen = pieces.size();
+    for (;;) {
+      ssize_t moved = recvmsg(fd_.get(), &message, MSG_DONTWAIT);
+      if (moved > 0) return {IoStatus::kOk, static_cast<std::size_t>(moved), 0};
+      if (moved == 0) return {IoStatus::kClosed, 0, 0};
+      if (errno == EINTR) continue;
+      return failure(errno);
+    }
+  }
+
+  void close_send() override { shutdown(fd_.get(), SHUT_WR); }
+  int poll_fd() const override { return fd_.get(); }
+  std::string describe() const override { return description_; }
+
+ private:
+  static IoResult failure(int error_number) {
+    if (error_number == EAGAIN || error_number == EWOULDBLOCK) return {IoStatus::kWouldBlock, 0, 0};
+    return {IoStatus::kBroken, 0, error_number};
+  }
+
+  Fd fd_;
+  std::string description_;
+};
+
+}  // namespace
+
+SocketAddress SocketAddress::from_raw(const sockaddr* raw, socklen_t length) {
+  SocketAddress address;
+  address.length_ = std::min<socklen_t>(length, sizeof(address.storage_));
+  std::memcpy(&address.storage_, raw, address.length_);
+  return address;
+}
+
+SocketAddress SocketAddress::from_ip(const std::string& ip, uint16_t port) {
+  SocketAddress address;
+  std::string bare = ip, zone;
+  if (auto percent = ip.find('%'); percent != std::string::npos) {
+    bare = ip.substr(0, percent);
+    zone = ip.substr(percent + 1);
+  }
+  auto* v4 = reinterpret_cast<sockaddr_in*>(&address.storage_);
+  auto* v6 = reinterpret_cast<sockaddr_in6*>(&address.storage_);
+  if (inet_pton(AF_INET, bare.c_str(), &v4->sin_addr) == 1) {
+    v4->sin_family = AF_INET;
+    address.length_ = sizeof(sockaddr_in);
+  } else if (inet_pton(AF_INET6, bare.c_str(), &v6->sin6_addr) == 1) {
+    v6->sin6_family = AF_INET6;
+    v6->sin6_scope_id = zone.empty() ? 0 : if_nametoindex(zone.c_str());
+    address.length_ = sizeof(sockaddr_in6);
+  } else {
+    throw Error(ErrorKind::kValue, "not an IPv4 or IPv6 address: '" + ip + "'");
+  }
+  address.set_port(port);
+  return address;
+}
+
+SocketAddress SocketAddress::parse(const std::string& text) {
+  auto colon = text.rfind(':');
+  if (colon == std::string::npos) throw Error(ErrorKind::kValue, "an address needs a port: '" + text + "'");
+  std::string ip = text.substr(0, colon);
+  if (ip.size() >= 2 && ip.front() == '[' && ip.back() == ']') ip = ip.substr(1, ip.size() - 2);
+  return from_ip(ip, parse_port(text.substr(colon + 1), text));
+}
+
+std::string SocketAddress::ip() const {
+  char buffer[INET6_ADDRSTRLEN] = "";
+  if (family() == AF_INET) {
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(&storage_)->sin_addr, buffer, sizeof(buffer));
+  } else if (family() == AF_INET6) {
+    auto* v6 = reinterpret_cast<const sockaddr_in6*>(&storage_);
+    inet_ntop(AF_INET6, &v6->sin6_addr, buffer, sizeof(buffer));
+    char zone[IF_NAMESIZE];
+    if (v6->sin6_scope_id != 0 && if_indextoname(v6->sin6_scope_id, zone) != nullptr)
+      return std::string(buffer) + "%" + zone;
+  }
+  return buffer;
+}
+
+std::string SocketAddress::text() const {
+  return (family() == AF_INET6 ? "[" + ip() + "]" : ip()) + ":" + std::to_string(port());
+}
+
+uint16_t SocketAddress::port() const {
+  if (family() == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_port);
+  return ntohs(reinterpret_cast<const sockaddr_in*>(&storage_)->sin_port);
+}
+
+void SocketAddress::set_port(uint16_t port) {
+  if (family() == AF_INET6)
+    reinterpret_cast<sockaddr_in6*>(&storage_)->sin6_port = htons(port);
+  else
+    reinterpret_cast<sockaddr_in*>(&storage_)->sin_port = htons(port);
+}
+
+bool SocketAddress::is_loopback() const {
+  if (family() == AF_INET) return (ntohl(reinterpret_cast<const sockaddr_in*>(&storage_)->sin_addr.s_addr) >> 24) == 127;
+  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_addr);
+}
+
+TcpListener::TcpListener(const std::string& ip, uint16_t port_low, uint16_t port_high, int backlog) {
+  int last_error = EADDRINUSE;
+  for (int port = port_low; port <= port_high; ++port) {
+    SocketAddress wanted = SocketAddress::from_ip(ip, static_cast<uint16_t>(port));
+    Fd fd(socket(wanted.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!fd) throw_system("create a socket", errno);
+    if (bind(fd.get(), wanted.raw(), wanted.length()) != 0 || listen(fd.get(), backlog) != 0) {
+      last_error = errno;
+      if (last_error == EADDRINUSE || last_error == EACCES) continue;
+      throw_system("listen on " + wanted.text(), last_error);
+    }
+    sockaddr_storage storage;
+    socklen_t length = sizeof(storage);
+    getsockname(fd.get(), reinterpret_cast<sockaddr*>(&storage), &length);
+    address_ = SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length);
+    fd_ = std::move(fd);
+    return;
+  }
+  throw_system("listen on " + ip + ", ports " + std::to_string(port_low) + " to " + std::to_string(port_high), last_error);
+}
+
+std::optional<std::pair<Fd, SocketAddress>> TcpListener::accept() {
+  sockaddr_storage storage;
+  socklen_t length = sizeof(storage);
+  int fd = accept4(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (fd < 0) return std::nullopt;  // nobody, a connection that died waiting, or no descriptor left: the peer tries again
+  return std::pair(Fd(fd), SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length));
+}
+
+Fd start_connect(const SocketAddress& to) {
+  Fd fd(socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) throw_system("create a socket", errno);
+  while (connect(fd.get(), to.raw(), to.length()) != 0) {
+    if (errno == EINPROGRESS) break;
+    if (errno != EINTR) throw_system("connect to " + to.text(), errno);
+  }
+  return fd;
+}
+
+int connect_error(int fd) {
+  int error_number = 0;
+  socklen_t length = sizeof(error_number);
+  if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error_number, &length) != 0) return errno;
+  return error_number;
+}
+
+std::string local_ip_towards(const SocketAddress& to) {
+  Fd fd(socket(to.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!fd) throw_system("create a socket", errno);
+  if (connect(fd.get(), to.raw(), to.length()) != 0) throw_system("find a route to " + to.text(), errno);
+  sockaddr_storage storage;
+  socklen_t length = sizeof(storage);
+  getsockname(fd.get(), reinterpret_cast<sockaddr*>(&storage), &length);
+  return SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).ip();
+}
+
+std::unique_ptr<Channel> make_tcp_channel(Fd socket) { return std::make_unique<TcpChannel>(std::move(socket)); }
+
+}  // namespace ringdp
