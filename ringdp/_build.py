@@ -38,7 +38,9 @@ def _torch_version() -> str:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"ringdp needs torch 2.11 or newer and {sys.executable} has none: pip install torch") from None
+        raise ImportError(
+            f"ringdp needs torch 2.11 or newer and {sys.executable} has none: pip install torch"
+        ) from None
     return str(torch.__version__)
 
 

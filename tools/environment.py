@@ -1,0 +1,299 @@
+"""Set up what ringdp needs, then run a command in it: `python3 tools/environment.py [--lint] [-- COMMAND …]`.
+
+The make targets come through here. Run by a Python that has torch 2.11 or newer, that Python is used as it is and
+nothing is downloaded; by one without torch, a .venv beside the Makefile is made for it. Then the extension is compiled
+where it lies. What is there already is not done again, and whoever comes second waits for the first.
+
+Standard library only: nothing is installed yet when this starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import toolchain
+from toolchain import SetupError
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_STAMP = VENV / "ringdp.json"
+BUILD = ROOT / "build"
+BUILD_STAMP = BUILD / "stamp.json"
+BUILD_LOG = BUILD / "build.log"
+REQUIREMENTS = ROOT / "requirements"
+PACKAGING = ("setup.py", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where ringdp is built and run."""
+
+    python: Path
+    torch: str
+    own: bool  # our .venv, which may be installed into; otherwise somebody else's, which stays as it is
+
+    def variables(self) -> dict[str, str]:
+        """The environment of every command: the Python's folder first on PATH, where torch looks for ninja."""
+        variables = dict(os.environ)
+        variables["PATH"] = f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
+        if self.own:
+            variables["VIRTUAL_ENV"] = str(VENV)
+        else:
+            others = variables.get("PYTHONPATH")
+            variables["PYTHONPATH"] = f"{ROOT}{os.pathsep}{others}" if others else str(ROOT)
+        return variables
+
+
+def say(text: str) -> None:
+    print(f"ringdp: {text}", flush=True)
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    BUILD.mkdir(exist_ok=True)
+    with open(BUILD / "setup.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another set-up is running here; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def read_stamp(path: Path) -> dict[str, str]:
+    try:
+        stamp = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def write_stamp(path: Path, stamp: dict[str, str]) -> None:
+    """In one step: an interrupted set-up leaves no stamp or the old one."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(stamp, indent=1))
+    part.replace(path)
+
+
+def digest(paths: list[Path]) -> str:
+    """Of names and contents. Contents, not times: a fresh checkout or a branch and back must not build again."""
+    sha = hashlib.sha256()
+    for path in sorted(paths):
+        sha.update(f"{path.relative_to(ROOT)}\0".encode())
+        sha.update(hashlib.sha256(path.read_bytes()).digest())
+    return sha.hexdigest()
+
+
+# --- the environment
+
+
+def find_environment() -> Environment:
+    """This Python where it has torch, else the .venv, made and filled if need be."""
+    if toolchain.installed_torch() is not None:
+        return Environment(Path(sys.executable), toolchain.check_torch(), own=False)
+    prepare_venv()
+    return Environment(VENV / "bin" / "python", version_in_venv("torch"), own=True)
+
+
+def prepare_venv() -> None:
+    """Make .venv and install requirements/build.txt and test.txt, unless exactly that was done before."""
+    lists = [REQUIREMENTS / "build.txt", REQUIREMENTS / "test.txt"]
+    wanted = {"python": sys.version, "requirements": digest(lists)}
+    found = read_stamp(VENV_STAMP)
+    if all(found.get(key) == value for key, value in wanted.items()) and (VENV / "bin" / "python").exists():
+        return
+    toolchain.check_toolchain()  # before a large download
+    other_python = found.get("python", sys.version) != sys.version
+    say(f"making .venv for Python {sys.version.split()[0]}")
+    make_venv(clear=other_python)
+    say("installing torch and what the tests need into .venv (about 250 MB to download)")
+    pip("install", *(word for path in lists for word in ("-r", str(path))))
+    write_stamp(VENV_STAMP, wanted)
+
+
+def make_venv(*, clear: bool) -> None:
+    if importlib.util.find_spec("ensurepip") is None:
+        raise SetupError(
+            f"{sys.executable} cannot make a virtual environment: install its venv module "
+            f"(Debian and Ubuntu: `apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-venv`)."
+        )
+    command = [sys.executable, "-m", "venv", *(["--clear"] if clear else []), str(VENV)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SetupError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+
+
+def pip(*words: str) -> None:
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+    done = subprocess.run([*command, "--quiet", "--progress-bar", "off"], cwd=ROOT, check=False)
+    if done.returncode != 0:
+        raise SetupError(
+            "pip could not install what is needed (its message is above): check the network or pip's index, or name a "
+            "Python that has torch 2.11 or newer already (make PYTHON=…)."
+        )
+
+
+def version_in_venv(package: str) -> str:
+    """The version of a package in .venv; '' where it is missing."""
+    folder = VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    for found in importlib.metadata.distributions(name=package, path=[str(folder)]):
+        return found.version
+    return ""
+
+
+# --- the extension
+
+
+def build_inputs() -> list[Path]:
+    csrc = ROOT / "ringdp" / "csrc"
+    sources = [p for p in csrc.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"} and p.is_file()]
+    return [*sources, ROOT / "tools" / "toolchain.py", *(ROOT / name for name in PACKAGING)]
+
+
+def build_outputs() -> dict[str, str]:
+    """Path and time of what a build leaves, so that one that something else removed or replaced is noticed."""
+    outputs = [*(ROOT / "ringdp").glob("_*.so"), ROOT / "ringdp" / "_build_info.py"]
+    return {p.name: str(p.stat().st_mtime_ns) for p in sorted(outputs) if p.exists()}
+
+
+def build(environment: Environment) -> None:
+    """Compile ringdp/_core and ringdp/_C where they lie, unless this very build is there."""
+    wanted = {
+        "python": str(environment.python),
+        "torch": environment.torch,
+        "compiler": " ".join(toolchain.compiler()),
+        "inputs": digest(build_inputs()),
+    }
+    found = read_stamp(BUILD_STAMP)
+    if found == wanted | {"outputs": json.dumps(build_outputs())}:
+        return
+    toolchain.check_toolchain()
+    say(f"building for torch {environment.torch} (log: {BUILD_LOG.relative_to(ROOT)})")
+    started = time.monotonic()
+    BUILD_STAMP.unlink(missing_ok=True)
+    words = ["build_ext", "--inplace"] if environment.own else ["egg_info", "build_ext", "--inplace"]
+    run_setup(environment, words)
+    if environment.own:
+        install_editable()
+    write_stamp(BUILD_STAMP, wanted | {"outputs": json.dumps(build_outputs())})
+    say(f"built in {time.monotonic() - started:.0f} s")
+
+
+def run_setup(environment: Environment, words: list[str]) -> None:
+    """setup.py with a line for each file compiled; everything goes to the log, warnings and errors to the console too."""
+    command = [str(environment.python), "setup.py", *words]
+    with (
+        open(BUILD_LOG, "w") as log,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment.variables(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        assert process.stdout is not None
+        progress = re.compile(r"(\[\d+/\d+\]) .* -c \S*?/(ringdp/csrc/\S+) -o ")
+        last_lines: list[str] = []
+        for line in process.stdout:
+            log.write(line)
+            compiled = progress.match(line)
+            if compiled:
+                print(f"  {compiled[1]} {compiled[2]}", flush=True)
+            elif re.search(r"(csrc/.*(error|warning):|^ringdp: |^FAILED: )", line):
+                print(line.rstrip()[:400], flush=True)
+            last_lines = [*last_lines[-30:], line.rstrip()[:400]]
+    if process.returncode != 0:
+        if last_lines and last_lines[-1].startswith("ringdp: "):
+            raise SystemExit(1)  # setup.py has said it in a sentence
+        print("\n".join(last_lines))
+        raise SetupError(f"the build failed: the compiler's messages are above and in {BUILD_LOG}.")
+
+
+def install_editable() -> None:
+    """Make .venv know ringdp, `ringrun` and the entry point for torch; again only when the packaging changed."""
+    stamp = read_stamp(VENV_STAMP)
+    packaging = digest([ROOT / name for name in PACKAGING])
+    if stamp.get("installed") == packaging and version_in_venv("ringdp"):
+        return
+    pip("install", "--no-build-isolation", "--no-deps", "--editable", ".")
+    write_stamp(VENV_STAMP, stamp | {"installed": packaging})
+
+
+# --- tools for lint
+
+
+def prepare_lint(environment: Environment) -> None:
+    """The pinned tools: installed into .venv, only looked for elsewhere."""
+    requirements = REQUIREMENTS / "lint.txt"
+    pins = dict(line.split("==") for line in requirements.read_text().split() if "==" in line)
+    if environment.own:
+        if any(version_in_venv(name) != version for name, version in pins.items()):
+            say("installing ruff, mypy and clang-format into .venv")
+            pip("install", "-r", str(requirements))
+        return
+    for name, version in pins.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "none"
+        if found != version:
+            raise SetupError(
+                f"`make lint` needs {name} {version} and {sys.executable} has {found}: "
+                f"{sys.executable} -m pip install -r requirements/lint.txt"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Set up ringdp, then run a command in it.")
+    parser.add_argument("--lint", action="store_true", help="also the tools of `make lint`; does not build")
+    parser.add_argument("command", nargs="*", help="what to run afterwards")
+    arguments = parser.parse_args()
+    try:
+        toolchain.check_platform()
+        with one_at_a_time():
+            environment = find_environment()
+            if arguments.lint:
+                prepare_lint(environment)
+            else:
+                build(environment)
+        run(environment, arguments.command)
+    except SetupError as error:
+        sys.exit(f"ringdp: {error}")
+
+
+def run(environment: Environment, command: list[str]) -> None:
+    """Become the command. `python` is the environment's; where `-m MODULE` is missing there, say so in a sentence."""
+    if not command:
+        return
+    variables = environment.variables()
+    program = str(environment.python) if command[0] == "python" else shutil.which(command[0], path=variables["PATH"])
+    if program is None:
+        raise SetupError(f"{command[0]} is not installed beside {environment.python}.")
+    if not environment.own and command[:2] == ["python", "-m"] and importlib.util.find_spec(command[2]) is None:
+        raise SetupError(
+            f"{command[2]} is not installed for {environment.python}: {environment.python} -m pip install {command[2]}"
+        )
+    os.chdir(ROOT)
+    os.execve(program, [program, *command[1:]], variables)
+
+
+if __name__ == "__main__":
+    main()
