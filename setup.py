@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
@@ -26,6 +26,9 @@ try:
 except toolchain.SetupError as error:
     sys.exit(f"ringdp: {error}")
 
+# torch looks for ninja on PATH only, and would compile one file at a time without it; pip puts it beside the Python.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
 import torch  # noqa: E402
 from setuptools import Extension, setup  # noqa: E402
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
@@ -37,6 +40,7 @@ COMPILE_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden"
 # _core gets pybind11 internals of its own. It may then bind the same classes as _C, whichever pybind11 each is built
 # with.
 CORE_MACROS = [("PYBIND11_STDLIB", '"_ringdp_core"')]
+HEADERS = [str(path) for path in sorted(CSRC.rglob("*.h"))]  # ninja follows includes by itself, setuptools does not
 BUILD_FOLDER = Path("build", re.sub(r"[^\w.]", "_", f"{sys.implementation.cache_tag}-torch-{TORCH_VERSION}"))
 
 
@@ -45,7 +49,7 @@ def sources(*folders: str) -> list[str]:
 
 
 def pybind11_include() -> str:
-    """pip's pybind11 where it is installed; else only the pybind11 folder of torch's headers, without its neighbours."""
+    """pip's pybind11 where it is installed; else the pybind11 folder of torch's headers, without its neighbours."""
     try:
         import pybind11
     except ImportError:
@@ -61,8 +65,8 @@ def pybind11_include() -> str:
 class BuildExt(BuildExtension):
     """BuildExtension with a folder per module, the core compiled once, and no work where nothing changed."""
 
-    user_options = [*BuildExtension.user_options, ("core-only", None, "build only ringdp._core")]
-    boolean_options = [*BuildExtension.boolean_options, "core-only"]
+    user_options: ClassVar = [*BuildExtension.user_options, ("core-only", None, "build only ringdp._core")]
+    boolean_options: ClassVar = [*BuildExtension.boolean_options, "core-only"]
 
     def initialize_options(self) -> None:
         super().initialize_options()
@@ -74,7 +78,7 @@ class BuildExt(BuildExtension):
         # only the first of them compiles.
         self.build_temp = str(BUILD_FOLDER)
         if self.core_only:
-            self.extensions = [e for e in self.extensions if e.name == "ringdp._core"]
+            self.extensions: list[Any] = [e for e in self.extensions if e.name == "ringdp._core"]
 
     def run(self) -> None:
         try:
@@ -82,14 +86,13 @@ class BuildExt(BuildExtension):
         except toolchain.SetupError as error:
             sys.exit(f"ringdp: {error}")
         if not self.use_ninja:
-            sys.exit("ringdp: ninja is not on PATH: install it (`pip install ninja`) and put its folder on PATH.")
+            self.warn("ninja was not found, so one file is compiled at a time (`pip install ninja` helps)")
         os.environ.setdefault("MAX_JOBS", str(default_jobs()))
         BUILD_FOLDER.mkdir(parents=True, exist_ok=True)
         with open(BUILD_FOLDER / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             super().run()
-            if not self.core_only:
-                self.write_build_info()
+            self.write_build_info()
 
     def build_extensions(self) -> None:
         self.compiler.force = False  # ninja decides what to compile; link only what is older than its objects
@@ -130,6 +133,8 @@ class BuildExt(BuildExtension):
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "_build_info.py"
+            if self.core_only and path.exists():
+                continue  # it speaks of the ringdp._C that lies there
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
 
@@ -144,6 +149,7 @@ def extensions() -> list[Any]:
     core = Extension(
         "ringdp._core",
         [*sources(*CORE_FOLDERS), str(CSRC / "core_module.cpp")],
+        depends=HEADERS,
         include_dirs=[str(ROOT / CSRC), pybind11_include()],
         define_macros=CORE_MACROS,
         extra_compile_args=list(COMPILE_FLAGS),
@@ -155,6 +161,7 @@ def extensions() -> list[Any]:
     torch_side = CppExtension(
         "ringdp._C",
         sources("torch"),
+        depends=[*HEADERS, *sources(*CORE_FOLDERS)],
         include_dirs=[str(ROOT / CSRC)],
         extra_compile_args=list(COMPILE_FLAGS),
     )

@@ -17,10 +17,10 @@ def check() -> None:
     running = _torch_version()
     if _release(running) < MINIMUM_TORCH:
         raise ImportError(
-            f"ringdp needs torch 2.11 or newer and this is torch {running}: upgrade torch, then build again ({_advice()})"
+            f"ringdp needs torch 2.11 or newer and this is torch {running}: upgrade it, then build again ({_advice()})"
         )
     built = _build_info()
-    if built.PYTHON_TAG != sys.implementation.cache_tag:
+    if not _same_python(built.PYTHON_TAG):
         raise ImportError(
             f"ringdp was built for {built.PYTHON_TAG} and this is {sys.implementation.cache_tag}: "
             f"build it with this Python ({_advice()})"
@@ -59,8 +59,12 @@ def _release(version: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def _same_python(tag: str) -> bool:
+    return tag == sys.implementation.cache_tag
+
+
 def _same_interface(built: str, running: str) -> bool:
-    """torch's C++ classes keep their layout within a minor release; between development versions nothing is promised."""
+    """torch's C++ classes keep their layout within a minor release; development versions promise nothing."""
     built, running = built.split("+")[0], running.split("+")[0]
     if re.fullmatch(r"[\d.]+", built) and re.fullmatch(r"[\d.]+", running):
         return _release(built) == _release(running)
