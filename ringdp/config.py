@@ -16,7 +16,7 @@ import socket
 import stat
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringdp.errors import InvalidArgumentError, SystemResourceError
@@ -24,7 +24,7 @@ from ringdp.errors import InvalidArgumentError, SystemResourceError
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
     "RINGDP_HOST_ID": "a name for this host, where ranks that share a kernel must count as several hosts",
-    "RINGDP_IFACE": "network interface to listen on, for example eth0",
+    "RINGDP_IFACE": "network interface to listen on, for example eth0, or an address of this host",
     "RINGDP_ADVERTISE": "address or name under which the other ranks can reach this one (containers, NAT)",
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
     "RINGDP_SPIN_US": "microseconds to poll before sleeping while waiting; 0 sleeps at once",
@@ -46,38 +46,38 @@ class RingConfig:
     Attributes:
         secret: 32 bytes that every rank of the job knows; None lets rank 0 make them and publish them in the
             store.
-        host_id: ranks with equal ids share a host.
+        host_id: a name that tells hosts apart which share a kernel; empty where nobody needs one.
         host_name: how messages call this host.
-        iface: interface to listen on; empty picks the one that reaches the peers.
+        iface: interface to listen on, or its address; empty picks the one that reaches the peers.
         advertise: address given to the peers instead of the interface's own; empty for none.
         port_range: lowest and highest port to listen on; None takes any free one.
         connect_timeout_ms: how long the ranks have to connect to each other.
         spin_us: how long a wait polls before it sleeps.
+        epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message names the field.
     """
 
     secret: bytes | None = dataclasses.field(default=None, repr=False)
-    host_id: str = dataclasses.field(default_factory=lambda: host_identity())
+    host_id: str = ""
     host_name: str = dataclasses.field(default_factory=socket.gethostname)
     iface: str = ""
     advertise: str = ""
     port_range: tuple[int, int] | None = None
     connect_timeout_ms: int = 120_000
     spin_us: int = 50
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         if self.secret is not None and len(self.secret) != 32:
             raise InvalidArgumentError(f"secret must be 32 bytes, not {len(self.secret)}")
-        for field, limit in (("host_id", 256), ("host_name", 256), ("iface", 15), ("advertise", 255)):
+        for field, limit in (("host_id", 256), ("host_name", 256), ("iface", 64), ("advertise", 255)):
             text = getattr(self, field)
             if len(text) > limit or any(c.isspace() or not c.isprintable() for c in text):
                 raise InvalidArgumentError(
                     f"{field} must be at most {limit} printable characters without blanks, not {text!r}"
                 )
-        if not self.host_id:
-            raise InvalidArgumentError("host_id must not be empty")
         if self.port_range is not None:
             low, high = self.port_range
             if not 1 <= low <= high <= 65535:
@@ -88,6 +88,8 @@ class RingConfig:
             raise InvalidArgumentError(f"connect_timeout_ms must be above 0, not {self.connect_timeout_ms}")
         if not 0 <= self.spin_us <= 1_000_000:
             raise InvalidArgumentError(f"spin_us must be between 0 and 1000000, not {self.spin_us}")
+        if not 0 <= self.epoch < 2**32:
+            raise InvalidArgumentError(f"epoch must be between 0 and {2**32 - 1}, not {self.epoch}")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RingConfig:
@@ -101,29 +103,16 @@ class RingConfig:
         """
         environ = os.environ if environ is None else environ
         warn_about_unknown(environ)
-        fields: dict[str, Any] = {}
-        if path := environ.get("RINGDP_SECRET_FILE"):
-            fields["secret"] = read_secret(path)
-        for variable, field in (
-            ("RINGDP_HOST_ID", "host_id"),
-            ("RINGDP_IFACE", "iface"),
-            ("RINGDP_ADVERTISE", "advertise"),
-        ):
+        fields: dict[str, Any] = {"epoch": _optional_integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0}
+        for variable, (field, parse) in _READERS.items():
             if text := environ.get(variable, "").strip():
-                fields[field] = text
-        if text := environ.get("RINGDP_PORT_RANGE", "").strip():
-            fields["port_range"] = _port_range(text)
-        if text := environ.get("RINGDP_CONNECT_TIMEOUT", "").strip():
-            fields["connect_timeout_ms"] = _connect_timeout_ms(text)
-        if text := environ.get("RINGDP_SPIN_US", "").strip():
-            fields["spin_us"] = _integer("RINGDP_SPIN_US", text)
+                fields[field] = parse(text)
         try:
             return cls(**fields)
         except InvalidArgumentError as error:
-            for variable in VARIABLES:
-                if variable.removeprefix("RINGDP_").lower() in str(error):
-                    raise InvalidArgumentError(f"{variable}: {error}") from None
-            raise
+            field = str(error).split()[0]
+            names = [variable for variable, (name, _) in _READERS.items() if name == field]
+            raise InvalidArgumentError(": ".join([*names, str(error)])) from None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as the C++ side takes them."""
@@ -195,23 +184,17 @@ def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
 
 
-def host_identity(environ: Mapping[str, str] | None = None) -> str:
-    """What tells this host apart: RINGDP_HOST_ID, or the kernel's boot id and the network namespace.
+def host_identity(host_id: str = "") -> str:
+    """What tells this host apart: the kernel's boot id, the network namespace, and ``host_id``.
 
     Two containers with a network of their own count as two hosts although they share a kernel.
     """
-    environ = os.environ if environ is None else environ
-    if name := environ.get("RINGDP_HOST_ID", "").strip():
-        return name
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{host_id}"
     except OSError as error:
-        raise SystemResourceError(
-            f"cannot tell which host this is ({error}): is /proc mounted? RINGDP_HOST_ID=<a name per host>"
-            " serves instead"
-        ) from error
+        raise SystemResourceError(f"cannot tell which host this is ({error}): is /proc mounted?") from error
 
 
 def read_secret(path: str) -> bytes:
@@ -292,6 +275,10 @@ def _connect_timeout_ms(text: str) -> int:
         return int(seconds * 1000)
     except (ValueError, OverflowError):
         raise InvalidArgumentError(f"RINGDP_CONNECT_TIMEOUT={text} is not a number of seconds") from None
+
+
+def _spin_us(text: str) -> int:
+    return _integer("RINGDP_SPIN_US", text)
 
 
 def _integer(name: str, text: str) -> int:
@@ -379,3 +366,14 @@ def _first_slurm_host(nodes: str) -> str | None:
     """The first name in Slurm's list notation: ``node[003-005,9],gpu1`` is ``node003``."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else None
+
+
+_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "RINGDP_SECRET_FILE": ("secret", read_secret),
+    "RINGDP_HOST_ID": ("host_id", str),
+    "RINGDP_IFACE": ("iface", str),
+    "RINGDP_ADVERTISE": ("advertise", str),
+    "RINGDP_PORT_RANGE": ("port_range", _port_range),
+    "RINGDP_SPIN_US": ("spin_us", _spin_us),
+    "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _connect_timeout_ms),
+}

@@ -347,7 +347,7 @@ def _hello(backend: str, kind: str) -> _Hello:
     count = torch.cuda.device_count() if kind == "cuda" else 0
     settings = config.RingConfig.from_environment()
     return _Hello(
-        host_id=settings.host_id,
+        host_id=config.host_identity(settings.host_id),
         host_name=settings.host_name,
         pid=os.getpid(),
         ringdp=__version__,

@@ -1,0 +1,259 @@
+"""ringdp/config.py: what the environment may say, and what is answered where it cannot be meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringdp import config
+from ringdp.config import LaunchEnvironment, RingConfig
+from ringdp.errors import InvalidArgumentError, SystemResourceError
+
+SECRET = bytes(range(32))
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-42@1",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def secret_file(folder: Path, content: str = SECRET.hex() + "\n", mode: int = 0o600) -> str:
+    path = folder / "secret"
+    path.write_text(content)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_nothing_set_gives_the_defaults() -> None:
+    assert RingConfig.from_environment({"PATH": "/bin", "RINGDP_IFACE": ""}) == RingConfig()
+
+
+def test_every_variable_is_read(tmp_path: Path) -> None:
+    settings = RingConfig.from_environment(
+        {
+            "RINGDP_SECRET_FILE": secret_file(tmp_path),
+            "RINGDP_HOST_ID": "left",
+            "RINGDP_IFACE": "eth0",
+            "RINGDP_ADVERTISE": "203.0.113.7",
+            "RINGDP_PORT_RANGE": "29600-29699",
+            "RINGDP_SPIN_US": "0",
+            "RINGDP_CONNECT_TIMEOUT": "2.5",
+            "RINGDP_LOG_LEVEL": "info",
+            "TORCHELASTIC_RESTART_COUNT": "3",
+        }
+    )
+    assert settings.as_dict() == {
+        "secret": SECRET,
+        "host_id": "left",
+        "host_name": os.uname().nodename,
+        "iface": "eth0",
+        "advertise": "203.0.113.7",
+        "port_range": (29600, 29699),
+        "spin_us": 0,
+        "connect_timeout_ms": 2500,
+        "epoch": 3,
+    }
+    assert set(config._READERS) | {"RINGDP_LOG_LEVEL"} == set(config.VARIABLES), "a variable without a reader"
+
+
+def test_the_secret_is_not_shown(tmp_path: Path) -> None:
+    settings = RingConfig.from_environment({"RINGDP_SECRET_FILE": secret_file(tmp_path)})
+    assert SECRET.hex() not in repr(settings)
+    assert repr(SECRET) not in repr(settings)
+
+
+@pytest.mark.parametrize("text, expected", [("29600", (29600, 29600)), ("1 - 65535", (1, 65535)), ("5:6", (5, 6))])
+def test_port_range_forms(text: str, expected: tuple[int, int]) -> None:
+    assert RingConfig.from_environment({"RINGDP_PORT_RANGE": text}).port_range == expected
+
+
+@pytest.mark.parametrize(
+    "variable, text",
+    [
+        ("RINGDP_PORT_RANGE", "many"),
+        ("RINGDP_PORT_RANGE", "9-3"),
+        ("RINGDP_PORT_RANGE", "0-3"),
+        ("RINGDP_PORT_RANGE", "1-65536"),
+        ("RINGDP_SPIN_US", "a lot"),
+        ("RINGDP_SPIN_US", "-1"),
+        ("RINGDP_CONNECT_TIMEOUT", "soon"),
+        ("RINGDP_CONNECT_TIMEOUT", "0"),
+        ("RINGDP_CONNECT_TIMEOUT", "inf"),
+        ("RINGDP_CONNECT_TIMEOUT", "nan"),
+        ("RINGDP_HOST_ID", "two words"),
+        ("RINGDP_IFACE", "x" * 65),
+        ("RINGDP_ADVERTISE", "a\nb"),
+        ("TORCHELASTIC_RESTART_COUNT", "twice"),
+    ],
+)
+def test_an_impossible_value_names_its_variable(variable: str, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=variable):
+        RingConfig.from_environment({variable: text})
+
+
+def test_fields_given_in_code_are_checked_too() -> None:
+    with pytest.raises(InvalidArgumentError, match="secret must be 32 bytes, not 5"):
+        RingConfig(secret=b"short")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RingConfig().spin_us = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
+def test_a_secret_others_can_touch_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"mode {mode:04o}.*chmod 600"):
+        config.read_secret(secret_file(tmp_path, mode=mode))
+
+
+@pytest.mark.parametrize("content", ["", "12", SECRET.hex()[:-1], SECRET.hex() + "0", "zz" * 32, "ab " * 32])
+def test_a_malformed_secret_is_refused_without_showing_it(tmp_path: Path, content: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="64 hexadecimal") as caught:
+        config.read_secret(secret_file(tmp_path, content))
+    assert not content or content not in str(caught.value)
+
+
+def test_a_secret_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo, 0o600)
+    for path in (tmp_path, fifo, Path("/dev/null")):
+        with pytest.raises(InvalidArgumentError, match="not a regular file"):
+            config.read_secret(str(path))
+    with pytest.raises(SystemResourceError, match=r"No such file.*openssl rand"):
+        config.read_secret(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("name, near", [("RINGDP_IFACES", "RINGDP_IFACE"), ("RINGDP_PORTS", "RINGDP_PORT_RANGE")])
+def test_a_misspelt_variable_is_named_with_the_nearest(name: str, near: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name} is not .* did you mean {near}"):
+        RingConfig.from_environment({name: "x"})
+
+
+@pytest.fixture
+def ringdp_logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("ringdp")
+    before = logger.level, list(logger.handlers), logger.propagate
+    yield logger
+    logger.setLevel(before[0])
+    logger.handlers[:] = before[1]
+    logger.propagate = before[2]
+
+
+def test_log_level(ringdp_logger: logging.Logger) -> None:
+    ringdp_logger.propagate = False  # pytest's own handlers would count as the user's
+    config.apply_log_level({})
+    assert ringdp_logger.level == logging.NOTSET
+    assert not ringdp_logger.handlers
+    config.apply_log_level({"RINGDP_LOG_LEVEL": "Debug"})
+    config.apply_log_level({"RINGDP_LOG_LEVEL": "info"})
+    assert ringdp_logger.level == logging.INFO
+    assert len(ringdp_logger.handlers) == 1
+    with pytest.raises(InvalidArgumentError, match="debug, info, warning, error"):
+        config.apply_log_level({"RINGDP_LOG_LEVEL": "loud"})
+
+
+def test_no_launcher() -> None:
+    assert LaunchEnvironment.read({"PATH": "/bin", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+
+
+def test_torchrun() -> None:
+    expected = LaunchEnvironment(
+        launcher="torchrun", rank=3, world_size=8, local_rank=1, local_world_size=2, init_method="env://"
+    )
+    assert LaunchEnvironment.read(TORCHRUN | OPEN_MPI) == expected, "torchrun's variables come first"
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(missing: str) -> None:
+    partial = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(InvalidArgumentError, match=f"lacks {missing}:"):
+        LaunchEnvironment.read(partial)
+
+
+def test_all_missing_variables_are_named() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"says MASTER_ADDR=h but lacks RANK, WORLD_SIZE, MASTER_PORT"):
+        LaunchEnvironment.read({"MASTER_ADDR": "h"})
+    with pytest.raises(InvalidArgumentError, match=r"says LOCAL_RANK=0 but lacks RANK"):
+        LaunchEnvironment.read({"LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"RANK": "-1"}, "rank -1 of 8"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "rank 0 of 0"),
+        ({"RANK": "x"}, "RANK=x is not a whole number"),
+        ({"LOCAL_RANK": "-2"}, "local rank -2"),
+    ],
+)
+def test_an_impossible_place_is_refused(change: dict[str, str], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        LaunchEnvironment.read(TORCHRUN | change)
+
+
+def test_open_mpi_on_one_host_needs_nothing_more() -> None:
+    one = LaunchEnvironment.read(OPEN_MPI)
+    other = LaunchEnvironment.read(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    assert one is not None
+    assert other is not None
+    assert (one.launcher, one.rank, one.world_size, one.local_rank) == ("mpirun", 1, 2, 1)
+    assert one.init_method == other.init_method, "all ranks compute the same meeting point"
+    assert one.init_method.startswith("tcp://127.0.0.1:")
+
+
+def test_open_mpi_on_several_hosts_is_told_the_meeting_point() -> None:
+    spread = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    with pytest.raises(InvalidArgumentError, match="MASTER_ADDR is not set: pass -x MASTER_ADDR"):
+        LaunchEnvironment.read(spread)
+    told = LaunchEnvironment.read(spread | {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"})
+    assert told is not None
+    assert told.init_method == "tcp://[fd00::1]:29500"
+
+
+def test_srun_meets_on_the_first_node() -> None:
+    place = LaunchEnvironment.read(SRUN)
+    assert place is not None
+    assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("srun", 5, 6, 2)
+    assert place.init_method.startswith("tcp://gpu08:")
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("one", "one"),
+        ("a,b", "a"),
+        ("n[3,7-9]", "n3"),
+        ("n[003-005,9],x", "n003"),
+        ("r1n[2-4]-ib", "r1n2-ib"),
+        ("", None),
+    ],
+)
+def test_first_slurm_host(nodes: str, first: str | None) -> None:
+    assert config._first_slurm_host(nodes) == first
+
+
+def test_host_identity_is_stable_and_tells_names_apart() -> None:
+    assert config.host_identity() == config.host_identity()
+    assert config.host_identity("a") != config.host_identity("b")
