@@ -195,7 +195,7 @@ def build(environment: Environment) -> None:
 
 
 def run_setup(environment: Environment, words: list[str]) -> None:
-    """setup.py with a line for each file compiled; all of it goes to the log, warnings and errors also to the console."""
+    """setup.py with a line for each file compiled; the log has all of it, the console also warnings and errors."""
     command = [str(environment.python), "setup.py", *words]
     with (
         open(BUILD_LOG, "w") as log,
