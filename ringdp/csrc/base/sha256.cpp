@@ -1,12 +1,12 @@
 #include "base/sha256.h"
 
+#include <sys/random.h>
+
 #include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-
-#include <sys/random.h>
 
 #include "base/error.h"
 
@@ -176,7 +176,8 @@ std::string hex_encode(std::span<const std::byte> data) {
 
 std::vector<std::byte> hex_decode(std::string_view text) {
   if (text.size() % 2 != 0)
-    throw Error(ErrorKind::kValue, "hexadecimal text needs an even number of digits, got " + std::to_string(text.size()));
+    throw Error(ErrorKind::kValue,
+                "hexadecimal text needs an even number of digits, got " + std::to_string(text.size()));
   std::vector<std::byte> data;
   data.reserve(text.size() / 2);
   for (std::size_t i = 0; i < text.size(); i += 2) {

@@ -23,7 +23,7 @@ bool equal_bytes(std::span<const std::byte> a, std::span<const std::byte> b);
 // From the kernel's generator, getrandom(2); throws Error(kSystem).
 void random_bytes(std::span<std::byte> out);
 
-std::string hex_encode(std::span<const std::byte> data);             // lower case
-std::vector<std::byte> hex_decode(std::string_view text);            // either case; throws Error(kValue)
+std::string hex_encode(std::span<const std::byte> data);   // lower case
+std::vector<std::byte> hex_decode(std::string_view text);  // either case; throws Error(kValue)
 
 }  // namespace ringdp

@@ -6,11 +6,9 @@
 #include <immintrin.h>
 
 #if defined(__clang__)
-#define RINGDP_KERNEL_TARGET \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"), min_vector_width(512)))
+#define RINGDP_KERNEL_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"), min_vector_width(512)))
 #else
-#define RINGDP_KERNEL_TARGET \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")))
+#define RINGDP_KERNEL_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")))
 #endif
 #define RINGDP_KERNEL_FLOAT16_VECTOR
 
@@ -25,7 +23,8 @@ struct WidenFloat16 {
   RINGDP_KERNEL_TARGET static void run(float* dst, const uint16_t* src, std::size_t count) {
     std::size_t i = 0;
     for (; i + 16 <= count; i += 16)
-      _mm512_storeu_ps(dst + i, _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i))));
+      _mm512_storeu_ps(dst + i,
+                       _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i))));
     for (; i < count; ++i) dst[i] = half_to_float(src[i]);
   }
 };

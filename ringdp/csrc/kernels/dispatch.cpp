@@ -37,18 +37,24 @@ bool cpu_has_avx512() { return false; }
 
 bool available(Isa isa) {
   switch (isa) {
-    case Isa::kScalar: return true;
-    case Isa::kAvx2: return cpu_has_avx2();
-    case Isa::kAvx512: return cpu_has_avx512();
+    case Isa::kScalar:
+      return true;
+    case Isa::kAvx2:
+      return cpu_has_avx2();
+    case Isa::kAvx512:
+      return cpu_has_avx512();
   }
   return false;
 }
 
 const kernels::KernelTable* table_of(Isa isa) {
   switch (isa) {
-    case Isa::kAvx2: return kernels::avx2_table();
-    case Isa::kAvx512: return kernels::avx512_table();
-    case Isa::kScalar: break;
+    case Isa::kAvx2:
+      return kernels::avx2_table();
+    case Isa::kAvx512:
+      return kernels::avx512_table();
+    case Isa::kScalar:
+      break;
   }
   return &kernels::scalar_table();
 }
@@ -69,17 +75,20 @@ const ReduceKernels& find(const kernels::KernelTable& table, DType dtype, Reduce
   const auto column = static_cast<std::size_t>(op);
   if (row < table.size() && column < table[row].size() && table[row][column].combine != nullptr)
     return table[row][column];
-  throw Error(ErrorKind::kValue, std::string(reduce_op_name(op)) + " is not defined for " +
-                                     std::string(dtype_name(dtype)) + " tensors");
+  throw Error(ErrorKind::kValue,
+              std::string(reduce_op_name(op)) + " is not defined for " + std::string(dtype_name(dtype)) + " tensors");
 }
 
 }  // namespace
 
 std::string_view isa_name(Isa isa) {
   switch (isa) {
-    case Isa::kScalar: return "scalar";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
+    case Isa::kScalar:
+      return "scalar";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
   }
   return "unknown";
 }
@@ -93,8 +102,8 @@ Isa current_isa() { return selection().isa.load(std::memory_order_relaxed); }
 
 void select_isa(Isa isa) {
   if (!available(isa))
-    throw Error(ErrorKind::kValue, "this CPU has no " + std::string(isa_name(isa)) + "; it has " +
-                                       std::string(isa_name(best_isa())));
+    throw Error(ErrorKind::kValue,
+                "this CPU has no " + std::string(isa_name(isa)) + "; it has " + std::string(isa_name(best_isa())));
   selection().isa.store(isa, std::memory_order_relaxed);
   selection().table.store(table_of(isa), std::memory_order_relaxed);
 }

@@ -81,21 +81,15 @@ struct BitXor {
 
 // bool is a byte; any byte but 0 counts as true, results are 0 or 1.
 struct LogicalAnd {
-  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) {
-    return static_cast<uint8_t>((a != 0) & (b != 0));
-  }
+  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) { return static_cast<uint8_t>((a != 0) & (b != 0)); }
 };
 
 struct LogicalOr {
-  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) {
-    return static_cast<uint8_t>((a != 0) | (b != 0));
-  }
+  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) { return static_cast<uint8_t>((a != 0) | (b != 0)); }
 };
 
 struct LogicalXor {
-  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) {
-    return static_cast<uint8_t>((a != 0) ^ (b != 0));
-  }
+  static RINGDP_ALWAYS_INLINE uint8_t apply(uint8_t a, uint8_t b) { return static_cast<uint8_t>((a != 0) ^ (b != 0)); }
 };
 
 template <class T>
@@ -109,15 +103,14 @@ struct Complex {
 struct ComplexProduct {
   template <class T>
   static RINGDP_ALWAYS_INLINE Complex<T> apply(Complex<T> a, Complex<T> b) {
-    return {one_nan(one_nan(a.re * b.re) - one_nan(a.im * b.im)),
-            one_nan(one_nan(a.re * b.im) + one_nan(a.im * b.re))};
+    return {one_nan(one_nan(a.re * b.re) - one_nan(a.im * b.im)), one_nan(one_nan(a.re * b.im) + one_nan(a.im * b.re))};
   }
 };
 
 // Division in the type the mean is defined in: floats in their own, integers truncating towards zero.
 template <class T>
-using Divisor = std::conditional_t<std::is_floating_point_v<T>, T,
-                                   std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
+using Divisor =
+    std::conditional_t<std::is_floating_point_v<T>, T, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
 
 template <class T>
 RINGDP_ALWAYS_INLINE T divided(T x, Divisor<T> divisor) {

@@ -29,7 +29,7 @@ RINGDP_ALWAYS_INLINE uint16_t float_to_half(float value) {
   // A step of float32 at 0.5 is 2^-24, the step of subnormal halves: the addition rounds.
   const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : 0x7c00u;
-  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;      // 2^-14
+  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;                // 2^-14
   return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite));  // from 65520 on: infinity
 }
 

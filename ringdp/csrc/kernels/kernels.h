@@ -17,9 +17,9 @@ namespace ringdp {
 enum class Isa { kScalar, kAvx2, kAvx512 };
 
 std::string_view isa_name(Isa isa);
-Isa best_isa();              // what this CPU has
+Isa best_isa();  // what this CPU has
 Isa current_isa();
-void select_isa(Isa isa);    // for tests; throws Error if the CPU lacks it
+void select_isa(Isa isa);  // for tests; throws Error if the CPU lacks it
 
 // What one (dtype, op) needs. `combine`: dst[i] = a[i] op b[i]; dst may be a, b or neither (no partial overlap).
 // SUM and AVG have the same combine; AVG is finished by `divide`.
@@ -29,7 +29,8 @@ void select_isa(Isa isa);    // for tests; throws Error if the CPU lacks it
 // has no AVG, complex no MIN and MAX.
 struct ReduceKernels {
   void (*combine)(void* dst, const void* a, const void* b, std::size_t count) = nullptr;
-  void (*divide)(void* x, std::size_t divisor, std::size_t count) = nullptr;  // AVG only; integers truncate towards zero
+  void (*divide)(void* x, std::size_t divisor,
+                 std::size_t count) = nullptr;  // AVG only; integers truncate towards zero
   void (*load)(float* acc, const void* x, std::size_t count) = nullptr;
   void (*accumulate)(float* acc, const void* x, std::size_t count) = nullptr;
   void (*store)(void* dst, const float* acc, float divisor, std::size_t count) = nullptr;

@@ -16,7 +16,7 @@ using KernelTable = std::array<std::array<ReduceKernels, kReduceOpCount>, kDType
 
 const KernelTable& reference_table();
 const KernelTable& scalar_table();
-const KernelTable* avx2_table();    // null where the compiler does not target x86-64
+const KernelTable* avx2_table();  // null where the compiler does not target x86-64
 const KernelTable* avx512_table();
 
 // `Loops` has static member templates

@@ -1,0 +1,123 @@
+#include "testing.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ringdp::testing {
+namespace {
+
+struct Case {
+  const char* name;
+  void (*body)();
+};
+
+std::vector<Case>& cases() {
+  static std::vector<Case> all;
+  return all;
+}
+
+constexpr int kMaxShown = 20;  // per case: a wrong loop would print thousands
+constexpr int kTimeoutStatus = 124;
+
+std::mutex output_mutex;
+std::atomic<int> failures_in_case{0};
+const char* volatile running = "";
+
+void on_alarm(int) {
+  // Only what a signal handler may call.
+  const auto print = [](const char* text) {
+    if (::write(STDERR_FILENO, text, std::strlen(text)) < 0) _exit(kTimeoutStatus);
+  };
+  print("\nTIMEOUT in: ");
+  print(running);
+  print("\n");
+  _exit(kTimeoutStatus);
+}
+
+void guarded(const std::function<void()>& body, const std::string& where) {
+  try {
+    body();
+  } catch (const RequireFailed&) {
+    return;  // already reported
+  } catch (const std::exception& error) {
+    report_failure(where.c_str(), 0, std::string("unexpected exception: ") + error.what());
+  }
+}
+
+bool selected(const char* name, const std::vector<std::string_view>& filters) {
+  if (filters.empty()) return true;
+  for (const std::string_view filter : filters)
+    if (std::string_view(name).find(filter) != std::string_view::npos) return true;
+  return false;
+}
+
+int run_all(const std::vector<std::string_view>& filters, unsigned limit_s) {
+  ::signal(SIGALRM, on_alarm);
+  int ran = 0;
+  int failed = 0;
+  for (const Case& test : cases()) {
+    if (!selected(test.name, filters)) continue;
+    ++ran;
+    failures_in_case = 0;
+    running = test.name;
+    ::alarm(limit_s);
+    guarded(test.body, test.name);
+    ::alarm(0);
+    const bool passed = failures_in_case == 0;
+    if (!passed) ++failed;
+    std::printf("%s  %s\n", passed ? "ok  " : "FAIL", test.name);
+    std::fflush(stdout);
+  }
+  std::printf("%d of %d cases passed\n", ran - failed, ran);
+  if (ran == 0) std::fprintf(stderr, "no case matches\n");
+  return failed == 0 && ran > 0 ? 0 : 1;
+}
+
+}  // namespace
+
+Registration::Registration(const char* name, void (*body)()) { cases().push_back({name, body}); }
+
+void report_failure(const char* file, int line, const std::string& message) {
+  const int before = failures_in_case.fetch_add(1);
+  if (before > kMaxShown) return;
+  const std::lock_guard lock(output_mutex);
+  if (before == kMaxShown)
+    std::fprintf(stderr, "  … more failures of this case are not shown\n");
+  else
+    std::fprintf(stderr, "  %s:%d: %s\n", file, line, message.c_str());
+}
+
+void run_ranks(int world_size, const std::function<void(int rank)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world_size; ++rank)
+    threads.emplace_back([&body, rank] { guarded([&] { body(rank); }, "rank " + std::to_string(rank)); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace ringdp::testing
+
+int main(int argc, char** argv) {
+  std::vector<std::string_view> filters;
+  unsigned limit_s = 60;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    if (argument == "--list") {
+      for (const auto& test : ringdp::testing::cases()) std::printf("%s\n", test.name);
+      return 0;
+    }
+    if (argument == "--limit-s" && i + 1 < argc)
+      limit_s = static_cast<unsigned>(std::strtoul(argv[++i], nullptr, 10));
+    else
+      filters.push_back(argument);
+  }
+  return ringdp::testing::run_all(filters, limit_s);
+}

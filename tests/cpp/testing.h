@@ -1,0 +1,91 @@
+// A test framework of one page: named cases, checks that may be made from any thread, ranks as threads.
+//
+//   CASE("what should hold") { CHECK(a == b); CHECK_EQ(got, wanted); CHECK_THROWS(ErrorKind::kValue, call()); }
+//
+// A failed check is printed and the case goes on; REQUIRE leaves the thread's part of the case. A case that takes longer
+// than its limit (60 s; --limit-s N) ends the process with its name.
+//   test_x [--list] [--limit-s N] [part of a name …]
+#pragma once
+
+#include <functional>
+#include <sstream>
+#include <string>
+#include <string_view>
+
+#include "base/error.h"
+
+namespace ringdp::testing {
+
+struct RequireFailed {};
+
+// Any thread.
+void report_failure(const char* file, int line, const std::string& message);
+
+// Runs body(rank) on one thread per rank and joins them all. An exception becomes a failure that names the rank.
+void run_ranks(int world_size, const std::function<void(int rank)>& body);
+
+struct Registration {
+  Registration(const char* name, void (*body)());
+};
+
+template <class T>
+std::string shown(const T& value) {
+  if constexpr (requires(std::ostream& out) { out << value; }) {
+    std::ostringstream text;
+    text << value;
+    return text.str();
+  } else if constexpr (std::is_enum_v<T>) {
+    return std::to_string(static_cast<long long>(value));
+  } else {
+    return "(not printable)";
+  }
+}
+
+template <class A, class B>
+bool check_equal(const A& got, const B& wanted, const char* expression, const char* file, int line) {
+  if (got == wanted) return true;
+  report_failure(file, line, std::string(expression) + ": got " + shown(got) + ", wanted " + shown(wanted));
+  return false;
+}
+
+// Returns the error's message, empty when it was not thrown.
+template <class Call>
+std::string check_throws(ErrorKind kind, Call&& call, const char* expression, const char* file, int line) {
+  try {
+    call();
+  } catch (const Error& error) {
+    if (error.kind() != kind)
+      report_failure(file, line,
+                     std::string(expression) + ": threw kind " + shown(error.kind()) + ", wanted " + shown(kind) +
+                         ": " + error.what());
+    return error.what();
+  }
+  report_failure(file, line, std::string(expression) + ": did not throw");
+  return {};
+}
+
+#define RINGDP_JOIN_(a, b) a##b
+#define RINGDP_JOIN(a, b) RINGDP_JOIN_(a, b)
+
+#define CASE(name)                                                                                                 \
+  static void RINGDP_JOIN(case_, __LINE__)();                                                                      \
+  static const ::ringdp::testing::Registration RINGDP_JOIN(registration_, __LINE__)(name,                          \
+                                                                                    RINGDP_JOIN(case_, __LINE__)); \
+  static void RINGDP_JOIN(case_, __LINE__)()
+
+#define CHECK(condition) ((condition) ? (void)0 : ::ringdp::testing::report_failure(__FILE__, __LINE__, #condition))
+
+#define REQUIRE(condition)                                               \
+  do {                                                                   \
+    if (!(condition)) {                                                  \
+      ::ringdp::testing::report_failure(__FILE__, __LINE__, #condition); \
+      throw ::ringdp::testing::RequireFailed();                          \
+    }                                                                    \
+  } while (false)
+
+#define CHECK_EQ(got, wanted) ::ringdp::testing::check_equal(got, wanted, #got, __FILE__, __LINE__)
+
+#define CHECK_THROWS(kind, ...) \
+  ::ringdp::testing::check_throws(kind, [&] { (void)(__VA_ARGS__); }, #__VA_ARGS__, __FILE__, __LINE__)
+
+}  // namespace ringdp::testing
