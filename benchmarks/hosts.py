@@ -10,7 +10,7 @@
     hosts.py down  --name lab                            remove the hosts and end what still runs on them
     hosts.py clean                                       remove what runs that were killed left behind
 
-Needs root and iproute2. Each host has an address (10.77.0.1, 10.77.0.2, …, called h0, h1, …), a host name and a loopback
+Needs root and iproute2. Each host has an address (10.77.0.1, … called h0, …), a host name and a loopback
 of its own; nothing outside is reachable. Hosts share a kernel and a file system, so RINGDP_HOST_ID tells them apart.
 """
 

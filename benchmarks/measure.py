@@ -99,12 +99,12 @@ class Quiet:
     def start() -> Quiet:
         return Quiet(load_before=os.getloadavg()[0], _stamp=_cpu_seconds())
 
-    def stop(self) -> None:
-        """Call after the ranks have been waited for: their CPU time counts as ours only then."""
+    def stop(self, *, ranks_s: float) -> None:
+        """`ranks_s`: CPU time the ranks used by their own account; under mpirun some are no children of ours."""
         wall, busy, steal, own = (now - then for now, then in zip(_cpu_seconds(), self._stamp, strict=True))
         capacity_s = max(wall * (os.cpu_count() or 1), 1e-9)
         self.load_after = os.getloadavg()[0]
-        self.others_share = max(0.0, busy - own) / capacity_s
+        self.others_share = max(0.0, busy - max(own, ranks_s)) / capacity_s
         self.steal_share = steal / capacity_s
 
     def warnings(self) -> list[str]:

@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""All-reduce of float32 sums: the backend `ring` against gloo and Open MPI, in the same processes and the same run.
+
+    python benchmarks/allreduce.py --ranks 2 --sizes 4k,64k,1m,25m,100m --peers gloo,mpi --json out.json
+    sudo python benchmarks/allreduce.py --hosts 4 --rate 1gbit --sizes 25m
+
+The ranks are started once. For each size every backend must first give the exact sum; then blocks of calls alternate
+between the backends, so that whatever the machine does hits them alike, and the end of every block is checked again.
+A time is that of the slowest rank. algbw = size / time; busbw = algbw * 2(n-1)/n, what each rank must send
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). GB are 10^9 bytes, KiB and MiB powers of 1024.
+Between hosts it also prints the bytes that left each interface against 2(h-1)/h of the size, the least that h hosts can
+send, and the share of iperf3's goodput that was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import goodput
+import mpi
+import session
+from hosts import INTERFACE, HostsError
+from measure import Summary, format_size, format_time, machine, parse_size, table
+from ranks import RanksFailed
+
+PEERS = ("gloo", "mpi")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="4k,64k,1m,25m,100m", help="bytes to reduce, comma-separated")
+    parser.add_argument("--peers", default="gloo,mpi", help="backends to compare with: gloo, mpi, or none")
+    parser.add_argument("--without-ring", action="store_true", help="measure the peers alone")
+    parser.add_argument("--asynchronous", action="store_true", help="call with async_op=True, then wait()")
+    parser.add_argument("--mpi-tcp", action="store_true", help="let Open MPI use TCP on loopback too, no shared memory")
+    parser.add_argument("--rounds", type=int, default=7, help="blocks of calls for each backend and size (default 7)")
+    parser.add_argument("--block-seconds", type=float, default=0.25, help="about how long a block lasts")
+    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
+    session.add_place_options(parser)
+    args = parser.parse_args(argv)
+    try:
+        args.size_bytes = [parse_size(word) for word in args.sizes.split(",")]
+        args.place = session.place_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    args.peer_names = [] if args.peers == "none" else args.peers.split(",")
+    unknown = set(args.peer_names) - set(PEERS)
+    if unknown or any(size < 4 or size % 4 for size in args.size_bytes):
+        parser.error(f"unknown peers: {unknown}" if unknown else "a size must be a positive multiple of 4 bytes")
+    if args.rounds < 1:
+        parser.error("at least one round is needed")
+    return args
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run everything and return what `--json` writes. Raises Unavailable, HostsError, NoGoodput, RanksFailed."""
+    missing: dict[str, str] = {}
+    if "mpi" in args.peer_names and (reason := mpi.why_not()):
+        missing["mpi"] = reason
+    if not args.without_ring and (reason := session.why_no_ringdp()):
+        raise session.Unavailable(f"{reason}; --without-ring measures the peers alone")
+    backends = ([] if args.without_ring else ["ring"]) + [name for name in args.peer_names if name not in missing]
+    if not backends:
+        raise session.Unavailable("nothing is left to measure: " + "; ".join(missing.values()))
+    settings = {
+        "backends": backends,
+        "size_bytes": args.size_bytes,
+        "rounds": args.rounds,
+        "block_s": args.block_seconds,
+        "asynchronous": args.asynchronous,
+        "interface": INTERFACE if args.place.hosts else None,
+    }
+    with session.make_hosts(args.place) as hosts:
+        line = goodput.measure(hosts) if hosts else None
+        rows, quiet = session.run(
+            __file__,
+            settings,
+            args.place,
+            hosts=hosts,
+            under_mpi="mpi" in backends,
+            mpi_only_tcp=args.mpi_tcp,
+            timeout_s=args.timeout,
+        )
+    return {
+        "benchmark": "allreduce",
+        "machine": machine(),
+        "place": asdict(args.place) | {"words": str(args.place)},
+        "calls": "asynchronous" if args.asynchronous else "synchronous",
+        "mpi_transport": "tcp" if args.mpi_tcp or args.place.hosts else "its own choice (shared memory on one host)",
+        "quiet": quiet.as_dict() | {"words": str(quiet)},
+        "goodput_bytes_per_s": asdict(line) if line else None,
+        "missing": missing,
+        "rows": [add_derived(row, args.place, line) for row in rows],
+    }
+
+
+def add_derived(row: dict[str, Any], place: session.Place, line: goodput.Goodput | None) -> dict[str, Any]:
+    """The row with bandwidths in bytes/s, bytes sent against theory, and the shares of the line's goodput reached."""
+    ranks, median_s = place.ranks, row["time"]["median_s"]
+    algbw = row["size_bytes"] / median_s
+    busbw = algbw * 2 * (ranks - 1) / ranks
+    extra: dict[str, Any] = {"algbw": algbw, "busbw": busbw}
+    if place.hosts > 1:
+        least = 2 * (place.hosts - 1) / place.hosts * row["size_bytes"]
+        extra["sent_over_theory"] = max(row["sent_bytes_per_call"]) / least
+        if line is not None:
+            extra["share_one_way"] = least / median_s / line.one_way
+            extra["share_both_ways"] = least / median_s / line.both_ways
+    return row | extra
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result as text."""
+    between_hosts = any("sent_over_theory" in row for row in result["rows"])
+    line = result["goodput_bytes_per_s"]
+    columns = ["size", "backend", "median", "p99", "min", "algbw GB/s", "busbw GB/s", "time / ring", "calls"]
+    columns += ["sent / theory"] if between_hosts else []
+    columns += ["of iperf3", "of iperf3 both ways"] if line else []
+    ours = {row["size_bytes"]: row["time"]["median_s"] for row in result["rows"] if row["backend"] == "ring"}
+    rows = []
+    for row in result["rows"]:
+        time, ring_s = Summary(**row["time"]), ours.get(row["size_bytes"])
+        cells = [format_size(row["size_bytes"]), row["backend"]]
+        cells += [format_time(value) for value in (time.median_s, time.p99_s, time.min_s)]
+        cells += [f"{row['algbw'] / 1e9:.3g}", f"{row['busbw'] / 1e9:.3g}"]
+        cells += [f"{time.median_s / ring_s:.2f}" if ring_s else "", str(time.count)]
+        cells += [f"{row['sent_over_theory']:.3f}"] if between_hosts else []
+        cells += [f"{row['share_one_way']:.1%}", f"{row['share_both_ways']:.1%}"] if line else []
+        rows.append(cells)
+    for name, reason in result["missing"].items():
+        rows.append(["", name, reason, *[""] * (len(columns) - 3)])
+    about = result["machine"]
+    lines = [
+        f"all-reduce, float32, SUM, {result['place']['words']}, {result['calls']} calls",
+        f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
+    ]
+    if line:
+        both = line["both_ways"] * 8 / 1e6
+        lines.append(f"iperf3: {line['one_way'] * 8 / 1e6:.0f} Mbit/s one way, {both:.0f} Mbit/s each way both at once")
+    elif between_hosts:
+        lines.append("iperf3 is not installed, so there is no goodput to compare with")
+    lines += ["", table(columns, rows), "", result["quiet"]["words"]]
+    lines += [f"WARNING: {warning}" for warning in result["quiet"]["warnings"]]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.as_rank:
+        from allreduce_rank import run_rank
+
+        run_rank(args.as_rank)
+        return 0
+    try:
+        result = measure(args)
+    except session.Unavailable as error:
+        print(f"allreduce.py: {error}", file=sys.stderr)
+        return 2
+    except (HostsError, goodput.NoGoodput) as error:
+        print(f"allreduce.py: {error}", file=sys.stderr)
+        return 2
+    except RanksFailed as error:
+        print(f"allreduce.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(report(result))
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

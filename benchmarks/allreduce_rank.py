@@ -1,0 +1,171 @@
+"""What each rank of `allreduce.py` does."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+import session
+import torch
+import torch.distributed as dist
+from goodput import interface_bytes
+from measure import Summary, format_size
+from torch import Tensor
+
+MIN_CALLS, MAX_CALLS = 3, 1000  # of one backend in one block
+GROWTH_BITS = 100  # repeated in place, a sum grows by the number of ranks each time; float32 has 127 bits of exponent
+
+Call = Callable[[Tensor], None]
+
+
+class WrongResult(RuntimeError):
+    """A backend gave a wrong sum; its times would mean nothing."""
+
+
+@dataclass
+class Measured:
+    """Calls of one backend with one size, on this rank."""
+
+    seconds: list[float] = field(default_factory=list)
+    block_medians_s: list[float] = field(default_factory=list)
+    calls: int = 0  # timed or not
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+def run_rank(path: str) -> None:
+    joined = session.join(path)
+    settings = joined.settings
+    calls = {name: _make(name, asynchronous=settings["asynchronous"]) for name in settings["backends"]}
+    rows: list[dict[str, Any]] = []
+    for size_bytes in settings["size_bytes"]:
+        if joined.rank == 0:
+            print(f"… {format_size(size_bytes)}", file=sys.stderr, flush=True)
+        for name, measured in _one_size(joined, calls, size_bytes).items():
+            rows.append({"size_bytes": size_bytes, "backend": name, **_over_ranks(joined, measured)})
+    joined.deliver(rows)
+
+
+def _make(name: str, *, asynchronous: bool) -> Call:
+    if name == "mpi":
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+
+        def call_mpi(x: Tensor) -> None:
+            if asynchronous:
+                world.Iallreduce(MPI.IN_PLACE, x.numpy()).Wait()
+            else:
+                world.Allreduce(MPI.IN_PLACE, x.numpy())
+
+        return call_mpi
+    if name == "ring":
+        import ringdp  # noqa: F401  # registers the backend
+    group = dist.new_group(backend=name)
+
+    def call_torch(x: Tensor) -> None:
+        if asynchronous:
+            dist.all_reduce(x, group=group, async_op=True).wait()
+        else:
+            dist.all_reduce(x, group=group)
+
+    return call_torch
+
+
+def _one_size(joined: session.Joined, calls: dict[str, Call], size_bytes: int) -> dict[str, Measured]:
+    settings = joined.settings
+    source = _values(joined.rank, size_bytes // 4)
+    total = torch.zeros_like(source)
+    for rank in range(joined.world_size):
+        total += _values(rank, size_bytes // 4)
+    x = torch.empty_like(source)
+    counts = {}
+    for name, call in calls.items():
+        x.copy_(source)
+        call(x)
+        _check(name, x, total, exact=True)
+        trial = Measured()
+        _block(call, x, source, MIN_CALLS, joined.world_size, trial)
+        counts[name] = _agree_on_calls(min(trial.seconds), settings["block_s"])
+    measured = {name: Measured() for name in calls}
+    names = list(calls)
+    for turn in range(settings["rounds"]):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            one = measured[name]
+            dist.barrier()
+            before = _counters(settings["interface"])
+            growth = _block(calls[name], x, source, counts[name], joined.world_size, one)
+            dist.barrier()
+            after = _counters(settings["interface"])
+            one.received_bytes += after[0] - before[0]
+            one.sent_bytes += after[1] - before[1]
+            _check(name, x, total * growth, exact=False)
+    return measured
+
+
+def _block(call: Call, x: Tensor, source: Tensor, count: int, world_size: int, into: Measured) -> float:
+    """`count` timed calls in place, back to back; returns what the last result is over the sum of one call."""
+    most = int(GROWTH_BITS / math.log2(world_size)) if world_size > 1 else count
+    seconds: list[float] = []
+    growth = 1.0
+    while len(seconds) < count:
+        timed = min(count - len(seconds), most - 1)
+        x.copy_(source)
+        call(x)  # not timed: the ranks do not come out of the copy at the same moment
+        for _ in range(timed):
+            start = perf_counter()
+            call(x)
+            seconds.append(perf_counter() - start)
+        into.calls += timed + 1
+        growth = float(world_size) ** timed
+    into.seconds += seconds
+    into.block_medians_s.append(Summary.of(seconds).median_s)
+    return growth
+
+
+def _values(rank: int, numel: int) -> Tensor:
+    """Whole numbers between -48 and 48 that differ between ranks and positions: their sums are exact in float32."""
+    return ((torch.arange(numel, dtype=torch.int32) * 31 + rank * 17) % 97 - 48).to(torch.float32)
+
+
+def _check(name: str, x: Tensor, expected: Tensor, *, exact: bool) -> None:
+    # Further rounds may round: three ranks make numbers that are not whole times a power of two.
+    good = x == expected if exact else (x - expected).abs() <= 1e-5 * expected.abs()
+    if not bool(good.all()):
+        place = int((~good).nonzero()[0])
+        raise WrongResult(
+            f"{name} gave a wrong sum on rank {dist.get_rank()}: element {place} of {x.numel()} is {x[place].item()}, "
+            f"not {expected[place].item()}; nothing is timed"
+        )
+
+
+def _agree_on_calls(seconds: float, block_s: float) -> int:
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return max(MIN_CALLS, min(MAX_CALLS, int(block_s / slowest.item())))
+
+
+def _counters(interface: str | None) -> tuple[int, int]:
+    return interface_bytes(interface) if interface else (0, 0)
+
+
+def _over_ranks(joined: session.Joined, measured: Measured) -> dict[str, Any]:
+    mine = {
+        "time": asdict(Summary.of(measured.seconds)),
+        "block_medians_s": measured.block_medians_s,
+        "sent": measured.sent_bytes / measured.calls,
+        "received": measured.received_bytes / measured.calls,
+        "reports": joined.local_rank == 0 and joined.settings["interface"] is not None,
+    }
+    everyone: list[Any] = [None] * joined.world_size
+    dist.all_gather_object(everyone, mine)
+    return {
+        "time": asdict(Summary.slowest([Summary(**one["time"]) for one in everyone])),
+        "block_medians_s": [max(values) for values in zip(*(one["block_medians_s"] for one in everyone), strict=True)],
+        "sent_bytes_per_call": [one["sent"] for one in everyone if one["reports"]],
+        "received_bytes_per_call": [one["received"] for one in everyone if one["reports"]],
+    }
