@@ -1,0 +1,12 @@
+"""Start a script on several ranks: ``python launch.py --nproc-per-node 4 train.py``. See docs/launching.md."""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    try:
+        from ringdp.launch.__main__ import main
+    except KeyboardInterrupt:  # Ctrl-C while torch is imported
+        sys.exit(130)
+    sys.exit(main())

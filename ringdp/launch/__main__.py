@@ -1,0 +1,29 @@
+"""The entry point of the launcher."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Start the ranks, wait for them, and return the exit code.
+
+    Args:
+        argv: the command line without the program's name; None takes ``sys.argv``.
+
+    Returns:
+        0 when every rank on this host ended well, 1 when one failed, 2 for a command line that cannot be used,
+        128 plus the signal's number when the launcher was stopped by one. A launcher stopped by Ctrl-C does not
+        return: it dies of SIGINT itself, so that a shell script or make around it stops as well.
+    """
+    try:
+        from ringdp.launch import supervisor
+
+        return supervisor.launch(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        # Only while torch is imported: later the supervisor has handlers of its own.
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

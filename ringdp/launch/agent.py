@@ -1,0 +1,162 @@
+"""The child of the supervisor that runs torch's elastic agent, which starts the ranks and watches them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import elastic_launch
+
+from ringdp.launch import messages, processes, secret, threads
+from ringdp.launch.arguments import Arguments
+from ringdp.launch.logs import RankLogs, RankLogsSpecs
+from ringdp.launch.views import Stream
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What the supervisor hands to the agent.
+
+    Attributes:
+        arguments: the command line.
+        folder: the run's folder.
+        secret_file: the job's secret; None lets rank 0 make one and publish it in the store.
+        own_secret: the secret was made for this run, and goes with it.
+        terminals: path of the pseudo-terminal by stream, where there is one.
+        status_fd: where messages go.
+        leash_fd: reads the end of file when the supervisor has died.
+    """
+
+    arguments: Arguments
+    folder: Path
+    secret_file: Path | None
+    own_secret: bool
+    terminals: Mapping[Stream, str]
+    status_fd: int
+    leash_fd: int
+
+
+def run(orders: Orders) -> NoReturn:
+    """Start the ranks, wait for them, tell the supervisor, and end this process. Called right after the fork."""
+    code = 1
+    try:
+        code = _run(orders)
+    except (SignalException, KeyboardInterrupt):
+        code = 128 + signal.SIGTERM
+    except BaseException as error:
+        # Among them SystemExit: nothing may unwind into the supervisor's frames, which this process shares.
+        logging.getLogger("ringdp.launch").error("%s", traceback.format_exc())
+        messages.post(orders.status_fd, messages.Broken(error=f"{type(error).__name__}: {error}"))
+    finally:
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what --run-path leaves
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(orders: Orders) -> int:
+    # A group of its own: the terminal's Ctrl-C reaches the supervisor alone, which passes it on once.
+    os.setpgid(0, 0)
+    processes.become_subreaper()
+    threading.Thread(target=_watch_leash, args=(orders,), name="leash", daemon=True).start()
+    args = orders.arguments.torchrun
+    if args.logs_specs is None:
+        _divert_output(orders.folder, silent=bool(args.duplicate_stdout_filters or args.duplicate_stderr_filters))
+    local_world_size = torchrun.determine_local_world_size(args.nproc_per_node)
+    args.nproc_per_node = str(local_world_size)
+    alone = local_world_size == 1 and not orders.arguments.several_hosts
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(threads.threads_per_rank(threads.usable_cores(), local_world_size, alone=alone))
+    )
+    if orders.secret_file is not None:
+        os.environ["RINGDP_SECRET_FILE"] = str(orders.secret_file)
+    log_dir, args.log_dir = args.log_dir, args.log_dir if args.logs_specs else str(orders.folder)
+    config, entrypoint, entrypoint_args = torchrun.config_from_args(args)
+    args.log_dir = log_dir
+    if args.logs_specs is None:
+
+        def started(ranks: list[RankLogs], environ: Mapping[str, str]) -> None:
+            message = messages.Started(
+                attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                world_size=int(environ["WORLD_SIZE"]),
+                threads=os.environ.get("OMP_NUM_THREADS"),
+                ranks=tuple(ranks),
+            )
+            messages.post(orders.status_fd, message)
+
+        config.logs_specs = RankLogsSpecs(
+            folder=orders.folder,
+            views=orders.arguments.views,
+            # A function (--run-path) redirects its streams itself, into something that must be able to seek.
+            terminals=orders.terminals if isinstance(entrypoint, str) else {},
+            tail_for_filters=bool(args.duplicate_stdout_filters or args.duplicate_stderr_filters),
+            started=started,
+        )
+
+    @record  # copies the first failure's error file where a scheduler wants it, as torchrun does
+    def launch() -> None:
+        elastic_launch(config=config, entrypoint=entrypoint)(*entrypoint_args)
+
+    try:
+        launch()
+    except ChildFailedError as error:
+        failures = tuple(
+            messages.RankFailure(
+                rank=rank,
+                local_rank=failure.local_rank,
+                pid=failure.pid,
+                exit_code=failure.exitcode,
+                observed_s=float(failure.timestamp),
+            )
+            for rank, failure in error.failures.items()
+        )
+        messages.post(orders.status_fd, messages.Failed(failures=failures))
+        return 1
+    return 0
+
+
+def _divert_output(folder: Path, *, silent: bool) -> None:
+    """Send what torch's agent itself says into launcher.log: on a failure that is pages, and the supervisor says it
+    in fifteen lines.
+
+    Args:
+        folder: the run's folder.
+        silent: torch also copies the ranks' output to our stdout and stderr; drop that, the supervisor shows it.
+    """
+    log = folder / "launcher.log"
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    if silent:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the life of this process
+    handler = logging.FileHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+    root = logging.getLogger()
+    for other in root.handlers[:]:
+        root.removeHandler(other)
+    root.addHandler(handler)
+
+
+def _watch_leash(orders: Orders) -> None:
+    """Wait until the supervisor is gone without having ended us (SIGKILL), then end everything."""
+    while os.read(orders.leash_fd, 1):
+        pass
+    processes.kill_all(lambda: processes.descendants(os.getpid()))
+    if orders.own_secret and orders.secret_file is not None:
+        secret.remove_secret(orders.secret_file)
+    os._exit(1)

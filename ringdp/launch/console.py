@@ -1,0 +1,61 @@
+"""The user's terminal, or whatever stdout and stderr are: who writes what without tearing lines apart."""
+
+from __future__ import annotations
+
+import os
+
+from ringdp.launch.views import Stream
+
+_FD: dict[Stream, int] = {"stdout": 1, "stderr": 2}
+
+
+class Console:
+    """Writes to descriptors 1 and 2. One thread uses it.
+
+    A raw stream may stop in the middle of a line (a progress bar); a line of ours then starts on a new one. Where
+    both descriptors are the same terminal or file they share that knowledge.
+    """
+
+    def __init__(self) -> None:
+        self._gone: set[Stream] = set()
+        self._place: dict[Stream, str] = {"stdout": "stdout", "stderr": "stderr"}
+        try:
+            one, two = os.fstat(1), os.fstat(2)
+            if (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino):
+                self._place["stderr"] = "stdout"
+        except OSError:  # closed by whoever started us; the first write finds out
+            pass
+        self._mid_line = {"stdout": False, "stderr": False}
+
+    def is_terminal(self, stream: Stream) -> bool:
+        """Whether this stream is a terminal."""
+        try:
+            return os.isatty(_FD[stream])
+        except OSError:
+            return False
+
+    def raw(self, stream: Stream, data: bytes) -> None:
+        """Write bytes as they are."""
+        if data:
+            self._write(stream, data)
+            self._mid_line[self._place[stream]] = not data.endswith(b"\n")
+
+    def lines(self, stream: Stream, lines: list[str]) -> None:
+        """Write whole lines."""
+        if not lines:
+            return
+        place = self._place[stream]
+        start = "\n" if self._mid_line[place] else ""
+        self._write(stream, (start + "\n".join(lines) + "\n").encode(errors="replace"))
+        self._mid_line[place] = False
+
+    def _write(self, stream: Stream, data: bytes) -> None:
+        while data and stream not in self._gone:
+            try:
+                data = data[os.write(_FD[stream], data) :]
+            except BlockingIOError:
+                # Somebody made the terminal non-blocking; it is shared with us.
+                os.set_blocking(_FD[stream], True)
+            except OSError:
+                # A closed pipe or terminal: the ranks go on, and the logs have everything.
+                self._gone.add(stream)

@@ -1,0 +1,111 @@
+"""The ranks' output on the console: which stream is read from where, and through which filter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ringdp.launch.console import Console
+from ringdp.launch.filters import AllLines, Errors, Filter, Shown
+from ringdp.launch.logs import RankLogs
+from ringdp.launch.messages import Started
+from ringdp.launch.sources import LogFile, Source, Terminal
+from ringdp.launch.views import STREAMS, Mode, Stream, Views
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Feed:
+    """One stream of one rank on its way to the console; without a filter it goes there as it is."""
+
+    source: Source
+    stream: Stream
+    filter: Filter | None
+
+
+class Display:
+    """Shows the output of this host's ranks. Used by the supervisor's main thread."""
+
+    def __init__(self, console: Console, views: Views) -> None:
+        self._console = console
+        self._views = views
+        self._feeds: list[_Feed] = []
+        self._terminals: dict[Stream, Terminal] = {}
+        self._shown = Shown()
+        self._stopping = False
+
+    def open_terminals(self) -> dict[Stream, str]:
+        """Make a pseudo-terminal for each of our streams that is a terminal; their paths."""
+        for number, stream in enumerate(STREAMS, start=1):
+            if self._console.is_terminal(stream):
+                self._terminals[stream] = Terminal(shown_on=number)
+        return {stream: terminal.path for stream, terminal in self._terminals.items()}
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Readable when there is something to show; log files are always readable and not among them."""
+        return [terminal.descriptor for terminal in self._terminals.values()]
+
+    def start_attempt(self, started: Started) -> None:
+        """Show the ranks of an attempt from now on."""
+        self._finish_feeds()
+        self._shown.clear()
+        for rank in started.ranks:
+            for stream in STREAMS:
+                view = self._views.of(
+                    rank=rank.rank, local_rank=rank.local_rank, local_world_size=len(started.ranks), stream=stream
+                )
+                if view.mode is Mode.HIDDEN:
+                    continue
+                log = rank.stdout if stream == "stdout" else rank.stderr
+                feed = _Feed(source=self._source(rank, stream, log), stream=stream, filter=None)
+                if view.mode is Mode.LINES:
+                    feed.filter = AllLines(view.prefix)
+                elif view.mode is Mode.ERRORS:
+                    feed.filter = Errors(view.prefix, self._shown, log)
+                self._feeds.append(feed)
+
+    def show(self) -> None:
+        """Show what has come."""
+        for feed in self._feeds:
+            data = feed.source.read()
+            if feed.filter is None:
+                self._console.raw(feed.stream, data)
+            else:
+                self._lines(feed, feed.filter.feed(data) if data else feed.filter.idle())
+
+    def stopping(self) -> None:
+        """After Ctrl-C every rank ends with the same traceback, which is no news: those go to the logs alone."""
+        self._stopping = True
+
+    def resize(self) -> None:
+        """The real terminal has another size."""
+        for terminal in self._terminals.values():
+            terminal.resize()
+
+    def finish(self) -> None:
+        """Show what is left; the ranks have ended."""
+        self._finish_feeds()
+        for stream, terminal in self._terminals.items():
+            self._console.raw(stream, terminal.finish())
+
+    def _source(self, rank: RankLogs, stream: Stream, log: str) -> Source:
+        if stream in rank.terminals:
+            self._terminals[stream].log_to(log)
+            return self._terminals[stream]
+        return LogFile(log)
+
+    def _finish_feeds(self) -> None:
+        for feed in self._feeds:
+            if isinstance(feed.source, Terminal):  # outlives the attempt
+                while data := feed.source.read():
+                    self._console.raw(feed.stream, data)
+                continue
+            data = feed.source.finish()
+            if feed.filter is None:
+                self._console.raw(feed.stream, data)
+            else:
+                self._lines(feed, feed.filter.feed(data) + feed.filter.finish())
+        self._feeds.clear()
+
+    def _lines(self, feed: _Feed, lines: list[str]) -> None:
+        if not (self._stopping and isinstance(feed.filter, Errors)):
+            self._console.lines(feed.stream, lines)

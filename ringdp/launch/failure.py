@@ -1,0 +1,197 @@
+"""Which rank failed first, and of what: from exit codes, error files and the ends of the logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+from ringdp.launch.filters import plain
+from ringdp.launch.logs import RankLogs
+from ringdp.launch.messages import RankFailure
+
+_TAIL_BYTES = 1 << 16
+_HEADER = "Traceback (most recent call last):"
+_EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?")
+_NAMED_LIKE_ONE = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)(: |$)")
+_WHAT = re.compile(r"\s*what\(\):\s*(?P<text>.+)")
+
+# What a rank says that has lost another one: never the cause as long as there is any other failure.
+_CONSEQUENCES = re.compile(
+    r"PeerLostError|ConnectionResetError|BrokenPipeError|DistBackendError|DistStoreError"
+    r"|Connection (closed|reset) by (remote )?peer|Broken pipe|remote process exited"
+)
+
+SIGNAL_WORDS = {
+    signal.SIGKILL: "often: out of memory",
+    signal.SIGSEGV: "invalid memory access",
+    signal.SIGABRT: "a check in native code failed",
+    signal.SIGBUS: "often: the shared-memory file system /dev/shm is full",
+    signal.SIGILL: "an instruction this processor does not have",
+    signal.SIGFPE: "integer division by zero",
+    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGINT: "Ctrl-C, or somebody sent it",
+    signal.SIGXCPU: "its limit of CPU time",
+}
+
+
+class Blame(enum.IntEnum):
+    """How likely a failure is the cause of the others; the lowest first."""
+
+    CAUSE = 0
+    CONSEQUENCE = 1
+    STOPPED_BY_US = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is known about a failed rank.
+
+    Attributes:
+        failure: how torch's agent saw it end.
+        logs: where its output is.
+        exception: its last exception, "Type: message"; None where it raised none.
+        tail: the last lines of its stderr, or of its stdout where stderr is empty.
+        blame: whether it may be the cause.
+        when_s: seconds since the epoch, as near to the failure as can be known.
+    """
+
+    failure: RankFailure
+    logs: RankLogs
+    exception: str | None
+    tail: tuple[str, ...]
+    blame: Blame
+    when_s: float
+
+    @property
+    def in_words(self) -> str:
+        """What happened, to follow "rank 1 on host X"."""
+        code = self.failure.exit_code
+        if code < 0:
+            try:
+                number = signal.Signals(-code)
+            except ValueError:
+                return f"was killed by signal {-code}"
+            words = SIGNAL_WORDS.get(number)
+            said = f": {self.exception}" if self.exception else ""
+            return f"was killed by {number.name}{f' ({words})' if words else ''}{said}"
+        if self.exception:
+            return f"raised {self.exception}"
+        return f"ended with exit code {code}"
+
+    @property
+    def in_short(self) -> str:
+        """What happened, in a few words."""
+        if self.blame is Blame.STOPPED_BY_US:
+            return "stopped"
+        if self.failure.exit_code < 0:
+            try:
+                return signal.Signals(-self.failure.exit_code).name
+            except ValueError:
+                return f"signal {-self.failure.exit_code}"
+        return self.exception.partition(":")[0] if self.exception else f"exit code {self.failure.exit_code}"
+
+
+def examine(failures: tuple[RankFailure, ...], ranks: tuple[RankLogs, ...]) -> list[Report]:
+    """Reports on all failed ranks, the one to blame first.
+
+    Args:
+        failures: in the order in which torch's agent saw them.
+        ranks: where the output of this host's ranks is.
+    """
+    logs = {rank.rank: rank for rank in ranks}
+    reports = [_examine_one(failure, logs.get(failure.rank) or _unknown(failure)) for failure in failures]
+    if all(report.blame is Blame.STOPPED_BY_US for report in reports):
+        # Nobody else failed, so somebody outside has sent the signal.
+        reports = [dataclasses.replace(report, blame=Blame.CAUSE) for report in reports]
+    order = {failure.rank: index for index, failure in enumerate(failures)}
+    return sorted(reports, key=lambda r: (r.blame, r.when_s, order[r.failure.rank]))
+
+
+def _unknown(failure: RankFailure) -> RankLogs:
+    """With --logs-specs somebody else decides where output goes."""
+    return RankLogs(rank=failure.rank, local_rank=failure.local_rank, stdout="", stderr="", error_file="")
+
+
+def _examine_one(failure: RankFailure, logs: RankLogs) -> Report:
+    text = read_tail(logs.stderr)
+    lines = [line for line in map(plain, text.splitlines()) if line.strip()]
+    recorded = _recorded(logs.error_file)
+    when_s = failure.observed_s
+    exception: str | None = None
+    if failure.exit_code >= 0:
+        exception = recorded or last_exception(lines)
+        if exception is not None:
+            when_s = min(_written(logs.error_file if recorded else logs.stderr) or when_s, when_s + 1)
+    elif failure.exit_code == -signal.SIGABRT:
+        exception = _native_exception(lines)
+    if failure.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        blame = Blame.STOPPED_BY_US
+    elif exception is not None and _CONSEQUENCES.search(exception):
+        blame = Blame.CONSEQUENCE
+    else:
+        blame = Blame.CAUSE
+    if not lines:
+        lines = [line for line in map(plain, read_tail(logs.stdout).splitlines()) if line.strip()]
+    return Report(failure=failure, logs=logs, exception=exception, tail=tuple(lines[-40:]), blame=blame, when_s=when_s)
+
+
+def last_exception(lines: list[str]) -> str | None:
+    """The exception that a Python program ended with, "Type: message", from the lines of its stderr.
+
+    The type goes without its module. None where there is no traceback.
+    """
+    starts = [index for index, line in enumerate(lines) if line.strip() == _HEADER]
+    if starts:
+        for line in lines[starts[-1] + 1 :]:
+            if not line[:1].isspace() and (match := _EXCEPTION.fullmatch(line)):
+                return _short(match)
+    # A syntax error in the script itself has no header.
+    for line in reversed(lines):
+        if _NAMED_LIKE_ONE.match(line) and (match := _EXCEPTION.fullmatch(line)):
+            return _short(match)
+    return None
+
+
+def _short(match: re.Match[str]) -> str:
+    name = match["type"].rpartition(".")[2]
+    return f"{name}: {match['text']}" if match["text"] else name
+
+
+def _native_exception(lines: list[str]) -> str | None:
+    for line in reversed(lines):
+        if match := _WHAT.fullmatch(line):
+            return match["text"]
+    return None
+
+
+def _recorded(error_file: str) -> str | None:
+    """The exception that torch's @record wrote down; None where the script does not use it."""
+    try:
+        message = json.loads(Path(error_file).read_text())["message"]
+        text = message["message"] if isinstance(message, dict) else message
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(text).strip().partition("\n")[0] or None
+
+
+def read_tail(path: str) -> str:
+    """The end of a file; empty where it is missing."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _written(path: str) -> float | None:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None

@@ -1,0 +1,145 @@
+"""From the bytes of a rank's stream to the lines that are shown of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+MAX_BLOCK_LINES = 60
+"""Lines shown of one traceback; the log has the rest."""
+
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^Fatal Python error|^terminate called|^\s*what\(\):")
+_ERROR = re.compile(
+    r"\b(ERROR|CRITICAL|FATAL)\b"
+    r"|^(\w+\.)*\w*(Error|Exception|Interrupt)(:|$)"
+    r"|^\*\*\* |AddressSanitizer|ThreadSanitizer|Segmentation fault|std::bad_alloc|[Aa]ssertion .*failed"
+)
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+
+
+def plain(line: str) -> str:
+    """A line without colours, and of a progress bar only what was seen last."""
+    return _ESCAPES.sub("", line).rstrip("\r\n").rpartition("\r")[2]
+
+
+class Filter(Protocol):
+    """Turns a rank's bytes into lines for the console."""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Lines to show now."""
+
+    def idle(self) -> list[str]:
+        """Lines to show as nothing has come for a moment."""
+
+    def finish(self) -> list[str]:
+        """Lines to show as the stream has ended."""
+
+
+class Splitter:
+    """Splits bytes into lines of text, keeping what is not yet whole."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that are whole now, without their ends."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def finish(self) -> list[str]:
+        """The last line, where it has no end."""
+        rest, self._rest = self._rest, b""
+        return [rest.decode(errors="replace")] if rest else []
+
+
+class AllLines:
+    """Every line, with a prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._splitter = Splitter()
+
+    def feed(self, data: bytes) -> list[str]:
+        return self._shown(self._splitter.feed(data))
+
+    def idle(self) -> list[str]:
+        return []
+
+    def finish(self) -> list[str]:
+        return self._shown(self._splitter.finish())
+
+    def _shown(self, lines: list[str]) -> list[str]:
+        # Many bars below each other would be a wall: of a bar the last state is shown.
+        return [self._prefix + line.rstrip("\r").rpartition("\r")[2] for line in lines]
+
+
+class Shown:
+    """Errors that have been shown, over all ranks: when eight ranks fail alike, one traceback is enough."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+
+    def first(self, block: list[str], prefix: str) -> str | None:
+        """The prefix of who showed the same block before, numbers and addresses aside; None if nobody did."""
+        key = _VARYING.sub("#", "\n".join(block))
+        first = self._first.setdefault(key, prefix)
+        return None if first == prefix else first
+
+    def clear(self) -> None:
+        """Forget, for a new attempt."""
+        self._first.clear()
+
+
+class Errors:
+    """Tracebacks and lines that are errors, with a prefix.
+
+    A traceback is held until its rank is silent for a moment, so that it can be compared with the others' as a
+    whole. What follows the last line of a traceback without a pause belongs to it: messages of several lines,
+    the frames of C++, a second traceback.
+    """
+
+    def __init__(self, prefix: str, shown: Shown, log: str) -> None:
+        """
+        Args:
+            prefix: stands before each line.
+            shown: what was shown before, shared by all ranks.
+            log: path of the whole stream.
+        """
+        self._prefix = prefix
+        self._shown = shown
+        self._log = log
+        self._splitter = Splitter()
+        self._block: list[str] = []
+
+    def feed(self, data: bytes) -> list[str]:
+        lines: list[str] = []
+        for line in map(plain, self._splitter.feed(data)):
+            if self._block or _TRACEBACK.search(line):
+                self._block.append(line)
+                if len(self._block) > 20 * MAX_BLOCK_LINES:  # it goes on and on: no need to hold it all
+                    lines += self._close()
+            elif _ERROR.search(line):
+                lines.append(self._prefix + line)
+        return lines
+
+    def idle(self) -> list[str]:
+        return self._close()
+
+    def finish(self) -> list[str]:
+        return self.feed(b"\n") + self._close()
+
+    def _close(self) -> list[str]:
+        block, self._block = self._block, []
+        while block and not block[-1].strip():
+            block.pop()
+        if not block:
+            return []
+        first = self._shown.first(block, self._prefix)
+        if first is not None:
+            return [f"{self._prefix}the same as {first.strip()}: {block[-1]}"]
+        if len(block) > MAX_BLOCK_LINES:
+            half = MAX_BLOCK_LINES // 2
+            left_out = len(block) - 2 * half
+            block = [*block[:half], f"... {left_out} lines more in {self._log} ...", *block[-half:]]
+        return [self._prefix + line for line in block]

@@ -1,0 +1,185 @@
+"""Where the ranks' output goes: one folder per run, below it torchrun's layout.
+
+- ``<run>/launcher.log``: what torch's elastic agent says;
+- ``<run>/attempt_<n>/<local rank>/stdout.log`` and ``stderr.log``;
+- ``<run>/attempt_<n>/<local rank>/error.json``, where the script uses torch's ``@record``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from ringdp.launch.views import STREAMS, Mode, Stream, Views
+
+DEFAULT_LOG_DIR = Path("logs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankLogs:
+    """Where one rank's output is found. Also what the agent tells the supervisor.
+
+    Attributes:
+        rank: rank in the job.
+        local_rank: rank on this host.
+        stdout, stderr: the log files.
+        error_file: what torch's @record writes when the script raises.
+        terminals: streams that go through a pseudo-terminal, whose reader writes the log file.
+    """
+
+    rank: int
+    local_rank: int
+    stdout: str
+    stderr: str
+    error_file: str
+    terminals: tuple[Stream, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """The folder of one run.
+
+    Attributes:
+        path: the folder.
+        kept: False where the user asked for no logs (--log-dir /dev/null): it is removed at the end.
+        notice: a sentence for the user; empty where there is nothing to say.
+    """
+
+    path: Path
+    kept: bool = True
+    notice: str = ""
+
+
+def make_run_folder(*, log_dir: Path | None, run_id: str, script: str, several_hosts: bool) -> RunFolder:
+    """Make the folder of this run.
+
+    With ``log_dir`` it is torchrun's ``<log_dir>/<run id>_<random>``. Without, it is
+    ``logs/<date>_<time>_<script>``, followed by the host's name where there are several, as they may share a disk.
+
+    Raises:
+        OSError: the user's ``log_dir`` cannot be written.
+    """
+    if log_dir is not None:
+        if str(log_dir) == os.devnull:
+            return RunFolder(path=Path(tempfile.mkdtemp(prefix="ringdp-logs-")), kept=False)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        return RunFolder(path=Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=log_dir)))
+    name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{Path(script).stem}"
+    if several_hosts:
+        name += f"_{socket.gethostname()}"
+    try:
+        return RunFolder(path=_make_unique(DEFAULT_LOG_DIR, name))
+    except OSError as error:
+        path = Path(tempfile.mkdtemp(prefix="ringdp-logs-"))
+        return RunFolder(path=path, notice=f"cannot write to ./{DEFAULT_LOG_DIR} ({error.strerror}), see --log-dir")
+
+
+def remove_run_folder(folder: RunFolder) -> None:
+    """Remove a folder that was not meant to be kept."""
+    if not folder.kept:
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _make_unique(parent: Path, name: str) -> Path:
+    """Make ``parent/name``, or with -2, -3, … behind it where another run has it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return path
+
+
+class RankLogsSpecs(LogsSpecs):
+    """Tells torch's elastic agent where each rank's streams go, and says so to whoever shows them.
+
+    All streams go to files, which the supervisor reads: a rank never waits for a slow console, and its last words
+    are kept whatever happens to the launcher. The one exception is a stream that is shown as it comes on a
+    terminal: that rank gets a pseudo-terminal, so that it sees a terminal as it would without a launcher.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        views: Views,
+        terminals: Mapping[Stream, str],
+        tail_for_filters: bool,
+        started: Callable[[list[RankLogs], Mapping[str, str]], None],
+    ) -> None:
+        """
+        Args:
+            folder: the run's folder.
+            views: what the console shows.
+            terminals: path of the pseudo-terminal by stream, where there is one.
+            tail_for_filters: torch is to read the teed files itself, for --duplicate-stdout-filters.
+            started: called before the ranks of an attempt start, with the environment of one of them.
+        """
+        super().__init__(log_dir=str(folder))
+        self._folder = folder
+        self._views = views
+        self._terminals = terminals
+        self._tail_for_filters = tail_for_filters
+        self._started = started
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the folders of an attempt; torch calls this before it starts the ranks."""
+        first = envs[min(envs)]
+        # A change of membership starts the ranks again under the same count; the earlier logs stay.
+        attempt = _make_unique(self._folder, f"attempt_{first.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        ranks: list[RankLogs] = []
+        paths: dict[Stream, dict[int, str]] = {"stdout": {}, "stderr": {}}
+        teed: dict[Stream, dict[int, str]] = {"stdout": {}, "stderr": {}}
+        for local_rank, environ in sorted(envs.items()):
+            rank = int(environ["RANK"])
+            folder = attempt / str(local_rank)
+            folder.mkdir()
+            through_terminal: list[Stream] = []
+            for stream in STREAMS:
+                log = str(folder / f"{stream}.log")
+                view = self._views.of(rank=rank, local_rank=local_rank, local_world_size=len(envs), stream=stream)
+                if view.mode is Mode.RAW and stream in self._terminals:
+                    paths[stream][local_rank] = self._terminals[stream]
+                    through_terminal.append(stream)
+                else:
+                    paths[stream][local_rank] = log
+                if self._tail_for_filters and self._views.teed(
+                    local_rank=local_rank, local_world_size=len(envs), stream=stream
+                ):
+                    teed[stream][local_rank] = log
+            logs = RankLogs(
+                rank=rank,
+                local_rank=local_rank,
+                stdout=str(folder / "stdout.log"),
+                stderr=str(folder / "stderr.log"),
+                error_file=str(folder / "error.json"),
+                terminals=tuple(through_terminal),
+            )
+            environ["TORCHELASTIC_ERROR_FILE"] = logs.error_file
+            ranks.append(logs)
+        self._started(ranks, first)
+        return LogsDest(
+            stdouts=paths["stdout"],
+            stderrs=paths["stderr"],
+            tee_stdouts=teed["stdout"],
+            tee_stderrs=teed["stderr"],
+            error_files={logs.local_rank: logs.error_file for logs in ranks},
+            filtered_stdout=str(attempt / "filtered_stdout.log"),
+            filtered_stderr=str(attempt / "filtered_stderr.log"),
+        )

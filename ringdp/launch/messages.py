@@ -1,0 +1,108 @@
+"""What the agent tells the supervisor: one JSON object a line, through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from typing import Any
+
+from ringdp.launch.logs import RankLogs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Started:
+    """An attempt begins; its ranks are about to be started.
+
+    Attributes:
+        attempt: number of restarts before it.
+        world_size: ranks of the job.
+        threads: OMP_NUM_THREADS of each rank; None where it is not set.
+        ranks: those on this host.
+    """
+
+    attempt: int
+    world_size: int
+    threads: str | None
+    ranks: tuple[RankLogs, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """How torch's agent saw a rank end.
+
+    Attributes:
+        exit_code: as of a shell command, or minus the number of the signal that killed it.
+        observed_s: when, in whole seconds since the epoch.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    observed_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The job is over because ranks of this host failed, in the order in which that was seen."""
+
+    failures: tuple[RankFailure, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Broken:
+    """The agent itself failed: the ranks were not started, or the hosts lost each other."""
+
+    error: str
+
+
+Message = Started | Failed | Broken
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Started, Failed, Broken)}
+
+
+def encode(message: Message) -> bytes:
+    """One line."""
+    return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in one line that ``encode`` made."""
+    fields = json.loads(line)
+    kind = fields.pop("kind")
+    if kind == "Started":
+        fields["ranks"] = tuple(RankLogs(**{**rank, "terminals": tuple(rank["terminals"])}) for rank in fields["ranks"])
+    if kind == "Failed":
+        fields["failures"] = tuple(RankFailure(**failure) for failure in fields["failures"])
+    message: Message = _KINDS[kind](**fields)
+    return message
+
+
+def post(descriptor: int, message: Message) -> None:
+    """Write a message; a supervisor that is gone is not an error here, the leash deals with it."""
+    data = encode(message)
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
+class Inbox:
+    """The supervisor's end of the pipe, which must not block."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rest = b""
+
+    def read(self) -> list[Message]:
+        """The messages that have arrived."""
+        while True:
+            try:
+                data = os.read(self._descriptor, 65536)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        return [decode(line) for line in lines]

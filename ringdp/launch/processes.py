@@ -1,0 +1,101 @@
+"""Processes of this job: who descends from us, and how to end all of them.
+
+Nothing here trusts a list of pids kept while the job ran: a rank may fork data-loader workers, and torch's agent
+may be interrupted in the middle of starting the ranks. Whoever is to clean up becomes a subreaper, so that a
+process whose parent has died becomes its child instead of init's, and then /proc shows the whole tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
+
+def become_subreaper() -> None:
+    """Adopt orphaned descendants; not inherited by children.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
+
+
+def descendants(root: int, *, without: Collection[int] = ()) -> list[int]:
+    """Pids of all living processes below ``root``; zombies do not count.
+
+    Args:
+        root: a pid, itself not in the result.
+        without: pids that are left out with everything below them.
+    """
+    children: dict[int, list[int]] = {}
+    zombies: set[int] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                # The name, in parentheses, may hold blanks and parentheses itself.
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        pid = int(entry)
+        children.setdefault(int(fields[1]), []).append(pid)
+        if fields[0] in (b"Z", b"X"):
+            zombies.add(pid)
+    found: list[int] = []
+    queue = [root]
+    while queue:
+        for pid in children.get(queue.pop(), ()):
+            if pid not in without:
+                queue.append(pid)
+                if pid not in zombies:
+                    found.append(pid)
+    return found
+
+
+def send(pids: Collection[int], signum: int) -> None:
+    """Send a signal to each pid that still exists."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+
+
+def reap() -> dict[int, int]:
+    """Collect children that have ended, without waiting; wait status by pid."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = status
+
+
+def kill_all(survivors: Callable[[], list[int]], *, limit_s: float = 2.0) -> list[int]:
+    """SIGKILL until nobody is left; a process in uninterruptible sleep may outlast the limit.
+
+    Args:
+        survivors: lists who still lives; asked again after every round, as a process may fork meanwhile.
+        limit_s: seconds before giving up.
+
+    Returns:
+        The pids that are still there.
+    """
+    end = time.monotonic() + limit_s
+    while pids := survivors():
+        send(pids, signal.SIGKILL)
+        if time.monotonic() > end:
+            return pids
+        time.sleep(0.005)
+    return []

@@ -1,0 +1,34 @@
+"""The job's secret: 64 hexadecimal characters in a file that only its owner can read.
+
+Ranks learn the path from RINGDP_SECRET_FILE. The secret itself is never in an argument or in the environment,
+which other users can read in /proc or which end up in logs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def make_secret() -> Path:
+    """Write a new secret into a private folder (0700) of its own; the file has mode 0600.
+
+    Returns:
+        The file; ``remove_secret`` removes it with its folder.
+
+    Raises:
+        OSError: the temporary folder cannot be written.
+    """
+    path = Path(tempfile.mkdtemp(prefix="ringdp-")) / "secret"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    return path
+
+
+def remove_secret(path: Path) -> None:
+    """Remove what ``make_secret`` made; nothing happens where it is gone."""
+    shutil.rmtree(path.parent, ignore_errors=True)

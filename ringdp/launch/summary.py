@@ -1,0 +1,65 @@
+"""The last words of a failed run: at most fifteen lines that say who failed, of what, and where to read on."""
+
+from __future__ import annotations
+
+from ringdp.launch.failure import Report
+
+MAX_LINES = 15
+_MAX_TAIL_LINES = 8
+_MAX_CHARACTERS = 400
+
+
+def failed(reports: list[Report], *, host: str, folder: str | None, seconds: float, restarts: int) -> list[str]:
+    """The summary of a run in which ranks failed.
+
+    Args:
+        reports: the failed ranks, the one to blame first; not empty.
+        host: this host's name.
+        folder: the run's folder; None where no logs are kept.
+        seconds: how long the run took.
+        restarts: how often the ranks had been started again.
+    """
+    first = reports[0]
+    after = f"after {seconds:.0f} s" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
+    lines = [f"ringrun: FAILED {after}: rank {first.failure.rank} on host {host} {first.in_words}"]
+    tail = [line for line in first.tail if line.strip()][-_MAX_TAIL_LINES:]
+    if tail:
+        lines.append(f"  last lines of rank {first.failure.rank}:")
+        lines += [f"    | {line}" for line in tail]
+    if len(reports) > 1:
+        lines.append(f"  then: {_others(reports[1:])}")
+    if folder is not None:
+        if first.logs.stderr:
+            lines.append(f"  full log: {first.logs.stderr}")
+        lines.append(f"  all logs: {folder}")
+    return [_cut(line) for line in lines[:MAX_LINES]]
+
+
+def broken(error: str, *, host: str, log: str | None) -> list[str]:
+    """The summary of a run that failed in the launcher itself.
+
+    Args:
+        error: what happened.
+        host: this host's name.
+        log: where more is written; None where there is nothing more.
+    """
+    said = [part for part in error.splitlines() if part.strip()][: MAX_LINES - 2] or ["no reason given"]
+    lines = [f"ringrun: FAILED on host {host}: {said[0]}", *(f"    {line}" for line in said[1:])]
+    if log is not None:
+        lines.append(f"  full log: {log}")
+    return [_cut(line) for line in lines]
+
+
+def _others(reports: list[Report]) -> str:
+    """Who else failed and how, for example: rank 0 PeerLostError; ranks 2, 3 stopped."""
+    groups: dict[str, list[int]] = {}
+    for report in reports:
+        groups.setdefault(report.in_short, []).append(report.failure.rank)
+    return "; ".join(
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))} {what}"
+        for what, ranks in groups.items()
+    )
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _MAX_CHARACTERS else line[: _MAX_CHARACTERS - 4] + " ..."

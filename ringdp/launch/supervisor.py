@@ -1,0 +1,288 @@
+"""The process the user starts: it forks the agent, shows the ranks' output, handles signals, and cleans up.
+
+It does little on purpose. torch's agent may be importing, waiting in C++ for other hosts, or in the middle of
+starting ranks when Ctrl-C comes; this process is never busy, so it can always end everything in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ringdp.launch import agent, failure, messages, processes, secret, summary
+from ringdp.launch.arguments import Arguments, parse
+from ringdp.launch.console import Console
+from ringdp.launch.display import Display
+from ringdp.launch.logs import RunFolder, make_run_folder, remove_run_folder
+
+POLL_S = 0.05
+"""How often the logs are looked at; a look costs microseconds."""
+
+SAME_PRESS_S = 0.25
+"""timeout(1), srun and others send a signal to the process and to its group: two so close are one."""
+
+LEFTOVERS_S = 2.0
+"""Seconds that children of failed ranks have to end."""
+
+
+def launch(argv: list[str]) -> int:
+    """Run a job from its command line; see ``ringdp.launch.__main__.main``."""
+    arguments = parse(argv)
+    try:
+        folder = make_run_folder(
+            log_dir=arguments.log_dir,
+            run_id=arguments.torchrun.rdzv_id,
+            script=arguments.torchrun.training_script,
+            several_hosts=arguments.several_hosts,
+        )
+    except OSError as error:
+        Console().lines("stderr", [f"ringrun: cannot make the folder for the logs: {error}; see --log-dir"])
+        return 1
+    supervisor = Supervisor(arguments, folder)
+    try:
+        return supervisor.run()
+    finally:
+        supervisor.remove_files()
+
+
+class Supervisor:
+    """One run. Used by the main thread alone; signal handlers run between its instructions."""
+
+    def __init__(self, arguments: Arguments, folder: RunFolder) -> None:
+        self._arguments = arguments
+        self._folder = folder
+        self._console = Console()
+        self._display = Display(self._console, arguments.views)
+        self._own_secret: Path | None = None
+        self._agent_pid = 0
+        self._agent_status: int | None = None
+        self._stop_signal: int | None = None
+        self._stop_time = 0.0
+        self._not_ours = frozenset(processes.descendants(os.getpid()))
+        self._wake_read, self._wake_write = os.pipe()
+        self._start_time = time.monotonic()
+        self._started: messages.Started | None = None
+        self._failed: messages.Failed | None = None
+        self._broken: messages.Broken | None = None
+
+    def run(self) -> int:
+        """Start the agent and stay until nothing of the job is left, or all is well; returns the exit code."""
+        processes.become_subreaper()
+        secret_file = self._arguments.secret_file
+        self._handle_signals()
+        if secret_file is None and not self._arguments.several_hosts:
+            secret_file = self._own_secret = secret.make_secret()
+        status_read, status_write = os.pipe()
+        leash_read, leash_write = os.pipe()
+        orders = agent.Orders(
+            arguments=self._arguments,
+            folder=self._folder.path,
+            secret_file=secret_file,
+            own_secret=self._own_secret is not None,
+            terminals=self._display.open_terminals(),
+            status_fd=status_write,
+            leash_fd=leash_read,
+        )
+        self._fork(orders, close_in_agent=(status_read, leash_write))
+        os.close(status_write)
+        os.close(leash_read)
+        os.set_blocking(status_read, False)
+        self._watch(messages.Inbox(status_read))
+        self._end_leftovers()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._display.finish()
+        return self._conclude()
+
+    def remove_files(self) -> None:
+        """Remove the secret, and the logs where none were wanted."""
+        if self._own_secret is not None:
+            secret.remove_secret(self._own_secret)
+        remove_run_folder(self._folder)
+
+    # Starting
+
+    def _handle_signals(self) -> None:
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _only_wake)
+        signal.signal(signal.SIGWINCH, self._on_resize)
+        signal.signal(signal.SIGALRM, self._on_grace_over)
+        for name in {"SIGINT", "SIGTERM", *self._arguments.signals}:
+            number = getattr(signal, name, None)
+            # What is ignored stays so: nohup, and jobs in the background of a script.
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                with contextlib.suppress(OSError, ValueError):
+                    signal.signal(number, self._on_stop)
+
+    def _fork(self, orders: agent.Orders, *, close_in_agent: tuple[int, ...]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A signal that came between the fork and the reset of the handlers would be lost on the agent.
+        every = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, every)
+            for descriptor in (self._wake_read, self._wake_write, *close_in_agent):
+                os.close(descriptor)
+            agent.run(orders)
+        self._agent_pid = pid
+        signal.pthread_sigmask(signal.SIG_SETMASK, every)
+
+    # Running
+
+    def _watch(self, inbox: messages.Inbox) -> None:
+        """Until the agent has ended."""
+        while self._agent_status is None:
+            self._wait()
+            self._agent_status = processes.reap().get(self._agent_pid)
+            for message in inbox.read():
+                self._take(message)
+            self._display.show()
+            if self._stop_signal is not None and self._grace_left() <= 0:
+                processes.kill_all(self._survivors)
+
+    def _wait(self) -> None:
+        readable, _, _ = select.select([self._wake_read, *self._display.descriptors], [], [], POLL_S)
+        if self._wake_read in readable:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self._wake_read, 512):
+                    pass
+
+    def _take(self, message: messages.Message) -> None:
+        if isinstance(message, messages.Failed):
+            self._failed = message
+        elif isinstance(message, messages.Broken):
+            self._broken = message
+        else:
+            self._started = message
+            self._console.lines("stderr", self._greeting(message))
+            self._display.start_attempt(message)
+
+    def _greeting(self, started: messages.Started) -> list[str]:
+        host = socket.gethostname()
+        ranks = [rank.rank for rank in started.ranks]
+        span = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+        if started.attempt:
+            again = f"{span} of {started.world_size}, restart {started.attempt}"
+            return [f"ringrun: a rank failed; starting again ({again})"]
+        threads = f", {started.threads} thread{'' if started.threads == '1' else 's'} each" if started.threads else ""
+        logs = f", logs in {self._folder.path}" if self._folder.kept else ""
+        notice = [f"ringrun: {self._folder.notice}"] if self._folder.notice else []
+        return [*notice, f"ringrun: {span} of {started.world_size} on {host}{threads}{logs}"]
+
+    # Stopping
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._stop_signal is None:
+            self._stop_signal, self._stop_time = number, now
+            # Should a write to the console block, the alarm still ends everything.
+            signal.setitimer(signal.ITIMER_REAL, self._arguments.grace_s + 1.0)
+            if self._agent_pid and self._agent_status is None:
+                processes.send([self._agent_pid], number)
+            self._display.stopping()
+        elif now - self._stop_time > SAME_PRESS_S:
+            self._end_at_once()
+
+    def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
+        self._end_at_once()
+
+    def _on_resize(self, number: int, frame: FrameType | None) -> None:
+        self._display.resize()
+
+    def _end_at_once(self) -> NoReturn:
+        processes.kill_all(self._survivors)
+        self.remove_files()
+        os._exit(128 + (self._stop_signal or signal.SIGTERM))
+
+    def _grace_left(self) -> float:
+        return self._stop_time + self._arguments.grace_s - time.monotonic()
+
+    def _survivors(self) -> list[int]:
+        ended = processes.reap()
+        if self._agent_pid in ended:
+            self._agent_status = ended[self._agent_pid]
+        return processes.descendants(os.getpid(), without=self._not_ours)
+
+    def _end_leftovers(self) -> None:
+        """After a stop or a failure: children of ranks, and ranks that an interrupted agent lost track of.
+
+        After a good end they are left alone: what a script detaches then is meant to go on, as under torchrun.
+        """
+        if self._stop_signal is None and self._agent_status == 0:
+            return
+        end = time.monotonic() + LEFTOVERS_S
+        told: set[int] = set()
+        while survivors := self._survivors():
+            if self._stop_signal is not None:
+                end = self._stop_time + self._arguments.grace_s
+            if time.monotonic() >= end:
+                processes.kill_all(self._survivors)
+                return
+            processes.send(set(survivors) - told, signal.SIGTERM)
+            told.update(survivors)
+            self._wait()
+            self._display.show()
+
+    # Ending
+
+    def _conclude(self) -> int:
+        seconds = time.monotonic() - self._start_time
+        host = socket.gethostname()
+        folder = str(self._folder.path) if self._folder.kept else None
+        if self._stop_signal is not None:
+            name = signal.Signals(self._stop_signal).name
+            logs = f"; logs in {folder}" if folder else ""
+            self._console.lines("stderr", [f"ringrun: stopped by {name} after {seconds:.0f} s{logs}"])
+            return self._die_of(self._stop_signal)
+        if self._agent_status == 0:
+            return 0
+        if self._failed is not None and self._failed.failures:
+            reports = failure.examine(self._failed.failures, self._started.ranks if self._started else ())
+            lines = summary.failed(
+                reports,
+                host=host,
+                folder=folder,
+                seconds=seconds,
+                restarts=self._started.attempt if self._started else 0,
+            )
+        else:
+            log = self._folder.path / "launcher.log"
+            lines = summary.broken(
+                self._broken.error if self._broken else self._agent_end(),
+                host=host,
+                log=str(log) if folder and log.exists() and log.stat().st_size else None,
+            )
+        self._console.lines("stderr", lines)
+        return 1
+
+    def _agent_end(self) -> str:
+        code = os.waitstatus_to_exitcode(self._agent_status or 0)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the launcher's own agent (pid {self._agent_pid}) {how}, so the ranks were ended"
+
+    def _die_of(self, number: int) -> int:
+        """Die of SIGINT as if there were no handler: a shell script or make around us then stops as well."""
+        if number == signal.SIGINT:
+            self.remove_files()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        return 128 + number
+
+
+def _only_wake(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor does the work; without a handler it would not be written."""

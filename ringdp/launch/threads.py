@@ -1,0 +1,75 @@
+"""How many compute threads each rank gets: OMP_NUM_THREADS, where the user has not set it."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+
+def threads_per_rank(cores: int, local_ranks: int, *, alone: bool = False) -> int:
+    """The cores of this host, shared out.
+
+    torchrun's 1 leaves most of a CPU machine idle, and all cores on each rank make the ranks fight. A rank has two
+    more threads that want to run while backward computes: the one that drives communication and the one that runs
+    callbacks. With more than two cores per rank one is left to them: an intra-op pool waits for its slowest
+    thread, so a pool that shares a core with communication is slowed down as a whole. With one or two cores that
+    would cost half of the arithmetic, and sharing is cheaper.
+
+    Args:
+        cores: cores this host gives the job.
+        local_ranks: ranks on this host.
+        alone: the job is one rank, so that there is no communication.
+    """
+    share = cores // local_ranks
+    return max(1, share - 1 if share > 2 and not alone else share)
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity mask, cut down to its cgroup's CPU quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_quota()
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def cgroup_quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """The smallest CPU quota, in cores, on the way from this process's cgroup to the root; None without one.
+
+    Reads cgroup v2 (``cpu.max``) and v1 (``cpu.cfs_quota_us``), see cgroups(7). Inside a container the path in
+    /proc may name directories of the host that are not mounted; then the mount itself is what counts.
+    """
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return None
+    quotas: list[float] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if controllers and "cpu" not in names:
+            continue
+        roots = [mount] if not controllers else [mount / controllers, mount / "cpu"]
+        for root in roots:
+            for folder in _upwards(root, path):
+                quota = _quota_of(folder)
+                if quota is not None:
+                    quotas.append(quota)
+    return min(quotas, default=None)
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    return [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _quota_of(folder: Path) -> float | None:
+    """Cores one cgroup folder allows; None where it sets no limit."""
+    try:
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
