@@ -370,7 +370,11 @@ def _meet(store: Store, mine: _Hello, rank: int, world_size: int, timeout: timed
             try:
                 store.wait(keys, timedelta(seconds=max(0.001, min(pause, left))))
                 break
-            except dist.DistStoreError:
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError as error:  # TCPStore's DistStoreError, FileStore's RuntimeError
+                if "timeout" not in str(error).lower():
+                    raise
                 missing = [r for r, key in enumerate(keys) if not store.check([key])]
                 if not missing:
                     continue

@@ -1,0 +1,421 @@
+"""ringdp/process_group.py and the package's import: joining, leaving, and every way to get it wrong.
+
+What concerns joining runs on gloo, so that it tells what `init` does from what the ring does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringdp
+from ringdp import process_group
+from ringdp.config import VARIABLES
+from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
+
+LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMIX_|SLURM_|TORCHELASTIC_|RINGDP_)")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [*VARIABLES, *os.environ]:
+        if LAUNCHER.match(name):
+            monkeypatch.delenv(name, raising=False)
+    yield
+    ringdp.shutdown()
+
+
+def run(code: str, *, expect: int = 0, **variables: str) -> str:
+    """Run Python code in a process of its own without a launcher's variables; its output, both streams."""
+    return finish(start(code, **variables), expect=expect)
+
+
+def start(code: str, **variables: str) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=clean | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], *, expect: int = 0) -> str:
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == expect, output
+    return output
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listening_ports() -> set[str]:
+    """Local addresses this process listens on, TCP over IPv4 and IPv6."""
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:
+            continue
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1])
+    return found
+
+
+# --- a world of one
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ring"])
+def test_without_a_launcher_it_is_a_world_of_one(backend: str) -> None:
+    assert not ringdp.is_initialized()
+    ringdp.init(backend)
+    assert ringdp.is_initialized()
+    assert dist.is_initialized()
+    assert (ringdp.rank(), ringdp.world_size(), ringdp.local_rank()) == (0, 1, 0)
+    assert dist.get_backend() == backend
+    tensor = torch.arange(4.0)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [0, 1, 2, 3]
+    ringdp.shutdown()
+    assert not ringdp.is_initialized()
+    ringdp.shutdown()
+
+
+def test_a_world_of_one_on_ring_listens_nowhere() -> None:
+    before = listening_ports()
+    ringdp.init("ring")
+    assert listening_ports() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_the_default_without_cuda_is_ring_on_the_cpu() -> None:
+    ringdp.init()
+    assert dist.get_backend() == "ring"
+    assert ringdp.device() == torch.device("cpu")
+    ringdp.shutdown()
+    with pytest.raises(InvalidArgumentError, match="sees no CUDA device"):
+        ringdp.init(device="cuda")
+
+
+def test_a_second_call_is_refused_until_shutdown() -> None:
+    ringdp.init("gloo")
+    with pytest.raises(InvalidStateError, match=r"called before in this process \(rank 0 of 1\).*shutdown"):
+        ringdp.init("gloo")
+    ringdp.shutdown()
+    ringdp.init("gloo")
+
+
+def test_a_process_group_of_torch_is_used_as_it_is() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(InvalidStateError, match=r"backend gloo.*leave out ringdp.init\(\)"):
+        ringdp.init()
+    assert (ringdp.rank(), ringdp.world_size(), ringdp.local_rank()) == (0, 1, 0)
+    assert ringdp.device() == torch.device("cpu")
+
+
+def test_destroying_torchs_group_counts_as_leaving() -> None:
+    ringdp.init("gloo")
+    dist.destroy_process_group()
+    assert not ringdp.is_initialized()
+    with pytest.raises(InvalidStateError, match=r"ringdp.local_rank\(\) is known after ringdp.init\(\)"):
+        ringdp.local_rank()
+    ringdp.init("gloo")
+
+
+@pytest.mark.parametrize("name", ["rank", "world_size", "local_rank", "device"])
+def test_who_and_where_need_init(name: str) -> None:
+    with pytest.raises(InvalidStateError, match=rf"ringdp.{name}\(\) is known after"):
+        getattr(ringdp, name)()
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"rank": 0}, "world_size is missing"),
+        ({"world_size": 2}, "rank is missing"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({"rank": -1, "world_size": 2}, "rank -1 of 2"),
+        ({"rank": 0, "world_size": 2}, "does not know where to meet"),
+        ({"init_method": "tcp://127.0.0.1:1"}, "needs rank and world_size"),
+        ({"timeout": 0}, "timeout must be above 0"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout must be above 0"),
+        ({"device": "meta"}, "device must be cpu or cuda"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        ringdp.init("gloo", **arguments)  # type: ignore[arg-type]
+    assert not ringdp.is_initialized()
+
+
+def test_a_partial_environment_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(InvalidArgumentError, match="lacks WORLD_SIZE, MASTER_PORT"):
+        ringdp.init("gloo")
+
+
+def test_explicit_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")  # alone it would be an error
+    ringdp.init("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:1")
+    assert ringdp.rank() == 0
+
+
+def test_a_name_must_not_be_empty() -> None:
+    with pytest.raises(InvalidArgumentError, match="needs a name"), ringdp.named(""):
+        pass
+
+
+# --- several ranks
+
+TWO_RANKS = """
+    import sys, torch, torch.distributed as dist, ringdp
+    ringdp.init("{backend}", {arguments})
+    total = torch.tensor([float(ringdp.rank() + 1)])
+    dist.all_reduce(total)
+    print("rank", ringdp.rank(), "of", ringdp.world_size(), "local", ringdp.local_rank(), "total", total.item())
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ring"])
+def test_two_ranks_meet_through_the_launchers_environment(backend: str) -> None:
+    code = TWO_RANKS.format(backend=backend, arguments="")
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(code, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(2)]
+    for number, process in enumerate(ranks):
+        assert f"rank {number} of 2 local {number} total 3.0" in finish(process)
+
+
+def test_ranks_of_mp_spawn_count_their_local_ranks(tmp_path: Path) -> None:
+    ranks = [
+        start(
+            TWO_RANKS.format(
+                backend="gloo", arguments=f"rank={r}, world_size=3, init_method='file://{tmp_path}/meet', timeout=30"
+            ),
+            RINGDP_HOST_ID="left" if r == 0 else "right",
+        )
+        for r in range(3)
+    ]
+    outputs = [finish(process) for process in ranks]
+    assert [re.findall(r"local (\d)", text) for text in outputs] == [["0"], ["0"], ["1"]]
+
+
+def test_open_mpis_variables_are_enough() -> None:
+    code = TWO_RANKS.format(backend="gloo", arguments="")
+    job = f"test-{os.getpid()}-{free_port()}"
+    ranks = [
+        start(
+            code,
+            OMPI_COMM_WORLD_RANK=str(r),
+            OMPI_COMM_WORLD_SIZE="2",
+            OMPI_COMM_WORLD_LOCAL_RANK=str(r),
+            OMPI_COMM_WORLD_LOCAL_SIZE="2",
+            PMIX_NAMESPACE=job,
+        )
+        for r in range(2)
+    ]
+    for number, process in enumerate(ranks):
+        assert f"rank {number} of 2" in finish(process)
+
+
+def test_whoever_never_comes_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HandshakeError, match=r"waited 1 s for ranks 1, 2 of 3") as caught:
+        ringdp.init("gloo", rank=0, world_size=3, init_method=f"file://{tmp_path}/meet", timeout=1)
+    assert caught.value.peer == 1
+    assert not ringdp.is_initialized()
+
+
+def test_a_store_that_is_not_there_is_explained() -> None:
+    with pytest.raises(HandshakeError, match=r"rank 1 of 2 could not reach the job's store.*does rank 0 run"):
+        ringdp.init("gloo", rank=1, world_size=2, init_method=f"tcp://127.0.0.1:{free_port()}", timeout=1)
+
+
+def test_a_taken_port_is_explained() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(HandshakeError, match="the port is taken"):
+            ringdp.init("gloo", rank=0, world_size=2, init_method=f"tcp://127.0.0.1:{port}", timeout=5)
+
+
+def test_ranks_that_chose_differently_are_named() -> None:
+    store = dist.HashStore()
+    results: list[BaseException | None] = [None, None]
+
+    def meet(rank: int, backend: str) -> None:
+        try:
+            hello = process_group._hello(backend, "cpu")
+            process_group._require_agreement(process_group._meet(store, hello, rank, 2, timedelta(seconds=20)))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=meet, args=pair) for pair in enumerate(("gloo", "ring"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in results:
+        assert isinstance(error, MismatchError)
+        assert re.search(r"rank 0 on \S+ has backend gloo, rank 1 on \S+ has ring", str(error))
+        assert error.peer == 1
+
+
+def test_a_hello_in_other_words_is_a_mismatch() -> None:
+    for text in (b"\xff", b"[]", b'{"host_id": 1}'):
+        with pytest.raises(MismatchError, match="rank 7 introduced itself"):
+            process_group._Hello.decode(text, rank=7)
+
+
+# --- which CUDA device is whose (no device is touched)
+
+
+def hellos(*counts: int, uuids: tuple[str, ...] | None = None) -> list[process_group._Hello]:
+    base = process_group._hello("ring", "cpu")
+    changes = zip(counts, uuids or ("",) * len(counts), strict=True)
+    return [
+        process_group._Hello(**{**base.__dict__, "cuda_devices": count, "only_cuda_device": uuid})
+        for count, uuid in changes
+    ]
+
+
+def test_each_local_rank_has_its_device() -> None:
+    pick = process_group._pick_device
+    assert pick("cuda", hellos(2, 2), 1, 1, None) == torch.device("cuda", 1)
+    assert pick("cuda", hellos(2, 2), 1, 1, "cuda:0") == torch.device("cuda", 0)
+    assert pick("cpu", hellos(2, 2), 1, 1, None) == torch.device("cpu")
+
+
+def test_a_device_per_rank_shown_alone_is_number_0() -> None:
+    one_each = hellos(1, 1, uuids=("GPU-a", "GPU-b"))
+    assert process_group._pick_device("cuda", one_each, 1, 1, None) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("seen", [hellos(1, 1, uuids=("GPU-a", "GPU-a")), hellos(0, 0)])
+def test_fewer_devices_than_ranks_is_explained(seen: list[process_group._Hello]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"local rank 1 of 2 on .*CUDA_VISIBLE_DEVICES.*device='cpu'"):
+        process_group._pick_device("cuda", seen, 1, 1, None)
+
+
+# --- leaving without saying so, and importing
+
+
+def test_a_script_that_forgets_shutdown_ends_cleanly() -> None:
+    output = run("import ringdp; ringdp.init('ring'); print('done')")
+    assert output == "done\n", output
+
+
+def test_an_exception_is_all_a_failing_script_shows() -> None:
+    output = run("import ringdp; ringdp.init('ring'); raise ValueError('mine')", expect=1)
+    assert output.rstrip().endswith("ValueError: mine"), output
+
+
+def test_a_forked_child_leaves_the_job_alone() -> None:
+    output = run("""
+        import os, sys, ringdp, torch.distributed as dist
+        ringdp.init("gloo")
+        if (child := os.fork()) == 0:
+            ringdp.process_group._shutdown_at_exit()
+            os._exit(0 if dist.is_initialized() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        dist.barrier()
+        print("alive")
+    """)
+    assert "alive" in output
+
+
+def test_importing_ringdp_registers_ring_without_loading_the_extension() -> None:
+    run("""
+        import sys, ringdp, torch.distributed as dist
+        assert dist.Backend.RING == "ring"
+        assert dist.Backend.backend_capability["ring"] == ["cpu", "cuda"]
+        assert "ringdp._C" not in sys.modules and "ringdp._core" not in sys.modules
+        ringdp._autoload.register()
+        assert dist.Backend.backend_list.count("ring") == 1
+    """)
+
+
+BROKEN = """
+    import sys, types
+    broken = types.ModuleType("ringdp._build")
+    def check(): raise ImportError("built for another torch: build it again")
+    broken.check = check
+    sys.modules["ringdp._build"] = broken
+"""
+
+
+def test_a_wrong_build_is_told_at_import() -> None:
+    output = run(BROKEN + "\n    import ringdp", expect=1)
+    assert "ImportError: built for another torch: build it again" in output
+
+
+def test_a_wrong_build_does_not_break_torch_and_is_told_on_use() -> None:
+    # The entry point is called as torch does it: while torch's own import is under way.
+    output = run(
+        BROKEN
+        + """
+    import torch
+    torch.__spec__._initializing = True
+    from ringdp._autoload import register
+    register()
+    torch.__spec__._initializing = False
+    import ringdp
+    try:
+        ringdp.init
+    except ImportError as error:
+        print("on use:", error)
+    try:
+        torch.distributed.init_process_group("ring", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    except ImportError as error:
+        print("by torch:", error)
+    """
+    )
+    assert "on use: built for another torch" in output
+    assert "by torch: built for another torch" in output
+
+
+def test_the_entry_point_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringdp import _autoload
+
+    def refuse() -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(process_group, "register_backend", refuse)
+    _autoload.register()
+
+
+def test_other_systems_are_told_linux_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ImportError, match="Linux only, and this is darwin"):
+        ringdp._check()
+
+
+def test_the_public_names_are_there() -> None:
+    assert set(ringdp.__all__) <= set(dir(ringdp))
+    for name in ringdp.__all__:
+        assert getattr(ringdp, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ringdp.nothing  # noqa: B018
