@@ -44,6 +44,7 @@ class SendFlow {
   FlowHandler* handler = nullptr;
   const FlowIdentity* identity = nullptr;
   int peer = -1;            // position of the peer in the Runtime's world
+  int member = -1;          // its rank in the group
   uint64_t total = 0;       // bytes in all
   uint64_t ready = 0;       // bytes the operation could send by now
   uint64_t sent = 0;        // bytes handed to the transport
@@ -59,6 +60,7 @@ class RecvFlow {
   FlowHandler* handler = nullptr;
   const FlowIdentity* identity = nullptr;
   int peer = -1;
+  int member = -1;
   uint64_t total = 0;
   uint64_t received = 0;
   uint64_t window = 0;      // how far the operation can take bytes now (total, if it never needs to hold the peer back)

@@ -1,0 +1,51 @@
+#include "collective/fold_all_reduce.h"
+
+#include <algorithm>
+
+namespace ringdp {
+
+FoldAllReduce::FoldAllReduce(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory)
+    : Operation(std::move(group), shape, std::move(name)),
+      memory_(memory),
+      fold_(group_.rank, group_.size, shape.dtype, shape.op) {
+  uses(memory);
+}
+
+void FoldAllReduce::prepare() {
+  fold_.begin(scratch(), memory_, memory_);
+  // Each rank begins with its right neighbour, so that not everybody sends to the same one at once.
+  for (int step = 1; step < group_.size; ++step) {
+    add_receive((group_.rank + group_.size - step) % group_.size, memory_.size(), fold_.window());
+    add_send((group_.rank + step) % group_.size, memory_.size(), memory_.size());
+  }
+}
+
+std::span<const std::byte> FoldAllReduce::outgoing(SendFlow&, uint64_t offset, std::size_t max) {
+  std::size_t block_rest = RankOrderFold::kBlockBytes - offset % RankOrderFold::kBlockBytes;
+  std::size_t length = std::min<std::size_t>({max, block_rest, memory_.size() - offset});
+  if (offset + length < memory_.size()) length -= length % kGranuleBytes;
+  return memory_.subspan(offset, length);
+}
+
+void FoldAllReduce::flushed(SendFlow&) { advance(); }
+
+std::span<std::byte> FoldAllReduce::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
+  return fold_.room(flow.member, offset, length);
+}
+
+void FoldAllReduce::arrived(RecvFlow& flow, uint64_t, std::span<std::byte>) {
+  fold_.received(flow.member, flow.received);
+  advance();
+}
+
+// The result overwrites the input, so only what has left for all peers may be folded.
+void FoldAllReduce::advance() {
+  uint64_t limit = memory_.size();
+  for (const SendFlow& flow : sends_) limit = std::min(limit, flow.sent);
+  uint64_t before = fold_.window();
+  fold_.advance(limit);
+  if (fold_.window() == before) return;
+  for (RecvFlow& flow : receives_) widen(flow, fold_.window());
+}
+
+}  // namespace ringdp

@@ -1,0 +1,107 @@
+#include "collective/operation.h"
+
+#include <algorithm>
+
+#include "base/bytes.h"
+
+namespace ringdp {
+
+Operation::Operation(GroupView group, OperationShape shape, std::string name) : group_(std::move(group)) {
+  identity_.shape = shape;
+  identity_.name = std::move(name);
+  if (!identity_.name.empty()) {
+    auto hash = static_cast<uint32_t>(hash_text(identity_.name));
+    identity_.shape.name_hash = hash == 0 ? 1 : hash;
+  }
+  identity_.fingerprint = identity_.shape.fingerprint();
+}
+
+void Operation::start(const OperationContext& context) {
+  context_ = context;
+  identity_.group = context.group;
+  identity_.sequence = context.sequence;
+  started_ = true;
+  prepare();
+  // Receivers first: what a peer sent early may already complete this, and set what can be sent.
+  for (RecvFlow& flow : receives_) context_.links[flow.peer]->attach(flow);
+  for (SendFlow& flow : sends_) context_.links[flow.peer]->attach(flow);
+}
+
+SendFlow& Operation::add_send(int member, uint64_t total, uint64_t ready) {
+  SendFlow& flow = sends_.emplace_back();
+  flow.handler = this;
+  flow.identity = &identity_;
+  flow.member = member;
+  flow.peer = group_.members[member];
+  flow.total = total;
+  flow.ready = ready;
+  return flow;
+}
+
+RecvFlow& Operation::add_receive(int member, uint64_t total, uint64_t window) {
+  RecvFlow& flow = receives_.emplace_back();
+  flow.handler = this;
+  flow.identity = &identity_;
+  flow.member = member;
+  flow.peer = group_.members[member];
+  flow.total = total;
+  flow.window = window;
+  return flow;
+}
+
+void Operation::widen(RecvFlow& flow, uint64_t window) {
+  flow.window = window;
+  context_.links[flow.peer]->widen(flow);
+}
+
+bool Operation::complete() const {
+  auto ended = [](const auto& flow) { return flow.complete(); };
+  return std::all_of(receives_.begin(), receives_.end(), ended) && std::all_of(sends_.begin(), sends_.end(), ended) &&
+         finished();
+}
+
+void Operation::abandon() {
+  if (!started_) return;
+  for (SendFlow& flow : sends_) context_.links[flow.peer]->detach(flow);
+  for (RecvFlow& flow : receives_) context_.links[flow.peer]->detach(flow);
+}
+
+bool Operation::touches(std::span<const std::byte> memory) const {
+  return std::any_of(memory_.begin(), memory_.end(), [&](std::span<const std::byte> mine) {
+    return mine.data() < memory.data() + memory.size() && memory.data() < mine.data() + mine.size();
+  });
+}
+
+bool Operation::conflicts(const Operation& other) const {
+  return std::any_of(memory_.begin(), memory_.end(), [&](auto mine) { return other.touches(mine); });
+}
+
+bool Operation::needs(int world_rank) const {
+  auto open = [&](const auto& flow) { return flow.peer == world_rank && !flow.complete(); };
+  return std::any_of(receives_.begin(), receives_.end(), open) || std::any_of(sends_.begin(), sends_.end(), open);
+}
+
+std::string Operation::waiting_for() const {
+  std::string out;
+  auto add = [&](const auto& flow, uint64_t moved, const char* verb) {
+    std::string peer = context_.links[flow.peer]->peer().text();
+    peer.insert(peer.size() - 1, "; " + std::to_string(moved) + " of " + std::to_string(flow.total) + " bytes " + verb);
+    out += (out.empty() ? "" : ", ") + peer;
+  };
+  for (const RecvFlow& flow : receives_)
+    if (!flow.complete()) add(flow, flow.received, "received");
+  if (!out.empty()) return out;
+  for (const SendFlow& flow : sends_)
+    if (!flow.complete()) add(flow, flow.sent, "taken");
+  return out;
+}
+
+int Operation::first_missing() const {
+  for (const RecvFlow& flow : receives_)
+    if (!flow.complete()) return flow.peer;
+  for (const SendFlow& flow : sends_)
+    if (!flow.complete()) return flow.peer;
+  return -1;
+}
+
+}  // namespace ringdp

@@ -1,0 +1,76 @@
+// Operation: one collective in flight, as flows to and from the other members of its group. An algorithm derives from it,
+// says which flows there are in `prepare`, and moves on in FlowHandler's callbacks; it knows no transport and never blocks.
+// Made by any thread, then owned by the Runtime and used only by the thread that drives the engine.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collective/scratch.h"
+#include "mesh/link.h"
+
+namespace ringdp {
+
+inline constexpr std::size_t kGranuleBytes = 64;  // segments end on it: elements stay whole, loads aligned
+
+// A group as an algorithm sees it. `members[i]` is the place of group rank i in the Runtime's world.
+struct GroupView {
+  int rank = 0;
+  int size = 1;
+  std::vector<int> members;
+};
+
+struct OperationContext {
+  uint64_t group = 0;
+  uint64_t sequence = 0;
+  std::span<const std::unique_ptr<Link>> links;  // by place in the world; null for this rank
+  ScratchPool* scratch = nullptr;
+};
+
+class Operation : public FlowHandler {
+ public:
+  Operation(GroupView group, OperationShape shape, std::string name);
+  virtual ~Operation() = default;
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  void start(const OperationContext& context);
+  bool complete() const;
+  // Ends it early: links forget its flows, its memory may be freed.
+  void abandon();
+
+  bool touches(std::span<const std::byte> memory) const;
+  bool conflicts(const Operation& other) const;      // both use the same memory
+  bool needs(int world_rank) const;                  // bytes to or from that rank are still missing
+  std::string waiting_for() const;                   // "rank 2 (host b, pid 7; 0 of 4096 bytes received)"
+  int first_missing() const;                         // that rank's place in the world, or -1
+  const FlowIdentity& identity() const { return identity_; }
+  FlowIdentity& mutable_identity() { return identity_; }
+
+  void flushed(SendFlow&) override {}
+
+ protected:
+  virtual void prepare() = 0;                        // add flows; scratch is there
+  virtual bool finished() const { return true; }     // anything to do besides the flows?
+
+  SendFlow& add_send(int member, uint64_t total, uint64_t ready);
+  RecvFlow& add_receive(int member, uint64_t total, uint64_t window);
+  void widen(RecvFlow& flow, uint64_t window);
+  void uses(std::span<const std::byte> memory) { if (!memory.empty()) memory_.push_back(memory); }
+  ScratchPool& scratch() { return *context_.scratch; }
+
+  const GroupView group_;
+  std::deque<SendFlow> sends_;      // deques: links hold pointers
+  std::deque<RecvFlow> receives_;
+
+ private:
+  FlowIdentity identity_;
+  OperationContext context_;
+  std::vector<std::span<const std::byte>> memory_;
+  bool started_ = false;
+};
+
+}  // namespace ringdp

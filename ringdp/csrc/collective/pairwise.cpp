@@ -1,0 +1,70 @@
+#include "collective/pairwise.h"
+
+#include <algorithm>
+
+namespace ringdp {
+
+Pairwise::Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
+                   std::span<std::byte> out)
+    : Operation(std::move(group), shape, std::move(name)),
+      chunks_(std::move(chunks)),
+      share_(shape.what == Collective::kAllReduce),
+      own_out_(share_ ? chunks_[group_.rank] : out),
+      fold_(group_.rank, group_.size, shape.dtype, shape.op) {
+  for (auto chunk : chunks_) uses(chunk);
+  uses(out);
+}
+
+// A flow to rank j: my part of chunk j, then (all-reduce) the sum of my own chunk as it gets ready.
+void Pairwise::prepare() {
+  fold_.begin(scratch(), chunks_[group_.rank], own_out_);
+  std::size_t mine = own_out_.size();
+  for (int step = 1; step < group_.size; ++step) {
+    int to = (group_.rank + step) % group_.size, from = (group_.rank + group_.size - step) % group_.size;
+    std::size_t back = share_ ? chunks_[from].size() : 0, result = share_ ? mine : 0;
+    add_receive(from, mine + back, receive_window(mine + back));
+    add_send(to, chunks_[to].size() + result, chunks_[to].size());
+  }
+}
+
+std::span<const std::byte> Pairwise::outgoing(SendFlow& flow, uint64_t offset, std::size_t max) {
+  std::span<const std::byte> theirs = chunks_[flow.member];
+  if (offset < theirs.size()) {
+    std::size_t block_rest = RankOrderFold::kBlockBytes - offset % RankOrderFold::kBlockBytes;
+    std::size_t length = std::min<std::size_t>({max, block_rest, theirs.size() - offset});
+    if (offset + length < theirs.size()) length -= length % kGranuleBytes;
+    return theirs.subspan(offset, length);
+  }
+  std::span<const std::byte> result = own_out_;
+  return result.subspan(offset - theirs.size(), std::min<std::size_t>(max, result.size() - (offset - theirs.size())));
+}
+
+std::span<std::byte> Pairwise::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
+  if (offset < own_out_.size()) return fold_.room(flow.member, offset, length);
+  std::span<std::byte> result = chunks_[flow.member];
+  offset -= own_out_.size();
+  if (offset + length > result.size()) return {};
+  return result.subspan(offset, length);
+}
+
+void Pairwise::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte>) {
+  if (offset >= own_out_.size()) return;
+  fold_.received(flow.member, std::min<uint64_t>(flow.received, own_out_.size()));
+  advance();
+}
+
+// Once there is room for all that is left of this rank's chunk, results may follow without bound: they go into place.
+uint64_t Pairwise::receive_window(uint64_t total) const {
+  return fold_.window() == own_out_.size() ? total : fold_.window();
+}
+
+void Pairwise::advance() {
+  uint64_t before = fold_.folded();
+  fold_.advance(own_out_.size());
+  if (fold_.folded() == before) return;
+  for (RecvFlow& flow : receives_) widen(flow, receive_window(flow.total));
+  if (!share_) return;
+  for (SendFlow& flow : sends_) flow.ready = std::min(flow.total, chunks_[flow.member].size() + fold_.folded());
+}
+
+}  // namespace ringdp

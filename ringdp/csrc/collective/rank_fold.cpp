@@ -1,0 +1,79 @@
+#include "collective/rank_fold.h"
+
+#include <algorithm>
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kPieceBytes = 16 * 1024;  // what is summed at a time: stays in the first-level cache
+
+}  // namespace
+
+RankOrderFold::RankOrderFold(int rank, int size, DType dtype, ReduceOp op)
+    : rank_(rank), size_(size), op_(op), element_bytes_(dtype_size(dtype)), kernels_(reduce_kernels(dtype, op)), upto_(size) {}
+
+void RankOrderFold::begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out) {
+  own_ = own;
+  out_ = out;
+  block_bytes_ = std::min<uint64_t>(kBlockBytes, out.size());
+  upto_[rank_] = out.size();
+  slots_.clear();
+  for (int member = 0; member < size_; ++member) {
+    bool needed = member != rank_ && !out.empty();
+    std::size_t bytes = out.size() > kBlockBytes ? 2 * kBlockBytes : out.size();
+    slots_.push_back(needed ? pool.take(bytes) : ScratchPool::Block(nullptr, {}));
+  }
+  sum_ = pool.take(kPieceBytes * 2);  // float32 sums of a piece of half types
+}
+
+std::span<std::byte> RankOrderFold::room(int member, uint64_t offset, std::size_t length) {
+  if (offset % kBlockBytes + length > kBlockBytes || offset + length > out_.size()) return {};
+  return {slots_[member].get() + offset % (2 * kBlockBytes), length};
+}
+
+uint64_t RankOrderFold::window() const {
+  return std::min<uint64_t>(out_.size(), (folded_ / kBlockBytes + 2) * kBlockBytes);
+}
+
+const std::byte* RankOrderFold::source(int member, uint64_t offset) const {
+  return member == rank_ ? own_.data() + offset : slots_[member].get() + offset % (2 * kBlockBytes);
+}
+
+uint64_t RankOrderFold::advance(uint64_t limit) {
+  uint64_t end = std::min(limit, *std::min_element(upto_.begin(), upto_.end()));
+  end -= end == out_.size() ? 0 : end % element_bytes_;
+  while (folded_ < end) {
+    // Whole pieces, and never across a block's end, where a peer's bytes continue in its other block.
+    uint64_t block_end = (folded_ / kBlockBytes + 1) * kBlockBytes;
+    std::size_t bytes = std::min({end - folded_, block_end - folded_, uint64_t{kPieceBytes}});
+    if (kernels_.accumulate != nullptr)
+      fold_half(folded_, bytes);
+    else
+      fold_wide(folded_, bytes);
+    folded_ += bytes;
+  }
+  return folded_;
+}
+
+void RankOrderFold::fold_wide(uint64_t begin, std::size_t bytes) {
+  std::size_t count = bytes / element_bytes_;
+  std::byte* out = out_.data() + begin;
+  // The running sum may not overwrite this rank's own input before its turn: it lives in `sum_` until the last step.
+  const std::byte* left = source(0, begin);
+  for (int member = 1; member < size_; ++member) {
+    std::byte* to = member == size_ - 1 ? out : sum_.get();
+    kernels_.combine(to, left, source(member, begin), count);
+    left = to;
+  }
+  if (op_ == ReduceOp::kAvg && kernels_.divide != nullptr) kernels_.divide(out, static_cast<std::size_t>(size_), count);
+}
+
+void RankOrderFold::fold_half(uint64_t begin, std::size_t bytes) {
+  std::size_t count = bytes / element_bytes_;
+  auto* sum = reinterpret_cast<float*>(sum_.get());
+  kernels_.load(sum, source(0, begin), count);
+  for (int member = 1; member < size_; ++member) kernels_.accumulate(sum, source(member, begin), count);
+  kernels_.store(out_.data() + begin, sum, op_ == ReduceOp::kAvg ? static_cast<float>(size_) : 1.0F, count);
+}
+
+}  // namespace ringdp

@@ -1,0 +1,53 @@
+// RankOrderFold: adds up what n ranks have for the same elements, in rank order, segment by segment, without keeping more
+// than two blocks per peer. Half types are added in float32 and rounded once. Used by the algorithms in which one rank sees
+// all inputs (fold_all_reduce, pairwise).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "collective/scratch.h"
+#include "kernels/kernels.h"
+
+namespace ringdp {
+
+class RankOrderFold {
+ public:
+  // Frames never cross a multiple of this, so that each has its place in one of a peer's two blocks.
+  static constexpr std::size_t kBlockBytes = 128 * 1024;
+
+  RankOrderFold(int rank, int size, DType dtype, ReduceOp op);
+
+  // `own` and `out` may be the same memory. Both [bytes].
+  void begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out);
+
+  // Room for `length` bytes of rank `member` at `offset`; empty if they cross a block's end.
+  std::span<std::byte> room(int member, uint64_t offset, std::size_t length);
+  void received(int member, uint64_t upto) { upto_[member] = upto; }
+
+  // Folds what all ranks have sent, not beyond `limit`. Returns how far the result reaches.
+  uint64_t advance(uint64_t limit);
+  uint64_t window() const;     // how far peers may send now
+  uint64_t folded() const { return folded_; }
+
+ private:
+  const std::byte* source(int member, uint64_t offset) const;
+  void fold_wide(uint64_t begin, std::size_t bytes);
+  void fold_half(uint64_t begin, std::size_t bytes);
+
+  int rank_;
+  int size_;
+  ReduceOp op_;
+  std::size_t element_bytes_;
+  const ReduceKernels& kernels_;
+  std::span<const std::byte> own_;
+  std::span<std::byte> out_;
+  uint64_t block_bytes_ = 0;   // kBlockBytes, or the whole if that is smaller
+  std::vector<ScratchPool::Block> slots_;
+  ScratchPool::Block sum_;
+  std::vector<uint64_t> upto_;
+  uint64_t folded_ = 0;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,38 @@
+// ScratchPool: memory for segments on their way, kept for reuse so that no operation pays for page faults.
+// Owned by the Runtime; used only by the thread that drives the engine.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace ringdp {
+
+class ScratchPool {
+ public:
+  ~ScratchPool();
+
+  struct Release {
+    ScratchPool* pool = nullptr;
+    std::size_t bytes = 0;
+    void operator()(std::byte* memory) const { pool->give_back(memory, bytes); }
+  };
+  using Block = std::unique_ptr<std::byte, Release>;  // 64-byte aligned
+
+  Block take(std::size_t bytes);
+
+ private:
+  static constexpr std::size_t kKeptBytes = 16 * 1024 * 1024;
+
+  void give_back(std::byte* memory, std::size_t bytes);
+
+  struct Kept {
+    std::byte* memory;
+    std::size_t bytes;
+  };
+  std::vector<Kept> kept_;
+  std::size_t kept_bytes_ = 0;
+};
+
+}  // namespace ringdp

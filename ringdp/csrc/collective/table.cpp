@@ -1,0 +1,143 @@
+#include "collective/table.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.h"
+#include "collective/chain.h"
+#include "collective/exchange.h"
+#include "collective/fold_all_reduce.h"
+#include "collective/pairwise.h"
+#include "collective/ring.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kChunkElements = 16;  // chunks begin at multiples of it, so loads stay aligned
+
+// Chunk c of n: equal, but for rounding up to kChunkElements; the last ones may be shorter or empty.
+std::vector<std::span<std::byte>> split(std::span<std::byte> memory, int parts, DType dtype) {
+  std::size_t size = dtype_size(dtype), count = memory.size() / size;
+  std::size_t each = (count + parts - 1) / parts;
+  each = (each + kChunkElements - 1) / kChunkElements * kChunkElements * size;
+  std::vector<std::span<std::byte>> out;
+  for (int part = 0; part < parts; ++part) {
+    std::size_t begin = std::min(part * each, memory.size());
+    out.push_back(memory.subspan(begin, std::min(each, memory.size() - begin)));
+  }
+  return out;
+}
+
+OperationShape shape_of(Collective what, DType dtype, ReduceOp op, Algorithm algorithm, std::size_t bytes, int root = -1) {
+  OperationShape shape;
+  shape.what = what;
+  shape.dtype = dtype;
+  shape.op = op;
+  shape.algorithm = static_cast<uint8_t>(algorithm);
+  shape.root = root;
+  shape.count = bytes / dtype_size(dtype);
+  return shape;
+}
+
+void check_reduction(DType dtype, ReduceOp op) { (void)reduce_kernels(dtype, op); }
+
+std::vector<Exchange::Piece> to_others(const GroupView& group, std::span<std::byte> memory) {
+  std::vector<Exchange::Piece> out;
+  for (int step = 1; step < group.size; ++step) out.push_back({(group.rank + step) % group.size, memory});
+  return out;
+}
+
+}  // namespace
+
+std::string_view algorithm_name(Algorithm algorithm) {
+  constexpr std::string_view kNames[] = {"exchange", "ring", "fold", "pairwise", "chain"};
+  auto i = static_cast<std::size_t>(algorithm);
+  return i < std::size(kNames) ? kNames[i] : "unknown";
+}
+
+Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes) {
+  std::size_t fold_limit = world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / std::max(1, world - 1);
+  if (bytes <= fold_limit) return Algorithm::kFold;
+  bool half = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
+  return half ? Algorithm::kPairwise : Algorithm::kRing;
+}
+
+std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name) {
+  OperationShape shape = shape_of(Collective::kBarrier, DType::kUint8, ReduceOp::kSum, Algorithm::kExchange, 0);
+  return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+}
+
+std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
+                                           DType dtype, ReduceOp op, std::string name) {
+  check_reduction(dtype, op);
+  Algorithm algorithm = choose_all_reduce(table, group.size, dtype, memory.size());
+  OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm, memory.size());
+  if (group.size == 1) return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+  switch (algorithm) {
+    case Algorithm::kFold:
+      return std::make_unique<FoldAllReduce>(group, shape, std::move(name), memory);
+    case Algorithm::kPairwise:
+      return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype), std::span<std::byte>{});
+    default:
+      return std::make_unique<Ring>(group, shape, std::move(name), split(memory, group.size, dtype), true);
+  }
+}
+
+std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
+                                          DType dtype, int root, std::string name) {
+  if (root < 0 || root >= group.size)
+    throw Error(ErrorKind::kValue, "broadcast: root " + std::to_string(root) + " is no rank of a group of " +
+                                       std::to_string(group.size));
+  bool flat = memory.size() <= table.flat_broadcast_bytes || group.size == 2;
+  OperationShape shape = shape_of(Collective::kBroadcast, dtype, ReduceOp::kSum,
+                                  flat ? Algorithm::kExchange : Algorithm::kChain, memory.size(), root);
+  if (!flat) return std::make_unique<Chain>(group, shape, std::move(name), memory);
+  std::vector<Exchange::Piece> out, in;
+  if (group.rank == root)
+    out = to_others(group, memory);
+  else
+    in.push_back({root, memory});
+  return std::make_unique<Exchange>(group, shape, std::move(name), std::move(out), std::move(in));
+}
+
+std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const GroupView& group,
+                                           std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
+                                           DType dtype, std::string name) {
+  if (blocks.size() != static_cast<std::size_t>(group.size))
+    throw Error(ErrorKind::kValue, "all_gather: " + std::to_string(blocks.size()) + " outputs for " +
+                                       std::to_string(group.size) + " ranks");
+  for (const auto& block : blocks)
+    if (block.size() != input.size())
+      throw Error(ErrorKind::kValue, "all_gather: an output of " + std::to_string(block.size()) + " bytes for an input of " +
+                                         std::to_string(input.size()));
+  bool direct = input.size() <= table.direct_gather_bytes || group.size == 2;
+  std::span<std::byte> own = blocks[group.rank];
+  if (!input.empty() && own.data() != input.data()) std::memmove(own.data(), input.data(), input.size());
+  OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum,
+                                  direct ? Algorithm::kExchange : Algorithm::kRing, input.size());
+  if (!direct) return std::make_unique<Ring>(group, shape, std::move(name), std::move(blocks), false);
+  std::vector<Exchange::Piece> in;
+  for (int member = 0; member < group.size; ++member)
+    if (member != group.rank) in.push_back({member, blocks[member]});
+  return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, own), std::move(in));
+}
+
+std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
+                                               std::span<std::byte> output, DType dtype, ReduceOp op, std::string name) {
+  check_reduction(dtype, op);
+  if (chunks.size() != static_cast<std::size_t>(group.size))
+    throw Error(ErrorKind::kValue, "reduce_scatter: " + std::to_string(chunks.size()) + " inputs for " +
+                                       std::to_string(group.size) + " ranks");
+  for (const auto& chunk : chunks)
+    if (chunk.size() != output.size())
+      throw Error(ErrorKind::kValue, "reduce_scatter: an input of " + std::to_string(chunk.size()) +
+                                         " bytes for an output of " + std::to_string(output.size()));
+  OperationShape shape = shape_of(Collective::kReduceScatter, dtype, op, Algorithm::kPairwise, output.size());
+  if (group.size == 1) {
+    if (!output.empty() && output.data() != chunks[0].data()) std::memmove(output.data(), chunks[0].data(), output.size());
+    return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+  }
+  return std::make_unique<Pairwise>(group, shape, std::move(name), std::move(chunks), output);
+}
+
+}  // namespace ringdp

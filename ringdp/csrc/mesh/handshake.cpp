@@ -1,0 +1,93 @@
+#include "mesh/handshake.h"
+
+#include <cstring>
+#include <vector>
+
+#include "base/bytes.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::array<char, 8> kMagic{'R', 'I', 'N', 'G', 'D', 'P', '\r', '\n'};
+constexpr std::size_t kSignedBytes = kHandshakeBytes - kSha256Bytes;
+
+Digest mac_of(std::span<const std::byte> fields, std::span<const std::byte> secret, std::span<const std::byte> transcript) {
+  std::vector<std::byte> covered(transcript.begin(), transcript.end());
+  covered.insert(covered.end(), fields.begin(), fields.end());
+  return hmac_sha256(secret, covered);
+}
+
+}  // namespace
+
+HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const std::byte> secret,
+                                  std::span<const std::byte> transcript) {
+  HandshakeMessage message{};
+  std::byte* at = message.data();
+  std::memcpy(at, kMagic.data(), kMagic.size());
+  put(at + 8, fields.version);
+  put(at + 12, static_cast<uint32_t>(fields.type));
+  std::memcpy(at + 16, fields.job.data(), kJobBytes);
+  put(at + 32, fields.epoch);
+  put(at + 36, fields.from);
+  put(at + 40, fields.to);
+  put(at + 44, fields.world);
+  put(at + 48, static_cast<uint32_t>(fields.refusal));
+  std::memcpy(at + 56, fields.nonce.data(), kNonceBytes);
+  Digest mac = mac_of(std::span(message).first(kSignedBytes), secret, transcript);
+  std::memcpy(at + kSignedBytes, mac.data(), mac.size());
+  return message;
+}
+
+std::optional<HandshakeFields> decode_handshake(const HandshakeMessage& message, std::span<const std::byte> secret,
+                                                std::span<const std::byte> transcript) {
+  const std::byte* at = message.data();
+  if (std::memcmp(at, kMagic.data(), kMagic.size()) != 0) return std::nullopt;
+  Digest mac = mac_of(std::span(message).first(kSignedBytes), secret, transcript);
+  if (!equal_bytes(mac, std::span(message).subspan(kSignedBytes))) return std::nullopt;
+  HandshakeFields fields;
+  fields.version = take<uint32_t>(at + 8);
+  fields.type = static_cast<HandshakeType>(take<uint32_t>(at + 12));
+  std::memcpy(fields.job.data(), at + 16, kJobBytes);
+  fields.epoch = take<uint32_t>(at + 32);
+  fields.from = take<uint32_t>(at + 36);
+  fields.to = take<uint32_t>(at + 40);
+  fields.world = take<uint32_t>(at + 44);
+  fields.refusal = static_cast<Refusal>(take<uint32_t>(at + 48));
+  std::memcpy(fields.nonce.data(), at + 56, kNonceBytes);
+  return fields;
+}
+
+Refusal judge_hello(const HandshakeFields& hello, const HandshakeFields& mine) {
+  if (hello.version != mine.version) return Refusal::kVersion;
+  if (hello.job != mine.job) return Refusal::kJob;
+  if (hello.epoch != mine.epoch) return Refusal::kEpoch;
+  if (hello.world != mine.world) return Refusal::kWorld;
+  if (hello.to != mine.to || hello.from >= mine.world || hello.from == mine.to) return Refusal::kRank;
+  return Refusal::kNone;
+}
+
+std::string refusal_text(Refusal refusal, const HandshakeFields& theirs, const HandshakeFields& mine) {
+  auto both = [](const std::string& what, uint32_t they, uint32_t we) {
+    return what + " differs: " + std::to_string(they) + " there, " + std::to_string(we) + " here";
+  };
+  switch (refusal) {
+    case Refusal::kVersion:
+      return both("the protocol version", theirs.version, mine.version);
+    case Refusal::kJob:
+      return "it belongs to another job (or an earlier start of this one)";
+    case Refusal::kEpoch:
+      return both("the restart count", theirs.epoch, mine.epoch);
+    case Refusal::kWorld:
+      return both("the world size", theirs.world, mine.world);
+    case Refusal::kRank:
+      return "the rank does not fit: rank " + std::to_string(theirs.from) + " speaks to rank " + std::to_string(theirs.to) +
+             ", rank " + std::to_string(mine.to) + " of " + std::to_string(mine.world) + " listens";
+    case Refusal::kDuplicate:
+      return "rank " + std::to_string(theirs.from) + " is connected already: two processes have the same rank";
+    case Refusal::kNone:
+      break;
+  }
+  return "it gave no reason";
+}
+
+}  // namespace ringdp

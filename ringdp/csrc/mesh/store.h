@@ -1,0 +1,36 @@
+// Store: the key-value service the ranks meet at; torch's c10d::Store behind an adapter in torch/, or memory for threads.
+// Values come from outside: readers check what they get. Used by the thread that builds the mesh.
+#pragma once
+
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/deadline.h"
+
+namespace ringdp {
+
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  // Waits until the key is there; nullopt when the deadline passes first.
+  virtual std::optional<std::string> get(const std::string& key, Deadline deadline) = 0;
+};
+
+// For ranks that are threads of one process. Any thread.
+class MemoryStore final : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override;
+  std::optional<std::string> get(const std::string& key, Deadline deadline) override;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+};
+
+}  // namespace ringdp
