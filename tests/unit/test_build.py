@@ -1,0 +1,363 @@
+"""The build: what it compiles and when, and the sentences it says where it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from ringdp import _build
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def toolchain(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("toolchain")
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command with some environment variables replaced; output and errors come back as one text in stdout."""
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+# --- sentences at build time
+
+
+def test_missing_compiler_is_named(toolchain: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    with pytest.raises(
+        toolchain.SetupError, match=r"no C\+\+ compiler .* on PATH: install one .*apt-get install g\+\+"
+    ):
+        toolchain.check_compiler()
+
+
+def test_old_compiler_is_refused_with_its_version(
+    toolchain: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = script(tmp_path / "c++", 'case "$*" in *--version*) echo "c++ 9.4.0";; *) exit 1;; esac')
+    monkeypatch.setenv("CXX", str(fake))
+    with pytest.raises(toolchain.SetupError, match=r"c\+\+ 9\.4\.0\) cannot compile C\+\+20: install GCC 11"):
+        toolchain.check_compiler()
+
+
+def test_this_machine_s_compiler_and_headers_pass(toolchain: ModuleType) -> None:
+    if shutil.which(toolchain.compiler()[0]) is None:
+        pytest.skip("no C++ compiler here")
+    assert toolchain.check_compiler()
+    assert (toolchain.check_python_headers() / "Python.h").is_file()
+
+
+def test_missing_python_headers_are_named(
+    toolchain: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(toolchain.SetupError, match=r"Python\.h is missing.*apt-get install python3\.\d+-dev"):
+        toolchain.check_python_headers()
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (None, "has none: run `make build`"),
+        ("2.10.1", "2.11 or newer and .* has torch 2.10.1: upgrade it"),
+        ("1.13.1", r"has torch 1\.13\.1"),
+    ],
+)
+def test_torch_that_does_not_serve(
+    toolchain: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str | None, words: str
+) -> None:
+    monkeypatch.setattr(toolchain, "installed_torch", lambda: version)
+    with pytest.raises(toolchain.SetupError, match=words):
+        toolchain.check_torch()
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.0a0+git123", "3.0.0.dev2"])
+def test_torch_that_serves(toolchain: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(toolchain, "installed_torch", lambda: version)
+    assert toolchain.check_torch() == version
+
+
+def test_other_systems_are_refused(toolchain: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(toolchain.SetupError, match="Linux only; this is darwin"):
+        toolchain.check_platform()
+
+
+def test_setup_says_a_sentence_and_no_traceback(tmp_path: Path) -> None:
+    done = run(sys.executable, "setup.py", "build_ext", cwd=ROOT, CXX=str(tmp_path / "c++"))
+    assert done.returncode != 0
+    assert done.stdout.strip().split("\n")[-1].startswith("ringdp: no C++ compiler")
+    assert "Traceback" not in done.stdout
+
+
+def test_setup_refuses_an_older_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch-2.9.1.dist-info").mkdir()
+    (tmp_path / "torch-2.9.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.1\n")
+    done = run(sys.executable, "setup.py", "build_ext", cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    assert "needs torch 2.11 or newer" in done.stdout
+    assert "torch 2.9.1" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+# --- sentences at import
+
+
+@pytest.fixture
+def fitting(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A build that fits, as `_build.check` sees it; the tests spoil one thing each."""
+    info = SimpleNamespace(TORCH_VERSION="2.13.0+cpu", PYTHON_TAG=sys.implementation.cache_tag)
+    monkeypatch.setattr(_build, "_torch_version", lambda: "2.13.1+cu130")
+    monkeypatch.setattr(_build, "_build_info", lambda: info)
+    return info
+
+
+def test_a_fitting_build_passes(fitting: SimpleNamespace) -> None:
+    _build.check()
+
+
+@pytest.mark.parametrize("built", ["2.12.0", "2.14.0", "3.13.0", "2.13.0a0+git1"])
+def test_a_build_for_another_torch(fitting: SimpleNamespace, built: str) -> None:
+    fitting.TORCH_VERSION = built
+    with pytest.raises(ImportError, match=rf"built for torch {built.replace('+', '.')} and this is torch 2\.13\.1"):
+        _build.check()
+
+
+def test_a_build_for_another_python(fitting: SimpleNamespace) -> None:
+    fitting.PYTHON_TAG = "cpython-39"
+    with pytest.raises(ImportError, match=r"built for cpython-39 and this is .*make build PYTHON="):
+        _build.check()
+
+
+def test_an_older_torch_at_import(fitting: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build, "_torch_version", lambda: "2.10.0")
+    with pytest.raises(ImportError, match=r"needs torch 2\.11 or newer and this is torch 2\.10\.0"):
+        _build.check()
+
+
+@pytest.fixture
+def unbuilt(tmp_path: Path) -> Path:
+    """A folder with ringdp's Python files and nothing compiled."""
+    names = shutil.ignore_patterns("*.so", "_build_info.py", "csrc", "__pycache__")
+    shutil.copytree(ROOT / "ringdp", tmp_path / "ringdp", ignore=names)
+    return tmp_path
+
+
+def import_ringdp(folder: Path, code: str = "import ringdp") -> str:
+    """The last line of a failed import in a process of its own, torch's autoload switched off."""
+    done = run(sys.executable, "-c", code, cwd=folder, PYTHONPATH=str(folder), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 1, done.stdout
+    return done.stdout.strip().split("\n")[-1]
+
+
+def test_import_of_what_was_not_built(unbuilt: Path) -> None:
+    assert import_ringdp(unbuilt).startswith("ImportError: ringdp is not built: its compiled part is missing")
+
+
+def test_import_of_a_build_for_another_torch(unbuilt: Path) -> None:
+    info = f'TORCH_VERSION = "2.11.0"\nPYTHON_TAG = "{sys.implementation.cache_tag}"\n'
+    (unbuilt / "ringdp" / "_build_info.py").write_text(info)
+    assert import_ringdp(unbuilt).startswith("ImportError: ringdp was built for torch 2.11.0 and this is torch 2.")
+
+
+def test_import_without_torch_and_elsewhere_than_on_linux(unbuilt: Path) -> None:
+    no_torch = "import sys; sys.modules['torch'] = None; import ringdp"
+    assert "ImportError: ringdp needs torch 2.11 or newer" in import_ringdp(unbuilt, no_torch)
+    darwin = "import sys; sys.platform = 'darwin'; import ringdp"
+    assert "ImportError: ringdp runs on Linux only" in import_ringdp(unbuilt, darwin)
+
+
+# --- what is compiled, and when
+
+
+MODULE = """
+#include <Python.h>
+#include "base/number.h"
+static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(ringdp::number()); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "%s", "", -1, methods, nullptr, nullptr, nullptr, nullptr};
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit_%s() { return PyModule_Create(&module); }
+"""
+
+
+@pytest.fixture
+def small_project(tmp_path: Path) -> Path:
+    """The real setup.py over three small sources that compile in a second."""
+    for name in ("setup.py", "pyproject.toml", "tools/toolchain.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "README.md").touch()
+    (tmp_path / "ringdp" / "csrc" / "base").mkdir(parents=True)
+    (tmp_path / "ringdp" / "csrc" / "torch").mkdir()
+    (tmp_path / "ringdp" / "__init__.py").touch()
+    csrc = tmp_path / "ringdp" / "csrc"
+    (csrc / "base" / "number.h").write_text("#pragma once\n#define NUMBER 1\nnamespace ringdp { int number(); }\n")
+    (csrc / "base" / "number.cpp").write_text('#include "base/number.h"\nint ringdp::number() { return NUMBER; }\n')
+    (csrc / "base" / "alone.cpp").write_text("namespace ringdp { int alone() { return 0; } }\n")
+    (csrc / "core_module.cpp").write_text(MODULE % ("_core", "_core"))
+    (csrc / "torch" / "bindings.cpp").write_text(MODULE % ("_C", "_C"))
+    return tmp_path
+
+
+def compiled(output: str) -> list[str]:
+    """The sources that ninja compiled, by file name."""
+    lines = [line for line in output.split("\n") if line.startswith("[")]
+    return sorted(Path(line.split(" -o ")[0].split()[-1]).name for line in lines)
+
+
+def answers(project: Path) -> str:
+    code = "import torch, ringdp._core, ringdp._C; print(ringdp._core.answer(), ringdp._C.answer())"
+    done = run(sys.executable, "-c", code, cwd=project, PYTHONPATH=str(project), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    return done.stdout.strip()
+
+
+def test_only_what_changed_is_built_again(small_project: Path) -> None:
+    if shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") is None:
+        pytest.skip("ninja is not installed (pip install ninja)")
+    csrc = small_project / "ringdp" / "csrc"
+
+    def build() -> str:
+        done = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=small_project)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    everything = ["alone.cpp", "bindings.cpp", "core_module.cpp", "number.cpp"]
+    assert compiled(build()) == everything, "the core is compiled once for both modules"
+    assert answers(small_project) == "1 1"
+
+    again = build()
+    assert compiled(again) == []
+    assert "-shared" not in again, "nothing changed, and a module was linked again"
+
+    header = csrc / "base" / "number.h"
+    header.write_text(header.read_text().replace("NUMBER 1", "NUMBER 2"))
+    assert compiled(build()) == ["bindings.cpp", "core_module.cpp", "number.cpp"], "those that include the header"
+    assert answers(small_project) == "2 2"
+
+    (csrc / "base" / "number.cpp").rename(csrc / "base" / "renamed.cpp")
+    (csrc / "base" / "alone.cpp").unlink()
+    last = build()
+    assert compiled(last) == ["renamed.cpp"]
+    assert last.count("-shared") == 2
+    assert "alone.o" not in last
+    assert answers(small_project) == "2 2"
+
+
+def test_neither_module_sees_the_other_s_headers() -> None:
+    """ringdp._core is free of torch; ringdp._C has torch's own pybind11, never pip's."""
+    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    folders = [p for p in (ROOT / "build").glob("*_torch_*") if (p / "ringdp._C" / ".ninja_deps").exists()]
+    if ninja is None or not folders:
+        pytest.skip("no build by ninja in build/ (make build)")
+    newest = max(folders, key=lambda p: (p / "ringdp._C" / ".ninja_deps").stat().st_mtime)
+
+    def headers(module: str) -> set[str]:
+        listed = run(ninja, "-t", "deps", cwd=newest / module).stdout.split("\n")
+        return {line.strip() for line in listed if line.startswith("    ")}
+
+    core, torch_side = headers("ringdp._core"), headers("ringdp._C")
+    assert any(h.endswith("pybind11/pybind11.h") for h in core)
+    assert not [h for h in core if "/torch/include/torch" in h or "/torch/include/c10" in h]
+    assert any(h.endswith("torch/include/pybind11/pybind11.h") for h in torch_side)
+    assert not [h for h in torch_side if "/pybind11/" in h and "/torch/include/pybind11/" not in h]
+
+
+# --- tools/environment.py
+
+
+@pytest.fixture
+def set_up(tmp_path: Path) -> Callable[..., list[str | Path]]:
+    """The command of the real tools/environment.py over a setup.py that only counts its calls and takes its time."""
+    (tmp_path / "ringdp" / "csrc").mkdir(parents=True)
+    (tmp_path / "tools").mkdir()
+    for name in ("environment.py", "toolchain.py"):
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "ringdp" / "csrc" / "a.cpp").touch()
+    (tmp_path / "setup.py").write_text(
+        "import pathlib, sys, time\n"
+        "with open('calls', 'a') as calls: calls.write('call\\n')\n"
+        "time.sleep(0.5)\n"
+        "if pathlib.Path('broken').exists(): sys.exit('csrc/a.cpp:1: error: broken')\n"
+        "pathlib.Path('ringdp/_core.so').touch()\n"
+        "pathlib.Path('ringdp/_build_info.py').touch()\n"
+    )
+    return lambda *command: [sys.executable, tmp_path / "tools" / "environment.py", *command]
+
+
+def calls(folder: Path) -> int:
+    path = folder / "calls"
+    return len(path.read_text().split()) if path.exists() else 0
+
+
+def test_set_up_is_done_once(set_up: Callable[..., list[str | Path]], tmp_path: Path) -> None:
+    both = [subprocess.Popen(set_up(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    output = "".join(process.communicate()[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert calls(tmp_path) == 1
+    assert "waiting for it" in output
+    assert run(*set_up(), cwd=tmp_path).stdout == ""
+    assert calls(tmp_path) == 1
+
+
+def test_set_up_is_done_again_when_something_changed(set_up: Callable[..., list[str | Path]], tmp_path: Path) -> None:
+    def built() -> int:
+        before = calls(tmp_path)
+        assert run(*set_up(), cwd=tmp_path).returncode == 0
+        return calls(tmp_path) - before
+
+    assert built() == 1
+    (tmp_path / "ringdp" / "csrc" / "a.cpp").touch()
+    assert built() == 0, "the same text with another time"
+    (tmp_path / "ringdp" / "csrc" / "a.cpp").write_text("int a;\n")
+    assert built() == 1
+    (tmp_path / "ringdp" / "_core.so").unlink()
+    assert built() == 1, "the compiled module was removed"
+    assert built() == 0
+
+
+def test_a_failed_build_fails_again(set_up: Callable[..., list[str | Path]], tmp_path: Path) -> None:
+    (tmp_path / "broken").touch()
+    for count in (1, 2):
+        done = run(*set_up("--", "python", "-c", "print('ran')"), cwd=tmp_path)
+        assert done.returncode == 1
+        assert "csrc/a.cpp:1: error: broken" in done.stdout
+        assert "ran" not in done.stdout
+        assert calls(tmp_path) == count
+
+
+def test_commands_run_in_the_environment(set_up: Callable[..., list[str | Path]], tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.executable, os.environ['PATH'].split(':')[0], os.environ.get('PYTHONPATH'))"
+    done = run(*set_up("--", "python", "-c", code), cwd=tmp_path, PYTHONPATH="")
+    folder = Path(sys.executable).parent
+    assert done.stdout.split("\n")[-2] == f"{sys.executable} {folder} {tmp_path}"
+    assert run(*set_up("--", "python", "-c", "exit(7)"), cwd=tmp_path).returncode == 7
+    missing = run(*set_up("--", "python", "-m", "no_such_module"), cwd=tmp_path)
+    assert missing.returncode == 1
+    assert "no_such_module is not installed for" in missing.stdout
