@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -156,8 +157,8 @@ def losses_of_one_process(dataset: TensorDataset, options: argparse.Namespace) -
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     losses = []
     of_each_rank = [batches(dataset, rank, options) for rank in range(ringdp.world_size())]
-    for _, parts in zip(range(options.check_steps), zip(*of_each_rank)):
-        images, labels = (torch.cat(tensors).to(device) for tensors in zip(*parts))
+    for parts in itertools.islice(zip(*of_each_rank, strict=True), options.check_steps):
+        images, labels = (torch.cat(tensors).to(device) for tensors in zip(*parts, strict=True))
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images), labels)
         loss.backward()
@@ -191,7 +192,7 @@ def same_parameters(model: nn.Module) -> Check:
 
 
 def same_losses(together: list[float], alone: list[float]) -> Check:
-    difference = max(abs(a - b) for a, b in zip(together, alone))
+    difference = max(abs(a - b) for a, b in zip(together, alone, strict=False))
     last = len(alone) - 1
     return Check(
         difference <= LOSS_TOLERANCE,

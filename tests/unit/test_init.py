@@ -5,20 +5,22 @@ What concerns joining runs on gloo, so that it tells what `init` does from what 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import ringdp
 from ringdp import process_group
@@ -126,7 +128,7 @@ def test_a_second_call_is_refused_until_shutdown() -> None:
 
 
 def test_a_process_group_of_torch_is_used_as_it_is() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with pytest.raises(InvalidStateError, match=r"backend gloo.*leave out ringdp.init\(\)"):
         ringdp.init()
     assert (ringdp.rank(), ringdp.world_size(), ringdp.local_rank()) == (0, 1, 0)
@@ -200,27 +202,36 @@ TWO_RANKS = """
 """
 
 
-@pytest.mark.parametrize("backend", ["gloo", "ring"])
-def test_two_ranks_meet_through_the_launchers_environment(backend: str) -> None:
-    code = TWO_RANKS.format(backend=backend, arguments="")
+def hello_of(backend: str) -> process_group._Hello:
+    return process_group._hello(backend, "cpu")
+
+
+def meet_as_threads(hellos: list[process_group._Hello]) -> list[process_group._Hello]:
+    """Every rank meets the others; all of them read the same."""
+    store, limit = HashStore(), timedelta(seconds=20)
+    with ThreadPoolExecutor(len(hellos)) as ranks:
+        futures = [
+            ranks.submit(process_group._meet, store, hello, rank, len(hellos), limit)
+            for rank, hello in enumerate(hellos)
+        ]
+    for future in futures:
+        assert future.result() == hellos
+    return hellos
+
+
+def test_two_ranks_meet_through_the_launchers_environment() -> None:
+    code = TWO_RANKS.format(backend="ring", arguments="")
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(code, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(2)]
     for number, process in enumerate(ranks):
         assert f"rank {number} of 2 local {number} total 3.0" in finish(process)
 
 
-def test_ranks_of_mp_spawn_count_their_local_ranks(tmp_path: Path) -> None:
-    ranks = [
-        start(
-            TWO_RANKS.format(
-                backend="gloo", arguments=f"rank={r}, world_size=3, init_method='file://{tmp_path}/meet', timeout=30"
-            ),
-            RINGDP_HOST_ID="left" if r == 0 else "right",
-        )
-        for r in range(3)
-    ]
-    outputs = [finish(process) for process in ranks]
-    assert [re.findall(r"local (\d)", text) for text in outputs] == [["0"], ["0"], ["1"]]
+def test_ranks_of_mp_spawn_count_their_local_ranks() -> None:
+    hosts = ["left", "right", "right", "left", "right"]
+    met = meet_as_threads([dataclasses.replace(hello_of("gloo"), host_id=host) for host in hosts])
+    counted = [process_group._local_rank(met, rank, None) for rank in range(len(hosts))]
+    assert counted == [0, 0, 1, 1, 2]
 
 
 def test_open_mpis_variables_are_enough() -> None:
@@ -263,25 +274,11 @@ def test_a_taken_port_is_explained() -> None:
 
 
 def test_ranks_that_chose_differently_are_named() -> None:
-    store = dist.HashStore()
-    results: list[BaseException | None] = [None, None]
-
-    def meet(rank: int, backend: str) -> None:
-        try:
-            hello = process_group._hello(backend, "cpu")
-            process_group._require_agreement(process_group._meet(store, hello, rank, 2, timedelta(seconds=20)))
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=meet, args=pair) for pair in enumerate(("gloo", "ring"))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in results:
-        assert isinstance(error, MismatchError)
-        assert re.search(r"rank 0 on \S+ has backend gloo, rank 1 on \S+ has ring", str(error))
-        assert error.peer == 1
+    met = meet_as_threads([hello_of("gloo"), hello_of("gloo"), hello_of("ring")])
+    with pytest.raises(MismatchError, match=r"rank 0 on \S+ has backend gloo, rank 2 on \S+ has ring") as caught:
+        process_group._require_agreement(met)
+    assert caught.value.peer == 2
+    process_group._require_agreement(met[:2])
 
 
 def test_a_hello_in_other_words_is_a_mismatch() -> None:
@@ -294,12 +291,8 @@ def test_a_hello_in_other_words_is_a_mismatch() -> None:
 
 
 def hellos(*counts: int, uuids: tuple[str, ...] | None = None) -> list[process_group._Hello]:
-    base = process_group._hello("ring", "cpu")
     changes = zip(counts, uuids or ("",) * len(counts), strict=True)
-    return [
-        process_group._Hello(**{**base.__dict__, "cuda_devices": count, "only_cuda_device": uuid})
-        for count, uuid in changes
-    ]
+    return [dataclasses.replace(hello_of("ring"), cuda_devices=count, only_cuda_device=uuid) for count, uuid in changes]
 
 
 def test_each_local_rank_has_its_device() -> None:
