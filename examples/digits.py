@@ -210,7 +210,11 @@ def enough_accuracy(accuracy: float, options: argparse.Namespace) -> Check:
 def summarise(run: Run, checks: Sequence[Check]) -> None:
     steps = len(run.losses)
     stats = run.model.stats()
-    print(f"{ringdp.world_size()} ranks, backend {dist.get_backend()}, {ringdp.device()}, {steps} steps", end=", ")
+    ranks = ringdp.world_size()
+    print(
+        f"{ranks} rank{'s' if ranks > 1 else ''}, backend {dist.get_backend()}, {ringdp.device()}, {steps} steps",
+        end=", ",
+    )
     print(f"{run.seconds:.1f} s, loss {run.losses[-1]:.4f}")
     print(f"  {run.samples / run.seconds:,.0f} samples/s")
     print(f"  {run.bytes_sent / steps:,.0f} bytes sent per step by rank 0")
