@@ -1,0 +1,226 @@
+"""What each rank of `step.py` does."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+import models
+import session
+import torch
+import torch.distributed as dist
+from goodput import interface_bytes
+from measure import Summary
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+MIN_STEPS, MAX_STEPS = 3, 200  # of one mode in one block
+CHECKED_STEPS = 3
+PHASES = ("step", "forward", "backward", "optimizer")
+
+
+class WrongResult(RuntimeError):
+    """A mode trained something else; its times would mean nothing."""
+
+
+@dataclass
+class Trainee:
+    """One mode of one model on this rank, and what was measured of it."""
+
+    task: models.Task
+    module: nn.Module
+    group: dist.ProcessGroup | None
+    set_to_none: bool
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    block_medians_s: list[float] = field(default_factory=list)
+    all_reduce_s: list[float] = field(default_factory=list)
+    steps: int = 0  # counted in sent_bytes
+    sent_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.task.module.parameters(), lr=self.task.learning_rate)
+
+    def step(self) -> tuple[float, tuple[float, ...]]:
+        """One training step: the loss, and the seconds of each of PHASES."""
+        start = perf_counter()
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        loss = self.task.loss(self.module, self.task.batch)
+        forward_end = perf_counter()
+        loss.backward()
+        backward_end = perf_counter()
+        self.optimizer.step()
+        end = perf_counter()
+        phases = (end - start, forward_end - start, backward_end - forward_end, end - backward_end)
+        return loss.item(), phases
+
+
+def run_rank(path: str) -> None:
+    joined = session.join(path)
+    groups: dict[str, dist.ProcessGroup] = {}
+    for mode in joined.settings["modes"]:
+        backend = _backend_of(mode)
+        if backend is not None and backend not in groups:
+            if backend == "ring":
+                import ringdp  # noqa: F401  # registers the backend
+            groups[backend] = dist.new_group(backend=backend)
+    rows = []
+    for name in joined.settings["models"]:
+        if joined.rank == 0:
+            print(f"… {name}", file=sys.stderr, flush=True)
+        rows += _one_model(joined, name, groups)
+    joined.deliver(rows)
+
+
+def _backend_of(mode: str) -> str | None:
+    return None if mode == "bare" else "ring" if "ring" in mode else "gloo"
+
+
+def _wrap(mode: str, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    if mode == "bare":
+        return module
+    if mode == "ringdp":
+        import ringdp
+
+        return ringdp.RingDP(module, process_group=group)
+    return DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.endswith("view"))
+
+
+def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.ProcessGroup]) -> list[dict[str, Any]]:
+    settings = joined.settings
+    trainees = {}
+    reference = _reference(name, joined)
+    for mode in settings["modes"]:
+        task, group = models.make(name, rank=joined.rank), groups.get(_backend_of(mode) or "")
+        trainee = Trainee(task, _wrap(mode, task.module, group), group, settings["set_to_none"])
+        averaged = mode != "bare" or joined.world_size == 1
+        _check_training(f"{name} in mode {mode}", trainee, reference if averaged else None)
+        trainees[mode] = trainee
+    counts = {mode: _agree_on_steps(one, settings["block_s"]) for mode, one in trainees.items()}
+    modes = list(trainees)
+    for turn in range(settings["rounds"]):
+        for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
+            _block(trainees[mode], counts[mode], settings["interface"])
+    return [
+        {"model": name, "mode": mode, "numel": one.task.numel, **_over_ranks(joined, one)}
+        for mode, one in trainees.items()
+    ]
+
+
+def _block(one: Trainee, count: int, interface: str | None) -> None:
+    dist.barrier()
+    sent_before = interface_bytes(interface)[1] if interface else 0
+    one.step()  # not timed: the caches still hold the mode before
+    timed = [one.step()[1] for _ in range(count)]
+    dist.barrier()
+    sent_after = interface_bytes(interface)[1] if interface else 0
+    one.sent_bytes += sent_after - sent_before
+    one.steps += count + 1
+    for phase, seconds in zip(PHASES, zip(*timed, strict=True), strict=True):
+        one.seconds[phase] += seconds
+    one.block_medians_s.append(Summary.of([step for step, *_ in timed]).median_s)
+    if one.group is not None:
+        one.all_reduce_s += _all_reduce_alone(one, max(MIN_STEPS, count // 3))
+
+
+def _all_reduce_alone(one: Trainee, count: int) -> list[float]:
+    """Seconds it takes to reduce the mode's own buckets, all issued at once, with nothing else going on."""
+    buckets = [torch.zeros(size // 4) for size in bucket_bytes(one.module)]
+    seconds = []
+    for _ in range(count + 1):
+        start = perf_counter()
+        for work in [dist.all_reduce(bucket, group=one.group, async_op=True) for bucket in buckets]:
+            work.wait()
+        seconds.append(perf_counter() - start)
+    return seconds[1:]
+
+
+def bucket_bytes(module: nn.Module) -> list[int]:
+    """Sizes of the buckets that DDP or RingDP reduces, in bytes, as they are once the first steps have shaped them."""
+    assert isinstance(module, DistributedDataParallel)
+    data = module._get_ddp_logging_data()
+    text = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+    return [int(word) for word in text.split(",")]
+
+
+def _reference(name: str, joined: session.Joined) -> tuple[float, list[Tensor]]:
+    """What CHECKED_STEPS steps on all ranks' batches in one process do.
+
+    Returns this rank's first loss and how much each parameter changed.
+    """
+    tasks = [models.make(name, rank=rank) for rank in range(joined.world_size)]
+    module = tasks[0].module
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    optimizer = torch.optim.SGD(module.parameters(), lr=tasks[0].learning_rate)
+    first_loss = 0.0
+    for step in range(CHECKED_STEPS):
+        optimizer.zero_grad()
+        for rank, task in enumerate(tasks):
+            loss = task.loss(module, task.batch)
+            if step == 0 and rank == joined.rank:
+                first_loss = loss.item()
+            (loss / joined.world_size).backward()
+        optimizer.step()
+    return first_loss, [now.detach() - then for now, then in zip(module.parameters(), before, strict=True)]
+
+
+def _check_training(what: str, trainee: Trainee, reference: tuple[float, list[Tensor]] | None) -> None:
+    """Take CHECKED_STEPS steps; the change of each parameter must be the reference's, and all ranks' bits the same."""
+    named = dict(trainee.task.module.named_parameters())
+    before = [parameter.detach().clone() for parameter in named.values()]
+    losses = [trainee.step()[0] for _ in range(CHECKED_STEPS)]
+    if reference is None:
+        return
+    first_loss, changes = reference
+    if abs(losses[0] - first_loss) > 1e-5 * abs(first_loss):
+        raise WrongResult(f"{what}: the first loss is {losses[0]}, not {first_loss}; nothing is timed")
+    for (name, parameter), then, change in zip(named.items(), before, changes, strict=True):
+        error = float((parameter.detach() - then - change).norm() / change.norm().clamp_min(1e-12))
+        if not error <= 1e-2:  # of a change that is itself near float32's resolution of the parameter
+            raise WrongResult(f"{what}: {name} changed otherwise than in one process, by {error:.2%}; nothing is timed")
+    digest = hashlib.sha256()
+    for parameter in named.values():
+        digest.update(parameter.detach().numpy().tobytes())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    if len(set(digests)) != 1:
+        raise WrongResult(f"{what}: the ranks' parameters differ; nothing is timed")
+
+
+def _agree_on_steps(one: Trainee, block_s: float) -> int:
+    dist.barrier()
+    slowest = torch.tensor([min(one.step()[1][0] for _ in range(MIN_STEPS))], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return max(MIN_STEPS, min(MAX_STEPS, int(block_s / slowest.item())))
+
+
+def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
+    times = {phase: one.seconds[phase] for phase in PHASES} | {"all_reduce": one.all_reduce_s}
+    summaries = {name: asdict(Summary.of(seconds)) for name, seconds in times.items() if seconds}
+    mine = {
+        "times": summaries,
+        "block_medians_s": one.block_medians_s,
+        "sent": one.sent_bytes / one.steps,
+        "reports": joined.local_rank == 0 and joined.settings["interface"] is not None,
+    }
+    everyone: list[Any] = [None] * joined.world_size
+    dist.all_gather_object(everyone, mine)
+    stats: Callable[[], Any] | None = getattr(one.module, "stats", None)
+    row: dict[str, Any] = {
+        name: asdict(Summary.slowest([Summary(**each["times"][name]) for each in everyone])) for name in summaries
+    }
+    return (
+        {"all_reduce": None}
+        | row
+        | {
+            "block_medians_s": [
+                max(values) for values in zip(*(each["block_medians_s"] for each in everyone), strict=True)
+            ],
+            "sent_bytes_per_step": [each["sent"] for each in everyone if each["reports"]],
+            "bucket_bytes": bucket_bytes(one.module) if one.group is not None else [],
+            "stats": str(stats()) if stats is not None else None,
+        }
+    )
