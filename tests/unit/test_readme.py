@@ -1,0 +1,89 @@
+"""What README.md promises: its Python runs, its command lines parse, its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ringdp
+from ringdp.config import VARIABLES
+from ringdp.launch import arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def first_line(snippet: str) -> str:
+    return " ".join(line for line in snippet.splitlines() if "init" in line or "issubclass" in line)[:40]
+
+
+@pytest.mark.parametrize("snippet", blocks("python"), ids=first_line)
+def test_python_runs(snippet: str, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet)
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "RINGDP_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    process = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert not process.stderr, "a snippet of the README warns"
+
+
+def test_launch_lines_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("PET_", "RINGDP_"))]:
+        monkeypatch.delenv(name)
+    secret = tmp_path / "job.secret"
+    secret.touch(mode=0o600)
+    secret.write_text("ab" * 32)
+    launches = [words[2:] for words in commands() if words[:2] == ["python", "launch.py"]]
+    assert len(launches) == 3
+    for words in launches:
+        assert arguments.parse(words).torchrun.training_script == "train.py"
+
+
+def test_commands_exist() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands():
+        if words[0] == "make":
+            assert words[1] in targets
+        for word in words:
+            if word.endswith(".py") and word != "train.py":
+                assert (ROOT / word).is_file(), word
+
+
+def test_links_and_paths_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!http)([^)#]+)", README)
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+def test_settings_are_the_variables_there_are() -> None:
+    assert set(re.findall(r"`(RINGDP_\w+)`", README)) == set(VARIABLES)
+
+
+def test_names_are_public() -> None:
+    for name in re.findall(r"\bringdp\.([A-Za-z_]+)", " ".join(blocks("python"))):
+        assert name in ringdp.__all__, name
