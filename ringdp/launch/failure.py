@@ -14,6 +14,7 @@ from ringdp.launch.filters import plain
 from ringdp.launch.logs import RankLogs
 from ringdp.launch.messages import RankFailure
 
+MAX_TAIL_LINES = 8
 _TAIL_BYTES = 1 << 16
 _HEADER = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?")
@@ -43,8 +44,9 @@ class Blame(enum.IntEnum):
     """How likely a failure is the cause of the others; the lowest first."""
 
     CAUSE = 0
-    CONSEQUENCE = 1
-    STOPPED_BY_US = 2
+    CAUSE_STOPPED = 1  # it had raised, and was still ending when it was stopped because others had noticed
+    CONSEQUENCE = 2
+    STOPPED_BY_US = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class Report:
         failure: how torch's agent saw it end.
         logs: where its output is.
         exception: its last exception, "Type: message"; None where it raised none.
-        tail: the last lines of its stderr, or of its stdout where stderr is empty.
+        tail: the lines of its stderr that say most, or the last ones of its stdout where stderr is empty.
         blame: whether it may be the cause.
         when_s: seconds since the epoch, as near to the failure as can be known.
     """
@@ -68,9 +70,17 @@ class Report:
     when_s: float
 
     @property
+    def raised(self) -> bool:
+        """Whether it ended by its exception, and not by a signal of somebody else."""
+        stopped_later = self.blame in (Blame.CAUSE_STOPPED, Blame.CONSEQUENCE)
+        return self.exception is not None and (self.failure.exit_code >= 0 or stopped_later)
+
+    @property
     def in_words(self) -> str:
         """What happened, to follow "rank 1 on host X"."""
         code = self.failure.exit_code
+        if self.raised:
+            return f"raised {self.exception}"
         if code < 0:
             try:
                 number = signal.Signals(-code)
@@ -79,8 +89,6 @@ class Report:
             words = SIGNAL_WORDS.get(number)
             said = f": {self.exception}" if self.exception else ""
             return f"was killed by {number.name}{f' ({words})' if words else ''}{said}"
-        if self.exception:
-            return f"raised {self.exception}"
         return f"ended with exit code {code}"
 
     @property
@@ -88,12 +96,14 @@ class Report:
         """What happened, in a few words."""
         if self.blame is Blame.STOPPED_BY_US:
             return "stopped"
+        if self.raised and self.exception is not None:
+            return self.exception.partition(":")[0]
         if self.failure.exit_code < 0:
             try:
                 return signal.Signals(-self.failure.exit_code).name
             except ValueError:
                 return f"signal {-self.failure.exit_code}"
-        return self.exception.partition(":")[0] if self.exception else f"exit code {self.failure.exit_code}"
+        return f"exit code {self.failure.exit_code}"
 
 
 def examine(failures: tuple[RankFailure, ...], ranks: tuple[RankLogs, ...]) -> list[Report]:
@@ -118,42 +128,64 @@ def _unknown(failure: RankFailure) -> RankLogs:
 
 
 def _examine_one(failure: RankFailure, logs: RankLogs) -> Report:
-    text = read_tail(logs.stderr)
-    lines = [line for line in map(plain, text.splitlines()) if line.strip()]
+    lines = _lines(logs.stderr)
+    code = failure.exit_code
+    stopped = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
     recorded = _recorded(logs.error_file)
+    found = last_exception(lines)
+    tail = lines[-MAX_TAIL_LINES:] or _lines(logs.stdout)[-MAX_TAIL_LINES:]
     when_s = failure.observed_s
     exception: str | None = None
-    if failure.exit_code >= 0:
-        exception = recorded or last_exception(lines)
-        if exception is not None:
+    blame = Blame.CAUSE
+    if code >= 0 or stopped:
+        # One that was caught and logged long ago did not end a rank that was stopped.
+        if recorded or (found and not (stopped and found.line < len(lines) - MAX_TAIL_LINES)):
+            exception = recorded or (found.text if found else None)
             when_s = min(_written(logs.error_file if recorded else logs.stderr) or when_s, when_s + 1)
-    elif failure.exit_code == -signal.SIGABRT:
-        exception = _native_exception(lines)
-    if failure.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM):
-        blame = Blame.STOPPED_BY_US
-    elif exception is not None and _CONSEQUENCES.search(exception):
-        blame = Blame.CONSEQUENCE
+        if found:
+            tail = lines[max(found.start, found.line - MAX_TAIL_LINES + 3) : found.line + 3]
+        if exception and _CONSEQUENCES.search(exception):
+            blame = Blame.CONSEQUENCE
+        elif stopped:
+            blame = Blame.CAUSE_STOPPED if exception else Blame.STOPPED_BY_US
     else:
-        blame = Blame.CAUSE
-    if not lines:
-        lines = [line for line in map(plain, read_tail(logs.stdout).splitlines()) if line.strip()]
-    return Report(failure=failure, logs=logs, exception=exception, tail=tuple(lines[-40:]), blame=blame, when_s=when_s)
+        exception = _native_exception(lines) if code == -signal.SIGABRT else None
+        fatal = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
+        if fatal:  # faulthandler's stack has its most recent call first
+            tail = lines[fatal[-1] : fatal[-1] + MAX_TAIL_LINES]
+    return Report(failure=failure, logs=logs, exception=exception, tail=tuple(tail), blame=blame, when_s=when_s)
 
 
-def last_exception(lines: list[str]) -> str | None:
-    """The exception that a Python program ended with, "Type: message", from the lines of its stderr.
+def _lines(path: str) -> list[str]:
+    return [line for line in map(plain, read_tail(path).split("\n")) if line.strip()]
 
-    The type goes without its module. None where there is no traceback.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundException:
+    """An exception in the lines of a Python program's stderr.
+
+    Attributes:
+        text: "Type: message", the type without its module.
+        start: index of the line where its traceback begins.
+        line: index of the line that names it.
     """
+
+    text: str
+    start: int
+    line: int
+
+
+def last_exception(lines: list[str]) -> FoundException | None:
+    """The exception that a Python program ended with; None where its stderr has no traceback."""
     starts = [index for index, line in enumerate(lines) if line.strip() == _HEADER]
     if starts:
-        for line in lines[starts[-1] + 1 :]:
+        for index, line in enumerate(lines[starts[-1] + 1 :], starts[-1] + 1):
             if not line[:1].isspace() and (match := _EXCEPTION.fullmatch(line)):
-                return _short(match)
+                return FoundException(text=_short(match), start=starts[-1], line=index)
     # A syntax error in the script itself has no header.
-    for line in reversed(lines):
-        if _NAMED_LIKE_ONE.match(line) and (match := _EXCEPTION.fullmatch(line)):
-            return _short(match)
+    for index in range(len(lines) - 1, -1, -1):
+        if _NAMED_LIKE_ONE.match(lines[index]) and (match := _EXCEPTION.fullmatch(lines[index])):
+            return FoundException(text=_short(match), start=0, line=index)
     return None
 
 

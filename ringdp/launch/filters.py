@@ -8,7 +8,11 @@ from typing import Protocol
 MAX_BLOCK_LINES = 60
 """Lines shown of one traceback; the log has the rest."""
 
+MAX_IDLE = 40
+"""Looks in a row that find nothing new after which a traceback that does not look complete is shown as it is."""
+
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^Fatal Python error|^terminate called|^\s*what\(\):")
+_UNFINISHED = re.compile(r"Traceback \(most recent call last\)|^During handling of the above|^The above exception was")
 _ERROR = re.compile(
     r"\b(ERROR|CRITICAL|FATAL)\b"
     r"|^(\w+\.)*\w*(Error|Exception|Interrupt)(:|$)"
@@ -94,8 +98,8 @@ class Shown:
 class Errors:
     """Tracebacks and lines that are errors, with a prefix.
 
-    A traceback is held until its rank is silent for a moment, so that it can be compared with the others' as a
-    whole. What follows the last line of a traceback without a pause belongs to it: messages of several lines,
+    A traceback is held until it looks complete and its rank is silent for a moment, so that it can be compared with
+    the others' as a whole. What follows its last line without a pause belongs to it: messages of several lines,
     the frames of C++, a second traceback.
     """
 
@@ -111,9 +115,11 @@ class Errors:
         self._log = log
         self._splitter = Splitter()
         self._block: list[str] = []
+        self._idle = 0
 
     def feed(self, data: bytes) -> list[str]:
         lines: list[str] = []
+        self._idle = 0
         for line in map(plain, self._splitter.feed(data)):
             if self._block or _TRACEBACK.search(line):
                 self._block.append(line)
@@ -124,10 +130,15 @@ class Errors:
         return lines
 
     def idle(self) -> list[str]:
-        return self._close()
+        self._idle += 1
+        return self._close() if self._complete() or self._idle > MAX_IDLE else []
 
     def finish(self) -> list[str]:
         return self.feed(b"\n") + self._close()
+
+    def _complete(self) -> bool:
+        last = next((line for line in reversed(self._block) if line.strip()), "")
+        return not last[:1].isspace() and not _UNFINISHED.search(last)
 
     def _close(self) -> list[str]:
         block, self._block = self._block, []

@@ -48,7 +48,7 @@ class RunFolder:
     """The folder of one run.
 
     Attributes:
-        path: the folder.
+        path: the folder; absolute, as a script may change its directory.
         kept: False where the user asked for no logs (--log-dir /dev/null): it is removed at the end.
         notice: a sentence for the user; empty where there is nothing to say.
     """
@@ -56,6 +56,11 @@ class RunFolder:
     path: Path
     kept: bool = True
     notice: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The path as a user wants to read it."""
+        return short_path(self.path)
 
 
 def make_run_folder(*, log_dir: Path | None, run_id: str, script: str, several_hosts: bool) -> RunFolder:
@@ -71,15 +76,21 @@ def make_run_folder(*, log_dir: Path | None, run_id: str, script: str, several_h
         if str(log_dir) == os.devnull:
             return RunFolder(path=Path(tempfile.mkdtemp(prefix="ringdp-logs-")), kept=False)
         log_dir.mkdir(parents=True, exist_ok=True)
-        return RunFolder(path=Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=log_dir)))
+        return RunFolder(path=Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=log_dir.absolute())))
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{Path(script).stem}"
     if several_hosts:
         name += f"_{socket.gethostname()}"
     try:
-        return RunFolder(path=_make_unique(DEFAULT_LOG_DIR, name))
+        return RunFolder(path=_make_unique(DEFAULT_LOG_DIR.absolute(), name))
     except OSError as error:
         path = Path(tempfile.mkdtemp(prefix="ringdp-logs-"))
         return RunFolder(path=path, notice=f"cannot write to ./{DEFAULT_LOG_DIR} ({error.strerror}), see --log-dir")
+
+
+def short_path(path: str | Path) -> str:
+    """Relative to the current directory where it lies below."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def remove_run_folder(folder: RunFolder) -> None:

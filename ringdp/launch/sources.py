@@ -10,7 +10,7 @@ import time
 import tty
 from typing import Protocol
 
-_READ_BYTES = 1 << 16
+_READ_BYTES = 1 << 20
 
 
 class Source(Protocol):

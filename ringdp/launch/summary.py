@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ringdp.launch.failure import Report
+from ringdp.launch.failure import MAX_TAIL_LINES, Report
+from ringdp.launch.logs import short_path
 
 MAX_LINES = 15
-_MAX_TAIL_LINES = 8
 _MAX_CHARACTERS = 400
 
 
@@ -20,9 +20,9 @@ def failed(reports: list[Report], *, host: str, folder: str | None, seconds: flo
         restarts: how often the ranks had been started again.
     """
     first = reports[0]
-    after = f"after {seconds:.0f} s" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
+    after = f"after {seconds:.1f} s" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
     lines = [f"ringrun: FAILED {after}: rank {first.failure.rank} on host {host} {first.in_words}"]
-    tail = [line for line in first.tail if line.strip()][-_MAX_TAIL_LINES:]
+    tail = [line for line in first.tail if line.strip()][-MAX_TAIL_LINES:]
     if tail:
         lines.append(f"  last lines of rank {first.failure.rank}:")
         lines += [f"    | {line}" for line in tail]
@@ -30,7 +30,7 @@ def failed(reports: list[Report], *, host: str, folder: str | None, seconds: flo
         lines.append(f"  then: {_others(reports[1:])}")
     if folder is not None:
         if first.logs.stderr:
-            lines.append(f"  full log: {first.logs.stderr}")
+            lines.append(f"  full log: {short_path(first.logs.stderr)}")
         lines.append(f"  all logs: {folder}")
     return [_cut(line) for line in lines[:MAX_LINES]]
 

@@ -29,6 +29,9 @@ POLL_S = 0.05
 SAME_PRESS_S = 0.25
 """timeout(1), srun and others send a signal to the process and to its group: two so close are one."""
 
+NO_RANKS_GRACE_S = 0.3
+"""Seconds the agent has to end after a stop signal while no rank has been started."""
+
 LEFTOVERS_S = 2.0
 """Seconds that children of failed ranks have to end."""
 
@@ -156,11 +159,13 @@ class Supervisor:
                 processes.kill_all(self._survivors)
 
     def _wait(self) -> None:
-        readable, _, _ = select.select([self._wake_read, *self._display.descriptors], [], [], POLL_S)
-        if self._wake_read in readable:
-            with contextlib.suppress(BlockingIOError):
-                while os.read(self._wake_read, 512):
-                    pass
+        poll = select.poll()
+        for descriptor in (self._wake_read, *self._display.descriptors):
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(POLL_S * 1000)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 512):
+                pass
 
     def _take(self, message: messages.Message) -> None:
         if isinstance(message, messages.Failed):
@@ -180,7 +185,7 @@ class Supervisor:
             again = f"{span} of {started.world_size}, restart {started.attempt}"
             return [f"ringrun: a rank failed; starting again ({again})"]
         threads = f", {started.threads} thread{'' if started.threads == '1' else 's'} each" if started.threads else ""
-        logs = f", logs in {self._folder.path}" if self._folder.kept else ""
+        logs = f", logs in {self._folder.shown}" if self._folder.kept else ""
         notice = [f"ringrun: {self._folder.notice}"] if self._folder.notice else []
         return [*notice, f"ringrun: {span} of {started.world_size} on {host}{threads}{logs}"]
 
@@ -210,7 +215,11 @@ class Supervisor:
         os._exit(128 + (self._stop_signal or signal.SIGTERM))
 
     def _grace_left(self) -> float:
-        return self._stop_time + self._arguments.grace_s - time.monotonic()
+        grace_s = self._arguments.grace_s
+        if self._started is None and self._arguments.torchrun.logs_specs is None:
+            # There is no rank yet that could save anything; the agent may be waiting in C++, deaf to signals.
+            grace_s = min(grace_s, NO_RANKS_GRACE_S)
+        return self._stop_time + grace_s - time.monotonic()
 
     def _survivors(self) -> list[int]:
         ended = processes.reap()
@@ -229,7 +238,7 @@ class Supervisor:
         told: set[int] = set()
         while survivors := self._survivors():
             if self._stop_signal is not None:
-                end = self._stop_time + self._arguments.grace_s
+                end = time.monotonic() + self._grace_left()
             if time.monotonic() >= end:
                 processes.kill_all(self._survivors)
                 return
@@ -243,11 +252,11 @@ class Supervisor:
     def _conclude(self) -> int:
         seconds = time.monotonic() - self._start_time
         host = socket.gethostname()
-        folder = str(self._folder.path) if self._folder.kept else None
+        folder = self._folder.shown if self._folder.kept else None
         if self._stop_signal is not None:
             name = signal.Signals(self._stop_signal).name
             logs = f"; logs in {folder}" if folder else ""
-            self._console.lines("stderr", [f"ringrun: stopped by {name} after {seconds:.0f} s{logs}"])
+            self._console.lines("stderr", [f"ringrun: stopped by {name} after {seconds:.1f} s{logs}"])
             return self._die_of(self._stop_signal)
         if self._agent_status == 0:
             return 0

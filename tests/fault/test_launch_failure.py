@@ -1,0 +1,120 @@
+"""A run that fails ends with at most fifteen lines that name the rank, the host, the cause and the log."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.launch_jobs import Job, script
+
+ENDLESS = """
+    import os, pathlib, signal, sys, time
+    rank = os.environ["RANK"]
+    if rank == "0":
+        print("rank 0 begins")
+        pathlib.Path("ready").touch()
+        time.sleep(600)
+    while not pathlib.Path("ready").exists():
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.kill()
+
+
+def run(jobs: list[Job], folder: Path, *arguments: str | Path) -> Job:
+    job = Job(folder, *arguments)
+    jobs.append(job)
+    job.wait()
+    assert job.processes() == []
+    return job
+
+
+def summary_of(job: Job) -> list[str]:
+    lines = job.err.splitlines()
+    (start,) = [index for index, line in enumerate(lines) if line.startswith("ringrun: FAILED")]
+    assert len(lines) - start <= 15
+    return lines[start:]
+
+
+def log_named_in(job: Job, summary: list[str]) -> Path:
+    (name,) = [line.partition("full log: ")[2] for line in summary if "full log: " in line]
+    return job.folder / name
+
+
+def test_an_exception(tmp_path: Path, jobs: list[Job]) -> None:
+    text = (
+        ENDLESS
+        + """
+    def deep(n):
+        if n == 0:
+            raise ValueError("batch 7 has no labels")
+        deep(n - 1)
+    deep(30)
+    """
+    )
+    job = run(jobs, tmp_path, "--nproc-per-node", "2", script(tmp_path, text))
+    assert job.process.returncode == 1
+    summary = summary_of(job)
+    expected = f"rank 1 on host {re.escape(socket.gethostname())} raised ValueError: batch 7 has no labels"
+    assert re.match(rf"ringrun: FAILED after [\d.]+ s: {expected}$", summary[0])
+    assert any("raise ValueError" in line for line in summary)
+    assert any("rank 0 stopped" in line for line in summary)
+    assert "ValueError: batch 7 has no labels" in log_named_in(job, summary).read_text()
+    before = job.err.split("ringrun: FAILED")[0]
+    assert before.count("[rank 1] ValueError: batch 7 has no labels") == 1
+    assert before.count("Traceback") == 1  # the rank's, not torch's
+    assert job.out == "rank 0 begins\n"
+
+
+def test_a_rank_killed_by_a_signal(tmp_path: Path, jobs: list[Job]) -> None:
+    text = (
+        ENDLESS
+        + """
+    print("loading the data", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    )
+    job = run(jobs, tmp_path, "--nproc-per-node", "2", script(tmp_path, text))
+    assert job.process.returncode == 1
+    summary = summary_of(job)
+    assert "rank 1 on host" in summary[0]
+    assert "was killed by SIGKILL (often: out of memory)" in summary[0]
+    assert any("loading the data" in line for line in summary)
+    assert log_named_in(job, summary).read_text() == "loading the data\n"
+
+
+def test_a_rank_that_exits_without_a_word_and_is_started_again(tmp_path: Path, jobs: list[Job]) -> None:
+    text = (
+        ENDLESS
+        + """
+    sys.exit(3)
+    """
+    )
+    job = run(jobs, tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", script(tmp_path, text))
+    assert job.process.returncode == 1
+    summary = summary_of(job)
+    assert re.match(
+        r"ringrun: FAILED after [\d.]+ s and 1 restart: rank 1 on host \S+ ended with exit code 3$", summary[0]
+    )
+    assert job.err.count("starting again") == 1
+    assert "attempt_1/1/" in str(log_named_in(job, summary))
+    assert (job.run_folder() / "attempt_0" / "0" / "stdout.log").read_text() == "rank 0 begins\n"
+
+
+def test_the_launcher_cannot_start_the_ranks(tmp_path: Path, jobs: list[Job]) -> None:
+    job = run(jobs, tmp_path, "--nproc-per-node", "plenty", script(tmp_path, ENDLESS))
+    assert job.process.returncode == 1
+    summary = summary_of(job)
+    assert "Unsupported nproc_per_node value: plenty" in summary[0]
+    assert "Traceback" not in job.err
+    assert "Traceback" in log_named_in(job, summary).read_text()
