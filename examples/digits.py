@@ -33,7 +33,7 @@ REPORT_EVERY_S = 2.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    ringdp.init(options.backend, device=options.device)
+    ringdp.init(device=None if options.device == "auto" else options.device)
     training_set, test_set = load_digits(options.seed)
     run = train(training_set, options)
     accuracy = evaluate(run.model, test_set)
@@ -54,8 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=positive, default=32, help="images per rank and step (default %(default)s)")
     add("--lr", type=float, default=0.05, help="learning rate of SGD with momentum 0.9 (default %(default)s)")
     add("--seed", type=int, default=0, help="seed of the split, the weights and the order (default %(default)s)")
-    add("--backend", default=None, help="backend for torch.distributed (default: ringdp chooses)")
-    add("--device", choices=("cpu", "cuda"), default=None, help="default: cuda:LOCAL_RANK where there is one, else cpu")
+    add("--device", choices=("cpu", "cuda", "auto"), default="cpu", help="auto: a GPU per rank if any (default cpu)")
     add("--check-steps", type=positive, default=20, help="steps to repeat in one process (default %(default)s)")
     add("--min-accuracy", type=float, default=0.97, help="test accuracy to reach (default %(default)s)")
     return parser.parse_args(arguments)
@@ -99,7 +98,7 @@ def build(seed: int) -> nn.Module:
 
 def batches(dataset: TensorDataset, rank: int, options: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's batches of all epochs; any process can also ask for another rank's."""
-    sampler = DistributedSampler(
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
         dataset, num_replicas=ringdp.world_size(), rank=rank, seed=options.seed, drop_last=True
     )
     loader = DataLoader(dataset, batch_size=options.batch_size, sampler=sampler, drop_last=True)
@@ -217,7 +216,7 @@ def summarise(run: Run, checks: Sequence[Check]) -> None:
     )
     print(f"{run.seconds:.1f} s, loss {run.losses[-1]:.4f}")
     print(f"  {run.samples / run.seconds:,.0f} samples/s")
-    print(f"  {run.bytes_sent / steps:,.0f} bytes sent per step by rank 0")
+    print(f"  {run.bytes_sent / steps:,.0f} bytes sent per step over ring by rank 0")
     print(f"  {stats.exposed_ms:.2f} ms exposed communication per step")
     for check in checks:
         print(f"  {'ok    ' if check.passed else 'FAILED'} {check.text}", flush=True)

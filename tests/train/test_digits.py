@@ -48,7 +48,7 @@ def run(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 def launch(script: Path, *arguments: str, folder: Path) -> tuple[int, str]:
-    return run([str(ROOT / "launch.py"), "--nproc-per-node", "2", str(script), "--device", "cpu", *arguments], folder)
+    return run([str(ROOT / "launch.py"), "--nproc-per-node", "2", str(script), *arguments], folder)
 
 
 def test_two_ranks_train_and_all_checks_hold(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_two_ranks_train_and_all_checks_hold(tmp_path: Path) -> None:
     assert code == 0, output
     assert "2 ranks, backend ring, cpu, 132 steps" in output
     assert len(re.findall(r"^ *ok ", output, re.MULTILINE)) == 3, output
-    sent = int(re.search(r"([\d,]+) bytes sent per step", output)[1].replace(",", ""))  # type: ignore[index]
+    sent = int(re.search(r"([\d,]+) bytes sent per step over ring", output)[1].replace(",", ""))  # type: ignore[index]
     gradients = 4 * 151_306
     assert gradients <= sent <= 1.02 * gradients, "two ranks send each gradient once, and little besides"
     assert re.search(r"[\d,]+ samples/s", output)
@@ -66,7 +66,7 @@ def test_two_ranks_train_and_all_checks_hold(tmp_path: Path) -> None:
 
 
 def test_one_rank_needs_no_launcher(tmp_path: Path) -> None:
-    code, output = run([str(DIGITS), "--device", "cpu", "--epochs", "1", "--min-accuracy", "0"], tmp_path)
+    code, output = run([str(DIGITS), "--epochs", "1", "--min-accuracy", "0"], tmp_path)
     assert code == 0, output
     assert "1 rank, backend ring" in output
     assert " 0 bytes sent per step" in output
