@@ -179,7 +179,7 @@ bool Link::pump_send() {
       break;
     }
     moved += result.bytes;
-    bytes_sent_ += result.bytes;
+    bytes_sent_.fetch_add(result.bytes, std::memory_order_relaxed);
     std::size_t of_head = std::min(result.bytes, head_.size() - head_sent_);
     head_sent_ += of_head;
     payload_sent_ += result.bytes - of_head;
@@ -265,12 +265,12 @@ bool Link::pump_receive(std::size_t budget_bytes) {
     IoResult result = channel_->receive(std::span(pieces.data(), count));
     if (result.status == IoStatus::kWouldBlock) break;
     if (result.status != IoStatus::kOk) {
-      on_closed(result.status == IoStatus::kClosed ? "it closed the connection without saying goodbye"
+      on_closed(result.status == IoStatus::kClosed ? "the connection ended without a goodbye"
                                                    : errno_text(result.error_number));
       break;
     }
     moved += result.bytes;
-    bytes_received_ += result.bytes;
+    bytes_received_.fetch_add(result.bytes, std::memory_order_relaxed);
     std::size_t direct = std::min(wanted, result.bytes);
     target_filled_ += direct;
     stage_end_ += result.bytes - direct;
@@ -339,7 +339,7 @@ void Link::begin_data(const FrameHeader& header) {
     }
     target_ = flow->handler->incoming(*flow, header.offset, header.length);
     if (target_.size() != header.length)
-      fail(ErrorKind::kPeerLost, "sent a segment that crosses a block's end", "report this as a bug of ringdp");
+      fail(ErrorKind::kPeerLost, "it sent a segment that crosses a block's end", "report this as a bug of ringdp");
     target_flow_ = flow;
     return;
   }
@@ -347,9 +347,9 @@ void Link::begin_data(const FrameHeader& header) {
   if (!dropping_) {
     // Not started here yet. Nothing unasked for is stored beyond the window this rank announced.
     if (!header.eager && header.length > 0)
-      fail(ErrorKind::kPeerLost, "sent bytes that nobody asked for", "report this as a bug of ringdp");
+      fail(ErrorKind::kPeerLost, "it sent bytes that nobody asked for", "report this as a bug of ringdp");
     if (early_bytes_ + header.length > kEagerWindowBytes || early_.size() >= kMaxEarlyOperations)
-      fail(ErrorKind::kPeerLost, "sent more than the window it was given", "report this as a bug of ringdp");
+      fail(ErrorKind::kPeerLost, "it sent more than the window it was given", "report this as a bug of ringdp");
   }
   spare_.resize(header.length);
   target_ = spare_;
@@ -387,7 +387,7 @@ bool Link::accept(RecvFlow& flow, const FrameHeader& header) {
   }
   if (header.offset != flow.received || header.offset + header.length > flow.total)
     fail(ErrorKind::kPeerLost,
-         "sent bytes " + std::to_string(header.offset) + " to " + std::to_string(header.offset + header.length) + " of " +
+         "it sent bytes " + std::to_string(header.offset) + " to " + std::to_string(header.offset + header.length) + " of " +
              mine.text() + " where " + std::to_string(flow.received) + " was next",
          "report this as a bug of ringdp");
   return true;
@@ -398,7 +398,7 @@ void Link::deliver(RecvFlow& flow, const FrameHeader& header, std::span<const st
   if (!bytes.empty()) {
     std::span<std::byte> room = flow.handler->incoming(flow, header.offset, bytes.size());
     if (room.size() != bytes.size())
-      fail(ErrorKind::kPeerLost, "sent a segment that crosses a block's end", "report this as a bug of ringdp");
+      fail(ErrorKind::kPeerLost, "it sent a segment that crosses a block's end", "report this as a bug of ringdp");
     std::memcpy(room.data(), bytes.data(), bytes.size());
     flow.received += bytes.size();
     flow.opened = true;
@@ -470,7 +470,7 @@ void Link::apply_grant(const FrameHeader& header) {
   }
   if (discarded_.contains(header.group)) return;
   if (early_grants_.size() >= kMaxEarlyOperations)
-    fail(ErrorKind::kPeerLost, "granted too many operations that do not exist here", "report this as a bug of ringdp");
+    fail(ErrorKind::kPeerLost, "it granted too many operations that do not exist here", "report this as a bug of ringdp");
   uint64_t& kept = early_grants_[{header.group, header.sequence}];
   kept = std::max(kept, header.offset);
 }
@@ -480,7 +480,7 @@ void Link::apply_request(const FrameHeader& header) {
     grant(*flow);
   } else if (!discarded_.contains(header.group)) {
     if (early_.size() >= kMaxEarlyOperations)
-      fail(ErrorKind::kPeerLost, "asked for too many operations that do not exist here", "report this as a bug of ringdp");
+      fail(ErrorKind::kPeerLost, "it asked for too many operations that do not exist here", "report this as a bug of ringdp");
     early_[{header.group, header.sequence}].requested = true;
   }
 }
@@ -495,7 +495,7 @@ void Link::consume(const FrameHeader& header) {
 
 void Link::on_closed(const std::string& cause) {
   if (departed_) return;
-  fail(ErrorKind::kPeerLost, "is gone: " + cause,
+  fail(ErrorKind::kPeerLost, cause,
        "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
 }
 
@@ -508,7 +508,7 @@ void Link::fail(ErrorKind kind, const std::string& what, const std::string& advi
   context.peer_pid = peer_.pid;
   context.cause = what;
   context.advice = advice;
-  throw Error(kind, peer_.text() + " " + what, context);
+  throw Error(kind, peer_.text() + ": " + what, context);
 }
 
 }  // namespace ringdp

@@ -4,6 +4,7 @@
 // leave the link unusable.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -61,8 +62,8 @@ class Link {
   void mark_broken() { broken_ = true; }
   Channel& channel() { return *channel_; }
   const PeerInfo& peer() const { return peer_; }
-  uint64_t bytes_sent() const { return bytes_sent_; }
-  uint64_t bytes_received() const { return bytes_received_; }
+  uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }          // any thread
+  uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }  // any thread
 
  private:
   using Key = std::pair<uint64_t, uint64_t>;  // group, sequence
@@ -129,8 +130,8 @@ class Link {
   uint32_t consumed_ = 0;            // eager bytes of the peer used up here
   uint32_t consumed_told_ = 0;
 
-  uint64_t bytes_sent_ = 0;
-  uint64_t bytes_received_ = 0;
+  std::atomic<uint64_t> bytes_sent_{0};
+  std::atomic<uint64_t> bytes_received_{0};
 };
 
 }  // namespace ringdp

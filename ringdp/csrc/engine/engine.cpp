@@ -1,0 +1,279 @@
+// Threads and roles: who may drive, how operations come in and how waiting ends. What the driver does is in progress.cpp.
+#include "engine/engine.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/log.h"
+
+namespace ringdp {
+namespace {
+
+constexpr auto kInterruptPeriod = std::chrono::milliseconds(100);
+constexpr int64_t kGoodbyeMs = 1000;
+
+Error forked_error() {
+  ErrorContext context;
+  context.advice = "start worker processes with 'spawn', or do not call ringdp in them";
+  return Error(ErrorKind::kState,
+               "this process was forked from one that uses ringdp: the connections belong to the parent; " + context.advice,
+               context);
+}
+
+}  // namespace
+
+Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
+    : rank_(rank), options_(std::move(options)), links_(peers.size()), writing_(peers.size(), 0) {
+  for (MetPeer& peer : peers) peers_.push_back(peer.info);
+  Link::Events events;
+  events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
+  events.mismatched = [this](int, uint64_t group, Error error) { failures_.push_back({group, std::move(error), true}); };
+  events.departed = [this](int from) { on_departed(from); };
+  for (MetPeer& peer : peers) {
+    if (!peer.channel) continue;
+    int place = peer.info.rank;
+    poller_.add(peer.channel->poll_fd(), static_cast<uint32_t>(place));
+    links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(peer.channel), events);
+  }
+}
+
+void Engine::check_usable() const {
+  if (closed_) throw Error(ErrorKind::kState, "this process group was shut down");
+}
+
+void Engine::add_group(uint64_t id, const GroupView& view) {
+  std::lock_guard lock(mutex_);
+  check_usable();
+  auto group = std::make_shared<Group>();
+  group->id = id;
+  group->view = view;
+  if (!groups_.emplace(id, std::move(group)).second)
+    throw Error(ErrorKind::kState, "there is a process group of this name and these ranks already");
+}
+
+void Engine::remove_group(uint64_t id) {
+  if (fork_generation() != generation_) return;
+  run_as_driver([this, id] {
+    GroupPtr group = find_group(id);
+    if (!group) return;
+    take_inbox();
+    fail_group(*group, Error(ErrorKind::kState, "the process group was destroyed while operations were in flight"), false);
+    std::lock_guard lock(mutex_);
+    groups_.erase(id);
+  });
+}
+
+std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
+  if (fork_generation() != generation_) throw forked_error();
+  std::lock_guard lock(mutex_);
+  check_usable();
+  auto found = groups_.find(group_id);
+  if (found == groups_.end()) throw Error(ErrorKind::kState, "this process group was destroyed");
+  Group& group = *found->second;
+  if (group.failure) std::rethrow_exception(group.failure);
+  FlowIdentity& identity = submission.operation->mutable_identity();
+  identity.sequence = CompletionQueue::nested_key(group_id).value_or(0);
+  if (identity.sequence == 0) identity.sequence = ++group.next_sequence;
+  Slot slot;
+  slot.work = std::make_shared<Work>(group_id, identity.sequence, identity.text(), std::move(submission.on_done));
+  slot.operation = std::move(submission.operation);
+  slot.deadline = Deadline::after_ms(submission.timeout_ms);
+  slot.timeout_ms = submission.timeout_ms;
+  std::shared_ptr<Work> work = slot.work;
+  inbox_.emplace_back(found->second, std::move(slot));
+  ++unfinished_;
+  if (driving_) {
+    if (sleeping_) poller_.wake();
+  } else if (!submission.caller_waits) {
+    work_to_do_.notify_one();
+  }
+  return work;
+}
+
+void Engine::take_role(std::unique_lock<std::mutex>& lock) {
+  driving_ = true;
+  driver_ = std::this_thread::get_id();
+  lock.unlock();
+}
+
+void Engine::leave_role(std::unique_lock<std::mutex>& lock) {
+  lock.lock();
+  driving_ = false;
+  driver_ = {};
+  if (unfinished_ > 0) work_to_do_.notify_one();
+  if (waiting_ > 0) waiters_.notify_all();
+}
+
+void Engine::wait(Work& work, Deadline deadline) {
+  if (fork_generation() != generation_) throw forked_error();
+  if (!work.finished()) {
+    std::unique_lock lock(mutex_);
+    while (!work.finished()) {
+      if (!driving_) {
+        take_role(lock);
+        try {
+          drive(&work, deadline, options_.spin_us);
+        } catch (...) {
+          leave_role(lock);
+          throw;
+        }
+        leave_role(lock);
+      } else {
+        ++waiting_;
+        auto status = waiters_.wait_for(lock, std::min<Clock::duration>(
+                                                  kInterruptPeriod, std::chrono::milliseconds(deadline.remaining_ms(100))));
+        --waiting_;
+        if (status == std::cv_status::timeout && options_.check_interrupt) {
+          lock.unlock();
+          options_.check_interrupt();
+          lock.lock();
+        }
+      }
+      if (!work.finished() && deadline.expired()) {
+        ErrorContext context;
+        context.rank = rank_;
+        context.host = peers_[rank_].host;
+        context.operation = work.text();
+        throw Error(ErrorKind::kTimeout, work.text() + ": wait Timed out on rank " + std::to_string(rank_) +
+                                             "; the operation goes on", context);
+      }
+    }
+  }
+  if (work.failed()) std::rethrow_exception(work.error());
+}
+
+// Runs it where nobody else touches the links: at once if nobody drives, else at the driver's next turn.
+void Engine::run_as_driver(const std::function<void()>& action) {
+  std::unique_lock lock(mutex_);
+  if (driving_ && driver_ == std::this_thread::get_id()) {  // a signal handler that runs while this thread waits
+    lock.unlock();
+    return action();
+  }
+  if (!driving_) {
+    take_role(lock);
+    try {
+      action();
+    } catch (...) {
+      leave_role(lock);
+      throw;
+    }
+    return leave_role(lock);
+  }
+  bool done = false;
+  std::exception_ptr failure;
+  requests_.push_back([&] {
+    try {
+      action();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    std::lock_guard inner(mutex_);
+    done = true;
+    waiters_.notify_all();
+  });
+  if (sleeping_) poller_.wake();
+  ++waiting_;
+  while (!done) {
+    if (!driving_) {  // the driver left without seeing the request
+      take_role(lock);
+      take_inbox();
+      leave_role(lock);
+      continue;
+    }
+    waiters_.wait(lock);
+  }
+  --waiting_;
+  lock.unlock();
+  if (failure) std::rethrow_exception(failure);
+}
+
+void Engine::finish(Slot& slot, std::exception_ptr error) {
+  std::shared_ptr<Work> work = std::move(slot.work);
+  auto on_done = std::move(work->on_done_);
+  {
+    std::lock_guard lock(mutex_);
+    work->finish(error);
+    --unfinished_;
+    if (waiting_ > 0) waiters_.notify_all();
+  }
+  if (on_done)
+    completions_.push(work->group(), work->sequence(), [on_done = std::move(on_done), error] { on_done(error); });
+}
+
+void Engine::run_communication_thread() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_to_do_.wait(lock, [this] { return stopping_ || (!driving_ && unfinished_ > 0); });
+    if (stopping_) return;
+    take_role(lock);
+    try {
+      drive(nullptr, Deadline::never(), 0);
+    } catch (const std::exception& error) {
+      log(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
+      failures_.clear();
+      for (const GroupPtr& group : std::vector<GroupPtr>(busy_))
+        fail_group(*group, Error(ErrorKind::kSystem, error.what()), true);
+    }
+    leave_role(lock);
+  }
+}
+
+void Engine::abort(const std::string& why) {
+  if (fork_generation() != generation_) return;
+  run_as_driver([&] {
+    take_inbox();
+    std::vector<GroupPtr> all;
+    {
+      std::lock_guard lock(mutex_);
+      for (auto& [id, group] : groups_) all.push_back(group);
+    }
+    for (const GroupPtr& group : all) fail_group(*group, Error(ErrorKind::kState, why), true);
+    for (auto& link : links_)
+      if (link) guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
+  });
+}
+
+void Engine::shut_down() {
+  if (fork_generation() != generation_) return;
+  run_as_driver([this] {
+    take_inbox();
+    for (const GroupPtr& group : std::vector<GroupPtr>(busy_))
+      fail_group(*group, Error(ErrorKind::kState, "the process group was shut down while operations were in flight"), true);
+    for (auto& link : links_)
+      if (link) link->send_bye();
+    // A peer that does not read must not keep this rank from leaving.
+    Deadline deadline = Deadline::after_ms(kGoodbyeMs);
+    auto talking = [this] {
+      return std::any_of(links_.begin(), links_.end(), [](auto& link) { return link && link->has_outgoing(); });
+    };
+    while (talking() && !deadline.expired()) {
+      bool moved = false;
+      for (auto& link : links_)
+        if (link && link->has_outgoing()) moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
+      if (!moved) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    for (auto& link : links_) {
+      if (!link || link->broken()) continue;
+      guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kEagerWindowBytes); });
+      if (!link->broken()) link->channel().close_send();
+    }
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    stopping_ = true;
+    work_to_do_.notify_all();
+  });
+}
+
+uint64_t Engine::bytes_sent() const {
+  uint64_t sum = 0;
+  for (const auto& link : links_) sum += link ? link->bytes_sent() : 0;
+  return sum;
+}
+
+uint64_t Engine::bytes_received() const {
+  uint64_t sum = 0;
+  for (const auto& link : links_) sum += link ? link->bytes_received() : 0;
+  return sum;
+}
+
+}  // namespace ringdp

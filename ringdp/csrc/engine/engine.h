@@ -1,0 +1,152 @@
+// Engine: all operations in flight of one Runtime, over its Links. At any moment at most one thread drives it: the caller
+// of a synchronous operation or of `wait` if nobody else does, otherwise the communication thread.
+//
+// Who may touch what: the members under "shared" are guarded by mutex_; those under "driver" belong to the thread that
+// holds the driver's role (driving_), which changes hands under mutex_. submit, wait and the group functions are for any
+// thread. The engine never takes Python's lock; an interrupt check given to `wait` may.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "collective/operation.h"
+#include "engine/completion.h"
+#include "engine/work.h"
+#include "mesh/link.h"
+#include "mesh/rendezvous.h"
+#include "transport/poller.h"
+
+namespace ringdp {
+
+struct EngineOptions {
+  int64_t spin_us = 50;                    // how long a waiting caller polls before it sleeps
+  std::function<void()> check_interrupt;   // called about ten times a second by threads that wait; may throw
+};
+
+class Engine {
+ public:
+  Engine(int rank, std::vector<MetPeer> peers, EngineOptions options);
+
+  void add_group(uint64_t id, const GroupView& view);   // Error(kState) if there is one
+  // Operations still in flight fail, frames still arriving are dropped.
+  void remove_group(uint64_t id);
+
+  struct Submission {
+    std::unique_ptr<Operation> operation;
+    int64_t timeout_ms = 0;
+    bool caller_waits = false;                          // a `wait` follows at once: wake nobody
+    std::function<void(std::exception_ptr)> on_done;    // run on the completion thread, in operation order; may be empty
+  };
+  // Throws the group's first failure if it has failed.
+  std::shared_ptr<Work> submit(uint64_t group, Submission submission);
+
+  // Returns when the work is done, throws its error, or Error(kTimeout) when `deadline` passes (the work goes on).
+  void wait(Work& work, Deadline deadline);
+
+  // Fails every group; `notice` tells the peers why.
+  void abort(const std::string& why);
+
+  void run_communication_thread();
+  CompletionQueue& completions() { return completions_; }
+  // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
+  void shut_down();
+
+  uint64_t bytes_sent() const;
+  uint64_t bytes_received() const;
+  const PeerInfo& peer(int rank) const { return peers_[rank]; }
+  int rank() const { return rank_; }
+  int world() const { return static_cast<int>(peers_.size()); }
+
+ private:
+  struct Slot {
+    std::unique_ptr<Operation> operation;
+    std::shared_ptr<Work> work;
+    Deadline deadline = Deadline::never();
+    int64_t timeout_ms = 0;
+  };
+  struct Group {
+    uint64_t id = 0;
+    GroupView view;
+    uint64_t next_sequence = 0;         // shared
+    std::exception_ptr failure;         // shared
+    std::deque<Slot> queued;            // driver
+    std::deque<Slot> active;            // driver: started, retired in order
+    std::vector<Slot> nested;           // driver: issued inside callbacks, each on its own
+  };
+  using GroupPtr = std::shared_ptr<Group>;  // shared by groups_ and the inbox
+
+  struct Failure {
+    uint64_t group;
+    Error error;
+    bool tell_peers;
+  };
+
+  // Roles and threads (engine.cpp).
+  void check_usable() const;                              // not forked, not shut down; mutex_ held
+  void take_role(std::unique_lock<std::mutex>& lock);     // driving_ was false; returns without the lock
+  void leave_role(std::unique_lock<std::mutex>& lock);    // returns with the lock
+  void run_as_driver(const std::function<void()>& action);
+  void finish(Slot& slot, std::exception_ptr error);
+
+  // The driver's work (progress.cpp).
+  void drive(const Work* until, Deadline deadline, int64_t spin_us);
+  void take_inbox();
+  bool advance_groups();                                  // starts and retires; true if anything changed
+  bool start_next(Group& group);
+  void start(Group& group, Slot& slot);
+  bool retire(Group& group);
+  bool pump_links();
+  void sleep(const Work* until, Deadline deadline);
+  void check_deadlines();
+  Deadline next_deadline() const;
+
+  // What goes wrong (failures.cpp), by the driver.
+  bool guarded(int peer, const std::function<bool(Link&)>& action);  // what it throws ends the link
+  void lose_link(int peer, const Error& error);
+  void on_departed(int peer);
+  void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
+  void settle_failures();
+  void fail_group(Group& group, const Error& error, bool tell_peers);
+  Error explain_loss(const Group& group, int peer, const Error& cause) const;
+  Error explain_timeout(const Slot& slot) const;
+  GroupPtr find_group(uint64_t id) const;
+
+  const int rank_;
+  const unsigned generation_ = fork_generation();
+  const EngineOptions options_;
+  std::vector<PeerInfo> peers_;
+  CompletionQueue completions_;
+
+  // shared
+  mutable std::mutex mutex_;
+  std::condition_variable work_to_do_;   // for the communication thread
+  std::condition_variable waiters_;      // for threads in `wait` that do not drive
+  bool driving_ = false;
+  std::thread::id driver_;
+  bool sleeping_ = false;                // the driver is in poller_.wait or about to be
+  bool stopping_ = false;
+  bool closed_ = false;
+  int waiting_ = 0;                      // threads on waiters_
+  std::size_t unfinished_ = 0;           // works
+  std::vector<std::pair<GroupPtr, Slot>> inbox_;
+  std::vector<std::function<void()>> requests_;           // to be run by the driver
+  std::map<uint64_t, GroupPtr> groups_;
+
+  // driver
+  Poller poller_;
+  std::vector<std::unique_ptr<Link>> links_;
+  std::vector<char> writing_;            // the poller watches for room to write
+  ScratchPool scratch_;
+  std::vector<GroupPtr> busy_;           // groups with operations queued or active
+  std::vector<Failure> failures_;        // found while a link was being pumped
+};
+
+}  // namespace ringdp

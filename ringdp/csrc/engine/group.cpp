@@ -1,0 +1,84 @@
+#include "engine/group.h"
+
+#include <algorithm>
+
+#include "base/bytes.h"
+#include "base/error.h"
+#include "base/naming.h"
+
+namespace ringdp {
+namespace {
+
+GroupView view_of(int world_rank, std::vector<int> members) {
+  auto found = std::find(members.begin(), members.end(), world_rank);
+  if (found == members.end())
+    throw Error(ErrorKind::kValue, "rank " + std::to_string(world_rank) + " is not a member of its own group");
+  GroupView view;
+  view.rank = static_cast<int>(found - members.begin());
+  view.size = static_cast<int>(members.size());
+  view.members = std::move(members);
+  return view;
+}
+
+// The same on all members: they number their groups' operations by it on the wire.
+uint64_t id_of(const std::string& name, const std::vector<int>& members) {
+  uint64_t id = hash_text(name);
+  for (int member : members) id = hash_mix(id, static_cast<uint64_t>(member));
+  return id;
+}
+
+}  // namespace
+
+GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, std::vector<int> members,
+                         int64_t timeout_ms, const AlgorithmTable& table)
+    : runtime_(std::move(runtime)),
+      engine_(runtime_->share_engine()),
+      view_(view_of(engine_->rank(), members)),
+      id_(id_of(name, members)),
+      timeout_ms_(timeout_ms),
+      table_(table) {
+  engine_->add_group(id_, view_);
+}
+
+GroupHandle::~GroupHandle() { close(); }
+
+void GroupHandle::close() {
+  if (open_.exchange(false)) engine_->remove_group(id_);
+}
+
+std::shared_ptr<Work> GroupHandle::submit(std::unique_ptr<Operation> operation, CallOptions options) {
+  Engine::Submission submission;
+  submission.operation = std::move(operation);
+  submission.timeout_ms = options.timeout_ms > 0 ? options.timeout_ms : timeout_ms_.load();
+  submission.caller_waits = options.caller_waits;
+  submission.on_done = std::move(options.on_done);
+  return engine_->submit(id_, std::move(submission));
+}
+
+std::shared_ptr<Work> GroupHandle::barrier(CallOptions options) {
+  return submit(make_barrier(view_, current_name()), std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options) {
+  return submit(make_all_reduce(table_, view_, memory, dtype, op, current_name()), std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::broadcast(std::span<std::byte> memory, DType dtype, int root, CallOptions options) {
+  return submit(make_broadcast(table_, view_, memory, dtype, root, current_name()), std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::all_gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
+                                              DType dtype, CallOptions options) {
+  return submit(make_all_gather(table_, view_, input, std::move(blocks), dtype, current_name()), std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::reduce_scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
+                                                  DType dtype, ReduceOp op, CallOptions options) {
+  return submit(make_reduce_scatter(view_, std::move(chunks), output, dtype, op, current_name()), std::move(options));
+}
+
+void GroupHandle::wait(Work& work, int64_t timeout_ms) {
+  engine_->wait(work, timeout_ms > 0 ? Deadline::after_ms(timeout_ms) : Deadline::never());
+}
+
+}  // namespace ringdp

@@ -1,0 +1,60 @@
+// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Any thread, but the order of
+// calls must be the same on all ranks of the group. Buffers must live until the Work is done.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collective/table.h"
+#include "engine/runtime.h"
+
+namespace ringdp {
+
+struct CallOptions {
+  int64_t timeout_ms = 0;                             // 0: the group's
+  bool caller_waits = false;                          // `wait` follows at once
+  std::function<void(std::exception_ptr)> on_done;    // see Engine::Submission
+};
+
+class GroupHandle {
+ public:
+  // `members[i]`: rank of group rank i in the Runtime's world. `name` must be the same on all members.
+  GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, std::vector<int> members, int64_t timeout_ms,
+              const AlgorithmTable& table);
+  ~GroupHandle();
+  GroupHandle(const GroupHandle&) = delete;
+  GroupHandle& operator=(const GroupHandle&) = delete;
+
+  std::shared_ptr<Work> barrier(CallOptions options);
+  std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
+  std::shared_ptr<Work> broadcast(std::span<std::byte> memory, DType dtype, int root, CallOptions options);
+  std::shared_ptr<Work> all_gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks, DType dtype,
+                                   CallOptions options);
+  std::shared_ptr<Work> reduce_scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output, DType dtype,
+                                       ReduceOp op, CallOptions options);
+
+  // Throws the operation's error; `timeout_ms` 0 waits as long as the operation's own timeout allows.
+  void wait(Work& work, int64_t timeout_ms = 0);
+
+  void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
+  int64_t timeout_ms() const { return timeout_ms_; }
+  const GroupView& view() const { return view_; }
+  Runtime& runtime() { return *runtime_; }
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
+  void close();  // what is in flight fails; idempotent
+
+ private:
+  std::shared_ptr<Work> submit(std::unique_ptr<Operation> operation, CallOptions options);
+
+  std::shared_ptr<Runtime> runtime_;  // shared by all groups of the process
+  std::shared_ptr<Engine> engine_;
+  GroupView view_;
+  uint64_t id_;
+  std::atomic<int64_t> timeout_ms_;
+  const AlgorithmTable table_;
+  std::atomic<bool> open_{true};
+};
+
+}  // namespace ringdp

@@ -1,0 +1,212 @@
+// What the driver of the engine does: start operations, move bytes, retire what is complete, sleep when nothing moves.
+#include <sched.h>
+
+#include <algorithm>
+
+#include "engine/engine.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kActivePerGroup = 8;         // operations of a group that share the links at a time
+constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
+constexpr int kPolledLinks = 8;                    // up to so many peers asking each beats asking the poller
+constexpr int kSleepMs = 100;                      // a sleeping driver looks at deadlines and signals this often
+
+}  // namespace
+
+void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
+  auto last_move = Clock::now();
+  bool spinning = spin_us > 0;
+  for (;;) {
+    take_inbox();
+    bool moved = advance_groups();
+    if (until != nullptr ? until->finished() : busy_.empty()) return;
+    moved |= pump_links();
+    settle_failures();
+    if (moved) {
+      spinning = spin_us > 0;
+      if (spinning) last_move = Clock::now();
+      continue;
+    }
+    if (spinning) {
+      // Other ranks may share this core: let them run between two looks.
+      sched_yield();
+      spinning = Clock::now() - last_move < std::chrono::microseconds(spin_us);
+      continue;
+    }
+    check_deadlines();
+    if (deadline.expired()) return;
+    sleep(until, deadline);
+    spinning = false;
+  }
+}
+
+void Engine::take_inbox() {
+  std::vector<std::pair<GroupPtr, Slot>> arrived;
+  std::vector<std::function<void()>> requests;
+  {
+    std::lock_guard lock(mutex_);
+    if (inbox_.empty() && requests_.empty()) return;
+    arrived.swap(inbox_);
+    requests.swap(requests_);
+  }
+  for (auto& [group, slot] : arrived) {
+    std::exception_ptr failure;
+    {
+      std::lock_guard lock(mutex_);
+      failure = group->failure;
+    }
+    if (failure) {
+      finish(slot, failure);
+      continue;
+    }
+    if (std::find(busy_.begin(), busy_.end(), group) == busy_.end()) busy_.push_back(group);
+    bool nested = (slot.work->sequence() & CompletionQueue::kNestedBit) != 0;
+    if (!nested) {
+      group->queued.push_back(std::move(slot));
+      continue;
+    }
+    // Its parent waits for it inside a callback, so it may not wait for its turn behind later operations.
+    group->nested.push_back(std::move(slot));
+    start(*group, group->nested.back());
+  }
+  for (auto& request : requests) request();
+}
+
+bool Engine::advance_groups() {
+  bool changed = false;
+  for (std::size_t i = 0; i < busy_.size();) {
+    GroupPtr group = busy_[i];
+    while (start_next(*group)) changed = true;
+    while (retire(*group)) {
+      changed = true;
+      while (start_next(*group)) {
+      }
+    }
+    bool empty = group->queued.empty() && group->active.empty() && group->nested.empty();
+    if (empty && i < busy_.size() && busy_[i] == group)
+      busy_.erase(busy_.begin() + static_cast<std::ptrdiff_t>(i));
+    else
+      ++i;
+  }
+  return changed;
+}
+
+// Operations of a group overlap as long as they use different memory; two on the same memory keep their order.
+bool Engine::start_next(Group& group) {
+  if (group.queued.empty() || group.active.size() >= kActivePerGroup) return false;
+  const Operation& next = *group.queued.front().operation;
+  for (const Slot& slot : group.active)
+    if (next.conflicts(*slot.operation)) return false;
+  group.active.push_back(std::move(group.queued.front()));
+  group.queued.pop_front();
+  start(group, group.active.back());
+  return true;
+}
+
+void Engine::start(Group& group, Slot& slot) {
+  Operation& operation = *slot.operation;
+  OperationContext context{group.id, slot.work->sequence(), links_, &scratch_};
+  try {
+    operation.start(context);
+  } catch (const Error& error) {
+    failures_.push_back({group.id, error, true});
+    return;
+  }
+  for (int member : group.view.members) {
+    Link* link = links_[member].get();
+    if (link == nullptr || !(link->departed() || link->broken()) || !operation.needs(member)) continue;
+    failures_.push_back({group.id, explain_loss(group, member, Error(ErrorKind::kPeerLost, "it left the job")), true});
+    return;
+  }
+}
+
+bool Engine::retire(Group& group) {
+  auto nested = std::find_if(group.nested.begin(), group.nested.end(),
+                             [](const Slot& slot) { return slot.operation->complete(); });
+  if (nested != group.nested.end()) {
+    Slot done = std::move(*nested);
+    group.nested.erase(nested);
+    finish(done, nullptr);
+    return true;
+  }
+  if (group.active.empty() || !group.active.front().operation->complete()) return false;
+  Slot done = std::move(group.active.front());
+  group.active.pop_front();
+  finish(done, nullptr);
+  return true;
+}
+
+bool Engine::pump_links() {
+  bool moved = false;
+  bool few = world() <= kPolledLinks;
+  for (auto& link : links_) {
+    if (!link || link->broken() || link->departed()) continue;
+    if (link->has_outgoing() && !link->wants_write())
+      moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
+    if (few && link->expects() && !link->broken())
+      moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+  }
+  if (few && moved) return true;
+  // A full channel, or many peers: the poller knows who has room or bytes.
+  bool ask = !few || std::any_of(links_.begin(), links_.end(), [](auto& link) { return link && link->wants_write(); });
+  if (!ask) return moved;
+  for (const Poller::Event& event : poller_.wait(0)) {
+    int peer = static_cast<int>(event.token);
+    if (event.readable) moved |= guarded(peer, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+    if (event.writable) moved |= guarded(peer, [](Link& it) { return it.pump_send(); });
+  }
+  return moved;
+}
+
+void Engine::sleep(const Work* until, Deadline deadline) {
+  for (auto& link : links_) {
+    if (!link || link->broken() || link->departed()) continue;
+    int peer = link->peer().rank;
+    if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
+    writing_[peer] = link->wants_write();
+    poller_.want_write(link->channel().poll_fd(), static_cast<uint32_t>(peer), link->wants_write());
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (!inbox_.empty() || !requests_.empty()) return;
+    sleeping_ = true;
+  }
+  int timeout_ms = std::min(deadline.remaining_ms(kSleepMs), next_deadline().remaining_ms(kSleepMs));
+  const auto& events = poller_.wait(timeout_ms);
+  {
+    std::lock_guard lock(mutex_);
+    sleeping_ = false;
+  }
+  for (const Poller::Event& event : events) {
+    int peer = static_cast<int>(event.token);
+    if (event.readable) guarded(peer, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+    if (event.writable) guarded(peer, [](Link& it) { return it.pump_send(); });
+  }
+  settle_failures();
+  if (events.empty() && until != nullptr && options_.check_interrupt) options_.check_interrupt();
+}
+
+Deadline Engine::next_deadline() const {
+  Deadline first = Deadline::never();
+  for (const GroupPtr& group : busy_) {
+    for (const Slot& slot : group->active) first = std::min(first, slot.deadline);
+    for (const Slot& slot : group->nested) first = std::min(first, slot.deadline);
+  }
+  return first;
+}
+
+void Engine::check_deadlines() {
+  for (const GroupPtr& group : busy_) {
+    const Slot* late = nullptr;
+    for (const Slot& slot : group->active)
+      if (late == nullptr && slot.deadline.expired()) late = &slot;
+    for (const Slot& slot : group->nested)
+      if (late == nullptr && slot.deadline.expired()) late = &slot;
+    if (late != nullptr) failures_.push_back({group->id, explain_timeout(*late), true});
+  }
+  settle_failures();
+}
+
+}  // namespace ringdp

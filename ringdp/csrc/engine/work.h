@@ -1,0 +1,44 @@
+// Work: the handle of an operation in flight. Made by Engine::submit; shared by whoever issued the operation and by the
+// engine until it is done. Any thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <string>
+
+namespace ringdp {
+
+class Work {
+ public:
+  Work(uint64_t group, uint64_t sequence, std::string text, std::function<void(std::exception_ptr)> on_done)
+      : group_(group), sequence_(sequence), text_(std::move(text)), on_done_(std::move(on_done)) {}
+
+  bool finished() const { return state_.load(std::memory_order_acquire) != kRunning; }
+  bool failed() const { return state_.load(std::memory_order_acquire) == kFailed; }
+  // Null unless failed. Only after `finished`.
+  std::exception_ptr error() const { return failed() ? error_ : nullptr; }
+
+  uint64_t group() const { return group_; }
+  uint64_t sequence() const { return sequence_; }
+  const std::string& text() const { return text_; }
+
+ private:
+  friend class Engine;
+  static constexpr int kRunning = 0, kDone = 1, kFailed = 2;
+
+  void finish(std::exception_ptr error) {
+    error_ = std::move(error);
+    state_.store(error_ ? kFailed : kDone, std::memory_order_release);
+  }
+
+  const uint64_t group_;
+  const uint64_t sequence_;
+  const std::string text_;
+  std::function<void(std::exception_ptr)> on_done_;  // run once on the completion thread, in operation order
+  std::exception_ptr error_;
+  std::atomic<int> state_{kRunning};
+};
+
+}  // namespace ringdp
