@@ -1,0 +1,172 @@
+// Decides when gradients leave: counts them ready, launches buckets in index order, waits at the end of backward.
+// A gradient is copied into its bucket when it arrives, and .grad becomes that part of the bucket: no pass to zero the
+// bucket, no addition, no copy back. What already has a .grad is accumulated there by autograd as ever.
+// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward; everything that can block
+// runs without the GIL.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torch/reducer_exchange.h"
+#include "torch/reducer_hooks.h"
+
+namespace ringdp {
+
+// What a parameter without gradient means at the end of backward.
+enum class UnusedParameters {
+  kFinish,    // zeros are sent for it, a warning names it once
+  kExpected,  // the same without warning, and its bucket may leave as soon as the graph shows that nothing will come
+  kForbidden  // DDP's error at the next forward
+};
+
+struct ReducerOptions {
+  std::vector<std::size_t> caps_bytes;  // see assign_buckets
+  UnusedParameters unused = UnusedParameters::kFinish;
+  bool average = false;                 // see BucketExchange
+};
+
+// Of the last backward that synchronised, and sums over all of them. Clock readings only.
+struct ReducerStats {
+  int64_t steps = 0;
+  int64_t buckets = 0;
+  int64_t bytes = 0;              // gradients of one step
+  double backward_s = 0;          // from the first output or gradient to the last gradient
+  double exposed_wait_s = 0;      // the end of backward waited for communication
+  double total_backward_s = 0;
+  double total_exposed_wait_s = 0;
+};
+
+class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
+ public:
+  Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> sparse,
+          c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options);
+  ~Reducer() override;
+
+  // Forward. Throws where the last backward did not finish.
+  void prepare_for_forward();
+  bool rebuild_buckets();  // once, after the first backward: true
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync);
+  void check_finalized();
+
+  // Backward.
+  bool take_gradient(std::size_t parameter, const at::Tensor& gradient) override;
+  void gradient_arrived(std::size_t parameter) override;
+  void backward_began(bool sync) override;
+
+  void register_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  void register_builtin_hook(BuiltinHook which);
+  void set_static_graph();
+  void set_optimizer_in_backward() { optimizer_in_backward_ = true; }
+  void install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
+  void remove_hooks();
+
+  // zero_grad(set_to_none=False) for all parameters here: one pass per bucket where it can be.
+  void zero_gradients();
+
+  // For ranks that ran out of input (torch's Join).
+  void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks);
+  std::vector<c10d::GradBucket> zero_buckets();
+  c10::intrusive_ptr<c10::ivalue::Future> shadow(c10d::GradBucket& bucket);
+  at::Tensor used_map();          // [parameters] int32 zeros, on the parameters' device
+  bool sends_used_map() const;    // in an operation of its own, after the last bucket
+  void shadow_end_of_backward();  // the collectives that follow the buckets
+
+  void reset();
+  void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average);
+
+  ReducerStats stats();
+  std::vector<std::vector<std::size_t>> layout();
+  std::vector<std::size_t> bucket_bytes();
+  bool rebuilt() const { return rebuilt_; }
+  bool graph_static() const { return unused_names_.empty(); }
+
+ private:
+  struct Slot {                 // one parameter
+    at::Tensor parameter;
+    at::Tensor view;            // its part of the bucket, which .grad becomes
+    std::size_t bucket = 0;
+    bool sparse = false;
+    bool copy_back = false;     // .grad has a graph of its own and stays; the result is copied into it
+    bool used = false;          // has a gradient in this backward
+    bool ready = false;
+    int arrivals = 0;           // static graph: expected in one backward
+    int arrivals_left = 0;
+  };
+  using Clock = std::chrono::steady_clock;
+
+  bool local() const { return group_size_ == 1 && !exchange_.has_hook(); }
+  bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
+  bool learning_graph() const { return static_graph_ && !learned_graph_; }
+  void throw_if_failed() const;
+  void throw_if_unfinished();
+  std::string missing_text() const;
+
+  void plan(std::span<const std::size_t> order);
+  void allocate();
+  void drop_memory();
+
+  void begin();
+  void expect_only_what_the_graph_has();
+  void settle(std::size_t parameter);
+  void adopt(Slot& slot, at::Tensor& gradient);
+  void renew_view(Slot& slot);
+  void mark_ready(std::size_t parameter);
+  void launch_full_buckets();
+  void launch_used_map();
+
+  void end_backward();
+  void wait_for_buckets();
+  void hand_out(const std::vector<std::size_t>& missing);
+  std::vector<bool> used_somewhere();
+  void warn_unused(const std::vector<std::size_t>& missing, const std::vector<bool>& used);
+  void exchange_order();
+  [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
+
+  std::mutex mutex_;
+  const std::vector<at::Tensor> parameters_;
+  const std::vector<std::string> names_;
+  std::vector<Slot> slots_;
+  std::vector<LayoutItem> items_;
+  ReducerOptions options_;
+  BucketExchange exchange_;
+  int group_size_;
+  std::unique_ptr<GradientHooks> hooks_;
+  bool hooks_removed_ = false;
+
+  std::vector<std::vector<std::size_t>> layout_;
+  std::optional<std::vector<std::size_t>> next_order_;  // to lay the buckets out by at the next forward
+  std::vector<Bucket> buckets_;                         // empty until the first forward needs them
+  bool order_known_ = false;
+  bool rebuilt_ = false;
+
+  bool armed_ = false;        // a synchronised forward has run, its backward has not begun
+  bool active_ = false;       // a synchronised backward is running
+  int quiet_task_ = -1;       // the backward that was told not to synchronise
+  std::size_t next_bucket_ = 0;
+  int64_t step_ = 0;
+  std::vector<std::size_t> arrival_order_;
+  std::string failed_;
+  bool static_graph_ = false;
+  bool learned_graph_ = false;
+  bool optimizer_in_backward_ = false;
+
+  at::Tensor used_map_;       // where it is sent on its own
+  c10::intrusive_ptr<c10d::Work> used_work_;
+  std::vector<std::string> unused_names_;
+  bool warned_ = false;
+
+  c10::intrusive_ptr<c10d::Work> forward_work_;
+  bool divide_by_all_ranks_ = true;
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures_;
+
+  ReducerStats stats_;
+  Clock::time_point began_;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,102 @@
+// ringdp._C.Reducer. Every call releases the GIL: a backward thread may hold the reducer's lock while its Python hook waits
+// for the GIL.
+#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "torch/bindings.h"
+#include "torch/reducer.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using GroupPointer = c10::intrusive_ptr<c10d::ProcessGroup>;
+using PythonFuture = torch::jit::PythonFutureWrapper;
+
+std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                                      std::vector<bool> sparse, GroupPointer group, std::vector<std::size_t> caps_bytes,
+                                      const std::optional<bool>& find_unused, bool average) {
+  ReducerOptions options;
+  options.caps_bytes = std::move(caps_bytes);
+  options.average = average;
+  if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
+  return std::make_shared<Reducer>(std::move(parameters), std::move(names), std::move(sparse), std::move(group),
+                                   std::move(options));
+}
+
+py::dict stats_as_dict(Reducer& reducer) {
+  ReducerStats stats;
+  {
+    py::gil_scoped_release no_gil;
+    stats = reducer.stats();
+  }
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["buckets"] = stats.buckets;
+  result["bytes"] = stats.bytes;
+  result["backward_s"] = stats.backward_s;
+  result["exposed_wait_s"] = stats.exposed_wait_s;
+  result["total_backward_s"] = stats.total_backward_s;
+  result["total_exposed_wait_s"] = stats.total_exposed_wait_s;
+  return result;
+}
+
+void register_python_hook(Reducer& reducer, py::object state, py::object hook) {
+  auto owned = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+  py::gil_scoped_release no_gil;
+  reducer.register_hook(std::move(owned));
+}
+
+void register_builtin_hook(Reducer& reducer, c10d::BuiltinCommHookType which) {
+  reducer.register_builtin_hook(which == c10d::BuiltinCommHookType::FP16_COMPRESS ? BuiltinHook::kFp16Compress
+                                                                                  : BuiltinHook::kAllReduce);
+}
+
+void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<PythonFuture>>& futures) {
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> plain;
+  for (const auto& future : futures) plain.push_back(future->fut);
+  py::gil_scoped_release no_gil;
+  reducer.install_futures(std::move(plain));
+}
+
+std::shared_ptr<PythonFuture> run_hook(Reducer& reducer, c10d::GradBucket& bucket) {
+  return std::make_shared<PythonFuture>(reducer.shadow(bucket));
+}
+
+}  // namespace
+
+void bind_reducer(py::module_& module) {
+  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
+      .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("sparse"), py::arg("process_group"),
+           py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"), NoGil())
+      .def("prepare_for_forward", &Reducer::prepare_for_forward, NoGil())
+      .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), py::arg("sync"), NoGil())
+      .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
+      .def("register_builtin_comm_hook", &register_builtin_hook, NoGil())
+      .def("zero_gradients", &Reducer::zero_gradients, NoGil())
+      .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
+      .def("sends_used_map", &Reducer::sends_used_map, NoGil())
+      .def("layout", &Reducer::layout, NoGil())
+      .def("bucket_bytes", &Reducer::bucket_bytes, NoGil())
+      .def("rebuilt", &Reducer::rebuilt)
+      .def("stats", &stats_as_dict)
+      // The names torch's DistributedDataParallel uses.
+      .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
+      .def("_autograd_hook", &Reducer::gradient_arrived, NoGil())
+      .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
+      .def("_get_local_used_map", &Reducer::used_map, NoGil())
+      .def("_get_zeros_like_grad_buckets", &Reducer::zero_buckets, NoGil())
+      .def("_run_comm_hook", &run_hook, NoGil())
+      .def("_install_post_backward_futures", &install_futures)
+      .def("_push_all_rebuilt_params", &Reducer::shadow_end_of_backward, NoGil())
+      .def("_remove_autograd_hooks", &Reducer::remove_hooks, NoGil())
+      .def("_reset_state", &Reducer::reset, NoGil())
+      .def("_set_forward_pass_work_handle", &Reducer::set_forward_work, NoGil())
+      .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward)
+      .def("_set_static_graph", &Reducer::set_static_graph, NoGil())
+      .def("_update_process_group", &Reducer::set_group, py::arg("process_group"), py::arg("average"), NoGil());
+}
+
+}  // namespace ringdp

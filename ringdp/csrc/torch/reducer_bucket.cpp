@@ -1,0 +1,94 @@
+#include "torch/reducer_bucket.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kHugePageFromBytes = std::size_t{4} << 20;
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+constexpr std::size_t kPlainCopyBytes = std::size_t{256} << 10;  // above, several threads are worth it where there are any
+
+// Before the first touch. Advice only: where it fails the pages are ordinary ones.
+void ask_for_huge_pages(const at::Tensor& buffer) {
+  const std::size_t bytes = buffer.nbytes();
+  if (!buffer.is_cpu() || bytes < kHugePageFromBytes) return;
+  const auto begin = reinterpret_cast<uintptr_t>(buffer.data_ptr());
+  const uintptr_t first = (begin + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const uintptr_t last = (begin + bytes) / kHugePageBytes * kHugePageBytes;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+bool plain_memory(const at::Tensor& tensor) {
+  const at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() &&
+         !tensor._is_zerotensor() && !impl->is_python_dispatch();
+}
+
+}  // namespace
+
+void allocate_bucket(Bucket& bucket, const at::TensorOptions& options, std::size_t mark_count) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto numel = static_cast<int64_t>(bucket.plan.numel);
+  bucket.buffer = at::empty({numel + static_cast<int64_t>(mark_count)}, options);
+  ask_for_huge_pages(bucket.buffer);
+  bucket.buffer.zero_();
+  bucket.gradients = mark_count == 0 ? bucket.buffer : bucket.buffer.narrow(0, 0, numel);
+  bucket.marks = mark_count == 0 ? at::Tensor() : bucket.buffer.narrow(0, numel, static_cast<int64_t>(mark_count));
+}
+
+at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto offset = bucket.buffer.storage_offset() + static_cast<int64_t>(bucket.plan.offsets[position]);
+  at::Tensor view = at::empty({0}, bucket.buffer.options());
+  if (parameter.is_non_overlapping_and_dense()) {
+    view.set_(bucket.buffer.storage(), offset, parameter.sizes(), parameter.strides());
+  } else {
+    view.set_(bucket.buffer.storage(), offset, parameter.sizes(), c10::contiguous_strides(parameter.sizes()));
+  }
+  return view;
+}
+
+void remember_stream(Bucket& bucket) {
+  const c10::Device device = bucket.buffer.device();
+  if (device.is_cpu()) return;
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (std::find(bucket.streams.begin(), bucket.streams.end(), current) == bucket.streams.end()) {
+    bucket.streams.push_back(current);
+  }
+}
+
+void wait_for_streams(Bucket& bucket) {
+  if (bucket.streams.empty()) return;
+  const c10::Device device = bucket.buffer.device();
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  for (const c10::Stream& stream : bucket.streams) {
+    if (stream == current) continue;
+    c10::Event written(device.type());
+    written.record(stream);
+    current.wait(written);
+  }
+  bucket.streams.clear();
+}
+
+void copy_gradient(const at::Tensor& dst, const at::Tensor& src) {
+  if (plain_memory(src) && plain_memory(dst) && src.scalar_type() == dst.scalar_type() &&
+      src.strides() == dst.strides() && src.sizes() == dst.sizes() &&
+      (dst.nbytes() <= kPlainCopyBytes || at::get_num_threads() == 1)) {
+    std::memcpy(dst.mutable_data_ptr(), src.const_data_ptr(), dst.nbytes());
+    return;
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  dst.copy_(src.layout() == at::kStrided ? src : src.to_dense(), /*non_blocking=*/true);
+}
+
+}  // namespace ringdp

@@ -1,0 +1,51 @@
+// A bucket: one flat buffer of several gradients, each gradient a view of it.
+// Owned by the Reducer, touched only under its lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "torch/bucket_layout.h"
+
+namespace ringdp {
+
+struct Bucket {
+  std::size_t index = 0;
+  std::vector<std::size_t> members;  // parameter indices, in the order of the buffer
+  BucketPlan plan;
+  std::string name;                  // "bucket 3: layer1.weight, layer1.bias"
+  bool sparse = false;               // one sparse gradient, which is then `buffer` itself
+  at::Tensor buffer;                 // [plan.numel + marks]: what is sent
+  at::Tensor gradients;              // [plan.numel]: the same memory without the marks
+  at::Tensor marks;                  // [parameters]: above zero where some rank had a gradient; undefined in most buckets
+
+  std::size_t pending = 0;           // gradients still to come in this backward
+  std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
+  c10::intrusive_ptr<c10d::Work> work;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+
+  bool allocated() const { return sparse || buffer.defined(); }
+};
+
+// Zeroed memory for a dense bucket, with `mark_count` elements behind the gradients. Large CPU buffers ask for huge pages.
+void allocate_bucket(Bucket& bucket, const at::TensorOptions& options, std::size_t mark_count);
+
+// The gradient of `parameter` as part of the buffer: its shape, its strides where it is dense (else row-major). Not a view
+// in autograd's sense, so detach_() on it works.
+at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter);
+
+// Work of other streams on the bucket before what the current stream does next. Nothing on the CPU.
+void remember_stream(Bucket& bucket);
+void wait_for_streams(Bucket& bucket);
+
+// dst = src whatever their strides, dtypes and devices; not seen by autograd.
+void copy_gradient(const at::Tensor& dst, const at::Tensor& src);
+
+}  // namespace ringdp

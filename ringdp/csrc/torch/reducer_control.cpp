@@ -1,0 +1,138 @@
+// The reducer's settings and what Join needs.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "torch/reducer.h"
+
+namespace ringdp {
+
+void Reducer::register_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+  const std::lock_guard lock(mutex_);
+  exchange_.set_hook(std::move(hook));
+  drop_memory();
+  if (hooks_ == nullptr && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
+}
+
+void Reducer::register_builtin_hook(BuiltinHook which) {
+  const std::lock_guard lock(mutex_);
+  exchange_.set_builtin_hook(which);
+  drop_memory();
+  if (hooks_ == nullptr && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
+}
+
+void Reducer::set_static_graph() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(step_ == 0,
+              "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+              "constructed.");
+  static_graph_ = true;
+}
+
+void Reducer::install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
+  const std::lock_guard lock(mutex_);
+  futures_.insert(futures_.end(), std::make_move_iterator(futures.begin()), std::make_move_iterator(futures.end()));
+}
+
+void Reducer::remove_hooks() {
+  const std::lock_guard lock(mutex_);
+  hooks_.reset();
+  hooks_removed_ = true;
+}
+
+void Reducer::zero_gradients() {
+  const std::lock_guard lock(mutex_);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto is_view = [&](std::size_t i) {
+    const at::Tensor& grad = slots_[i].parameter.grad();
+    return grad.defined() && grad.is_same(slots_[i].view);
+  };
+  std::vector<bool> done(slots_.size(), false);
+  for (Bucket& bucket : buckets_) {
+    if (bucket.sparse || !std::all_of(bucket.members.begin(), bucket.members.end(), is_view)) continue;
+    bucket.gradients.zero_();
+    for (std::size_t member : bucket.members) done[member] = true;
+  }
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    at::Tensor& grad = slots_[i].parameter.mutable_grad();
+    if (!done[i] && grad.defined()) {
+      if (grad.requires_grad()) grad = grad.detach();
+      grad.zero_();
+    }
+  }
+}
+
+void Reducer::set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks) {
+  const std::lock_guard lock(mutex_);
+  forward_work_ = std::move(work);
+  divide_by_all_ranks_ = divide_by_all_ranks;
+}
+
+std::vector<c10d::GradBucket> Reducer::zero_buckets() {
+  const std::lock_guard lock(mutex_);
+  allocate();
+  std::vector<c10d::GradBucket> result;
+  for (const Bucket& bucket : buckets_) {
+    at::Tensor zeros = at::zeros_like(bucket.sparse          ? slots_[bucket.members.front()].parameter
+                                      : exchange_.has_hook() ? bucket.gradients
+                                                             : bucket.buffer);
+    result.push_back(exchange_.describe(bucket, std::move(zeros), buckets_.size(), parameters_));
+  }
+  return result;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket) { return exchange_.shadow(bucket); }
+
+void Reducer::shadow_end_of_backward() {
+  const std::lock_guard lock(mutex_);
+  if (!order_known_ && !local()) exchange_order();
+}
+
+void Reducer::reset() {
+  const std::lock_guard lock(mutex_);
+  failed_.clear();
+  active_ = armed_ = false;
+  order_known_ = rebuilt_ = false;
+  learned_graph_ = false;
+  for (Slot& slot : slots_) slot.arrivals = 0;
+  next_order_.reset();
+  forward_work_ = nullptr;
+  used_work_ = nullptr;
+  futures_.clear();
+  for (Bucket& bucket : buckets_) {
+    bucket.work = nullptr;
+    bucket.future = nullptr;
+  }
+}
+
+void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average) {
+  const std::lock_guard lock(mutex_);
+  exchange_.set_group(std::move(group), average);
+  group_size_ = exchange_.ranks();
+  if (hooks_ == nullptr && watches() && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
+}
+
+ReducerStats Reducer::stats() {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+std::vector<std::vector<std::size_t>> Reducer::layout() {
+  const std::lock_guard lock(mutex_);
+  return layout_;
+}
+
+std::vector<std::size_t> Reducer::bucket_bytes() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::size_t> result;
+  for (const auto& members : layout_) {
+    std::size_t bytes = 0;
+    for (std::size_t member : members) bytes += items_[member].numel * items_[member].element_bytes;
+    result.push_back(bytes);
+  }
+  return result;
+}
+
+}  // namespace ringdp

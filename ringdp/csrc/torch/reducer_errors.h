@@ -1,0 +1,26 @@
+// What went wrong in which bucket: adds the bucket's number and parameter names to whatever an operation throws.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace ringdp {
+
+// Call inside a catch block. A ringdp::Error becomes its Python exception, because autograd keeps only those whole on the
+// way out of backward(); torch's errors keep their type; a Python exception passes unchanged.
+[[noreturn]] void rethrow_from_bucket(int64_t bucket, const std::string& name, int64_t step);
+
+template <class Action>
+void in_bucket(int64_t bucket, const std::string& name, int64_t step, Action&& action) {
+  try {
+    std::forward<Action>(action)();
+  } catch (...) {
+    rethrow_from_bucket(bucket, name, step);
+  }
+}
+
+// The text of the exception being handled.
+std::string current_error_text();
+
+}  // namespace ringdp

@@ -1,0 +1,88 @@
+#include "torch/reducer_hooks.h"
+
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace ringdp {
+namespace {
+
+using torch::autograd::FunctionPostHook;
+using torch::autograd::FunctionPreHook;
+using torch::autograd::variable_list;
+
+class BeforeAccumulate final : public FunctionPreHook {
+ public:
+  BeforeAccumulate(GradientListener& listener, std::size_t parameter) : listener_(listener), parameter_(parameter) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (gradients.size() == 1 && listener_.take_gradient(parameter_, gradients[0])) return variable_list(1);
+    return gradients;
+  }
+
+ private:
+  GradientListener& listener_;
+  const std::size_t parameter_;
+};
+
+class AfterAccumulate final : public FunctionPostHook {
+ public:
+  AfterAccumulate(GradientListener& listener, std::size_t parameter) : listener_(listener), parameter_(parameter) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    listener_.gradient_arrived(parameter_);
+    return outputs;
+  }
+
+ private:
+  GradientListener& listener_;
+  const std::size_t parameter_;
+};
+
+class AtOutput final : public FunctionPreHook {
+ public:
+  AtOutput(std::weak_ptr<GradientListener> listener, bool sync) : listener_(std::move(listener)), sync_(sync) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (auto listener = listener_.lock()) listener->backward_began(sync_);
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<GradientListener> listener_;  // a graph may outlive the wrapper
+  const bool sync_;
+};
+
+}  // namespace
+
+GradientHooks::GradientHooks(GradientListener& listener, const std::vector<at::Tensor>& parameters) {
+  hooked_.reserve(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    Hooked hooked;
+    hooked.accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
+    auto before = std::make_unique<BeforeAccumulate>(listener, i);
+    hooked.before = before.get();
+    hooked.accumulator->add_pre_hook(std::move(before));
+    hooked.after = hooked.accumulator->add_post_hook(std::make_unique<AfterAccumulate>(listener, i));
+    hooked_.push_back(std::move(hooked));
+  }
+}
+
+GradientHooks::~GradientHooks() {
+  for (Hooked& hooked : hooked_) {
+    auto& before = hooked.accumulator->pre_hooks();
+    std::erase_if(before, [&](const auto& hook) { return hook.get() == hooked.before; });
+    hooked.accumulator->del_post_hook(hooked.after);
+  }
+}
+
+void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,
+                   bool sync) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined()) continue;
+    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<AtOutput>(listener, sync));
+  }
+}
+
+}  // namespace ringdp

@@ -1,0 +1,50 @@
+// Where autograd tells us that a gradient exists. Owns the hooks on the parameters' gradient accumulators.
+// Called by the threads that run backward, without the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace ringdp {
+
+class GradientListener {
+ public:
+  virtual ~GradientListener() = default;
+
+  // Before autograd adds `gradient` to the parameter's .grad. True: the listener has put it there itself.
+  virtual bool take_gradient(std::size_t parameter, const at::Tensor& gradient) = 0;
+  // After that, whoever did it.
+  virtual void gradient_arrived(std::size_t parameter) = 0;
+  // Backward reached an output of a forward; `sync` as that forward said.
+  virtual void backward_began(bool sync) = 0;
+};
+
+class GradientHooks {
+ public:
+  GradientHooks(GradientListener& listener, const std::vector<at::Tensor>& parameters);
+  ~GradientHooks();
+  GradientHooks(const GradientHooks&) = delete;
+  GradientHooks& operator=(const GradientHooks&) = delete;
+
+  torch::autograd::Node* accumulator(std::size_t parameter) const { return hooked_[parameter].accumulator.get(); }
+
+ private:
+  using NodePointer = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+  struct Hooked {
+    NodePointer accumulator;  // a tensor refers to its accumulator weakly
+    torch::autograd::FunctionPreHook* before = nullptr;
+    uintptr_t after = 0;
+  };
+  std::vector<Hooked> hooked_;
+};
+
+// The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are.
+void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync);
+
+}  // namespace ringdp
