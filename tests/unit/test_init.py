@@ -365,16 +365,32 @@ def test_a_wrong_build_is_told_at_import() -> None:
     assert "ImportError: built for another torch: build it again" in output
 
 
-def test_a_wrong_build_does_not_break_torch_and_is_told_on_use() -> None:
-    # The entry point is called as torch does it: while torch's own import is under way.
+@pytest.fixture
+def installed(tmp_path: Path) -> str:
+    """A folder for PYTHONPATH that makes torch find our entry point, whether ringdp is installed or not."""
+    info = tmp_path / "entry_of_ringdp-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry-of-ringdp\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nringdp-test = ringdp._autoload:register\n")
+    return os.pathsep.join([str(tmp_path), str(Path(ringdp.__file__).parents[1])])
+
+
+def test_importing_torch_alone_registers_ring(installed: str) -> None:
+    run(
+        """
+        import sys, torch
+        assert torch.distributed.Backend.RING == "ring"
+        assert "ringdp._C" not in sys.modules and "ringdp.parallel" not in sys.modules
+        """,
+        PYTHONPATH=installed,
+    )
+
+
+def test_a_wrong_build_does_not_break_torch_and_is_told_on_use(installed: str) -> None:
     output = run(
         BROKEN
         + """
     import torch
-    torch.__spec__._initializing = True
-    from ringdp._autoload import register
-    register()
-    torch.__spec__._initializing = False
     import ringdp
     try:
         ringdp.init
@@ -384,7 +400,8 @@ def test_a_wrong_build_does_not_break_torch_and_is_told_on_use() -> None:
         torch.distributed.init_process_group("ring", store=torch.distributed.HashStore(), rank=0, world_size=1)
     except ImportError as error:
         print("by torch:", error)
-    """
+    """,
+        PYTHONPATH=installed,
     )
     assert "on use: built for another torch" in output
     assert "by torch: built for another torch" in output
