@@ -1,1 +1,8 @@
-"""What happens to a full bucket: communication hooks, one file each."""
+"""What happens to a full bucket: communication hooks, one file each.
+
+torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work with `RingDP.register_comm_hook` unchanged.
+"""
+
+from ringdp.hooks.names import parameter_names
+
+__all__ = ["parameter_names"]

@@ -1,0 +1,154 @@
+"""Do all ranks wrap the same model? Asked at construction, before anything is broadcast.
+
+Ranks compare a hash; only where it differs they exchange what they have, as UTF-8 text, so nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ringdp.errors import MismatchError
+
+_MAX_TEXT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One parameter or buffer as its rank has it; all fields are text, so that any difference can be shown."""
+
+    kind: str  # "parameter" or "buffer"
+    name: str
+    dtype: str
+    shape: str
+    strides: str
+    requires_grad: str
+
+    def line(self) -> str:
+        return "\t".join(
+            part.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n")
+            for part in (self.kind, self.name, self.dtype, self.shape, self.strides, self.requires_grad)
+        )
+
+
+def check_same_model(
+    module: torch.nn.Module, group: dist.ProcessGroup, device: torch.device, *, ignored: Container[str] = ()
+) -> None:
+    """Compare names, shapes, strides, dtypes and requires_grad of parameters and buffers across the group.
+
+    Args:
+        module: what is wrapped.
+        group: every rank of it must call this.
+        device: where the group's backend wants its tensors.
+        ignored: names of parameters and buffers that are left out.
+
+    Raises:
+        MismatchError: on every rank, naming the first parameter that differs and what both ranks have.
+    """
+    if group.size() == 1:
+        return
+    text = "\n".join(entry.line() for entry in _entries(module, ignored)).encode()
+    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8, device=device)
+    digests = [torch.empty_like(digest) for _ in range(group.size())]
+    dist.all_gather(digests, digest, group=group)
+    if all(bool(torch.equal(other, digest)) for other in digests):
+        return
+    models = [_parse(text) for text in _gather_texts(text, group, device)]
+    me = group.rank()
+    other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
+    if other is None:  # the hash differed and the text does not: memory or network is not sound
+        raise MismatchError("the ranks' hashes of the same model differ", rank=me)
+    raise _difference(models[me], models[other], me=me, other=other)
+
+
+def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entry]:
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if name in ignored:
+                continue
+            strided = kind == "parameter" and tensor.layout == torch.strided
+            yield _Entry(
+                kind=kind,
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=str(list(tensor.shape)),
+                strides=str(list(tensor.stride())) if strided else "",
+                requires_grad=str(tensor.requires_grad) if kind == "parameter" else "",
+            )
+
+
+def _parse(text: bytes) -> list[_Entry]:
+    lines = text.decode().split("\n") if text else []
+    return [_Entry(*line.split("\t")) for line in lines]
+
+
+def _gather_texts(text: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    lengths = [torch.empty_like(length) for _ in range(group.size())]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [int(one.item()) for one in lengths]
+    longest = max(sizes)
+    if longest > _MAX_TEXT_BYTES:
+        raise MismatchError(f"a rank's description of its model has {longest} bytes")
+    padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
+    if text:
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    padded = padded.to(device)
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return [bytes(one[:size].cpu().tolist()) for one, size in zip(gathered, sizes, strict=True)]
+
+
+def _difference(mine: list[_Entry], theirs: list[_Entry], *, me: int, other: int) -> MismatchError:
+    """What to say; the phrases of torch's DDP are kept, since people and tests look for them."""
+    my_parameters = [entry for entry in mine if entry.kind == "parameter"]
+    their_parameters = [entry for entry in theirs if entry.kind == "parameter"]
+    position, left, right = _first_difference(mine, theirs)
+    name = (left or right or mine[0]).name
+    if len(my_parameters) != len(their_parameters):
+        head = (
+            f"DDP expects same model across all ranks, but Rank {me} has {len(my_parameters)} params, "
+            f"while rank {other} has inconsistent {len(their_parameters)} params."
+        )
+        if left is None or right is None or left.name != right.name:
+            head += f" First difference: rank {me} has {_shown(left)} where rank {other} has {_shown(right)}."
+    elif left is None or right is None or (left.kind, left.name) != (right.kind, right.name):
+        head = (
+            f"the models differ: at position {position} rank {me} has {_shown(left)} "
+            f"where rank {other} has {_shown(right)}."
+        )
+    else:
+        head = f"{left.kind} {name!r} differs: " + "; ".join(_field_differences(left, right, me=me, other=other))
+        if left.shape != right.shape or left.strides != right.strides:
+            what = "sizes" if left.shape != right.shape else "strides"
+            mine_shown = left.shape if what == "sizes" else left.strides
+            head += (
+                f". [{me}]: params[{position}] in this process with {what} {mine_shown} appears not to match {what} "
+                f"of the same param in process {other}."
+            )
+    return MismatchError(head, rank=me, peer=other, name=name, operation="comparing models")
+
+
+def _first_difference(mine: list[_Entry], theirs: list[_Entry]) -> tuple[int, _Entry | None, _Entry | None]:
+    for position in range(max(len(mine), len(theirs))):
+        left = mine[position] if position < len(mine) else None
+        right = theirs[position] if position < len(theirs) else None
+        if left != right:
+            return position, left, right
+    return 0, None, None
+
+
+def _shown(entry: _Entry | None) -> str:
+    return f"{entry.kind} {entry.name!r} ({entry.dtype}{entry.shape})" if entry else "nothing"
+
+
+def _field_differences(left: _Entry, right: _Entry, *, me: int, other: int) -> list[str]:
+    return [
+        f"{field} {getattr(left, field)} on rank {me}, {getattr(right, field)} on rank {other}"
+        for field in ("dtype", "shape", "strides", "requires_grad")
+        if getattr(left, field) != getattr(right, field)
+    ]
