@@ -1,0 +1,146 @@
+"""Who is to blame, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ringdp.launch.failure import examine, last_exception
+from ringdp.launch.logs import RankLogs
+from ringdp.launch.messages import RankFailure
+from ringdp.launch.summary import MAX_LINES, broken, failed
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\n'
+
+
+class Ranks:
+    """Fabricated ends of ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.failures: list[RankFailure] = []
+        self.logs: list[RankLogs] = []
+
+    def add(self, exit_code: int, *, stderr: str = "", stdout: str = "", error: str = "", at_s: float = 1000.0) -> None:
+        rank = len(self.failures)
+        folder = self.folder / str(rank)
+        folder.mkdir()
+        logs = RankLogs(
+            rank=rank,
+            local_rank=rank,
+            stdout=str(folder / "stdout.log"),
+            stderr=str(folder / "stderr.log"),
+            error_file=str(folder / "error.json"),
+        )
+        Path(logs.stdout).write_text(stdout)
+        Path(logs.stderr).write_text(stderr)
+        os.utime(logs.stderr, (at_s, at_s))
+        if error:
+            Path(logs.error_file).write_text(json.dumps({"message": {"message": error, "extraInfo": {}}}))
+            os.utime(logs.error_file, (at_s, at_s))
+        self.logs.append(logs)
+        self.failures.append(
+            RankFailure(rank=rank, local_rank=rank, pid=100 + rank, exit_code=exit_code, observed_s=float(int(at_s)))
+        )
+
+    def summary(self) -> list[str]:
+        reports = examine(tuple(self.failures), tuple(self.logs))
+        return failed(reports, host="box", folder=str(self.folder), seconds=12.34, restarts=0)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks(tmp_path)
+
+
+def test_who_lost_a_peer_is_not_to_blame(ranks: Ranks) -> None:
+    ranks.add(1, stderr=TRACEBACK + "ringdp.errors.PeerLostError: rank 1 on host box is gone\n", at_s=1000.1)
+    ranks.add(-signal.SIGKILL, at_s=1000.3)
+    ranks.add(-signal.SIGTERM)
+    summary = ranks.summary()
+    assert "rank 1 on host box was killed by SIGKILL" in summary[0]
+    assert "  then: rank 0 PeerLostError; rank 2 stopped" in summary
+
+
+def test_the_earlier_exception_is_to_blame(ranks: Ranks) -> None:
+    ranks.add(1, stderr=TRACEBACK + "RuntimeError: second\n", at_s=1000.5)
+    ranks.add(1, stderr=TRACEBACK + "RuntimeError: first\n", at_s=1000.2)
+    assert "rank 1 on host box raised RuntimeError: first" in ranks.summary()[0]
+
+
+def test_who_was_still_ending_of_its_exception_when_it_was_stopped_is_to_blame(ranks: Ranks) -> None:
+    ranks.add(1, stderr=TRACEBACK + "PeerLostError: rank 1 left\n", at_s=1000.1)
+    ranks.add(-signal.SIGTERM, stderr=TRACEBACK + "ValueError: bad batch\n", at_s=1000.0)
+    assert "rank 1 on host box raised ValueError: bad batch" in ranks.summary()[0]
+
+
+def test_an_exception_that_was_logged_long_ago_is_not_the_cause(ranks: Ranks) -> None:
+    ranks.add(1, stderr=TRACEBACK + "PeerLostError: rank 5 on host far is gone\n")
+    ranks.add(-signal.SIGTERM, stderr=TRACEBACK + "OSError: retried\n" + "step done\n" * 20)
+    assert "rank 0 on host box raised PeerLostError: rank 5 on host far is gone" in ranks.summary()[0]
+
+
+def test_all_ended_by_somebody_elses_sigterm(ranks: Ranks) -> None:
+    ranks.add(-signal.SIGTERM)
+    assert "was killed by SIGTERM (somebody asked it to end)" in ranks.summary()[0]
+
+
+def test_torchs_error_file_is_believed(ranks: Ranks) -> None:
+    ranks.add(1, stderr="noise\n", error="ValueError: recorded\nsecond line")
+    summary = ranks.summary()
+    assert summary[0].endswith("raised ValueError: recorded")
+    assert "    | noise" in summary
+
+
+def test_an_abort_in_native_code_says_what(ranks: Ranks) -> None:
+    text = "terminate called after throwing an instance of 'std::runtime_error'\n  what():  no such device\n"
+    ranks.add(-signal.SIGABRT, stderr=text)
+    assert ranks.summary()[0].endswith("was killed by SIGABRT (a check in native code failed): no such device")
+
+
+def test_faulthandlers_stack_is_shown_from_its_top(ranks: Ranks) -> None:
+    stack = "".join(f'  File "f.py", line {n} in f{n}\n' for n in range(40))
+    head = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+    ranks.add(-signal.SIGSEGV, stderr=head + stack)
+    assert any("line 0 in f0" in line for line in ranks.summary())
+
+
+def test_stdout_is_quoted_where_stderr_is_empty(ranks: Ranks) -> None:
+    ranks.add(3, stdout="usage: train.py DATA\n")
+    summary = ranks.summary()
+    assert summary[0].endswith("ended with exit code 3")
+    assert "    | usage: train.py DATA" in summary
+
+
+def test_at_most_fifteen_lines_whatever_happens(ranks: Ranks) -> None:
+    long = "".join(f"line {n} " + "x" * 2000 + "\n" for n in range(500))
+    ranks.add(1, stderr=long + TRACEBACK + "ValueError: " + "y" * 5000 + "\n" + long)
+    for _ in range(60):
+        ranks.add(1, stderr=long)
+    summary = ranks.summary()
+    assert len(summary) <= MAX_LINES == 15
+    assert max(map(len, summary)) <= 400
+    assert any("full log" in line for line in summary)
+    assert len(broken(long, host="box", log="x")) <= MAX_LINES
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TRACEBACK + "torch.OutOfMemoryError: CUDA out of memory.\n", "OutOfMemoryError: CUDA out of memory."),
+        (TRACEBACK + "KeyError: 'a'\n\nDuring handling of the above exception, another exception occurred:\n\n"
+         + TRACEBACK + "RuntimeError: b\n", "RuntimeError: b"),
+        (TRACEBACK + "AssertionError\n", "AssertionError"),
+        (TRACEBACK + "ValueError: first line\nsecond line: more\n", "ValueError: first line"),
+        ('  File "t.py", line 1\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n', "SyntaxError: invalid syntax"),
+        ("warning: nothing here\n", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_last_exception(text: str, expected: str | None) -> None:
+    found = last_exception(text.splitlines())
+    assert (found.text if found else None) == expected
