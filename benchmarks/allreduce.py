@@ -40,6 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mpi-tcp", action="store_true", help="let Open MPI use TCP on loopback too, no shared memory")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of calls for each backend and size (default 7)")
     parser.add_argument("--block-seconds", type=float, default=0.25, help="about how long a block lasts")
+    parser.add_argument("--iperf-seconds", type=float, default=3.0, help="how long iperf3 measures; 0 leaves it out")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
     session.add_place_options(parser)
     args = parser.parse_args(argv)
@@ -76,7 +77,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "interface": INTERFACE if args.place.hosts else None,
     }
     with session.make_hosts(args.place) as hosts:
-        line = goodput.measure(hosts) if hosts else None
+        line = goodput.measure(hosts, seconds=args.iperf_seconds) if hosts and args.iperf_seconds else None
         rows, quiet = session.run(
             __file__,
             settings,
@@ -143,7 +144,7 @@ def report(result: dict[str, Any]) -> str:
         both = line["both_ways"] * 8 / 1e6
         lines.append(f"iperf3: {line['one_way'] * 8 / 1e6:.0f} Mbit/s one way, {both:.0f} Mbit/s each way both at once")
     elif between_hosts:
-        lines.append("iperf3 is not installed, so there is no goodput to compare with")
+        lines.append("no goodput to compare with: iperf3 is not installed, or was left out")
     lines += ["", table(columns, rows), "", result["quiet"]["words"]]
     lines += [f"WARNING: {warning}" for warning in result["quiet"]["warnings"]]
     return "\n".join(lines)

@@ -87,9 +87,9 @@ def _one_size(joined: session.Joined, calls: dict[str, Call], size_bytes: int) -
     for name, call in calls.items():
         x.copy_(source)
         call(x)
-        _check(name, x, total, exact=True)
+        check(name, x, total, rank=joined.rank, exact=True)
         trial = Measured()
-        _block(call, x, source, MIN_CALLS, joined.world_size, trial)
+        timed_block(call, x, source, MIN_CALLS, joined.world_size, trial)
         counts[name] = _agree_on_calls(min(trial.seconds), settings["block_s"])
     measured = {name: Measured() for name in calls}
     names = list(calls)
@@ -98,16 +98,16 @@ def _one_size(joined: session.Joined, calls: dict[str, Call], size_bytes: int) -
             one = measured[name]
             dist.barrier()
             before = _counters(settings["interface"])
-            growth = _block(calls[name], x, source, counts[name], joined.world_size, one)
+            growth = timed_block(calls[name], x, source, counts[name], joined.world_size, one)
             dist.barrier()
             after = _counters(settings["interface"])
             one.received_bytes += after[0] - before[0]
             one.sent_bytes += after[1] - before[1]
-            _check(name, x, total * growth, exact=False)
+            check(name, x, total * growth, rank=joined.rank, exact=False)
     return measured
 
 
-def _block(call: Call, x: Tensor, source: Tensor, count: int, world_size: int, into: Measured) -> float:
+def timed_block(call: Call, x: Tensor, source: Tensor, count: int, world_size: int, into: Measured) -> float:
     """`count` timed calls in place, back to back; returns what the last result is over the sum of one call."""
     most = int(GROWTH_BITS / math.log2(world_size)) if world_size > 1 else count
     seconds: list[float] = []
@@ -132,13 +132,14 @@ def _values(rank: int, numel: int) -> Tensor:
     return ((torch.arange(numel, dtype=torch.int32) * 31 + rank * 17) % 97 - 48).to(torch.float32)
 
 
-def _check(name: str, x: Tensor, expected: Tensor, *, exact: bool) -> None:
+def check(name: str, x: Tensor, expected: Tensor, *, rank: int, exact: bool) -> None:
+    """Raise WrongResult unless `x` is `expected`, to the bit or nearly so; both [numel]."""
     # Further rounds may round: three ranks make numbers that are not whole times a power of two.
     good = x == expected if exact else (x - expected).abs() <= 1e-5 * expected.abs()
     if not bool(good.all()):
         place = int((~good).nonzero()[0])
         raise WrongResult(
-            f"{name} gave a wrong sum on rank {dist.get_rank()}: element {place} of {x.numel()} is {x[place].item()}, "
+            f"{name} gave a wrong sum on rank {rank}: element {place} of {x.numel()} is {x[place].item()}, "
             f"not {expected[place].item()}; nothing is timed"
         )
 

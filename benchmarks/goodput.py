@@ -27,7 +27,7 @@ class Goodput:
     both_ways: float  # the slower direction while both are used at once, as a ring uses them
 
 
-def measure(hosts: Hosts, *, seconds: float = 3.0) -> Goodput | None:
+def measure(hosts: Hosts, *, seconds: float) -> Goodput | None:
     """Goodput between host 0 and host 1; None where iperf3 is not installed. Raises NoGoodput."""
     if shutil.which("iperf3") is None or hosts.count < 2:
         return None

@@ -317,13 +317,18 @@ def _act(args: argparse.Namespace, words: Sequence[str]) -> None:
             print(f"removed {name}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    cut = given.index("--") if "--" in given else len(given)
-    args, words = _parser().parse_args(given[:cut]), given[cut + 1 :]
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the words of the command after `--`."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser, words = _parser(), list(argv[cut + 1 :])
+    args = parser.parse_args(argv[:cut])
     if args.verb in ("run", "exec") and not words:
-        print("hosts.py: which command? write it after --", file=sys.stderr)
-        return 2
+        parser.error("which command? write it after --")
+    return args, words
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, words = parse(sys.argv[1:] if argv is None else argv)
     try:
         reason = why_not()
         if reason is not None:

@@ -163,10 +163,18 @@ def signals_unwind() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_later() -> Iterator[None]:
-    """Hold Ctrl-C and its like back while something is being cleaned up that must not be left half done."""
-    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    """Hold Ctrl-C and its like back until the end, for what must not be left half done; for the main thread."""
+    held: list[int] = []
+
+    def remember(number: int, _frame: object) -> None:
+        held.append(number)
+
+    # Not a signal mask: the kernel would hand the signal to another thread, and Python to this one all the same.
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in held[:1]:
+            signal.raise_signal(late)

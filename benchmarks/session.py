@@ -26,6 +26,7 @@ from ranks import Command, run_commands, signals_unwind, threads_per_rank, torch
 
 RESULT = "result.json"
 SETTINGS = "settings.json"
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # ringdp of this checkout, where none is installed
 _QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the store warns of every address without a name
 
 

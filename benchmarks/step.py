@@ -7,8 +7,9 @@
 
 Models: `mlp` (23.1 M parameters), `gpt` (10.8 M), `small` (300 linear layers, so 600 small parameters); plain SGD.
 Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ddp-ring` (torch's DDP on ring) and
-`ddp-gloo-view` (with gradient_as_bucket_view). Every mode first takes three steps that must agree with gradients averaged over all
-ranks' batches in one process; then blocks of steps alternate between the modes. Times are the slowest rank's.
+`ddp-gloo-view` (with gradient_as_bucket_view). Every mode first takes three steps that must agree with gradients
+averaged over all ranks' batches in one process; then blocks of steps alternate between the modes.
+Times are the slowest rank's.
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work
     all-reduce  the same buckets reduced with nothing else going on
     hidden      (bare backward + all-reduce - backward with communication) / min(bare backward, all-reduce)

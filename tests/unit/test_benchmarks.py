@@ -1,0 +1,389 @@
+"""The benchmark tools run, check results before timing, print what they promise and leave nothing behind.
+
+No time measured here decides anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(FOLDER))  # the tools are scripts: they find each other beside themselves
+
+import allreduce  # noqa: E402
+import allreduce_rank  # noqa: E402
+import goodput  # noqa: E402
+import hosts  # noqa: E402
+import measure  # noqa: E402
+import models  # noqa: E402
+import mpi  # noqa: E402
+import ranks  # noqa: E402
+import session  # noqa: E402
+import step  # noqa: E402
+
+
+def run_tool(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(FOLDER / name), *options]
+    return subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+
+
+def quick(*options: str) -> list[str]:
+    return ["--rounds", "2", "--block-seconds", "0.01", *options]
+
+
+@pytest.fixture
+def namespaces() -> Iterator[None]:
+    """Skip where hosts cannot be made, and fail a test that leaves any of its own."""
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    try:
+        with hosts.Hosts(1):
+            pass
+    except hosts.HostsError as error:
+        pytest.skip(f"namespaces cannot be made here: {error}")
+    yield
+    assert mine() == []
+
+
+def mine() -> list[str]:
+    """What exists of hosts whose runs are gone, or belong to this process."""
+    found = [path.name for path in hosts.LOCKS.glob("*") if not Path(f"/proc/{owner(path.name)}").exists()]
+    return found + [path.name for path in hosts.LOCKS.glob(f"rd{os.getpid()}*")]
+
+
+def owner(name: str) -> str:
+    return "".join(letter for letter in name if letter.isdigit())
+
+
+# --- numbers and words
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("4k", 4096), ("4KiB", 4096), ("25m", 25 << 20), ("1G", 1 << 30), (" 8 B", 8)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert measure.parse_size(text.replace(" B", "B")) == size
+
+
+@pytest.mark.parametrize("text", ["", "k", "4x", "-4", "4.5m", "mk"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no size"):
+        measure.parse_size(text)
+
+
+def test_percentile_interpolates() -> None:
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert measure.percentile(values, 0.0) == 1.0
+    assert measure.percentile(values, 0.5) == 2.5
+    assert measure.percentile(values, 1.0) == 4.0
+    with pytest.raises(ValueError, match="no values"):
+        measure.percentile([], 0.5)
+
+
+def test_the_slowest_rank_counts() -> None:
+    fast, slow = measure.Summary.of([1.0, 2.0, 3.0]), measure.Summary.of([2.0, 4.0])
+    slowest = measure.Summary.slowest([fast, slow])
+    assert (slowest.median_s, slowest.min_s, slowest.count) == (3.0, 2.0, 2)
+
+
+def test_a_table_lines_up() -> None:
+    lines = measure.table(["size", "time"], [["4 KiB", "1 s"], ["1 MiB", "12.5 ms"]]).splitlines()
+    assert lines[0] == "size      time"
+    assert lines[3] == "1 MiB  12.5 ms"
+
+
+def test_a_busy_machine_is_said_to_be_busy() -> None:
+    quiet = measure.Quiet.start()
+    quiet.stop(ranks_s=0.0)
+    quiet.load_before, quiet.others_share, quiet.steal_share = 0.0, 0.0, 0.0
+    assert quiet.warnings() == []
+    quiet.load_before, quiet.others_share, quiet.steal_share = 2.0, 0.5, 0.5
+    assert len(quiet.warnings()) == 3
+
+
+def test_derived_numbers_of_a_step() -> None:
+    def row(mode: str, step_s: float, backward_s: float, alone_s: float | None) -> dict[str, Any]:
+        alone = {"median_s": alone_s} if alone_s else None
+        return {
+            "model": "m",
+            "mode": mode,
+            "numel": 1000,
+            "step": {"median_s": step_s},
+            "backward": {"median_s": backward_s},
+            "all_reduce": alone,
+            "sent_bytes_per_step": [4200],
+        }
+
+    rows = [row("bare", 10.0, 6.0, None), row("ddp-gloo", 20.0, 16.0, 10.0), row("ringdp", 12.0, 8.0, 4.0)]
+    bare, gloo, ours = step.add_derived(rows, session.Place(ranks=2, hosts=2))
+    assert "hidden" not in bare
+    assert gloo["hidden"] == 0.0
+    assert ours["hidden"] == (6.0 + 4.0 - 8.0) / 4.0
+    assert (ours["over_ddp_gloo"], ours["over_bare"], ours["exposed_s"]) == (0.6, 1.2, 2.0)
+    assert ours["sent_over_theory"] == 1.05
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_models_are_the_same_on_every_rank_and_batches_are_not(name: str) -> None:
+    ours, theirs = models.make(name, rank=0), models.make(name, rank=1)
+    pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+    assert not torch.equal(ours.batch[0], theirs.batch[0])
+
+
+# --- a wrong result is not timed
+
+
+def test_a_wrong_sum_is_refused_with_its_place() -> None:
+    right = torch.arange(10.0)
+    allreduce_rank.check("ring", right.clone(), right, rank=1, exact=True)
+    wrong = right.clone()
+    wrong[7] += 1
+    for exact in (True, False):
+        with pytest.raises(allreduce_rank.WrongResult, match="ring gave a wrong sum on rank 1: element 7 of 10"):
+            allreduce_rank.check("ring", wrong, right, rank=1, exact=exact)
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(1, 5), (2, 250), (3, 7), (8, 100)])
+def test_the_sum_at_the_end_of_a_block_is_known(world_size: int, count: int) -> None:
+    def call(x: Any) -> None:  # as if all ranks had held the same
+        x.mul_(world_size)
+
+    source = torch.tensor([1.0, -3.0, 48.0])
+    x, measured = torch.empty_like(source), allreduce_rank.Measured()
+    growth = allreduce_rank.timed_block(call, x, source, count, world_size, measured)
+    assert torch.isfinite(x).all()
+    allreduce_rank.check("fake", x, source * world_size * growth, rank=0, exact=False)
+    assert len(measured.seconds) == count
+    assert measured.calls > count
+
+
+# --- processes
+
+
+def test_ranks_that_fail_are_named_and_the_others_ended(tmp_path: Path) -> None:
+    still_there = tmp_path / "pid"
+    commands = [
+        ranks.Command(["sh", "-c", f"echo $$ > {still_there}; echo waiting; exec sleep 60"], os.environ, "rank 0"),
+        ranks.Command(["sh", "-c", f"while [ ! -s {still_there} ]; do :; done; echo no; exit 3"], os.environ, "rank 1"),
+    ]
+    with pytest.raises(ranks.RanksFailed, match=r"(?s)rank 1 ended with exit code 3.*no"):
+        ranks.run_commands(commands, timeout_s=50, grace_s=0.1, echo=lambda label, line: None)
+    assert not Path(f"/proc/{still_there.read_text().strip()}").exists()
+
+
+def test_ranks_that_hang_are_given_up() -> None:
+    command = ranks.Command(["sleep", "60"], os.environ, "rank 0")
+    with pytest.raises(ranks.RanksFailed, match="not finished after 0 s: rank 0"):
+        ranks.run_commands([command], timeout_s=0.2, echo=lambda label, line: None)
+
+
+# --- allreduce.py and step.py
+
+
+def backends_here() -> list[str]:
+    return ["gloo"] if session.why_no_ringdp() else ["ring", "gloo"]
+
+
+def test_allreduce_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    without = [] if "ring" in backends_here() else ["--without-ring"]
+    done = run_tool("allreduce.py", *quick("--sizes", "4,4k", "--peers", "gloo,mpi", "--json", str(path), *without))
+    assert done.returncode == 0, done.stderr
+    for word in ("median", "p99", "algbw", "busbw", "time / ring", "load average"):
+        assert word in done.stdout
+    assert ("not installed" in done.stdout) == (mpi.why_not() is not None)
+    result = json.loads(path.read_text())
+    expected = backends_here() + ([] if mpi.why_not() else ["mpi"])
+    assert [(row["size_bytes"], row["backend"]) for row in result["rows"]] == [
+        (size, name) for size in (4, 4096) for name in expected
+    ]
+    row = result["rows"][-1]
+    assert row["busbw"] == row["algbw"] == 4096 / row["time"]["median_s"]
+    assert len(row["block_medians_s"]) == 2
+
+
+def test_step_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    modes = ["bare", "ddp-gloo"] + (["ringdp", "ddp-ring"] if "ring" in backends_here() else [])
+    options = quick("--models", "small", "--modes", ",".join(modes), "--zero-grad", "keep", "--json", str(path))
+    done = run_tool("step.py", *options)
+    assert done.returncode == 0, done.stderr
+    for word in ("p99", "/ ddp-gloo", "/ bare", "exposed", "hidden", "load average"):
+        assert word in done.stdout
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["mode"] for row in rows] == modes
+    assert all(row["numel"] == 300 * (32 * 32 + 32) for row in rows)
+    for row in rows[1:]:
+        assert sum(row["bucket_bytes"]) == 4 * row["numel"]
+
+
+@pytest.mark.skipif(session.why_no_ringdp() is None, reason="ringdp is built here")
+@pytest.mark.parametrize("tool", ["allreduce.py", "step.py"])
+def test_without_ringdp_the_tools_say_so(tool: str) -> None:
+    done = run_tool(tool)
+    assert done.returncode == 2
+    assert "make build" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tool", "options"),
+    [
+        ("allreduce.py", ["--sizes", "4q"]),
+        ("allreduce.py", ["--sizes", "6"]),
+        ("allreduce.py", ["--peers", "nccl"]),
+        ("allreduce.py", ["--ranks", "3", "--hosts", "2"]),
+        ("step.py", ["--modes", "horovod"]),
+        ("step.py", ["--models", "bert"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tool: str, options: list[str]) -> None:
+    done = run_tool(tool, *options)
+    assert done.returncode == 2
+    assert "error:" in done.stderr
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
+def test_the_commands_in_the_documents_parse(document: str) -> None:
+    parsers = {"allreduce.py": allreduce.parse, "step.py": step.parse, "hosts.py": hosts.parse}
+    lines = re.findall(
+        r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", (FOLDER.parent / document).read_text(), re.MULTILINE
+    )
+    assert len(lines) >= 3
+    for tool, options in lines:
+        parsers[tool](shlex.split(options))
+
+
+# --- hosts.py
+
+
+def test_without_root_or_iproute2_hosts_says_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert hosts.main(["up"]) == 2
+    assert "needs root" in capsys.readouterr().err
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert hosts.main(["run", "--", "true"]) == 2
+    assert "install the package iproute2" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_hosts_run_starts_each_rank_in_its_place() -> None:
+    script = 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $GROUP_RANK $MASTER_ADDR $GLOO_SOCKET_IFNAME $(hostname)"'
+    done = run_tool("hosts.py", "run", "--hosts", "2", "--per-host", "2", "--", "sh", "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] 0/4 0 0 10.77.0.1 eth0 h0",
+        "[1] 1/4 1 0 10.77.0.1 eth0 h0",
+        "[2] 2/4 0 1 10.77.0.1 eth0 h1",
+        "[3] 3/4 1 1 10.77.0.1 eth0 h1",
+    ]
+    identity = run_tool("hosts.py", "run", "--hosts", "2", "--", "sh", "-c", "echo $RINGDP_HOST_ID")
+    assert len({line.split()[1] for line in identity.stdout.splitlines()}) == 2
+    assert run_tool("hosts.py", "run", "--", "false").returncode == 1
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_hosts_are_gone_after_ctrl_c(number: signal.Signals) -> None:
+    run = _start_sleepers()
+    names = [path.name for path in hosts.LOCKS.glob(f"rd{run.pid}*")]
+    assert len(names) == 1
+    run.send_signal(number)
+    run.communicate(timeout=20)
+    assert run.returncode == 128 + number
+    _assert_gone(names[0])
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_what_a_killed_run_left_is_cleaned_up_by_the_next() -> None:
+    run = _start_sleepers()
+    names = [path.name for path in hosts.LOCKS.glob(f"rd{run.pid}*")]
+    run.kill()
+    run.wait(timeout=20)
+    assert run.stdout is not None
+    run.stdout.close()
+    assert hosts._namespaces(names[0])
+    with hosts.Hosts(1):
+        _assert_gone(names[0])
+
+
+def _start_sleepers() -> subprocess.Popen[str]:
+    """hosts.py with a rank on each of two hosts that has said that it runs."""
+    words = [sys.executable, str(FOLDER / "hosts.py"), "run", "--", "sh", "-c", "echo up; exec sleep 90"]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert sorted(run.stdout.readline() for _ in range(2)) == ["[0] up\n", "[1] up\n"]
+    return run
+
+
+def _assert_gone(name: str) -> None:
+    assert hosts._namespaces(name) == []
+    assert not list(hosts.LOCKS.glob(f"{name}*"))
+    assert not list(hosts.NETNS_ETC.glob(f"{name}*"))
+    assert not [device for device in os.listdir("/sys/class/net") if device.startswith(name)]
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_named_hosts_stay_until_they_are_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"t{os.getpid()}"
+    try:
+        assert hosts.main(["up", "--hosts", "2", "--name", name, "--rate", "none"]) == 0
+        assert hosts.main(["up", "--name", name]) == 2
+        assert "exist already" in capsys.readouterr().err
+        hosts.clean()
+        assert len(hosts._namespaces(name)) == 2
+        link = ["ip", "-n", f"{name}h1", "-br", "link", "show", "eth0"]
+        assert hosts.main(["cut", "--name", name, "--host", "1"]) == 0
+        assert "DOWN" in subprocess.run(link, capture_output=True, text=True, check=True).stdout
+        assert hosts.main(["heal", "--name", name, "--host", "1"]) == 0
+        assert "DOWN" not in subprocess.run(link, capture_output=True, text=True, check=True).stdout
+        assert hosts.main(["cut", "--name", name, "--host", "2"]) == 2
+    finally:
+        assert hosts.main(["down", "--name", name]) == 0
+    _assert_gone(name)
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_allreduce_between_hosts_counts_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    without = [] if "ring" in backends_here() else ["--without-ring"]
+    options = quick("--hosts", "2", "--sizes", "1m", "--peers", "gloo,mpi", "--iperf-seconds", "0", *without)
+    done = run_tool("allreduce.py", *options, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "sent / theory" in done.stdout
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["backend"] for row in rows] == backends_here() + ([] if mpi.why_not() else ["mpi"])
+    for row in rows:
+        assert len(row["sent_bytes_per_call"]) == 2
+        assert 1.0 <= row["sent_over_theory"] < 1.2
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_iperf3_says_what_the_line_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosts.Hosts(2, rate="200mbit") as two:
+        monkeypatch.setattr(shutil, "which", lambda tool: None)
+        assert goodput.measure(two, seconds=1) is None
+        monkeypatch.undo()
+        line = goodput.measure(two, seconds=1)
+        if line is None:
+            pytest.skip("iperf3 is not installed")
+        assert line.both_ways > 0
+        assert 0 < line.one_way < 25e6 * 1.1  # 200 Mbit/s are 25 MB/s
