@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors  # type: ignore[attr-defined]
+from torch.nn.parallel.distributed import _find_tensors
 
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.names import remember_names
@@ -68,16 +69,16 @@ class RingDP(DistributedDataParallel):
 
     - ``.grad`` is a part of its bucket: nothing is copied back. A ``.grad`` that somebody kept stays as it was.
     - ``find_unused_parameters=None`` (the default): a backward that left parameters without gradient ends as with True
-      (zeros count for them, None stays where no rank had one) and a warning names them once. False raises DDP's error at
-      the next forward, with their names. True says that it is meant; buckets that the graph cannot fill leave early.
+      (zeros count for them, None stays where no rank had one) and a warning names them once. False raises DDP's error
+      at the next forward, with their names. True says that it is meant; buckets the graph cannot fill leave early.
     - `load_state_dict` also takes the keys of the bare module.
 
     Args:
         module: on one device, or spread over several; its parameters and buffers become rank 0's.
         device_ids: the one device of the module, or None.
         output_device: where outputs go, for a module on one device.
-        bucket_cap_mb: a bucket leaves when it holds this many MiB; the first one at 1 MiB. A list caps the first, second, …
-            bucket one by one, its last number all others.
+        bucket_cap_mb: a bucket leaves when it holds this many MiB; the first one at 1 MiB. A list caps the first,
+            second, … bucket one by one, its last number all others.
         find_unused_parameters: see above.
         ddp_arguments: torch's other arguments by their names.
 
@@ -86,6 +87,9 @@ class RingDP(DistributedDataParallel):
         InvalidArgumentError: an argument that RingDP does not have.
         RuntimeError, ValueError: as DistributedDataParallel.
     """
+
+    reducer: Any  # ringdp._C.Reducer
+    logger: Any  # ReducerLog
 
     def __init__(
         self,
@@ -207,8 +211,8 @@ class RingDP(DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce each bucket; torch's hooks work unchanged.
 
-        The bucket holds this rank's gradients, not divided. `ringdp.hooks.parameter_names` names them. May be called once,
-        before the first backward.
+        The bucket holds this rank's gradients, not divided. `ringdp.hooks.parameter_names` names them. May be called
+        once, before the first backward.
 
         Raises:
             TypeError, ValueError: not a hook, as DistributedDataParallel says it.
@@ -219,11 +223,11 @@ class RingDP(DistributedDataParallel):
         self.reducer.register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         self.logger._set_comm_hook_name(str(comm_hook_type))
         self.reducer.register_builtin_comm_hook(comm_hook_type)
 
-    def register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+    def register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Reduce by torch's ``ALLREDUCE`` or ``FP16_COMPRESS`` hook, without Python in backward."""
         self._register_builtin_comm_hook(comm_hook_type)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 _ATTRIBUTE = "_ringdp_name"
 
 
-def parameter_names(bucket: dist.GradBucket) -> list[str]:
+def parameter_names(bucket: GradBucket) -> list[str]:
     """The names of the bucket's parameters as the wrapped module has them, in the order of ``bucket.gradients()``.
 
     State that outlives a step (residuals, factors) belongs to these names: buckets are laid out anew after the first

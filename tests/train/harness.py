@@ -1,0 +1,292 @@
+"""Run a function on several ranks, each a process of its own, and get what every rank returned.
+
+    from tests.train.harness import run_ranks
+    results = run_ranks(case, 3.0, world_size=2, backend="gloo")     # [what rank 0 returned, what rank 1 returned]
+
+`case` is a module-level function of an importable module (`tests.train.test_x`); it is called on every rank with the
+default process group initialised (``backend=None``: without one). Arguments and results are pickled.
+The processes stay for the next call, because importing torch takes two seconds; one that failed, died or hung is
+killed, with its whole group, and the next call starts fresh ones. No rank outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import multiprocessing.connection as connection
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_START_TIMEOUT_S = 60.0
+_AFTER_FAILURE_S = 5.0  # what the other ranks get to end, so that their errors are seen too
+_DUMP_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank came to: `error` and `text` are None where the function returned."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    text: str | None = None  # its traceback, or how it died
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or took too long; the message has every failed rank's story, first failure first."""
+
+    def __init__(self, message: str, outcomes: list[Outcome]) -> None:
+        super().__init__(message)
+        self.outcomes = outcomes
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    backend: str | None = "gloo",
+    timeout_s: float = 60.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` on every rank and return the results in rank order.
+
+    Raises:
+        RankFailed: as soon as one rank failed; the others get a few seconds to end.
+    """
+    outcomes = run_outcomes(function, *args, world_size=world_size, backend=backend, timeout_s=timeout_s, **kwargs)
+    failed = [outcome for outcome in outcomes if outcome.text is not None]
+    if failed:
+        stories = "\n".join(f"--- rank {outcome.rank} ---\n{outcome.text}" for outcome in failed)
+        raise RankFailed(f"{function.__qualname__} on {world_size} ranks over {backend}:\n{stories}", outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def run_outcomes(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    backend: str | None = "gloo",
+    timeout_s: float = 60.0,
+    **kwargs: Any,
+) -> list[Outcome]:
+    """As `run_ranks`, but hands out the failures too: for tests in which ranks are meant to raise or die."""
+    group = _group(world_size)
+    with tempfile.TemporaryDirectory(prefix="ringdp-test-") as folder:
+        call = (function.__module__, function.__qualname__, args, kwargs, backend, f"file://{folder}/store")
+        outcomes = group.run(pickle.dumps(call), timeout_s)
+    if any(outcome.text is not None for outcome in outcomes):
+        group.kill()  # what a failed function leaves behind is not worth finding out
+    return outcomes
+
+
+def backends() -> list[str]:
+    """The process group backends to test: those in RINGDP_TEST_BACKENDS, or gloo and ring once that is built."""
+    chosen = os.environ.get("RINGDP_TEST_BACKENDS")
+    if chosen:
+        return chosen.split(",")
+    return ["gloo", "ring"] if ring_is_built() else ["gloo"]
+
+
+def ring_is_built() -> bool:
+    """Whether the extension has the process group."""
+    import torch.distributed
+
+    import ringdp.process_group
+
+    with contextlib.suppress(ImportError):
+        return hasattr(torch.distributed.Backend, "RING") and hasattr(ringdp.process_group._extension(), "ProcessGroup")
+    return False
+
+
+class _Group:
+    """The processes of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="ringdp-ranks-")
+        self.ranks = [_Rank(rank, world_size, Path(self.folder.name)) for rank in range(world_size)]
+
+    def healthy(self) -> bool:
+        return bool(self.ranks) and all(rank.process.poll() is None for rank in self.ranks)
+
+    def run(self, call: bytes, timeout_s: float) -> list[Outcome]:
+        deadline = time.monotonic() + timeout_s + _START_TIMEOUT_S * (not all(rank.started for rank in self.ranks))
+        for rank in self.ranks:
+            rank.send(call)
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(self.ranks) and (left_s := deadline - time.monotonic()) > 0:
+            waiting = {rank.pipe: rank for rank in self.ranks if rank.number not in outcomes}
+            for ready in connection.wait(list(waiting), timeout=left_s):
+                rank = waiting[ready]  # type: ignore[index]
+                outcome = rank.receive()
+                if outcome.text is not None and not any(other.text for other in outcomes.values()):
+                    deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
+                outcomes[rank.number] = outcome
+        late = [rank for rank in self.ranks if rank.number not in outcomes]
+        for rank in late:
+            rank.process.send_signal(signal.SIGUSR1)  # its stacks go to its log
+        if late:
+            time.sleep(_DUMP_S)  # the ranks are stuck: nothing they could send says that the stacks are written
+        for rank in late:
+            rank.process.kill()
+            outcomes[rank.number] = Outcome(rank.number, text=f"did not end in time\n{rank.log_tail()}")
+        return sorted(outcomes.values(), key=lambda outcome: outcome.rank)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.process.wait()
+            rank.pipe.close()
+        self.ranks = []
+        self.folder.cleanup()
+
+
+class _Rank:
+    """One process and the pipe to it."""
+
+    def __init__(self, number: int, world_size: int, folder: Path) -> None:
+        self.number = number
+        self.started = False
+        self.log = folder / f"rank{number}.log"
+        here, there = _pipe()
+        self.pipe = here
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.train.harness", str(there.fileno()), str(number), str(world_size)],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[there.fileno()],
+                env=_environment(number, world_size),
+            )
+        there.close()
+
+    def send(self, call: bytes) -> None:
+        with contextlib.suppress(OSError):  # it died: receive() says how
+            self.pipe.send_bytes(call)
+
+    def receive(self) -> Outcome:
+        try:
+            outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.process.wait()
+            return Outcome(self.number, text=f"died with code {self.process.returncode}\n{self.log_tail()}")
+        self.started = True
+        return outcome
+
+    def log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+
+def _pipe() -> tuple[connection.Connection, connection.Connection]:
+    import multiprocessing
+
+    return multiprocessing.Pipe()
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RINGDP_SECRET_FILE")
+    environ = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("TORCHELASTIC_")}
+    environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return environ
+
+
+_groups: dict[int, _Group] = {}
+
+
+def _group(world_size: int) -> _Group:
+    group = _groups.get(world_size)
+    if group is None or not group.healthy():
+        if group is not None:
+            group.kill()
+        group = _groups[world_size] = _Group(world_size)
+    return group
+
+
+@atexit.register
+def _end_all() -> None:
+    for group in _groups.values():
+        group.kill()
+
+
+# In the ranks.
+
+
+def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
+    while True:
+        try:
+            module, name, args, kwargs, backend, store = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            with _process_group(backend, store, rank, world_size):
+                function = _find(module, name)
+                outcome = Outcome(rank, value=function(*args, **kwargs))
+        except BaseException as error:
+            outcome = Outcome(rank, error=_picklable(error), text=traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(outcome))
+
+
+@contextlib.contextmanager
+def _process_group(backend: str | None, store: str, rank: int, world_size: int) -> Iterator[None]:
+    if backend is None:
+        yield
+        return
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    if backend == "ring":
+        import ringdp  # noqa: F401  (registers it)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.barrier()  # a rank with nothing to do could leave while another still connects to it
+    yield  # where the function raises, the process is killed: leaving the group could wait for the other ranks
+    dist.destroy_process_group()
+
+
+def _find(module: str, name: str) -> Callable[..., Any]:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _main() -> None:
+    pipe = connection.Connection(int(sys.argv[1]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test run's to handle
+    import torch
+
+    torch.set_num_threads(1)
+    _serve(pipe, int(sys.argv[2]), int(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    # Outcome must be the class that the parent unpickles, not __main__'s.
+    importlib.import_module("tests.train.harness")._main()
