@@ -1,0 +1,54 @@
+// A job whose ranks are threads of this process: one Runtime and one group of everybody per rank, real sockets between.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "engine/group.h"
+#include "mesh/store.h"
+#include "testing.h"
+
+namespace ringdp::testing {
+
+struct Rank {
+  int rank;
+  int world;
+  std::shared_ptr<Runtime> runtime;
+  std::unique_ptr<GroupHandle> group;
+
+  void wait(const std::shared_ptr<Work>& work) { group->wait(*work); }
+};
+
+inline RendezvousOptions rendezvous_options(int rank, int world) {
+  RendezvousOptions options;
+  options.rank = rank;
+  options.world = world;
+  options.timeout_ms = 30'000;
+  return options;
+}
+
+inline std::vector<int> everybody(int world) {
+  std::vector<int> members(world);
+  for (int i = 0; i < world; ++i) members[i] = i;
+  return members;
+}
+
+// Runs `body` on every rank of a fresh job. A small `table` limit forces an algorithm.
+inline void run_job(int world, const AlgorithmTable& table, const std::function<void(Rank&)>& body,
+                    int64_t timeout_ms = 30'000) {
+  MemoryStore store;
+  run_ranks(world, [&](int rank) {
+    auto runtime = std::make_shared<Runtime>(store, rendezvous_options(rank, world), EngineOptions{});
+    Rank self{rank, world, runtime,
+              std::make_unique<GroupHandle>(runtime, "everybody", everybody(world), timeout_ms, table)};
+    body(self);
+  });
+}
+
+template <class T>
+std::span<std::byte> bytes_of(std::vector<T>& values) {
+  return std::as_writable_bytes(std::span(values));
+}
+
+}  // namespace ringdp::testing

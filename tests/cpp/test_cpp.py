@@ -1,0 +1,138 @@
+"""Builds the C++ tests beside this file and runs each under no sanitizer, under ASan + UBSan, and under TSan."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import need_command
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parents[1] / "build" / "cpp"
+TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
+SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
+RUN_TIME_OPTIONS = {
+    "ASAN_OPTIONS": "detect_stack_use_after_return=1:strict_string_checks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "second_deadlock_stack=1:history_size=4",
+}
+# A thread, because that is where a sanitizer's run time fails to start if it does.
+PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
+COMPILER = shlex.split(os.environ.get("CXX") or "c++")
+
+pytestmark = pytest.mark.timeout(300)  # the first test of each build waits for the compiler
+
+
+def environment() -> dict[str, str]:
+    """Ours without what an outer make sets: its job server is not handed on."""
+    outer = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
+    kept = {name: value for name, value in os.environ.items() if name not in outer}
+    return kept | {"CXX": shlex.join(COMPILER)} | RUN_TIME_OPTIONS
+
+
+def run(command: list[str], *, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=HERE, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+@cache
+def launch_prefix(build: str) -> list[str]:
+    """What to start the binaries of a build with; skips where the compiler or the kernel cannot do the sanitizer.
+
+    ThreadSanitizer before GCC 14 and Clang 18 dies where the kernel randomises addresses by more than 28 bits
+    (vm.mmap_rnd_bits): setarch -R switches that off for one process.
+    """
+    folder = BUILD / build
+    folder.mkdir(parents=True, exist_ok=True)
+    source, binary = folder / "probe.cpp", folder / f"probe-{os.getpid()}"
+    source.write_text(PROBE)
+    flags = [f"-fsanitize={SANITIZERS[build]}"] if SANITIZERS[build] else []
+    compiled = run([*COMPILER, "-pthread", *flags, "-o", str(binary), str(source)])
+    if compiled.returncode != 0:
+        pytest.skip(f"{COMPILER[0]} cannot build with {' '.join(flags) or 'threads'}: {compiled.stderr.strip()[-300:]}")
+    try:
+        if all(run([str(binary)]).returncode == 0 for _ in range(4)):
+            return []
+        setarch = shutil.which("setarch")
+        if setarch and run([setarch, "-R", str(binary)]).returncode == 0:
+            return [setarch, "-R"]
+        pytest.skip(f"programs built with {' '.join(flags)} do not start here (see vm.mmap_rnd_bits)")
+    finally:
+        binary.unlink(missing_ok=True)
+
+
+def make(*goals: str) -> subprocess.CompletedProcess[str]:
+    """Build what is older than its sources. One at a time, also between test runs."""
+    make_program = need_command("make", "make")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        jobs = len(os.sched_getaffinity(0))
+        return run([make_program, "--keep-going", "--no-print-directory", f"-j{jobs}", *goals])
+
+
+@cache
+def build_all(build: str) -> None:
+    """All binaries of a build at once, which keeps the cores busy. What fails is reported by the test it belongs to."""
+    make(build)
+
+
+def built(build: str, test: str) -> Path:
+    binary = BUILD / build / test
+    build_all(build)
+    done = make(f"../../build/cpp/{build}/{test}")
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == 0, "\n".join(["does not build:", *errors[:40]])
+    return binary
+
+
+@pytest.mark.parametrize("test", TESTS)
+@pytest.mark.parametrize("build", SANITIZERS)
+def test_passes(build: str, test: str) -> None:
+    need_command(COMPILER[0], "g++")
+    prefix = launch_prefix(build)
+    done = run([*prefix, str(built(build, test)), "--limit-s", "60"])
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the wide kernels are for x86-64")
+@pytest.mark.parametrize(("isa", "register"), [("avx2", "ymm"), ("avx512", "zmm")])
+def test_kernels_are_vectorised_and_not_fused(isa: str, register: str) -> None:
+    """What the compiler made of the loops: wide registers, and no fused multiply-add, which would change the bits."""
+    need_command(COMPILER[0], "g++")
+    objdump = need_command("objdump", "binutils")
+    built("plain", "test_kernels")
+    listing = run([objdump, "-d", "-C", "--no-show-raw-insn", str(BUILD / "plain" / "kernels" / f"{isa}.o")]).stdout
+    functions = dict(re.findall(r"^[0-9a-f]+ <(.*)>:\n((?:.+\n)*)", listing, re.MULTILINE))
+    loops = {name: body for name, body in functions.items() if "Loops::" in name}
+    assert len(loops) > 60
+    fused = {name for name, body in functions.items() if re.search(r"\bvfn?m(add|sub)", body)}
+    assert not fused
+    # Integer division has no vector instruction; everything else must be wide.
+    narrow = {
+        name
+        for name, body in loops.items()
+        if register not in body and not re.search(r"::divide<(?!float|double)", name)
+    }
+    assert not narrow
+
+
+def test_inline_code_of_wide_kernels_does_not_leak() -> None:
+    """No weak symbol in the objects of an instruction set: the linker might take its copy for the whole program."""
+    need_command(COMPILER[0], "g++")
+    nm = need_command("nm", "binutils")
+    built("plain", "test_kernels")
+    for isa in ("scalar", "avx2", "avx512"):
+        symbols = run([nm, "-C", "--defined-only", str(BUILD / "plain" / "kernels" / f"{isa}.o")]).stdout.splitlines()
+        shared = [line.split(maxsplit=2)[2] for line in symbols if line.split(maxsplit=2)[1] not in "tdrb"]
+        assert shared == [f"ringdp::kernels::{isa}_table()"]

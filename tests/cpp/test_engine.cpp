@@ -1,0 +1,311 @@
+// The engine with ranks as threads: every collective and algorithm, concurrency, order, callbacks, and what fails.
+#include <cmath>
+#include <mutex>
+#include <random>
+
+#include "job.h"
+#include "kernels/kernels.h"
+
+namespace ringdp::testing {
+namespace {
+
+const AlgorithmTable kFoldAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40};
+const AlgorithmTable kNeverSmall{0, 0, 0, 0};
+
+float value(int rank, std::size_t i) {
+  return static_cast<float>((i * 2654435761ULL + static_cast<std::size_t>(rank) * 40503ULL) % 20011) / 127.0F - 50.0F;
+}
+
+// x_first + x_{first+1} + … (ranks modulo n): the ring's order for the chunk that starts at rank `first`.
+float sum_from(int first, int world, std::size_t i) {
+  float sum = value(first, i);
+  for (int step = 1; step < world; ++step) sum = sum + value((first + step) % world, i);
+  return sum;
+}
+
+std::size_t chunk_elements(std::size_t count, int world) {
+  std::size_t each = (count + static_cast<std::size_t>(world) - 1) / static_cast<std::size_t>(world);
+  return (each + 15) / 16 * 16;
+}
+
+void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count, ReduceOp op, bool synchronous) {
+  run_job(world, table, [&](Rank& self) {
+    std::vector<float> data(count);
+    for (std::size_t i = 0; i < count; ++i) data[i] = value(self.rank, i);
+    CallOptions options;
+    options.caller_waits = synchronous;
+    self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, op, options));
+    bool ring = choose_all_reduce(table, world, DType::kFloat32, count * 4) == Algorithm::kRing && world > 1;
+    std::size_t each = ring ? chunk_elements(count, world) : 1;
+    std::size_t wrong = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      float wanted = sum_from(ring ? static_cast<int>(i / each) : 0, world, i);
+      if (op == ReduceOp::kAvg) wanted = wanted / static_cast<float>(world);
+      if (op == ReduceOp::kMax) {
+        wanted = value(0, i);
+        for (int r = 1; r < world; ++r) wanted = std::max(wanted, value(r, i));
+      }
+      wrong += std::memcmp(&wanted, &data[i], sizeof(float)) != 0;
+    }
+    CHECK_EQ(wrong, std::size_t{0});
+  });
+}
+
+const std::vector<std::size_t> kSizes{0, 1, 2, 3, 5, 1009, 65535, 65536, 65537, 300007};
+
+}  // namespace
+
+CASE("all-reduce by ring sums in the ring's order, to the bit, for every world and size") {
+  for (int world : {1, 2, 3, 4, 5, 8})
+    for (std::size_t count : kSizes) check_all_reduce(kNeverSmall, world, count, ReduceOp::kSum, world % 2 == 0);
+}
+
+CASE("all-reduce by fold sums in rank order, to the bit, for every world and size") {
+  for (int world : {1, 2, 3, 4, 5, 8})
+    for (std::size_t count : kSizes) check_all_reduce(kFoldAlways, world, count, ReduceOp::kSum, world % 2 == 1);
+}
+
+CASE("average and maximum") {
+  for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall})
+    for (ReduceOp op : {ReduceOp::kAvg, ReduceOp::kMax}) check_all_reduce(table, 3, 70001, op, true);
+}
+
+CASE("half types are added in float32 in rank order and rounded once, whatever the algorithm") {
+  for (int world : {2, 3, 5}) {
+    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, AlgorithmTable{}}) {
+      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{31}, std::size_t{300007}}) {
+        run_job(world, table, [&](Rank& self) {
+          const ReduceKernels& kernels = reduce_kernels(DType::kBfloat16, ReduceOp::kAvg);
+          auto fill = [&](int rank) {
+            std::vector<float> wide(count);
+            for (std::size_t i = 0; i < count; ++i) wide[i] = value(rank, i);
+            std::vector<uint16_t> out(count);
+            kernels.store(out.data(), wide.data(), 1.0F, count);
+            return out;
+          };
+          std::vector<uint16_t> data = fill(self.rank), wanted(count);
+          std::vector<float> sum(count);
+          for (int rank = 0; rank < world; ++rank) {
+            std::vector<uint16_t> theirs = fill(rank);
+            if (rank == 0)
+              kernels.load(sum.data(), theirs.data(), count);
+            else
+              kernels.accumulate(sum.data(), theirs.data(), count);
+          }
+          kernels.store(wanted.data(), sum.data(), static_cast<float>(world), count);
+          self.wait(self.group->all_reduce(bytes_of(data), DType::kBfloat16, ReduceOp::kAvg, {}));
+          CHECK(data == wanted);
+        });
+      }
+    }
+  }
+}
+
+CASE("broadcast, all-gather, reduce-scatter and barrier") {
+  for (int world : {1, 2, 3, 4, 5, 8}) {
+    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
+      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{17}, std::size_t{65537}, std::size_t{200003}}) {
+        run_job(world, table, [&](Rank& self) {
+          for (int root = 0; root < world; root += 2) {
+            std::vector<float> data(count);
+            for (std::size_t i = 0; i < count; ++i) data[i] = self.rank == root ? value(root, i) : -1.0F;
+            self.wait(self.group->broadcast(bytes_of(data), DType::kFloat32, root, {}));
+            std::size_t wrong = 0;
+            for (std::size_t i = 0; i < count; ++i) wrong += data[i] != value(root, i);
+            CHECK_EQ(wrong, std::size_t{0});
+          }
+          std::vector<float> mine(count);
+          for (std::size_t i = 0; i < count; ++i) mine[i] = value(self.rank, i);
+          std::vector<std::vector<float>> all(static_cast<std::size_t>(world), std::vector<float>(count));
+          std::vector<std::span<std::byte>> blocks;
+          for (auto& block : all) blocks.push_back(bytes_of(block));
+          self.wait(self.group->all_gather(bytes_of(mine), blocks, DType::kFloat32, {}));
+          std::size_t wrong = 0;
+          for (int rank = 0; rank < world; ++rank)
+            for (std::size_t i = 0; i < count; ++i) wrong += all[static_cast<std::size_t>(rank)][i] != value(rank, i);
+          CHECK_EQ(wrong, std::size_t{0});
+
+          std::vector<std::vector<float>> inputs;
+          std::vector<std::span<std::byte>> chunks;
+          for (int rank = 0; rank < world; ++rank) {
+            auto& chunk = inputs.emplace_back(count);
+            for (std::size_t i = 0; i < count; ++i) chunk[i] = value(self.rank, i + static_cast<std::size_t>(rank));
+          }
+          for (auto& chunk : inputs) chunks.push_back(bytes_of(chunk));
+          auto before = inputs;
+          std::vector<float> out(count);
+          self.wait(self.group->reduce_scatter(chunks, bytes_of(out), DType::kFloat32, ReduceOp::kSum, {}));
+          wrong = 0;
+          for (std::size_t i = 0; i < count; ++i)
+            wrong += out[i] != sum_from(0, world, i + static_cast<std::size_t>(self.rank));
+          CHECK_EQ(wrong, std::size_t{0});
+          CHECK(inputs == before);
+          self.wait(self.group->barrier({}));
+        });
+      }
+    }
+  }
+}
+
+CASE("a thousand operations in flight end in order, on every rank with the same sums") {
+  run_job(3, AlgorithmTable{}, [&](Rank& self) {
+    constexpr int kCount = 1000;
+    std::vector<std::vector<int64_t>> data;
+    std::vector<std::shared_ptr<Work>> works;
+    std::mutex mutex;
+    std::vector<int> order;
+    for (int i = 0; i < kCount; ++i) data.emplace_back(1 + static_cast<std::size_t>(i * 7919 % 3001), self.rank + i);
+    for (int i = 0; i < kCount; ++i) {
+      CallOptions options;
+      options.on_done = [&, i](std::exception_ptr error) {
+        CHECK(error == nullptr);
+        std::lock_guard lock(mutex);
+        order.push_back(i);
+      };
+      works.push_back(self.group->all_reduce(bytes_of(data[static_cast<std::size_t>(i)]), DType::kInt64, ReduceOp::kSum, options));
+    }
+    for (auto& work : works) self.wait(work);
+    for (int i = 0; i < kCount; ++i)
+      for (int64_t got : data[static_cast<std::size_t>(i)])
+        REQUIRE(got == 3 + 3 * i);
+    while (true) {
+      std::lock_guard lock(mutex);
+      if (order.size() == kCount) break;
+    }
+    CHECK(std::is_sorted(order.begin(), order.end()));
+  });
+}
+
+CASE("operations on the same memory keep their order without a wait in between") {
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> data(100000, 1.0F);
+    std::vector<std::shared_ptr<Work>> works;
+    for (int i = 0; i < 5; ++i) works.push_back(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
+    std::vector<float> other(data.size()), mine(data.size());
+    works.push_back(self.group->all_gather(bytes_of(data), {bytes_of(mine), bytes_of(other)}, DType::kFloat32, {}));
+    for (auto& work : works) self.wait(work);
+    CHECK_EQ(data[99999], 32.0F);
+    CHECK_EQ(other[7], 32.0F);
+  });
+}
+
+CASE("a collective inside a callback is matched although the ranks are elsewhere") {
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> first(1000, 1.0F), inner(500, 2.0F);
+    std::vector<std::vector<float>> later(20, std::vector<float>(3000, 1.0F));
+    std::atomic<bool> inner_done{false};
+    CallOptions options;
+    options.on_done = [&](std::exception_ptr) {
+      self.wait(self.group->all_reduce(bytes_of(inner), DType::kFloat32, ReduceOp::kSum, {}));
+      inner_done = true;
+    };
+    auto work = self.group->all_reduce(bytes_of(first), DType::kFloat32, ReduceOp::kSum, options);
+    if (self.rank == 1) {
+      self.wait(work);
+      while (!inner_done) std::this_thread::yield();  // rank 0 has issued all that follows by now
+    }
+    std::vector<std::shared_ptr<Work>> works;
+    for (auto& data : later) works.push_back(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
+    for (auto& it : works) self.wait(it);
+    while (!inner_done) std::this_thread::yield();
+    CHECK_EQ(inner[499], 4.0F);
+    CHECK_EQ(later[19][2999], 2.0F);
+  });
+}
+
+CASE("groups used from several threads in different orders do not disturb each other") {
+  run_job(4, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<std::unique_ptr<GroupHandle>> groups;
+    for (int g = 0; g < 6; ++g)
+      groups.push_back(std::make_unique<GroupHandle>(self.runtime, "g" + std::to_string(g), everybody(4), 30'000, AlgorithmTable{}));
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&, t] {
+        for (int round = 0; round < 20; ++round) {
+          // Each thread owns two groups; ranks issue to them in different orders and wait for both.
+          std::vector<std::vector<int32_t>> data{std::vector<int32_t>(100, self.rank), std::vector<int32_t>(40000, self.rank)};
+          std::vector<std::shared_ptr<Work>> works(2);
+          for (std::size_t k = 0; k < 2; ++k) {
+            std::size_t g = (k + static_cast<std::size_t>(self.rank)) % 2;
+            works[g] = groups[2 * static_cast<std::size_t>(t) + g]->all_reduce(bytes_of(data[g]), DType::kInt32, ReduceOp::kSum, {});
+          }
+          for (auto& work : works) self.wait(work);
+          CHECK_EQ(data[0].back(), 6);
+          CHECK_EQ(data[1].back(), 6);
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  });
+}
+
+CASE("ranks that disagree all fail, and each names both sides") {
+  for (int world : {2, 4}) {
+    run_job(world, AlgorithmTable{}, [&](Rank& self) {
+      std::vector<float> floats(100, 1.0F);
+      std::vector<int32_t> ints(100, 1);
+      std::string message = CHECK_THROWS(
+          ErrorKind::kMismatch,
+          self.wait(self.rank == 1
+                        ? self.group->all_reduce(bytes_of(ints), DType::kInt32, ReduceOp::kSum, {})
+                        : self.group->all_reduce(bytes_of(floats), DType::kFloat32, ReduceOp::kSum, {})));
+      CHECK(message.find("int32[100]") != std::string::npos);
+      CHECK(message.find("float32[100]") != std::string::npos);
+      CHECK(message.find("rank 1") != std::string::npos);
+      CHECK_THROWS(ErrorKind::kMismatch, self.group->barrier({}));
+    });
+  }
+}
+
+CASE("a rank that leaves is named by those that wait for it") {
+  std::atomic<int> through{0};
+  run_job(3, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> data(100000, 1.0F);
+    self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
+    ++through;
+    while (through < 3) std::this_thread::yield();
+    if (self.rank == 2) return;
+    std::string message = CHECK_THROWS(ErrorKind::kPeerLost,
+                                       self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
+    CHECK(message.find("rank 2") != std::string::npos);
+    CHECK(message.find("all_reduce #2") != std::string::npos);
+  });
+}
+
+CASE("a timeout names the rank that is missing") {
+  run_job(
+      3, AlgorithmTable{},
+      [&](Rank& self) {
+        std::vector<float> data(10, 1.0F);
+        self.wait(self.group->barrier({}));
+        if (self.rank == 1) {
+          // Present but silent until the others have given up; then it hears why.
+          std::this_thread::sleep_for(std::chrono::milliseconds(600));
+          CHECK_THROWS(ErrorKind::kTimeout,
+                       self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
+          return;
+        }
+        std::string message = CHECK_THROWS(
+            ErrorKind::kTimeout, self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
+        CHECK(message.find("rank 1") != std::string::npos);
+        CHECK(message.find(" Timed out ") != std::string::npos);
+      },
+      200);
+}
+
+CASE("memory kept for a peer that runs ahead is bounded") {
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    // Rank 0 issues 64 MiB of small operations before rank 1 issues any; all of them must still come out right.
+    constexpr int kCount = 2048;
+    std::vector<std::vector<float>> data(kCount, std::vector<float>(8192, static_cast<float>(self.rank + 1)));
+    std::vector<std::shared_ptr<Work>> works;
+    if (self.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    for (auto& it : data) works.push_back(self.group->all_reduce(bytes_of(it), DType::kFloat32, ReduceOp::kSum, {}));
+    for (auto& work : works) self.wait(work);
+    std::size_t wrong = 0;
+    for (auto& it : data) wrong += it[8191] != 3.0F;
+    CHECK_EQ(wrong, std::size_t{0});
+  });
+}
+
+}  // namespace ringdp::testing
