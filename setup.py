@@ -102,8 +102,20 @@ class BuildExt(BuildExtension):
         self.build_temp = str(BUILD_FOLDER / ext.name)
         if ext.name == "ringdp._C":
             ext.extra_objects = self.core_objects()
+        self.quiet_headers(ext)
         self.relink_if_changed(ext)
         super().build_extension(ext)
+
+    def quiet_headers(self, ext: Extension) -> None:
+        """Other people's headers as system headers, whose warnings are theirs (torch's 60 a file would hide ours).
+
+        Python's folders follow torch's in the same list: an -I would go first, and some installations have a pybind11
+        of their own there.
+        """
+        ours = str(ROOT / CSRC)
+        others = [folder for folder in [*ext.include_dirs, *self.compiler.include_dirs] if folder != ours]
+        ext.include_dirs = [ours]
+        ext.extra_compile_args = [*ext.extra_compile_args, *(word for f in others for word in ("-isystem", f))]
 
     def core_objects(self) -> list[str]:
         """What compiling ringdp._core left for ringdp._C."""

@@ -1,0 +1,121 @@
+"""The wheel: what is in it, and that it trains where there is no compiler and no checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import need
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.timeout(300)  # after a change of the C++ sources this compiles
+
+TRAIN = """
+import hashlib
+import torch, ringdp
+
+ringdp.init()
+assert "site-packages" in ringdp.__file__, ringdp.__file__
+torch.manual_seed(ringdp.rank())  # RingDP gives everybody rank 0's parameters
+model = ringdp.RingDP(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(64, 8)
+y = x[:, :1]
+losses = []
+for _ in range(20):
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] / 2, losses
+state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+with open(f"rank{ringdp.rank()}", "w") as file:
+    file.write(f"{ringdp.world_size()} {hashlib.sha256(state).hexdigest()}")
+ringdp.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this checkout; what `make build` compiled is used again."""
+    need("pip")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(folder), "."]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("ringdp-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def clean_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new virtual environment with the wheel in it. torch comes from this one, to save installing it again.
+
+    A path in a .pth file lends packages, but not what their own .pth files say: the checkout stays out of sight.
+    """
+    folder = tmp_path_factory.mktemp("clean") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    (site_packages / "lent.pth").write_text("\n".join(lent))
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-index"]
+    subprocess.run([*command, "--no-deps", "--quiet", str(wheel)], check=True)
+    return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Only the environment's own programs on PATH, so neither a compiler nor ninja of the machine."""
+    kept = {key: value for key, value in os.environ.items() if key in {"HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH"}}
+    return kept | {"PATH": str(folder / "bin")}
+
+
+def test_contents(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (points,) = [archive.read(name).decode() for name in names if name.endswith("entry_points.txt")]
+        (metadata,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")]
+    modules = sorted(name.split(".")[0] for name in names if name.endswith(".so"))
+    assert modules == ["ringdp/_C", "ringdp/_core"]
+    assert "ringdp/_build_info.py" in names
+    assert any(name.endswith("LICENSE") for name in names)
+    strangers = [n for n in names if not n.startswith(("ringdp/", "ringdp-")) or "csrc" in n]
+    assert not strangers
+    assert "ringrun = ringdp.launch.__main__:main" in points
+    assert "[torch.backends]\nringdp = ringdp._autoload:register" in points
+    assert "Requires-Dist: torch>=2.11" in metadata
+    assert wheel.name.split("-")[4] != "any.whl", "a wheel with compiled modules names its platform"
+
+
+def test_torch_finds_the_backend_by_itself(clean_environment: Path, tmp_path: Path) -> None:
+    code = "import torch; print('ring' in torch.distributed.Backend.backend_list)"
+    python = str(clean_environment / "bin" / "python")
+    done = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, env=environment(clean_environment), capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_trains_without_a_compiler(clean_environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [str(clean_environment / "bin" / "ringrun"), "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(clean_environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (tmp_path / "rank0").read_text(), (tmp_path / "rank1").read_text()
+    assert first.startswith("2 ")
+    assert first == second
