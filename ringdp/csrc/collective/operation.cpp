@@ -1,6 +1,7 @@
 #include "collective/operation.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "base/bytes.h"
 
@@ -16,11 +17,19 @@ Operation::Operation(GroupView group, OperationShape shape, std::string name) : 
   identity_.fingerprint = identity_.shape.fingerprint();
 }
 
+void Operation::copy_at_start(std::span<std::byte> to, std::span<const std::byte> from) {
+  if (from.empty() || to.data() == from.data()) return;
+  uses(to);
+  uses(from);
+  copies_.emplace_back(to, from);
+}
+
 void Operation::start(const OperationContext& context) {
   context_ = context;
   identity_.group = context.group;
   identity_.sequence = context.sequence;
   started_ = true;
+  for (auto& [to, from] : copies_) std::memmove(to.data(), from.data(), from.size());
   prepare();
   // Receivers first: what a peer sent early may already complete this, and set what can be sent.
   for (RecvFlow& flow : receives_) context_.links[flow.peer]->attach(flow);

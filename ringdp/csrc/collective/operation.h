@@ -37,6 +37,9 @@ class Operation : public FlowHandler {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
+  // A copy within this rank, made when the operation starts: earlier operations of the group may still write `from`.
+  void copy_at_start(std::span<std::byte> to, std::span<const std::byte> from);
+
   void start(const OperationContext& context);
   bool complete() const;
   // Ends it early: links forget its flows, its memory may be freed.
@@ -70,6 +73,7 @@ class Operation : public FlowHandler {
   FlowIdentity identity_;
   OperationContext context_;
   std::vector<std::span<const std::byte>> memory_;
+  std::vector<std::pair<std::span<std::byte>, std::span<const std::byte>>> copies_;
   bool started_ = false;
 };
 

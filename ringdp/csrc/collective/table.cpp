@@ -1,7 +1,6 @@
 #include "collective/table.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/error.h"
 #include "collective/chain.h"
@@ -88,7 +87,7 @@ std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const Gro
   if (root < 0 || root >= group.size)
     throw Error(ErrorKind::kValue, "broadcast: root " + std::to_string(root) + " is no rank of a group of " +
                                        std::to_string(group.size));
-  bool flat = memory.size() <= table.flat_broadcast_bytes || group.size == 2;
+  bool flat = memory.size() <= table.flat_broadcast_bytes || group.size <= 2;
   OperationShape shape = shape_of(Collective::kBroadcast, dtype, ReduceOp::kSum,
                                   flat ? Algorithm::kExchange : Algorithm::kChain, memory.size(), root);
   if (!flat) return std::make_unique<Chain>(group, shape, std::move(name), memory);
@@ -110,16 +109,21 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
     if (block.size() != input.size())
       throw Error(ErrorKind::kValue, "all_gather: an output of " + std::to_string(block.size()) + " bytes for an input of " +
                                          std::to_string(input.size()));
-  bool direct = input.size() <= table.direct_gather_bytes || group.size == 2;
+  bool direct = input.size() <= table.direct_gather_bytes || group.size <= 2;
   std::span<std::byte> own = blocks[group.rank];
-  if (!input.empty() && own.data() != input.data()) std::memmove(own.data(), input.data(), input.size());
   OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum,
                                   direct ? Algorithm::kExchange : Algorithm::kRing, input.size());
-  if (!direct) return std::make_unique<Ring>(group, shape, std::move(name), std::move(blocks), false);
-  std::vector<Exchange::Piece> in;
-  for (int member = 0; member < group.size; ++member)
-    if (member != group.rank) in.push_back({member, blocks[member]});
-  return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, own), std::move(in));
+  std::unique_ptr<Operation> operation;
+  if (direct) {
+    std::vector<Exchange::Piece> in;
+    for (int member = 0; member < group.size; ++member)
+      if (member != group.rank) in.push_back({member, blocks[member]});
+    operation = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, own), std::move(in));
+  } else {
+    operation = std::make_unique<Ring>(group, shape, std::move(name), std::move(blocks), false);
+  }
+  operation->copy_at_start(own, input);
+  return operation;
 }
 
 std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
@@ -134,8 +138,9 @@ std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vect
                                          " bytes for an output of " + std::to_string(output.size()));
   OperationShape shape = shape_of(Collective::kReduceScatter, dtype, op, Algorithm::kPairwise, output.size());
   if (group.size == 1) {
-    if (!output.empty() && output.data() != chunks[0].data()) std::memmove(output.data(), chunks[0].data(), output.size());
-    return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+    auto alone = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+    alone->copy_at_start(output, chunks[0]);
+    return alone;
   }
   return std::make_unique<Pairwise>(group, shape, std::move(name), std::move(chunks), output);
 }
