@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def reports(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
 
 def test_the_same_script_sees_the_same_under_torchrun(tmp_path: Path, jobs: list[Job]) -> None:
     path = script(tmp_path, REPORT)
-    flags = ("--nproc-per-node=2", "--role=trainer", "--max-restarts=2", path, "--lr", "0.1")
+    flags = ("--standalone", "--nproc-per-node=2", "--role=trainer", "--max-restarts=2", path, "--lr", "0.1")
     environ = {"OMP_NUM_THREADS": "", "TMPDIR": str(tmp_path), "LOGLEVEL": ""}
     theirs = run(jobs, tmp_path / "torchrun", *flags, command=TORCHRUN, environ=environ)
     ours = run(jobs, tmp_path / "ringrun", *flags, environ=environ)
@@ -175,8 +176,6 @@ def folder(path: Path) -> Path:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
