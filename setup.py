@@ -31,6 +31,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 import torch  # noqa: E402
 from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 CSRC = Path("ringdp/csrc")
@@ -151,6 +152,16 @@ class BuildExt(BuildExtension):
                 path.write_text(text)
 
 
+class BuildPy(build_py):
+    """build_py, starting from nothing: it would leave files in the wheel whose source is gone."""
+
+    def run(self) -> None:
+        for path in sorted(Path(self.build_lib).rglob("*"), reverse=True):
+            if path.is_file() and path.suffix != ".so":
+                path.unlink()
+        super().run()
+
+
 def default_jobs() -> int:
     """One per usable core, as far as 2 GiB each go (a file that includes torch takes about 1.5)."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -180,4 +191,4 @@ def extensions() -> list[Any]:
     return [core, torch_side]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt, "build_py": BuildPy})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -48,7 +49,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need("pip")
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(folder), "."]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build" / "wheel.lock", "w") as lock:  # another test run in this checkout uses the same folders
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("ringdp-*.whl")
     return path
