@@ -130,7 +130,7 @@ def train(dataset: TensorDataset, options: argparse.Namespace) -> Run:
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     losses = []
     steps = steps_of(dataset, options)
-    sent_before = ringdp.stats().bytes_sent
+    sent_before = ringdp.traffic().bytes_sent
     begin = time.perf_counter()
     with progress(steps) as advance:
         for images, labels in batches(dataset, ringdp.rank(), options):
@@ -141,7 +141,7 @@ def train(dataset: TensorDataset, options: argparse.Namespace) -> Run:
             losses.append(loss.detach())
             advance(loss)
     seconds = time.perf_counter() - begin
-    bytes_sent = ringdp.stats().bytes_sent - sent_before
+    bytes_sent = ringdp.traffic().bytes_sent - sent_before
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     mean /= ringdp.world_size()
@@ -217,7 +217,7 @@ def summarise(run: Run, checks: Sequence[Check]) -> None:
     print(f"{run.seconds:.1f} s, loss {run.losses[-1]:.4f}")
     print(f"  {run.samples / run.seconds:,.0f} samples/s")
     print(f"  {run.bytes_sent / steps:,.0f} bytes sent per step over ring by rank 0")
-    print(f"  {stats.exposed_ms:.2f} ms exposed communication per step")
+    print(f"  {1000 * stats.total_exposed_wait_s / stats.steps:.2f} ms exposed communication per step")
     for check in checks:
         print(f"  {'ok    ' if check.passed else 'FAILED'} {check.text}", flush=True)
 

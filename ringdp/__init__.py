@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         named,
         rank,
         shutdown,
+        traffic,
         world_size,
     )
 
@@ -48,6 +49,7 @@ __all__ = [
     "named",
     "rank",
     "shutdown",
+    "traffic",
     "world_size",
 ]
 

@@ -202,6 +202,27 @@ def named(name: str) -> Iterator[None]:
         scope.exit()
 
 
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that crossed this process's ring connections since it joined, over all groups, frame headers included."""
+
+    bytes_sent: int
+    bytes_received: int
+
+
+def traffic() -> Traffic:
+    """What this rank sent to and received from the others over ``ring`` so far.
+
+    Raises:
+        InvalidStateError: before `init`, or the job's CPU tensors do not go over ``ring``.
+    """
+    _require_initialized("traffic")
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    if not isinstance(backend, _extension().ProcessGroupRing):
+        raise InvalidStateError(f"the backend is {dist.get_backend()}: only ring counts its traffic")
+    return Traffic(backend.bytes_sent(), backend.bytes_received())
+
+
 def register_backend() -> None:
     """Make torch.distributed know the backend ``ring``; calling it again changes nothing."""
     if not hasattr(dist.Backend, BACKEND.upper()):
@@ -217,7 +238,9 @@ def _create_process_group(options: Any, pg_options: config.RingConfig | None) ->
         )
     config.apply_log_level()
     settings = pg_options or config.RingConfig.from_environment()
-    return _extension().create_process_group(
+    extension = _extension()
+    extension.set_log_sink(_log_line)
+    return extension.create_process_group(
         store=options.store,
         rank=options.group_rank,
         size=options.group_size,
@@ -226,6 +249,11 @@ def _create_process_group(options: Any, pg_options: config.RingConfig | None) ->
         global_ranks=list(options.global_ranks_in_group),
         config=settings.as_dict(),
     )
+
+
+def _log_line(level: int, text: str) -> None:
+    """A line of the core; its levels are 0 to 3 for debug to error. Any thread."""
+    logging.getLogger("ringdp.core").log(10 * (level + 1), text)
 
 
 def _extension() -> Any:
