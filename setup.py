@@ -8,6 +8,7 @@ with what it finds.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import sys
@@ -42,7 +43,11 @@ COMPILE_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden"
 # with.
 CORE_MACROS = [("PYBIND11_STDLIB", '"_ringdp_core"')]
 HEADERS = [str(path) for path in sorted(CSRC.rglob("*.h"))]  # ninja follows includes by itself, setuptools does not
-BUILD_FOLDER = Path("build", re.sub(r"[^\w.]", "_", f"{sys.implementation.cache_tag}-torch-{TORCH_VERSION}"))
+# One per environment: its paths are in the compiler's command lines, and another command line means compiling again.
+ENVIRONMENT = hashlib.sha256(f"{sys.prefix} {torch.__file__}".encode()).hexdigest()[:8]
+BUILD_FOLDER = Path(
+    "build", re.sub(r"[^\w.]", "_", f"{sys.implementation.cache_tag}-torch-{TORCH_VERSION}-{ENVIRONMENT}")
+)
 
 
 def sources(*folders: str) -> list[str]:
