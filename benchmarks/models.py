@@ -96,6 +96,26 @@ _TASKS: dict[str, Callable[[torch.Generator], Task]] = {"mlp": _mlp, "gpt": _gpt
 NAMES = tuple(_TASKS)
 
 
+@dataclass(frozen=True)
+class Mode:
+    """How gradients are averaged: by which wrapper, over which backend. Without a wrapper they are not."""
+
+    wrapper: str = ""  # DDP or RingDP
+    backend: str = ""
+    gradient_as_bucket_view: bool = False
+
+
+MODES = {
+    "bare": Mode(),
+    "ddp-gloo": Mode("DDP", "gloo"),
+    "ringdp": Mode("RingDP", "ring"),
+    "ddp-ring": Mode("DDP", "ring"),
+    "ddp-gloo-view": Mode("DDP", "gloo", gradient_as_bucket_view=True),
+    "ringdp-gloo": Mode("RingDP", "gloo"),
+}
+DEFAULT_MODES = ("bare", "ddp-gloo", "ringdp", "ddp-ring")
+
+
 def make(name: str, *, rank: int) -> Task:
     """The task called `name`: the same parameters on every rank and every call, a batch of this rank's own."""
     torch.manual_seed(0)

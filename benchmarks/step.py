@@ -6,12 +6,13 @@
     sudo python benchmarks/step.py --hosts 2 --rate 1gbit --models mlp --json out.json
 
 Models: `mlp` (23.1 M parameters), `gpt` (10.8 M), `small` (300 linear layers, so 600 small parameters); plain SGD.
-Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ddp-ring` (torch's DDP on ring) and
-`ddp-gloo-view` (with gradient_as_bucket_view). Every mode first takes three steps that must agree with gradients
-averaged over all ranks' batches in one process; then blocks of steps alternate between the modes.
-Times are the slowest rank's.
+Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ddp-ring` (torch's DDP on ring),
+`ddp-gloo-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo).
+Every mode first takes three steps that must agree with gradients averaged over all ranks' batches in one process; then
+blocks of steps alternate between the modes. Times are the slowest rank's.
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work
     all-reduce  the same buckets reduced with nothing else going on
+    waited      what RingDP itself says the end of backward waited for communication, per step, on rank 0
     hidden      (bare backward + all-reduce - backward with communication) / min(bare backward, all-reduce)
 """
 
@@ -30,13 +31,11 @@ from hosts import INTERFACE, HostsError
 from measure import Summary, format_size, format_time, machine, table
 from ranks import RanksFailed
 
-MODES = ("bare", "ddp-gloo", "ringdp", "ddp-ring", "ddp-gloo-view")
-
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(models.NAMES), help=f"of {', '.join(models.NAMES)}")
-    parser.add_argument("--modes", default=",".join(MODES[:4]), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--modes", default=",".join(models.DEFAULT_MODES), help=f"of {', '.join(models.MODES)}")
     parser.add_argument("--zero-grad", choices=("none", "keep"), default="none", help="what zero_grad() leaves behind")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of steps for each mode (default 7)")
     parser.add_argument("--block-seconds", type=float, default=1.0, help="about how long a block lasts")
@@ -44,7 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     session.add_place_options(parser)
     args = parser.parse_args(argv)
     args.mode_names, args.model_names = args.modes.split(","), args.models.split(",")
-    for given, known in ((args.mode_names, MODES), (args.model_names, models.NAMES)):
+    for given, known in ((args.mode_names, models.MODES), (args.model_names, models.NAMES)):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(known)}")
     if args.rounds < 1:
@@ -58,7 +57,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything and return what `--json` writes. Raises Unavailable, HostsError, RanksFailed."""
-    needs_ring = [name for name in args.mode_names if "ring" in name]
+    modes = [models.MODES[name] for name in args.mode_names]
+    needs_ring = any(mode.backend == "ring" or mode.wrapper == "RingDP" for mode in modes)
     if needs_ring and (reason := session.why_no_ringdp()):
         raise session.Unavailable(f"{reason}; --modes bare,ddp-gloo measures without it")
     settings = {
@@ -108,7 +108,7 @@ def add_derived(rows: Sequence[dict[str, Any]], place: session.Place) -> list[di
 def report(result: dict[str, Any]) -> str:
     """The result as text."""
     columns = ["model", "mode", "step", "p99", "forward", "backward", "/ ddp-gloo", "/ bare", "exposed"]
-    columns += ["all-reduce", "hidden", "buckets", "steps"]
+    columns += ["waited", "all-reduce", "hidden", "buckets", "steps"]
     between_hosts = any("sent_over_theory" in row for row in result["rows"])
     columns += ["sent / theory"] if between_hosts else []
     rows = []
@@ -118,6 +118,7 @@ def report(result: dict[str, Any]) -> str:
         cells += [format_time(row[phase]["median_s"]) for phase in ("forward", "backward")]
         cells += [f"{row[key]:.3f}" if key in row else "" for key in ("over_ddp_gloo", "over_bare")]
         cells += [format_time(row["exposed_s"]) if "exposed_s" in row else ""]
+        cells += [format_time(row["waited_s"]) if row["waited_s"] is not None else ""]
         cells += [format_time(row["all_reduce"]["median_s"]) if row["all_reduce"] else ""]
         cells += [f"{row['hidden']:.0%}" if "hidden" in row else ""]
         cells += [str(len(row["bucket_bytes"])) if row["bucket_bytes"] else "", str(step.count)]
@@ -134,9 +135,6 @@ def report(result: dict[str, Any]) -> str:
         result["quiet"]["words"],
     ]
     lines += [f"WARNING: {warning}" for warning in result["quiet"]["warnings"]]
-    for row in result["rows"]:
-        if row["stats"]:
-            lines.append(f"{row['model']}, {row['mode']}, by its own account on rank 0: {row['stats']}")
     return "\n".join(lines)
 
 

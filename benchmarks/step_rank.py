@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -62,8 +61,8 @@ def run_rank(path: str) -> None:
     joined = session.join(path)
     groups: dict[str, dist.ProcessGroup] = {}
     for mode in joined.settings["modes"]:
-        backend = _backend_of(mode)
-        if backend is not None and backend not in groups:
+        backend = models.MODES[mode].backend
+        if backend and backend not in groups:
             if backend == "ring":
                 import ringdp  # noqa: F401  # registers the backend
             groups[backend] = dist.new_group(backend=backend)
@@ -75,30 +74,27 @@ def run_rank(path: str) -> None:
     joined.deliver(rows)
 
 
-def _backend_of(mode: str) -> str | None:
-    return None if mode == "bare" else "ring" if "ring" in mode else "gloo"
-
-
-def _wrap(mode: str, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    if mode == "bare":
+def _wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    if not mode.wrapper:
         return module
-    if mode == "ringdp":
+    if mode.wrapper == "RingDP":
         import ringdp
 
         return ringdp.RingDP(module, process_group=group)
-    return DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.endswith("view"))
+    return DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
 
 
 def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.ProcessGroup]) -> list[dict[str, Any]]:
     settings = joined.settings
     trainees = {}
     reference = _reference(name, joined)
-    for mode in settings["modes"]:
-        task, group = models.make(name, rank=joined.rank), groups.get(_backend_of(mode) or "")
+    for word in settings["modes"]:
+        mode, task = models.MODES[word], models.make(name, rank=joined.rank)
+        group = groups.get(mode.backend)
         trainee = Trainee(task, _wrap(mode, task.module, group), group, settings["set_to_none"])
-        averaged = mode != "bare" or joined.world_size == 1
-        _check_training(f"{name} in mode {mode}", trainee, reference if averaged else None)
-        trainees[mode] = trainee
+        averaged = bool(mode.wrapper) or joined.world_size == 1
+        _check_training(f"{name} in mode {word}", trainee, reference if averaged else None)
+        trainees[word] = trainee
     counts = {mode: _agree_on_steps(one, settings["block_s"]) for mode, one in trainees.items()}
     modes = list(trainees)
     for turn in range(settings["rounds"]):
@@ -208,7 +204,7 @@ def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
     }
     everyone: list[Any] = [None] * joined.world_size
     dist.all_gather_object(everyone, mine)
-    stats: Callable[[], Any] | None = getattr(one.module, "stats", None)
+    stats: Any = getattr(one.module, "stats", lambda: None)()  # RingDP's
     row: dict[str, Any] = {
         name: asdict(Summary.slowest([Summary(**each["times"][name]) for each in everyone])) for name in summaries
     }
@@ -221,6 +217,6 @@ def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
             ],
             "sent_bytes_per_step": [each["sent"] for each in everyone if each["reports"]],
             "bucket_bytes": bucket_bytes(one.module) if one.group is not None else [],
-            "stats": str(stats()) if stats is not None else None,
+            "waited_s": stats.total_exposed_wait_s / max(1, stats.steps) if stats is not None else None,
         }
     )
