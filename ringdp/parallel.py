@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BuiltinCommHookType
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
@@ -219,13 +219,30 @@ class RingDP(DistributedDataParallel):
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
-        self.logger._set_comm_hook_name(hook.__qualname__)
         self.reducer.register_comm_hook(state, hook)
+        self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
 
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        """torch's check, which would refuse annotations that are text (``from __future__ import annotations``)."""
+        if not callable(hook):
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        try:
+            signature = inspect.signature(hook, eval_str=True)
+        except NameError:  # a name known to type checkers only: nothing to compare with
+            return
+        bucket = signature.parameters.get("bucket")
+        if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, GradBucket):
+            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
+        if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+            self._log_and_throw(
+                ValueError,
+                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
+            )
+
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        self.logger._set_comm_hook_name(str(comm_hook_type))
         self.reducer.register_builtin_comm_hook(comm_hook_type)
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Reduce by torch's ``ALLREDUCE`` or ``FP16_COMPRESS`` hook, without Python in backward."""

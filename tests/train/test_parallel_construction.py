@@ -1,0 +1,285 @@
+"""Making a RingDP: what ranks compare, what is refused, copies, state dicts, names, the world of one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ringdp
+from ringdp.parallel import RingDP
+from tests.train import models
+from tests.train.harness import backends, run_ranks
+
+pytestmark = pytest.mark.parametrize("backend", backends())
+
+
+def differing(kind: str) -> nn.Module:
+    """A model that is another one on rank 1."""
+    other = dist.get_rank() == 1
+    torch.manual_seed(dist.get_rank())
+    if kind == "shape":
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if other else 3))
+    if kind == "count":
+        return nn.Sequential(*[nn.Linear(4, 4) for _ in range(3 if other else 2)])
+    if kind == "name":
+        model = nn.Module()
+        model.register_parameter("beta" if other else "alpha", nn.Parameter(torch.zeros(3)))
+        return model
+    if kind == "dtype":
+        return nn.Linear(4, 4, dtype=torch.float64 if other else torch.float32)
+    if kind == "strides":
+        convolution = nn.Conv2d(3, 4, 2)
+        return convolution.to(memory_format=torch.channels_last) if other else convolution  # type: ignore[call-overload]
+    if kind == "frozen":
+        model = nn.Linear(4, 4)
+        model.bias.requires_grad_(not other)
+        return model
+    assert kind == "buffer"
+    model = nn.Linear(4, 4)
+    model.register_buffer("running", torch.zeros(3 if other else 2))
+    return model
+
+
+def mismatch(kind: str) -> str:
+    with pytest.raises(ringdp.MismatchError) as caught:
+        RingDP(differing(kind))
+    assert isinstance(caught.value, RuntimeError)  # as DDP's
+    assert caught.value.peer == 1 - dist.get_rank()
+    dist.barrier()  # the group still works
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("shape", ["'1.weight'", "[3, 4]", "[5, 4]", "appears not to match sizes of the same param"]),
+        ("count", ["DDP expects same model across all ranks", " 4 params", " 6 params", "'2.weight'"]),
+        ("name", ["'alpha'", "'beta'"]),
+        ("dtype", ["'weight'", "float32", "float64"]),
+        ("strides", ["'weight'", "appears not to match strides of the same param"]),
+        ("frozen", ["'bias'", "requires_grad", "True", "False"]),
+        ("buffer", ["'running'", "[2]", "[3]"]),
+    ],
+)
+def test_models_that_differ(backend: str, kind: str, expected: list[str]) -> None:
+    for text in run_ranks(mismatch, kind, backend=backend):
+        for part in expected:
+            assert part in text
+        assert "rank 0" in text.lower()
+        assert "rank 1" in text.lower()
+
+
+def initial_broadcast() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = models.MODELS["convolutional"]()
+    model[2].running_mean += dist.get_rank()  # type: ignore[index]
+    RingDP(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        everybody = [torch.zeros_like(tensor) for _ in range(2)]
+        dist.all_gather(everybody, tensor.detach())
+        torch.testing.assert_close(everybody[0], everybody[1], rtol=0, atol=0)
+    # init_sync=False says that they are alike already: nothing is compared, nothing sent.
+    torch.manual_seed(dist.get_rank())
+    unlike = nn.Linear(3, 3)
+    before = unlike.weight.detach().clone()
+    RingDP(unlike, init_sync=False)
+    torch.testing.assert_close(unlike.weight.detach(), before, rtol=0, atol=0)
+
+
+def buffers_follow_rank_0() -> None:
+    for sync in (True, False):
+        model = RingDP(models.build("convolutional"), broadcast_buffers=sync)
+        for step in range(3):
+            x, y = models.batch(step, dist.get_rank())
+            nn.functional.cross_entropy(model(x), y).backward()
+        model(models.batch(9, 0)[0])
+        mean = model.module[2].running_mean
+        everybody = [torch.zeros_like(mean) for _ in range(2)]
+        dist.all_gather(everybody, mean)
+        assert torch.equal(everybody[0], everybody[1]) == sync
+
+
+@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
+@pytest.mark.parametrize("case", [initial_broadcast, buffers_follow_rank_0])
+def test_state_is_rank_0s(backend: str, case: Any) -> None:
+    run_ranks(case, backend=backend)
+
+
+def refusals() -> None:
+    frozen = nn.Linear(3, 3)
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="not needed when a module doesn't have any parameter that requires"):
+        RingDP(frozen)
+    with pytest.raises(ringdp.InvalidArgumentError, match=r"torch\.autocast"):
+        RingDP(nn.Linear(3, 3), mixed_precision=object())
+    with pytest.raises(TypeError, match="no argument 'bucket_cap'"):
+        RingDP(nn.Linear(3, 3), bucket_cap=3)
+    with pytest.raises(ringdp.InvalidArgumentError, match="above zero"):
+        RingDP(nn.Linear(3, 3), bucket_cap_mb=0)
+    with pytest.raises(ValueError, match="device_ids"):
+        RingDP(nn.Linear(3, 3), device_ids=[0])
+    with pytest.raises(RuntimeError, match="uninitialized parameters"):
+        RingDP(nn.LazyLinear(3))
+    RingDP(nn.Linear(3, 3), mixed_precision=None, batched_grad_copy=True, skip_all_reduce_unused_params=True)
+
+
+def test_what_is_refused(backend: str) -> None:
+    run_ranks(refusals, world_size=1, backend=backend)
+
+
+def step(model: nn.Module, number: int = 0) -> list[Tensor]:
+    model.zero_grad()
+    x, y = models.batch(number, dist.get_rank())
+    nn.functional.cross_entropy(model(x), y).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def copies() -> None:
+    model = RingDP(models.build("mlp"), find_unused_parameters=False, bucket_cap_mb=0.001)
+    assert isinstance(model, DistributedDataParallel)
+    expected = step(model)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copied = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+    for other in copied:
+        assert isinstance(other, RingDP)
+        for one, again in zip(expected, step(other), strict=True):
+            torch.testing.assert_close(one, again, rtol=0, atol=0)
+        assert other._find_unused is False
+        assert other.reducer.bucket_bytes() == RingDP(models.build("mlp"), bucket_cap_mb=0.001).reducer.bucket_bytes()
+    group = dist.new_group([0, 1])
+    with pytest.raises(RuntimeError, match="only supported when using DDP with the default process"):
+        pickle.dumps(RingDP(models.build("mlp"), process_group=group))
+
+
+def state_dicts() -> None:
+    model = RingDP(models.build("convolutional"))
+    ddp = DistributedDataParallel(models.build("convolutional", seed=1))
+    bare = models.build("convolutional", seed=2)
+    assert list(model.state_dict()) == list(ddp.state_dict())
+    for source in (ddp, bare):
+        model.load_state_dict(source.state_dict())
+        for one, other in zip(model.state_dict().values(), source.state_dict().values(), strict=True):
+            torch.testing.assert_close(one, other)
+    ddp.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({"module.1.weight": model.module[1].weight})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**bare.state_dict(), "more": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("case", [copies, state_dicts])
+def test_copies_and_state_dicts(backend: str, case: Any) -> None:
+    run_ranks(case, backend=backend)
+
+
+def layout() -> None:
+    """Reverse order, a first bucket of at most 1 MiB, then the cap; after a step rank 0's order of arrival."""
+
+    class Swapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = nn.Linear(300, 300)
+            self.early = nn.Linear(300, 300)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.late(self.early(x))
+
+    model = RingDP(Swapped())
+    size = 4 * 300 * 300
+    assert model.reducer.layout() == [[3, 2, 1, 0]]
+    assert model.reducer.bucket_bytes() == [2 * (size + 1200)]
+    small = RingDP(Swapped(), bucket_cap_mb=0.2)
+    assert small.reducer.bucket_bytes() == [size + 1200, size + 1200]
+    listed = RingDP(Swapped(), bucket_cap_mb=[0.001, 10])
+    assert listed.reducer.bucket_bytes() == [1200, 2 * size + 1200]
+    assert not small._has_rebuilt_buckets
+    for expected in ([[3, 2], [1, 0]], [[3, 2], [1, 0]], [[1, 0], [3, 2]]):
+        assert [sorted(b) for b in small.reducer.layout()] == [
+            sorted(b) for b in expected
+        ] or small._has_rebuilt_buckets
+        small.zero_grad()
+        small(torch.ones(2, 300)).sum().backward()
+    assert small._has_rebuilt_buckets
+    assert [sorted(bucket) for bucket in small.reducer.layout()] == [[0, 1], [2, 3]]
+    data = small._get_ddp_logging_data()
+    assert data["bucket_sizes"] == f"{size + 1200}, {size + 1200}"
+    assert data["has_rebuilt_buckets"] == 1
+    assert data["world_size"] == dist.get_world_size()
+
+
+def test_layout(backend: str) -> None:
+    run_ranks(layout, backend=backend)
+
+
+def alone() -> None:
+    """One rank: gradients are left alone, and no bucket takes memory."""
+    model = RingDP(models.build("mlp"))
+    bare = models.build("mlp")
+    for number in range(3):
+        for one, other in zip(step(model, number), step(bare, number), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    weight = model.module[0].weight
+    assert weight.grad.untyped_storage().nbytes() == weight.numel() * 4
+    with model.no_sync():
+        step(model)
+    model.zero_grad(set_to_none=False)
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert model.stats().exposed_wait_s == 0
+
+
+def test_a_world_of_one(backend: str) -> None:
+    run_ranks(alone, world_size=1, backend=backend)
+
+
+def statistics() -> None:
+    model = RingDP(models.build("mlp"), bucket_cap_mb=0.001)
+    assert model.stats().steps == 0
+    for number in range(3):
+        step(model, number)
+    stats = model.stats()
+    assert stats.steps == 3
+    assert stats.bytes == 4 * sum(p.numel() for p in model.parameters())
+    assert stats.buckets == len(model.reducer.layout())
+    assert 0 < stats.backward_s <= stats.total_backward_s
+    assert 0 < stats.exposed_wait_s <= stats.total_exposed_wait_s
+
+
+def test_statistics(backend: str) -> None:
+    run_ranks(statistics, backend=backend)
+
+
+def uneven_inputs(hook: bool, divide_by_initial: bool) -> list[Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    results = []
+    for kind in (RingDP, DistributedDataParallel):
+        model = kind(models.build("mlp"))
+        if hook:
+            model.register_comm_hook(None, allreduce_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with model.join(divide_by_initial_world_size=divide_by_initial):
+            for number in range(2 + 3 * dist.get_rank()):
+                step(model, number)
+                optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    return results[0]
+
+
+@pytest.mark.parametrize("hook, divide_by_initial", [(False, True), (False, False), (True, True)])
+def test_uneven_inputs(backend: str, hook: bool, divide_by_initial: bool) -> None:
+    first, second = run_ranks(uneven_inputs, hook, divide_by_initial, backend=backend)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
