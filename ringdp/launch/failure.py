@@ -40,6 +40,9 @@ SIGNAL_WORDS = {
 }
 
 
+_KILLED_BY_SOMEBODY = "often: out of memory; here the kernel's own killer did not act"
+
+
 class Blame(enum.IntEnum):
     """How likely a failure is the cause of the others; the lowest first."""
 
@@ -60,6 +63,7 @@ class Report:
         tail: the lines of its stderr that say most, or the last ones of its stdout where stderr is empty.
         blame: whether it may be the cause.
         when_s: seconds since the epoch, as near to the failure as can be known.
+        signal_words: what is known about the signal; empty for what is said of this signal in general.
     """
 
     failure: RankFailure
@@ -68,6 +72,7 @@ class Report:
     tail: tuple[str, ...]
     blame: Blame
     when_s: float
+    signal_words: str = ""
 
     @property
     def raised(self) -> bool:
@@ -86,7 +91,7 @@ class Report:
                 number = signal.Signals(-code)
             except ValueError:
                 return f"was killed by signal {-code}"
-            words = SIGNAL_WORDS.get(number)
+            words = self.signal_words or SIGNAL_WORDS.get(number)
             said = f": {self.exception}" if self.exception else ""
             return f"was killed by {number.name}{f' ({words})' if words else ''}{said}"
         return f"ended with exit code {code}"
@@ -106,18 +111,29 @@ class Report:
         return f"exit code {self.failure.exit_code}"
 
 
-def examine(failures: tuple[RankFailure, ...], ranks: tuple[RankLogs, ...]) -> list[Report]:
+def examine(
+    failures: tuple[RankFailure, ...], ranks: tuple[RankLogs, ...], *, oom_killer_acted: bool | None = None
+) -> list[Report]:
     """Reports on all failed ranks, the one to blame first.
 
     Args:
         failures: in the order in which torch's agent saw them.
         ranks: where the output of this host's ranks is.
+        oom_killer_acted: whether the kernel's out-of-memory killer ended a process during the run; None where that
+            is not known.
     """
     logs = {rank.rank: rank for rank in ranks}
     reports = [_examine_one(failure, logs.get(failure.rank) or _unknown(failure)) for failure in failures]
     if all(report.blame is Blame.STOPPED_BY_US for report in reports):
         # Nobody else failed, so somebody outside has sent the signal.
         reports = [dataclasses.replace(report, blame=Blame.CAUSE) for report in reports]
+    if oom_killer_acted is not None:
+        words = "out of memory: the kernel ended it" if oom_killer_acted else _KILLED_BY_SOMEBODY
+        killed = [report.failure.exit_code == -signal.SIGKILL for report in reports]
+        reports = [
+            dataclasses.replace(report, signal_words=words) if by_kill else report
+            for report, by_kill in zip(reports, killed, strict=True)
+        ]
     order = {failure.rank: index for index, failure in enumerate(failures)}
     return sorted(reports, key=lambda r: (r.blame, r.when_s, order[r.failure.rank]))
 

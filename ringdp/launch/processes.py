@@ -99,3 +99,12 @@ def kill_all(survivors: Callable[[], list[int]], *, limit_s: float = 2.0) -> lis
             return pids
         time.sleep(0.005)
     return []
+
+
+def oom_kills() -> int | None:
+    """Processes that this kernel's out-of-memory killer has ended, in containers too; None where it does not say."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
+    except OSError:
+        return None

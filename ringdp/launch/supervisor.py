@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -72,6 +73,7 @@ class Supervisor:
         self._not_ours = frozenset(processes.descendants(os.getpid()))
         self._wake_read, self._wake_write = os.pipe()
         self._start_time = time.monotonic()
+        self._oom_kills = processes.oom_kills()
         self._started: messages.Started | None = None
         self._failed: messages.Failed | None = None
         self._broken: messages.Broken | None = None
@@ -121,17 +123,20 @@ class Supervisor:
         signal.signal(signal.SIGALRM, self._on_grace_over)
         for name in {"SIGINT", "SIGTERM", *self._arguments.signals}:
             number = getattr(signal, name, None)
-            # What is ignored stays so: nohup, and jobs in the background of a script.
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                with contextlib.suppress(OSError, ValueError):
-                    signal.signal(number, self._on_stop)
+            if number is None or (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
+                continue  # nohup has seen to SIGHUP
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, self._on_stop)
 
     def _fork(self, orders: agent.Orders, *, close_in_agent: tuple[int, ...]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         # A signal that came between the fork and the reset of the handlers would be lost on the agent.
         every = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 warns as numpy's thread pool exists; OpenBLAS looks after itself in a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for number in signal.valid_signals():
@@ -261,7 +266,12 @@ class Supervisor:
         if self._agent_status == 0:
             return 0
         if self._failed is not None and self._failed.failures:
-            reports = failure.examine(self._failed.failures, self._started.ranks if self._started else ())
+            before, after = self._oom_kills, processes.oom_kills()
+            reports = failure.examine(
+                self._failed.failures,
+                self._started.ranks if self._started else (),
+                oom_killer_acted=None if before is None or after is None else after > before,
+            )
             lines = summary.failed(
                 reports,
                 host=host,

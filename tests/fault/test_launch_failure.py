@@ -88,7 +88,7 @@ def test_a_rank_killed_by_a_signal(tmp_path: Path, jobs: list[Job]) -> None:
     assert job.process.returncode == 1
     summary = summary_of(job)
     assert "rank 1 on host" in summary[0]
-    assert "was killed by SIGKILL (often: out of memory)" in summary[0]
+    assert "was killed by SIGKILL (often: out of memory" in summary[0]
     assert any("loading the data" in line for line in summary)
     assert log_named_in(job, summary).read_text() == "loading the data\n"
 

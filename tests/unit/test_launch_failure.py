@@ -47,8 +47,8 @@ class Ranks:
             RankFailure(rank=rank, local_rank=rank, pid=100 + rank, exit_code=exit_code, observed_s=float(int(at_s)))
         )
 
-    def summary(self) -> list[str]:
-        reports = examine(tuple(self.failures), tuple(self.logs))
+    def summary(self, *, oom_killer_acted: bool | None = None) -> list[str]:
+        reports = examine(tuple(self.failures), tuple(self.logs), oom_killer_acted=oom_killer_acted)
         return failed(reports, host="box", folder=str(self.folder), seconds=12.34, restarts=0)
 
 
@@ -82,6 +82,13 @@ def test_an_exception_that_was_logged_long_ago_is_not_the_cause(ranks: Ranks) ->
     ranks.add(1, stderr=TRACEBACK + "PeerLostError: rank 5 on host far is gone\n")
     ranks.add(-signal.SIGTERM, stderr=TRACEBACK + "OSError: retried\n" + "step done\n" * 20)
     assert "rank 0 on host box raised PeerLostError: rank 5 on host far is gone" in ranks.summary()[0]
+
+
+def test_sigkill_is_put_down_to_what_the_kernel_has_counted(ranks: Ranks) -> None:
+    ranks.add(-signal.SIGKILL)
+    assert "SIGKILL (often: out of memory)" in ranks.summary()[0]
+    assert "SIGKILL (out of memory: the kernel ended it)" in ranks.summary(oom_killer_acted=True)[0]
+    assert "the kernel's own killer did not act" in ranks.summary(oom_killer_acted=False)[0]
 
 
 def test_all_ended_by_somebody_elses_sigterm(ranks: Ranks) -> None:
