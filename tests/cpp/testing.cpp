@@ -96,6 +96,21 @@ void report_failure(const char* file, int line, const std::string& message) {
     std::fprintf(stderr, "  %s:%d: %s\n", file, line, message.c_str());
 }
 
+void report_unequal(const char* file, int line, const char* expression, const std::string& got,
+                    const std::string& wanted) {
+  report_failure(file, line, std::string(expression) + ": got " + got + ", wanted " + wanted);
+}
+
+void report_wrong_kind(const char* file, int line, const char* expression, ErrorKind wanted, const Error& thrown) {
+  report_failure(file, line,
+                 std::string(expression) + ": threw kind " + shown(thrown.kind()) + ", wanted " + shown(wanted) + ": " +
+                     thrown.what());
+}
+
+void report_nothing_thrown(const char* file, int line, const char* expression) {
+  report_failure(file, line, std::string(expression) + ": did not throw");
+}
+
 void run_ranks(int world_size, const std::function<void(int rank)>& body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank)

@@ -41,26 +41,29 @@ std::string shown(const T& value) {
   }
 }
 
+// Messages are put together in testing.cpp, once, instead of in every check.
+void report_unequal(const char* file, int line, const char* expression, const std::string& got,
+                    const std::string& wanted);
+void report_wrong_kind(const char* file, int line, const char* expression, ErrorKind wanted, const Error& thrown);
+void report_nothing_thrown(const char* file, int line, const char* expression);
+
 template <class A, class B>
 bool check_equal(const A& got, const B& wanted, const char* expression, const char* file, int line) {
   if (got == wanted) return true;
-  report_failure(file, line, std::string(expression) + ": got " + shown(got) + ", wanted " + shown(wanted));
+  report_unequal(file, line, expression, shown(got), shown(wanted));
   return false;
 }
 
-// Returns the error's message, empty when it was not thrown.
+// Returns the error's message, empty when nothing was thrown.
 template <class Call>
 std::string check_throws(ErrorKind kind, Call&& call, const char* expression, const char* file, int line) {
   try {
     call();
   } catch (const Error& error) {
-    if (error.kind() != kind)
-      report_failure(file, line,
-                     std::string(expression) + ": threw kind " + shown(error.kind()) + ", wanted " + shown(kind) +
-                         ": " + error.what());
+    if (error.kind() != kind) report_wrong_kind(file, line, expression, kind, error);
     return error.what();
   }
-  report_failure(file, line, std::string(expression) + ": did not throw");
+  report_nothing_thrown(file, line, expression);
   return {};
 }
 
