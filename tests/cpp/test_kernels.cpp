@@ -10,6 +10,11 @@
 #include <vector>
 
 #include "kernels/kernels.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/float_mode.h"
 #include "testing.h"
 
 namespace ringdp {
@@ -491,6 +496,30 @@ CASE("each instruction set has loops of its own, and one the CPU lacks is refuse
   for (const Isa isa : {Isa::kAvx2, Isa::kAvx512})
     if (isa > best_isa()) CHECK_THROWS(ErrorKind::kValue, select_isa(isa));
 }
+
+#if defined(__x86_64__)
+CASE("a thread that flushes subnormals to zero gets the same bits inside a FloatModeScope, and its mode back") {
+  const unsigned before = _mm_getcsr();
+  const unsigned flushing = before | 0x8040;  // flush to zero, denormals are zero
+  const float smallest = std::numeric_limits<float>::denorm_min();
+  on_every_isa([&](const std::string&) {
+    const std::vector<float> x(37, smallest);
+    std::vector<float> flushed(37), kept(37);
+    const auto combine = reduce_kernels(DType::kFloat32, ReduceOp::kSum).combine;
+    _mm_setcsr(flushing);
+    combine(flushed.data(), x.data(), x.data(), 37);
+    {
+      const FloatModeScope scope;
+      combine(kept.data(), x.data(), x.data(), 37);
+    }
+    const unsigned after = _mm_getcsr();
+    _mm_setcsr(before);
+    for (const float value : flushed) CHECK_EQ(std::bit_cast<uint32_t>(value), 0u);  // or this test shows nothing
+    for (const float value : kept) CHECK_EQ(std::bit_cast<uint32_t>(value), 2u);
+    CHECK_EQ(after & 0xe040, flushing & 0xe040);
+  });
+}
+#endif
 
 CASE("kernels are looked up and run by several threads at once") {
   testing::run_ranks(4, [](int rank) {

@@ -3,8 +3,7 @@
 // `select_isa` is called from Python's configuration or by a test). Every instruction set gives the same bits:
 // no fused multiply-add, no reordering. A NaN from either operand propagates; SUM, AVG and PRODUCT give the one quiet NaN
 // 0x7fc0…, MIN and MAX keep the operand's own (the first's if both are; of 0.0 and -0.0 they take the second).
-// Pointers are aligned to their element, no more. The floating-point environment is the default one (round to nearest,
-// no flush to zero).
+// Pointers are aligned to their element, no more. The floating-point mode is the default one (kernels/float_mode.h).
 #pragma once
 
 #include <cstddef>
