@@ -24,11 +24,17 @@ void Operation::copy_at_start(std::span<std::byte> to, std::span<const std::byte
   copies_.emplace_back(to, from);
 }
 
+void Operation::wrap(std::function<void()> before, std::function<void()> after) {
+  before_ = std::move(before);
+  after_ = std::move(after);
+}
+
 void Operation::start(const OperationContext& context) {
   context_ = context;
   identity_.group = context.group;
   identity_.sequence = context.sequence;
   started_ = true;
+  if (before_) before_();
   for (auto& [to, from] : copies_) std::memmove(to.data(), from.data(), from.size());
   prepare();
   // Receivers first: what a peer sent early may already complete this, and set what can be sent.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -40,7 +41,12 @@ class Operation : public FlowHandler {
   // A copy within this rank, made when the operation starts: earlier operations of the group may still write `from`.
   void copy_at_start(std::span<std::byte> to, std::span<const std::byte> from);
 
+  // What the caller's kind of buffers needs around the operation, run by the driver: `before` when it starts, `after` when
+  // it is complete and before anybody hears of it. Copies between strided and flat memory, for example.
+  void wrap(std::function<void()> before, std::function<void()> after);
+
   void start(const OperationContext& context);
+  void conclude() { if (after_) after_(); }
   bool complete() const;
   // Ends it early: links forget its flows, its memory may be freed.
   void abandon();
@@ -74,6 +80,8 @@ class Operation : public FlowHandler {
   OperationContext context_;
   std::vector<std::span<const std::byte>> memory_;
   std::vector<std::pair<std::span<std::byte>, std::span<const std::byte>>> copies_;
+  std::function<void()> before_;
+  std::function<void()> after_;
   bool started_ = false;
 };
 

@@ -77,6 +77,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   Slot slot;
   slot.work = std::make_shared<Work>(group_id, identity.sequence, identity.text(), std::move(submission.on_done));
   slot.operation = std::move(submission.operation);
+  slot.keep_alive = std::move(submission.keep_alive);
   slot.deadline = Deadline::after_ms(submission.timeout_ms);
   slot.timeout_ms = submission.timeout_ms;
   std::shared_ptr<Work> work = slot.work;

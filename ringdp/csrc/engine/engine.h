@@ -44,6 +44,7 @@ class Engine {
     int64_t timeout_ms = 0;
     bool caller_waits = false;                          // a `wait` follows at once: wake nobody
     std::function<void(std::exception_ptr)> on_done;    // run on the completion thread, in operation order; may be empty
+    std::shared_ptr<void> keep_alive;                   // the buffers: held by the caller too, released when it is over
   };
   // Throws the group's first failure if it has failed.
   std::shared_ptr<Work> submit(uint64_t group, Submission submission);
@@ -69,6 +70,7 @@ class Engine {
   struct Slot {
     std::unique_ptr<Operation> operation;
     std::shared_ptr<Work> work;
+    std::shared_ptr<void> keep_alive;   // with the caller
     Deadline deadline = Deadline::never();
     int64_t timeout_ms = 0;
   };

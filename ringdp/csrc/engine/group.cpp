@@ -48,10 +48,12 @@ void GroupHandle::close() {
 
 std::shared_ptr<Work> GroupHandle::submit(std::unique_ptr<Operation> operation, CallOptions options) {
   Engine::Submission submission;
+  if (options.before || options.after) operation->wrap(std::move(options.before), std::move(options.after));
   submission.operation = std::move(operation);
   submission.timeout_ms = options.timeout_ms > 0 ? options.timeout_ms : timeout_ms_.load();
   submission.caller_waits = options.caller_waits;
   submission.on_done = std::move(options.on_done);
+  submission.keep_alive = std::move(options.keep_alive);
   return engine_->submit(id_, std::move(submission));
 }
 

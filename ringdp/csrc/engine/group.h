@@ -15,7 +15,10 @@ namespace ringdp {
 struct CallOptions {
   int64_t timeout_ms = 0;                             // 0: the group's
   bool caller_waits = false;                          // `wait` follows at once
-  std::function<void(std::exception_ptr)> on_done;    // see Engine::Submission
+  std::function<void(std::exception_ptr)> on_done;    // these: see Engine::Submission and Operation::wrap
+  std::shared_ptr<void> keep_alive;
+  std::function<void()> before;
+  std::function<void()> after;
 };
 
 class GroupHandle {

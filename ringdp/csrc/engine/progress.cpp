@@ -128,12 +128,14 @@ bool Engine::retire(Group& group) {
   if (nested != group.nested.end()) {
     Slot done = std::move(*nested);
     group.nested.erase(nested);
+    done.operation->conclude();
     finish(done, nullptr);
     return true;
   }
   if (group.active.empty() || !group.active.front().operation->complete()) return false;
   Slot done = std::move(group.active.front());
   group.active.pop_front();
+  done.operation->conclude();
   finish(done, nullptr);
   return true;
 }

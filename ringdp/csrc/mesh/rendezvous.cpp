@@ -196,7 +196,8 @@ std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options) {
   std::vector<MetPeer> peers(options.world);
   std::string host = options.host_name.empty() ? host_name() : options.host_name;
   if (options.world == 1) {
-    peers[0] = {{0, host, getpid()}, host_identity(options.host_id), nullptr};
+    peers[0].info = {0, host, getpid()};
+    peers[0].host_identity = host_identity(options.host_id);
     return peers;
   }
   Job job = options.rank == 0 ? publish_job(store, options) : join_job(store, options, deadline);
@@ -206,7 +207,10 @@ std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options) {
                                                                  {"ips", join(own_addresses())}}));
   auto who = read_all(store, "who", options, deadline);
   for (int peer = 0; peer < options.world; ++peer)
-    peers[peer] = {{peer, who[peer]["host"], number(who[peer]["pid"])}, who[peer]["identity"], nullptr};
+  {
+    peers[peer].info = {peer, who[peer]["host"], number(who[peer]["pid"])};
+    peers[peer].host_identity = who[peer]["identity"];
+  }
 
   TcpListener listener(choose_address(options, who), options.port_low, options.port_high, std::max(128, options.world));
   SocketAddress published = listener.address();

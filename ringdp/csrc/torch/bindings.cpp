@@ -6,5 +6,6 @@
 PYBIND11_MODULE(_C, module) {
   module.doc() = "ringdp's process group and reducer";
   ringdp::register_error_translator();
+  ringdp::bind_process_group(module);
   ringdp::bind_reducer(module);
 }

@@ -1,0 +1,61 @@
+// ProcessGroupRing: the backend "ring" of torch.distributed. Converts tensors and options, calls a GroupHandle, wraps its
+// Work; nothing else. Any thread; the order of calls must be the same on all ranks. Called without the GIL.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/group.h"
+#include "torch/buffers.h"
+#include "torch/work.h"
+
+namespace ringdp {
+
+class ProcessGroupRing final : public c10d::Backend {
+ public:
+  // `owns_runtime`: this is the group that made the Runtime; its shutdown ends it.
+  ProcessGroupRing(std::unique_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime, bool owns_runtime);
+  ~ProcessGroupRing() override;
+
+  const std::string getBackendName() const override { return "ring"; }
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                                     const c10d::AllreduceCoalescedOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
+
+  void setTimeout(std::chrono::milliseconds timeout) override { group_->set_timeout_ms(timeout.count()); }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return calls_.load(); }
+  void shutdown() override;
+  void abort() override;
+
+ private:
+  struct Call;  // one call on its way into the engine
+
+  std::unique_ptr<GroupHandle> group_;
+  std::shared_ptr<Runtime> runtime_;  // shared by all groups made from the default group
+  const bool owns_runtime_;
+  std::atomic<uint64_t> calls_{0};
+};
+
+}  // namespace ringdp

@@ -1,0 +1,125 @@
+// ringdp._C.create_process_group and NamedScope. Creating blocks until all ranks have met, without the GIL.
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <mutex>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/naming.h"
+#include "torch/bindings.h"
+#include "torch/process_group.h"
+#include "torch/store_adapter.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+
+// Runs Python's signal handlers (on the main thread; elsewhere this does nothing) and throws what they raise.
+void check_python_signals() {
+  if (Py_IsInitialized() == 0) return;
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// The Runtime of the default group, for the groups made from it. Weak: the groups own it.
+std::mutex runtime_mutex;
+std::weak_ptr<Runtime> world_runtime;
+
+std::shared_ptr<Runtime> runtime_for(const std::vector<int>& global_ranks, int rank) {
+  std::lock_guard lock(runtime_mutex);
+  std::shared_ptr<Runtime> runtime = world_runtime.lock();
+  if (!runtime || global_ranks.empty()) return nullptr;
+  for (int member : global_ranks)
+    if (member < 0 || member >= runtime->engine().world()) return nullptr;
+  return global_ranks[static_cast<std::size_t>(rank)] == runtime->engine().rank() ? runtime : nullptr;
+}
+
+RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size) {
+  RendezvousOptions options;
+  options.rank = rank;
+  options.world = size;
+  options.epoch = config["epoch"].cast<uint32_t>();
+  options.host_name = config["host_name"].cast<std::string>();
+  options.host_id = config["host_id"].cast<std::string>();
+  options.interface = config["iface"].cast<std::string>();
+  options.advertise = config["advertise"].cast<std::string>();
+  options.timeout_ms = config["connect_timeout_ms"].cast<int64_t>();
+  if (!config["secret"].is_none()) {
+    auto text = config["secret"].cast<std::string>();
+    auto bytes = std::as_bytes(std::span(text.data(), text.size()));
+    options.secret.assign(bytes.begin(), bytes.end());
+  }
+  if (!config["port_range"].is_none()) {
+    auto range = config["port_range"].cast<std::pair<uint16_t, uint16_t>>();
+    options.port_low = range.first;
+    options.port_high = range.second;
+  }
+  return options;
+}
+
+// Handed out as torch's Backend, whose Python holder releases the GIL before it destroys: the threads joined then may need it.
+c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                          std::chrono::milliseconds timeout, const std::string& group_id,
+                                                          std::vector<int> global_ranks, const py::dict& config) {
+  RendezvousOptions options = rendezvous_options(config, rank, size);
+  EngineOptions engine_options;
+  engine_options.spin_us = config["spin_us"].cast<int64_t>();
+  engine_options.check_interrupt = check_python_signals;
+  py::gil_scoped_release no_gil;
+  std::shared_ptr<Runtime> runtime = runtime_for(global_ranks, rank);
+  bool owns = runtime == nullptr;
+  if (owns) {
+    options.timeout_ms = std::min<int64_t>(options.timeout_ms, timeout.count());
+    StoreAdapter adapter(store, check_python_signals);
+    runtime = std::make_shared<Runtime>(adapter, options, engine_options);
+    if (global_ranks.empty()) {
+      std::lock_guard lock(runtime_mutex);
+      world_runtime = runtime;
+    }
+    global_ranks.clear();
+    for (int member = 0; member < size; ++member) global_ranks.push_back(member);
+  }
+  auto group = std::make_unique<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), AlgorithmTable{});
+  return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
+}
+
+std::pair<uint64_t, uint64_t> traffic() {
+  std::lock_guard lock(runtime_mutex);
+  std::shared_ptr<Runtime> runtime = world_runtime.lock();
+  if (!runtime) return {0, 0};
+  return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
+}
+
+// `with ringdp.named("x")`: enter and exit on the same thread.
+class PythonNamedScope {
+ public:
+  void enter(std::string name) { scope_ = std::make_unique<NamedScope>(std::move(name)); }
+  void exit() { scope_.reset(); }
+
+ private:
+  std::unique_ptr<NamedScope> scope_;
+};
+
+}  // namespace
+
+void bind_process_group(py::module_& module) {
+  module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"),
+             py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"));
+  module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
+  py::class_<PythonNamedScope>(module, "NamedScope")
+      .def(py::init<>())
+      .def("enter", &PythonNamedScope::enter)
+      .def("exit", &PythonNamedScope::exit);
+  module.def("set_log_sink", [](py::function sink) {
+    auto shared = std::make_shared<py::function>(std::move(sink));
+    set_log_sink([shared](LogLevel level, const std::string& text) {
+      if (Py_IsInitialized() == 0) return;
+      py::gil_scoped_acquire gil;
+      (*shared)(static_cast<int>(level), text);
+    });
+  });
+}
+
+}  // namespace ringdp

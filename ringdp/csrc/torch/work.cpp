@@ -1,0 +1,54 @@
+#include "torch/work.h"
+
+namespace ringdp {
+
+RingWork::RingWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                   std::vector<at::Tensor> outputs)
+    : c10d::Work(rank, type, title, inputs), outputs_(std::move(outputs)) {}
+
+void RingWork::set_operations(std::shared_ptr<Engine> engine, std::vector<std::shared_ptr<ringdp::Work>> works) {
+  engine_ = std::move(engine);
+  works_ = std::move(works);
+}
+
+void RingWork::mark(std::exception_ptr error) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard lock(future_mutex_);
+    if (marked_) return;
+    marked_ = true;
+    error_ = error;
+    future = future_;
+  }
+  finish(error);  // ends the profiler's event
+  if (!future) return;
+  if (error)
+    future->setError(error);
+  else
+    future->markCompleted(c10::IValue(outputs_));
+}
+
+bool RingWork::isCompleted() { return works_.empty() || works_.back()->finished(); }
+
+bool RingWork::isSuccess() const { return works_.empty() || (works_.back()->finished() && !works_.back()->failed()); }
+
+std::exception_ptr RingWork::exception() const { return works_.empty() ? nullptr : works_.back()->error(); }
+
+bool RingWork::wait(std::chrono::milliseconds timeout) {
+  if (works_.empty()) return true;
+  engine_->wait(*works_.back(), timeout > kNoTimeout ? Deadline::after_ms(timeout.count()) : Deadline::never());
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
+  std::lock_guard lock(future_mutex_);
+  if (future_) return future_;
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  if (marked_ && error_) future_->setError(error_);
+  if (marked_ && !error_) future_->markCompleted(c10::IValue(outputs_));
+  return future_;
+}
+
+uint64_t RingWork::getSequencenumber() const { return works_.empty() ? 0 : works_.back()->sequence(); }
+
+}  // namespace ringdp

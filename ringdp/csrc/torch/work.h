@@ -1,0 +1,45 @@
+// RingWork: what torch holds of an operation in flight. Shared by Python and, for asynchronous operations, by the completion
+// thread, which marks its future. Any thread, with or without the GIL.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/group.h"
+
+namespace ringdp {
+
+class RingWork final : public c10d::Work {
+ public:
+  RingWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+           std::vector<at::Tensor> outputs);
+
+  // `works`: the operations in order; the last one's end is the end of all (operations of a group end in order).
+  void set_operations(std::shared_ptr<Engine> engine, std::vector<std::shared_ptr<ringdp::Work>> works);
+  // Called once when the last operation is over, on the completion thread, or by the thread of a synchronous call.
+  void mark(std::exception_ptr error);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override;
+
+ private:
+  std::vector<at::Tensor> outputs_;
+  std::shared_ptr<Engine> engine_;              // shared with the Runtime: a work may outlive its process group
+  std::vector<std::shared_ptr<ringdp::Work>> works_;
+
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for
+  bool marked_ = false;
+  std::exception_ptr error_;
+};
+
+}  // namespace ringdp
