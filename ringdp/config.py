@@ -37,6 +37,11 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 _HEX_SECRET = re.compile(rb"[0-9a-fA-F]{64}")
 
 
+class _Fields(dict[str, Any]):
+    def __repr__(self) -> str:
+        return repr({name: value for name, value in self.items() if name != "secret"})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingConfig:
     """What the ring backend can be told; `from_environment` fills it from the ``RINGDP_*`` variables.
@@ -115,8 +120,8 @@ class RingConfig:
             raise InvalidArgumentError(": ".join([*names, str(error)])) from None
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as the C++ side takes them."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """The fields as the C++ side takes them; its repr leaves the secret out, so that no traceback shows it."""
+        return _Fields({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
