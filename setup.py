@@ -97,7 +97,10 @@ class BuildExt(BuildExtension):
         BUILD_FOLDER.mkdir(parents=True, exist_ok=True)
         with open(BUILD_FOLDER / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            super().run()
+            try:
+                super().run()
+            except RuntimeError as error:  # torch's, without more to say than what ninja has printed
+                sys.exit(f"ringdp: {error}; the compiler's messages are above")
             self.write_build_info()
 
     def build_extensions(self) -> None:

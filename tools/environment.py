@@ -211,20 +211,25 @@ def run_setup(environment: Environment, words: list[str]) -> None:
     ):
         assert process.stdout is not None
         progress = re.compile(r"(\[\d+/\d+\]) .* -c \S*?/(ringdp/csrc/\S+) -o ")
-        last_lines: list[str] = []
+        failed = False  # inside the messages of a file that does not compile
+        last_line = ""
         for line in process.stdout:
             log.write(line)
             compiled = progress.match(line)
             if compiled:
+                failed = False
                 print(f"  {compiled[1]} {compiled[2]}", flush=True)
-            elif re.search(r"(csrc/.*(error|warning):|^ringdp: |^FAILED: )", line):
-                print(line.rstrip()[:400], flush=True)
-            last_lines = [*last_lines[-30:], line.rstrip()[:400]]
+            elif line.startswith("FAILED: "):
+                failed = True
+            elif " -c " in line and " -o " in line:
+                pass  # the command that failed: a thousand characters, and in the log
+            elif failed or re.search(r"ringdp/csrc/.*(error|warning):", line) or line.startswith("ringdp: "):
+                print(line.rstrip(), flush=True)
+            last_line = line.rstrip() or last_line
     if process.returncode != 0:
-        if last_lines and last_lines[-1].startswith("ringdp: "):
-            raise SystemExit(1)  # setup.py has said it in a sentence
-        print("\n".join(last_lines))
-        raise SetupError(f"the build failed: the compiler's messages are above and in {BUILD_LOG}.")
+        if last_line.startswith("ringdp: "):
+            sys.exit(1)  # setup.py has said it in a sentence
+        raise SetupError(f"the build failed: {last_line} (the rest is in {BUILD_LOG})")
 
 
 def install_editable() -> None:

@@ -270,6 +270,13 @@ def test_only_what_changed_is_built_again(small_project: Path) -> None:
     assert "alone.o" not in last
     assert answers(small_project) == "2 2"
 
+    (csrc / "base" / "renamed.cpp").write_text("int ringdp::number() { return nothing; }\n")
+    done = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=small_project)
+    assert done.returncode != 0
+    assert "renamed.cpp:1" in done.stdout
+    assert done.stdout.strip().split("\n")[-1].startswith("ringdp: Error compiling objects")
+    assert "Traceback" not in done.stdout
+
 
 def test_neither_module_sees_the_other_s_headers() -> None:
     """ringdp._core is free of torch; ringdp._C has torch's own pybind11, never pip's."""
