@@ -217,7 +217,7 @@ def summarise(run: Run, checks: Sequence[Check]) -> None:
     print(f"{run.seconds:.1f} s, loss {run.losses[-1]:.4f}")
     print(f"  {run.samples / run.seconds:,.0f} samples/s")
     print(f"  {run.bytes_sent / steps:,.0f} bytes sent per step over ring by rank 0")
-    print(f"  {1000 * stats.total_exposed_wait_s / stats.steps:.2f} ms exposed communication per step")
+    print(f"  {1000 * stats.total_exposed_wait_s / steps:.2f} ms exposed communication per step")
     for check in checks:
         print(f"  {'ok    ' if check.passed else 'FAILED'} {check.text}", flush=True)
 

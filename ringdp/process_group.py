@@ -214,13 +214,12 @@ def traffic() -> Traffic:
     """What this rank sent to and received from the others over ``ring`` so far.
 
     Raises:
-        InvalidStateError: before `init`, or the job's CPU tensors do not go over ``ring``.
+        InvalidStateError: before `init`, or the default process group does not use ``ring``.
     """
     _require_initialized("traffic")
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    if not isinstance(backend, _extension().ProcessGroupRing):
-        raise InvalidStateError(f"the backend is {dist.get_backend()}: only ring counts its traffic")
-    return Traffic(backend.bytes_sent(), backend.bytes_received())
+    if BACKEND not in str(dist.get_backend_config()):
+        raise InvalidStateError(f"the backend is {dist.get_backend()}: only {BACKEND} counts its traffic")
+    return Traffic(*_extension().traffic())
 
 
 def register_backend() -> None:
