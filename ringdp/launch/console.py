@@ -34,6 +34,10 @@ class Console:
         except OSError:
             return False
 
+    def one_place(self) -> bool:
+        """Whether stdout and stderr are the same terminal or file."""
+        return self._place["stdout"] == self._place["stderr"]
+
     def raw(self, stream: Stream, data: bytes) -> None:
         """Write bytes as they are."""
         if data:

@@ -33,16 +33,21 @@ class Display:
         self._stopping = False
 
     def open_terminals(self) -> dict[Stream, str]:
-        """Make a pseudo-terminal for each of our streams that is a terminal; their paths."""
+        """Make a pseudo-terminal for each of our streams that is a terminal; their paths.
+
+        Where both are the same terminal there is one: what a rank writes to its two streams keeps its order.
+        """
         for number, stream in enumerate(STREAMS, start=1):
-            if self._console.is_terminal(stream):
+            if stream == "stderr" and "stdout" in self._terminals and self._console.one_place():
+                self._terminals["stderr"] = self._terminals["stdout"]
+            elif self._console.is_terminal(stream):
                 self._terminals[stream] = Terminal(shown_on=number)
         return {stream: terminal.path for stream, terminal in self._terminals.items()}
 
     @property
     def descriptors(self) -> list[int]:
         """Readable when there is something to show; log files are always readable and not among them."""
-        return [terminal.descriptor for terminal in self._terminals.values()]
+        return [terminal.descriptor for terminal in set(self._terminals.values())]
 
     def start_attempt(self, started: Started) -> None:
         """Show the ranks of an attempt from now on."""
@@ -53,9 +58,9 @@ class Display:
                 view = self._views.of(
                     rank=rank.rank, local_rank=rank.local_rank, local_world_size=len(started.ranks), stream=stream
                 )
-                if view.mode is Mode.HIDDEN:
-                    continue
                 log = rank.stdout if stream == "stdout" else rank.stderr
+                if view.mode is Mode.HIDDEN or (stream == "stderr" and rank.one_terminal):
+                    continue
                 feed = _Feed(source=self._source(rank, stream, log), stream=stream, filter=None)
                 if view.mode is Mode.LINES:
                     feed.filter = AllLines(view.prefix)
@@ -78,13 +83,13 @@ class Display:
 
     def resize(self) -> None:
         """The real terminal has another size."""
-        for terminal in self._terminals.values():
+        for terminal in set(self._terminals.values()):
             terminal.resize()
 
     def finish(self) -> None:
         """Show what is left; the ranks have ended."""
         self._finish_feeds()
-        for stream, terminal in self._terminals.items():
+        for terminal, stream in {terminal: stream for stream, terminal in self._terminals.items()}.items():
             self._console.raw(stream, terminal.finish())
 
     def _source(self, rank: RankLogs, stream: Stream, log: str) -> Source:

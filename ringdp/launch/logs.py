@@ -33,6 +33,7 @@ class RankLogs:
         stdout, stderr: the log files.
         error_file: what torch's @record writes when the script raises.
         terminals: streams that go through a pseudo-terminal, whose reader writes the log file.
+        one_terminal: both go through the same one, and so into one file.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankLogs:
     stderr: str
     error_file: str
     terminals: tuple[Stream, ...] = ()
+    one_terminal: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +176,9 @@ class RankLogsSpecs(LogsSpecs):
                     local_rank=local_rank, local_world_size=len(envs), stream=stream
                 ):
                     teed[stream][local_rank] = log
+            one_terminal = len(through_terminal) == 2 and len(set(self._terminals.values())) == 1
+            if one_terminal:
+                (folder / "stderr.log").symlink_to("stdout.log")
             logs = RankLogs(
                 rank=rank,
                 local_rank=local_rank,
@@ -181,6 +186,7 @@ class RankLogsSpecs(LogsSpecs):
                 stderr=str(folder / "stderr.log"),
                 error_file=str(folder / "error.json"),
                 terminals=tuple(through_terminal),
+                one_terminal=one_terminal,
             )
             environ["TORCHELASTIC_ERROR_FILE"] = logs.error_file
             ranks.append(logs)

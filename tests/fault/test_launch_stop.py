@@ -203,7 +203,7 @@ def test_on_a_terminal_rank_0_sees_one_and_ctrl_c_is_typed(tmp_path: Path) -> No
             seen += os.read(master, 65536)
         return text in seen
 
-    wait_until(lambda: said(b"\rbar 10%") and said(b"\rbar 20%") and said(b"columns 123"), "the progress bar")
+    wait_until(lambda: said(b"\rbar 10%\rbar 20%columns 123"), "the progress bar, and stdout in its place")
     wait_until(lambda: ready(tmp_path), "both ranks")
     os.write(master, b"\x03")
     begin = time.monotonic()
@@ -214,7 +214,7 @@ def test_on_a_terminal_rank_0_sees_one_and_ctrl_c_is_typed(tmp_path: Path) -> No
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
     assert not (tmp_path / "told twice").exists()
     (log,) = tmp_path.glob("logs/*/attempt_0/0/stderr.log")
-    assert log.read_bytes().startswith(b"\rbar 10%\rbar 20%")
+    assert log.read_bytes().startswith(b"\rbar 10%\rbar 20%columns 123\n")
     os.close(master)
 
 
