@@ -109,7 +109,7 @@ def ring_is_built() -> bool:
     import ringdp.process_group
 
     with contextlib.suppress(ImportError):
-        return hasattr(torch.distributed.Backend, "RING") and hasattr(ringdp.process_group._extension(), "ProcessGroup")
+        return hasattr(torch.distributed.Backend, "RING") and hasattr(ringdp.process_group._extension(), "create_process_group")
     return False
 
 

@@ -17,10 +17,6 @@
 namespace ringdp {
 namespace {
 
-double seconds(std::chrono::steady_clock::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
-
 // The accumulators among `count` that a backward with chosen inputs (autograd.grad, backward(inputs=…)) will run.
 bool any_accumulator_needed(const GradientHooks& hooks, std::size_t count) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
@@ -212,7 +208,7 @@ bool Reducer::take_gradient(std::size_t parameter, const at::Tensor& gradient) {
   at::Tensor& grad = slot.parameter.mutable_grad();
   if (grad.defined() || !slot.parameter.requires_grad()) return false;
   if (torch::autograd::impl::post_acc_grad_hooks(slot.parameter) != nullptr) return false;  // they want autograd to do it
-  if (slot.view.use_count() > 1) renew_view(slot);
+  if (held_elsewhere(slot.view)) renew_view(slot);
   copy_gradient(slot.view, gradient);
   grad = slot.view;
   return true;
@@ -272,7 +268,7 @@ void Reducer::settle(std::size_t parameter) {
   }
   if (!grad.defined()) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (slot.view.use_count() > 1) renew_view(slot);
+    if (held_elsewhere(slot.view)) renew_view(slot);
     slot.view.zero_();
   } else if (grad.unsafeGetTensorImpl() != slot.view.unsafeGetTensorImpl()) {
     adopt(slot, grad);
@@ -281,7 +277,7 @@ void Reducer::settle(std::size_t parameter) {
 }
 
 void Reducer::adopt(Slot& slot, at::Tensor& gradient) {
-  if (slot.view.use_count() > 1) renew_view(slot);
+  if (held_elsewhere(slot.view)) renew_view(slot);
   copy_gradient(slot.view, gradient);
   if (gradient.requires_grad()) {
     slot.copy_back = true;  // create_graph: what comes later differentiates through it

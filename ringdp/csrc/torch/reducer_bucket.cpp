@@ -34,7 +34,23 @@ bool plain_memory(const at::Tensor& tensor) {
          !tensor._is_zerotensor() && !impl->is_python_dispatch();
 }
 
+// Since torch 2.13 a Python object has a reference of its own to its tensor, and lives as long as anybody else has one.
+template <class Slot>
+bool python_only_preserves(Slot* slot) {
+  if constexpr (requires { slot->has_unique_reference(); }) {
+    return slot->has_unique_reference();
+  } else {
+    return false;
+  }
+}
+
 }  // namespace
+
+bool held_elsewhere(const at::Tensor& tensor) {
+  const std::size_t references = tensor.use_count();
+  if (references <= 1) return false;
+  return references > 2 || !python_only_preserves(tensor.unsafeGetTensorImpl()->pyobj_slot());
+}
 
 void allocate_bucket(Bucket& bucket, const at::TensorOptions& options, std::size_t mark_count) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -41,6 +41,10 @@ void allocate_bucket(Bucket& bucket, const at::TensorOptions& options, std::size
 // in autograd's sense, so detach_() on it works.
 at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter);
 
+// Whether anybody but the holder of this reference has the tensor. Its Python object, where there is one, does not count
+// unless Python uses it.
+bool held_elsewhere(const at::Tensor& tensor);
+
 // Work of other streams on the bucket before what the current stream does next. Nothing on the CPU.
 void remember_stream(Bucket& bucket);
 void wait_for_streams(Bucket& bucket);

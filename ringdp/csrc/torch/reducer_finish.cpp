@@ -23,8 +23,11 @@ double seconds(std::chrono::steady_clock::duration duration) {
 
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kNamesShown); ++i) text += (i == 0 ? "" : ", ") + names[i];
-  if (names.size() > kNamesShown) text += ", … " + std::to_string(names.size() - kNamesShown) + " more";
+  for (std::size_t i = 0; i < std::min(names.size(), kNamesShown); ++i) {
+    if (i > 0) text.append(", ");
+    text.append(names[i]);
+  }
+  if (names.size() > kNamesShown) text.append(", … ").append(std::to_string(names.size() - kNamesShown)).append(" more");
   return text;
 }
 
@@ -186,7 +189,7 @@ std::string Reducer::missing_text() const {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
     if (slot.ready && !(learned_graph_ && slot.arrivals_left > 0)) continue;
-    indices += " " + std::to_string(i);
+    indices.append(" ").append(std::to_string(i));
     names.push_back(names_[i]);
   }
   const std::string rank = std::to_string(exchange_.group()->getRank());
