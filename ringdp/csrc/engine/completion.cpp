@@ -25,6 +25,8 @@ std::optional<uint64_t> CompletionQueue::nested_key(uint64_t group) {
   return key | kNestedBit;
 }
 
+bool CompletionQueue::on_this_thread() { return current_scope != nullptr; }
+
 void CompletionQueue::push(uint64_t group, uint64_t sequence, std::function<void()> job) {
   std::lock_guard lock(mutex_);
   jobs_.push_back({group, sequence, std::move(job)});

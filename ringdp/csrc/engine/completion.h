@@ -23,6 +23,8 @@ class CompletionQueue {
   // On the completion thread, inside a callback: the next number for an operation in `group`. nullopt elsewhere.
   static std::optional<uint64_t> nested_key(uint64_t group);
 
+  static bool on_this_thread();  // inside a callback
+
   static constexpr uint64_t kNestedBit = 1ULL << 63;
 
  private:

@@ -1,4 +1,5 @@
 // ringdp._C.create_process_group and NamedScope. Creating blocks until all ranks have met, without the GIL.
+#include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <memory>

@@ -1,6 +1,11 @@
 #include "torch/work.h"
 
 namespace ringdp {
+namespace {
+
+constexpr auto kFutureGrace = std::chrono::milliseconds(100);  // the completion thread may be inside a long callback
+
+}  // namespace
 
 RingWork::RingWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
                    std::vector<at::Tensor> outputs)
@@ -21,11 +26,17 @@ void RingWork::mark(std::exception_ptr error) {
     future = future_;
   }
   finish(error);  // ends the profiler's event
-  if (!future) return;
-  if (error)
-    future->setError(error);
-  else
-    future->markCompleted(c10::IValue(outputs_));
+  if (future && error) future->setError(error);
+  if (future && !error) future->markCompleted(c10::IValue(outputs_));
+  marked_changed_.notify_all();
+}
+
+void RingWork::settle_future() {
+  std::unique_lock lock(future_mutex_);
+  waited_ = true;
+  // On the completion thread itself the mark comes after the callback that waits here.
+  if (!future_ || marked_ || CompletionQueue::on_this_thread()) return;
+  marked_changed_.wait_for(lock, kFutureGrace, [this] { return marked_ && future_->completed(); });
 }
 
 bool RingWork::isCompleted() { return works_.empty() || works_.back()->finished(); }
@@ -37,6 +48,7 @@ std::exception_ptr RingWork::exception() const { return works_.empty() ? nullptr
 bool RingWork::wait(std::chrono::milliseconds timeout) {
   if (works_.empty()) return true;
   engine_->wait(*works_.back(), timeout > kNoTimeout ? Deadline::after_ms(timeout.count()) : Deadline::never());
+  settle_future();
   return true;
 }
 
@@ -44,6 +56,8 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
   std::lock_guard lock(future_mutex_);
   if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  // Waited for already: nobody can have attached anything, so there is no order to keep.
+  if (waited_ && !marked_ && works_.back()->finished() && !works_.back()->failed()) marked_ = true;
   if (marked_ && error_) future_->setError(error_);
   if (marked_ && !error_) future_->markCompleted(c10::IValue(outputs_));
   return future_;

@@ -36,9 +36,14 @@ class RingWork final : public c10d::Work {
   std::shared_ptr<Engine> engine_;              // shared with the Runtime: a work may outlive its process group
   std::vector<std::shared_ptr<ringdp::Work>> works_;
 
+  // After `wait` the future is complete too, as with torch's own backends; but not where that cannot be waited for.
+  void settle_future();
+
   std::mutex future_mutex_;
+  std::condition_variable marked_changed_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for
   bool marked_ = false;
+  bool waited_ = false;
   std::exception_ptr error_;
 };
 
