@@ -1,9 +1,212 @@
 // ringdp._core: the torch-free core for tests, benchmarks and tools (pip's pybind11, no torch type may pass here).
+// Several ranks may live in one process, each on a thread of its own; every call that can block releases the GIL.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include "base/naming.h"
+#include "engine/group.h"
+#include "kernels/kernels.h"
+#include "mesh/store.h"
 #include "python_errors.h"
 
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+
+DType dtype_from(const std::string& name) {
+  for (int i = 0; i < kDTypeCount; ++i)
+    if (dtype_name(static_cast<DType>(i)) == name) return static_cast<DType>(i);
+  throw Error(ErrorKind::kValue, "no element type is called '" + name + "'");
+}
+
+ReduceOp op_from(const std::string& name) {
+  for (int i = 0; i < kReduceOpCount; ++i)
+    if (reduce_op_name(static_cast<ReduceOp>(i)) == name) return static_cast<ReduceOp>(i);
+  throw Error(ErrorKind::kValue, "no reduction is called '" + name + "'");
+}
+
+// The memory of a Python buffer for as long as this lives: it keeps the exporter's lock.
+class View {
+ public:
+  explicit View(const py::buffer& buffer) : view_(std::make_shared<Py_buffer>()) {
+    if (PyObject_GetBuffer(buffer.ptr(), view_.get(), PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) != 0) throw py::error_already_set();
+    view_ = std::shared_ptr<Py_buffer>(view_.get(), [keep = view_](Py_buffer* raw) {
+      py::gil_scoped_acquire gil;
+      PyBuffer_Release(raw);
+    });
+  }
+  std::span<std::byte> bytes() const { return {static_cast<std::byte*>(view_->buf), static_cast<std::size_t>(view_->len)}; }
+
+ private:
+  std::shared_ptr<Py_buffer> view_;  // shared with the operation that uses the memory
+};
+
+void check_interrupt() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store, int rank, int world, int64_t timeout_ms,
+                                      int64_t spin_us, const std::string& secret, uint32_t epoch) {
+  RendezvousOptions rendezvous;
+  rendezvous.rank = rank;
+  rendezvous.world = world;
+  rendezvous.timeout_ms = timeout_ms;
+  rendezvous.epoch = epoch;
+  auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
+  rendezvous.secret.assign(bytes.begin(), bytes.end());
+  EngineOptions options;
+  options.spin_us = spin_us;
+  options.check_interrupt = check_interrupt;
+  // Destroyed without the GIL: a thread that is joined then may be asking for it.
+  return std::shared_ptr<Runtime>(new Runtime(*store, rendezvous, std::move(options)), [](Runtime* runtime) {
+    if (PyGILState_Check() == 0) return delete runtime;
+    py::gil_scoped_release no_gil;
+    delete runtime;
+  });
+}
+
+class PythonWork {
+ public:
+  PythonWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work) : engine_(std::move(engine)), work_(std::move(work)) {}
+  void wait(int64_t timeout_ms) {
+    engine_->wait(*work_, timeout_ms > 0 ? Deadline::after_ms(timeout_ms) : Deadline::never());
+  }
+  bool done() const { return work_->finished(); }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Work> work_;
+};
+
+// A group of the ranks `members` of a Runtime; buffers are flat and writable, [count] elements of `dtype`.
+class PythonGroup {
+ public:
+  PythonGroup(std::shared_ptr<Runtime> runtime, const std::string& name, std::vector<int> members, int64_t timeout_ms,
+              const std::map<std::string, std::size_t>& limits)
+      : group_(std::make_unique<GroupHandle>(std::move(runtime), name, std::move(members), timeout_ms, table_from(limits))) {}
+
+  ~PythonGroup() {
+    py::gil_scoped_release no_gil;
+    group_.reset();
+  }
+
+  PythonWork all_reduce(const py::buffer& buffer, const std::string& dtype, const std::string& op) {
+    View view(buffer);
+    return issue({view}, [&](CallOptions options) {
+      return group_->all_reduce(view.bytes(), dtype_from(dtype), op_from(op), std::move(options));
+    });
+  }
+  PythonWork broadcast(const py::buffer& buffer, const std::string& dtype, int root) {
+    View view(buffer);
+    return issue({view}, [&](CallOptions options) {
+      return group_->broadcast(view.bytes(), dtype_from(dtype), root, std::move(options));
+    });
+  }
+  PythonWork all_gather(const py::buffer& input, const std::vector<py::buffer>& outputs, const std::string& dtype) {
+    std::vector<View> views{View(input)};
+    std::vector<std::span<std::byte>> blocks;
+    for (const py::buffer& output : outputs) blocks.push_back(views.emplace_back(output).bytes());
+    return issue(views, [&](CallOptions options) {
+      return group_->all_gather(views[0].bytes(), blocks, dtype_from(dtype), std::move(options));
+    });
+  }
+  PythonWork reduce_scatter(const std::vector<py::buffer>& inputs, const py::buffer& output, const std::string& dtype,
+                            const std::string& op) {
+    std::vector<View> views{View(output)};
+    std::vector<std::span<std::byte>> chunks;
+    for (const py::buffer& input : inputs) chunks.push_back(views.emplace_back(input).bytes());
+    return issue(views, [&](CallOptions options) {
+      return group_->reduce_scatter(chunks, views[0].bytes(), dtype_from(dtype), op_from(op), std::move(options));
+    });
+  }
+  PythonWork barrier() {
+    return issue({}, [&](CallOptions options) { return group_->barrier(std::move(options)); });
+  }
+  void close() { group_->close(); }
+  int rank() const { return group_->view().rank; }
+  int size() const { return group_->view().size; }
+
+ private:
+  static AlgorithmTable table_from(const std::map<std::string, std::size_t>& limits) {
+    AlgorithmTable table;
+    for (const auto& [name, bytes] : limits) {
+      if (name == "fold_two_ranks_bytes")
+        table.fold_two_ranks_bytes = bytes;
+      else if (name == "fold_sent_bytes")
+        table.fold_sent_bytes = bytes;
+      else if (name == "flat_broadcast_bytes")
+        table.flat_broadcast_bytes = bytes;
+      else if (name == "direct_gather_bytes")
+        table.direct_gather_bytes = bytes;
+      else
+        throw Error(ErrorKind::kValue, "the algorithm table has no '" + name + "'");
+    }
+    return table;
+  }
+
+  template <typename Call>
+  PythonWork issue(std::vector<View> views, Call call) {
+    CallOptions options;
+    options.keep_alive = std::make_shared<std::vector<View>>(std::move(views));
+    py::gil_scoped_release no_gil;
+    return {group_->engine(), call(std::move(options))};
+  }
+
+  std::unique_ptr<GroupHandle> group_;
+};
+
+std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes) {
+  return std::string(algorithm_name(choose_all_reduce(AlgorithmTable{}, world, dtype_from(dtype), bytes)));
+}
+
+}  // namespace
+}  // namespace ringdp
+
 PYBIND11_MODULE(_core, module) {
+  using namespace ringdp;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
   module.doc() = "ringdp's core without torch, for tests and tools";
-  ringdp::register_error_translator();
+  register_error_translator();
+
+  py::class_<MemoryStore, std::shared_ptr<MemoryStore>>(module, "MemoryStore", "Where ranks that are threads meet.")
+      .def(py::init<>())
+      .def("set", &MemoryStore::set, NoGil());
+  py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime", "One rank: connections, engine, threads.")
+      .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
+           py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(), py::arg("epoch") = 0,
+           NoGil())
+      .def("shut_down", &Runtime::shut_down, NoGil())
+      .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
+      .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
+  py::class_<PythonWork>(module, "Work", "An operation in flight.")
+      .def("wait", &PythonWork::wait, py::arg("timeout_ms") = 0, NoGil())
+      .def("done", &PythonWork::done);
+  py::class_<PythonGroup>(module, "Group", "Collectives of some ranks of a Runtime.")
+      .def(py::init<std::shared_ptr<Runtime>, const std::string&, std::vector<int>, int64_t,
+                    const std::map<std::string, std::size_t>&>(),
+           py::arg("runtime"), py::arg("name"), py::arg("members"), py::kw_only(), py::arg("timeout_ms") = 30'000,
+           py::arg("table") = std::map<std::string, std::size_t>{})
+      .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM")
+      .def("broadcast", &PythonGroup::broadcast, py::arg("buffer"), py::arg("dtype"), py::arg("root"))
+      .def("all_gather", &PythonGroup::all_gather, py::arg("input"), py::arg("outputs"), py::arg("dtype"))
+      .def("reduce_scatter", &PythonGroup::reduce_scatter, py::arg("inputs"), py::arg("output"), py::arg("dtype"),
+           py::arg("op") = "SUM")
+      .def("barrier", &PythonGroup::barrier)
+      .def("close", &PythonGroup::close, NoGil())
+      .def_property_readonly("rank", &PythonGroup::rank)
+      .def_property_readonly("size", &PythonGroup::size);
+
+  module.def("all_reduce_algorithm", &algorithm_for, py::arg("world"), py::arg("dtype"), py::arg("bytes"),
+             "Name of the algorithm that the built-in table takes.");
+  module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");
+  module.def("reduction_supported", [](const std::string& dtype, const std::string& op) {
+    return reduction_supported(dtype_from(dtype), op_from(op));
+  });
+  module.def("dtypes", [] {
+    std::vector<std::string> names;
+    for (int i = 0; i < kDTypeCount; ++i) names.emplace_back(dtype_name(static_cast<DType>(i)));
+    return names;
+  });
 }
