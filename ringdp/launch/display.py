@@ -9,16 +9,24 @@ from ringdp.launch.filters import AllLines, Errors, Filter, Shown
 from ringdp.launch.logs import RankLogs
 from ringdp.launch.messages import Started
 from ringdp.launch.sources import LogFile, Source, Terminal
-from ringdp.launch.views import STREAMS, Mode, Stream, Views
+from ringdp.launch.views import STREAMS, Mode, Stream, Views, rank_prefix
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Feed:
-    """One stream of one rank on its way to the console; without a filter it goes there as it is."""
+    """One stream of one rank on its way to the console.
+
+    Attributes:
+        source: where it comes from.
+        stream: where it goes.
+        filter: what becomes of it; without one it is shown as it is.
+        noted: of what is shown as it is, takes note of the tracebacks, so that the same ones of other ranks are short.
+    """
 
     source: Source
     stream: Stream
-    filter: Filter | None
+    filter: Filter | None = None
+    noted: Errors | None = None
 
 
 class Display:
@@ -61,8 +69,10 @@ class Display:
                 log = rank.stdout if stream == "stdout" else rank.stderr
                 if view.mode is Mode.HIDDEN or (stream == "stderr" and rank.one_terminal):
                     continue
-                feed = _Feed(source=self._source(rank, stream, log), stream=stream, filter=None)
-                if view.mode is Mode.LINES:
+                feed = _Feed(source=self._source(rank, stream, log), stream=stream)
+                if view.mode is Mode.RAW and (stream == "stderr" or rank.one_terminal):
+                    feed.noted = Errors(rank_prefix(rank.rank), self._shown, log)
+                elif view.mode is Mode.LINES:
                     feed.filter = AllLines(view.prefix)
                 elif view.mode is Mode.ERRORS:
                     feed.filter = Errors(view.prefix, self._shown, log)
@@ -71,11 +81,7 @@ class Display:
     def show(self) -> None:
         """Show what has come."""
         for feed in self._feeds:
-            data = feed.source.read()
-            if feed.filter is None:
-                self._console.raw(feed.stream, data)
-            else:
-                self._lines(feed, feed.filter.feed(data) if data else feed.filter.idle())
+            self._take(feed, feed.source.read(), ended=False)
 
     def stopping(self) -> None:
         """After Ctrl-C every rank ends with the same traceback, which is no news: those go to the logs alone."""
@@ -102,14 +108,24 @@ class Display:
         for feed in self._feeds:
             if isinstance(feed.source, Terminal):  # outlives the attempt
                 while data := feed.source.read():
-                    self._console.raw(feed.stream, data)
+                    self._take(feed, data, ended=False)
+                self._take(feed, b"", ended=True)
                 continue
-            data = feed.source.finish()
-            if feed.filter is None:
-                self._console.raw(feed.stream, data)
-            else:
-                self._lines(feed, feed.filter.feed(data) + feed.filter.finish())
+            self._take(feed, feed.source.finish(), ended=True)
         self._feeds.clear()
+
+    def _take(self, feed: _Feed, data: bytes, *, ended: bool) -> None:
+        if feed.filter is None:
+            self._console.raw(feed.stream, data)
+        for filter_ in (feed.filter, feed.noted):
+            if filter_ is None:
+                continue
+            if ended:
+                lines = filter_.feed(data) + filter_.finish()
+            else:
+                lines = filter_.feed(data) if data else filter_.idle()
+            if filter_ is feed.filter:
+                self._lines(feed, lines)
 
     def _lines(self, feed: _Feed, lines: list[str]) -> None:
         if not (self._stopping and isinstance(feed.filter, Errors)):

@@ -19,12 +19,14 @@ _ERROR = re.compile(
     r"|^\*\*\* |AddressSanitizer|ThreadSanitizer|Segmentation fault|std::bad_alloc|[Aa]ssertion .*failed"
 )
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_TORCHS_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
 def plain(line: str) -> str:
-    """A line without colours, and of a progress bar only what was seen last."""
-    return _ESCAPES.sub("", line).rstrip("\r\n").rpartition("\r")[2]
+    """A line without colours, of a progress bar only what was seen last, and without the ``[rank1]: `` that torch
+    puts before each line of an uncaught exception once there is a process group."""
+    return _TORCHS_PREFIX.sub("", _ESCAPES.sub("", line).rstrip("\r\n").rpartition("\r")[2])
 
 
 class Filter(Protocol):
@@ -79,15 +81,18 @@ class AllLines:
 
 
 class Shown:
-    """Errors that have been shown, over all ranks: when eight ranks fail alike, one traceback is enough."""
+    """Tracebacks that have been shown, over all ranks: when eight ranks fail alike, one stack is enough."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
     def first(self, block: list[str], prefix: str) -> str | None:
-        """The prefix of who showed the same block before, numbers and addresses aside; None if nobody did."""
-        key = _VARYING.sub("#", "\n".join(block))
-        first = self._first.setdefault(key, prefix)
+        """The prefix of who showed the same stack and type before, numbers aside; None if nobody did.
+
+        Messages may differ: whoever asks shows its own.
+        """
+        lines = (line if line[:1].isspace() else line.partition(":")[0] for line in block)
+        first = self._first.setdefault(_VARYING.sub("#", "\n".join(lines)), prefix)
         return None if first == prefix else first
 
     def clear(self) -> None:

@@ -118,3 +118,21 @@ def test_the_launcher_cannot_start_the_ranks(tmp_path: Path, jobs: list[Job]) ->
     assert "Unsupported nproc_per_node value: plenty" in summary[0]
     assert "Traceback" not in job.err
     assert "Traceback" in log_named_in(job, summary).read_text()
+
+
+def test_all_ranks_fail_alike(tmp_path: Path, jobs: list[Job]) -> None:
+    """Rank 0's stack, as its output is shown as it is, at most one other, and a line for each further rank."""
+    text = """
+    import os, pathlib, time
+    rank = os.environ["RANK"]
+    pathlib.Path("ready" + rank).touch()
+    while not all(pathlib.Path(f"ready{r}").exists() for r in range(3)):
+        time.sleep(0.01)
+    raise ValueError("no data for rank " + rank)
+    """
+    job = run(jobs, tmp_path, "--nproc-per-node", "3", "--monitor-interval", "2", script(tmp_path, text))
+    before = job.err.split("ringrun: FAILED")[0]
+    assert 1 <= before.count("Traceback") <= 2
+    for rank in range(3):
+        assert before.count(f"ValueError: no data for rank {rank}\n") == 1
+    assert any("ValueError" in line and "then:" in line for line in summary_of(job))

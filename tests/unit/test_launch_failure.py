@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ringdp.launch.failure import examine, last_exception
+from ringdp.launch.filters import plain
 from ringdp.launch.logs import RankLogs
 from ringdp.launch.messages import RankFailure
 from ringdp.launch.summary import MAX_LINES, broken, failed
@@ -142,6 +143,7 @@ def test_at_most_fifteen_lines_whatever_happens(ranks: Ranks) -> None:
         (TRACEBACK + "KeyError: 'a'\n\nDuring handling of the above exception, another exception occurred:\n\n"
          + TRACEBACK + "RuntimeError: b\n", "RuntimeError: b"),
         (TRACEBACK + "AssertionError\n", "AssertionError"),
+        ("".join(f"[rank1]: {line}\n" for line in (TRACEBACK + "ValueError: bad").splitlines()), "ValueError: bad"),
         (TRACEBACK + "ValueError: first line\nsecond line: more\n", "ValueError: first line"),
         ('  File "t.py", line 1\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n', "SyntaxError: invalid syntax"),
         ("warning: nothing here\n", None),
@@ -149,5 +151,5 @@ def test_at_most_fifteen_lines_whatever_happens(ranks: Ranks) -> None:
     ],
 )  # fmt: skip
 def test_last_exception(text: str, expected: str | None) -> None:
-    found = last_exception(text.splitlines())
+    found = last_exception([plain(line) for line in text.splitlines()])
     assert (found.text if found else None) == expected

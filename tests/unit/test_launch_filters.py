@@ -25,6 +25,12 @@ def test_a_traceback_is_shown_and_the_rest_is_not() -> None:
     assert errors.finish() == []
 
 
+def test_the_prefix_that_torch_adds_is_not_there_twice() -> None:
+    errors = Errors("[rank 1] ", Shown(), "log")
+    errors.feed("".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()).encode())
+    assert errors.idle() == [f"[rank 1] {line}" for line in TRACEBACK.splitlines()]
+
+
 def test_a_traceback_that_comes_slowly_stays_whole() -> None:
     errors = Errors("", Shown(), "log")
     shown: list[str] = []
@@ -58,8 +64,10 @@ def test_the_same_traceback_of_another_rank_is_one_line() -> None:
         errors.feed(TRACEBACK.replace("bad", f"rank {number} at 0x7f{number}").encode())
     assert len(first.idle()) == 4
     assert second.idle() == ["[rank 2] the same as [rank 1]: ValueError: rank 2 at 0x7f2"]
-    third.feed(TRACEBACK.replace("bad", "something else").encode())
+    third.feed(TRACEBACK.replace("step()", "other()").encode())
     assert len(third.idle()) == 4
+    third.feed(TRACEBACK.replace("bad", "a message of its own").encode())
+    assert third.idle() == ["[rank 3] the same as [rank 1]: ValueError: a message of its own"]
 
 
 def test_a_very_long_traceback_is_cut_in_the_middle() -> None:
