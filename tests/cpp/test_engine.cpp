@@ -295,6 +295,17 @@ CASE("a timeout names the rank that is missing") {
       200);
 }
 
+CASE("a group may be destroyed and made again under the same name") {
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    for (int round = 0; round < 50; ++round) {
+      GroupHandle again(self.runtime, "again", everybody(2), 30'000, AlgorithmTable{});
+      std::vector<int32_t> data(100, self.rank + round);
+      again.wait(*again.all_reduce(bytes_of(data), DType::kInt32, ReduceOp::kSum, {}));
+      CHECK_EQ(data[99], 2 * round + 1);
+    }
+  });
+}
+
 CASE("memory kept for a peer that runs ahead is bounded") {
   run_job(2, AlgorithmTable{}, [&](Rank& self) {
     // Rank 0 issues 64 MiB of small operations before rank 1 issues any; all of them must still come out right.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/bytes.h"
 #include "base/error.h"
 #include "base/log.h"
 
@@ -27,7 +28,7 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
   for (MetPeer& peer : peers) peers_.push_back(peer.info);
   Link::Events events;
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
-  events.mismatched = [this](int, uint64_t group, Error error) { failures_.push_back({group, std::move(error), true}); };
+  events.mismatched = [this](int, uint64_t group, Error error) { fail_later(group, std::move(error)); };
   events.departed = [this](int from) { on_departed(from); };
   for (MetPeer& peer : peers) {
     if (!peer.channel) continue;
@@ -41,14 +42,15 @@ void Engine::check_usable() const {
   if (closed_) throw Error(ErrorKind::kState, "this process group was shut down");
 }
 
-void Engine::add_group(uint64_t id, const GroupView& view) {
+uint64_t Engine::add_group(uint64_t key, const GroupView& view) {
+  if (fork_generation() != generation_) throw forked_error();
   std::lock_guard lock(mutex_);
   check_usable();
   auto group = std::make_shared<Group>();
-  group->id = id;
+  group->id = hash_mix(key, ++made_[key]);
   group->view = view;
-  if (!groups_.emplace(id, std::move(group)).second)
-    throw Error(ErrorKind::kState, "there is a process group of this name and these ranks already");
+  groups_[group->id] = group;
+  return group->id;
 }
 
 void Engine::remove_group(uint64_t id) {
@@ -57,7 +59,12 @@ void Engine::remove_group(uint64_t id) {
     GroupPtr group = find_group(id);
     if (!group) return;
     take_inbox();
-    fail_group(*group, Error(ErrorKind::kState, "the process group was destroyed while operations were in flight"), false);
+    bool in_flight = !group->queued.empty() || !group->active.empty() || !group->nested.empty();
+    Error error(ErrorKind::kState, "the process group was destroyed on rank " + std::to_string(rank_) +
+                                       " while operations were in flight");
+    if (in_flight) fail_group(*group, error, notice_of(error));
+    for (int member : group->view.members)
+      if (links_[member]) links_[member]->discard_group(id);
     std::lock_guard lock(mutex_);
     groups_.erase(id);
   });
@@ -212,8 +219,8 @@ void Engine::run_communication_thread() {
     } catch (const std::exception& error) {
       log(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
       failures_.clear();
-      for (const GroupPtr& group : std::vector<GroupPtr>(busy_))
-        fail_group(*group, Error(ErrorKind::kSystem, error.what()), true);
+      Error failure(ErrorKind::kSystem, error.what());
+      for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
     }
     leave_role(lock);
   }
@@ -228,7 +235,8 @@ void Engine::abort(const std::string& why) {
       std::lock_guard lock(mutex_);
       for (auto& [id, group] : groups_) all.push_back(group);
     }
-    for (const GroupPtr& group : all) fail_group(*group, Error(ErrorKind::kState, why), true);
+    Error failure(ErrorKind::kState, why);
+    for (const GroupPtr& group : all) fail_group(*group, failure, notice_of(failure));
     for (auto& link : links_)
       if (link) guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
   });
@@ -238,8 +246,8 @@ void Engine::shut_down() {
   if (fork_generation() != generation_) return;
   run_as_driver([this] {
     take_inbox();
-    for (const GroupPtr& group : std::vector<GroupPtr>(busy_))
-      fail_group(*group, Error(ErrorKind::kState, "the process group was shut down while operations were in flight"), true);
+    Error failure(ErrorKind::kState, "rank " + std::to_string(rank_) + " shut down while operations were in flight");
+    for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
     for (auto& link : links_)
       if (link) link->send_bye();
     // A peer that does not read must not keep this rank from leaving.

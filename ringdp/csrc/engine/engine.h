@@ -35,7 +35,9 @@ class Engine {
  public:
   Engine(int rank, std::vector<MetPeer> peers, EngineOptions options);
 
-  void add_group(uint64_t id, const GroupView& view);   // Error(kState) if there is one
+  // Returns the group's number on the wire: from `key`, which is the same on all members, and from how many groups of that
+  // key came before, so that frames of a destroyed group never reach one that is made like it.
+  uint64_t add_group(uint64_t key, const GroupView& view);
   // Operations still in flight fail, frames still arriving are dropped.
   void remove_group(uint64_t id);
 
@@ -88,7 +90,7 @@ class Engine {
   struct Failure {
     uint64_t group;
     Error error;
-    bool tell_peers;
+    AbortNotice notice;  // what the other members are told
   };
 
   // Roles and threads (engine.cpp).
@@ -116,7 +118,9 @@ class Engine {
   void on_departed(int peer);
   void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
   void settle_failures();
-  void fail_group(Group& group, const Error& error, bool tell_peers);
+  void fail_later(uint64_t group, Error error);          // when the link at hand has been pumped
+  void fail_group(Group& group, const Error& error, const AbortNotice& notice);
+  static AbortNotice notice_of(const Error& error);
   Error explain_loss(const Group& group, int peer, const Error& cause) const;
   Error explain_timeout(const Slot& slot) const;
   GroupPtr find_group(uint64_t id) const;
@@ -141,6 +145,7 @@ class Engine {
   std::vector<std::pair<GroupPtr, Slot>> inbox_;
   std::vector<std::function<void()>> requests_;           // to be run by the driver
   std::map<uint64_t, GroupPtr> groups_;
+  std::map<uint64_t, uint64_t> made_;    // groups so far, by key
 
   // driver
   Poller poller_;

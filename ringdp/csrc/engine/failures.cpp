@@ -37,7 +37,7 @@ void Engine::lose_link(int peer, const Error& error) {
       if (std::find(members.begin(), members.end(), peer) != members.end()) concerned.push_back(group);
     }
   }
-  for (const GroupPtr& group : concerned) failures_.push_back({group->id, explain_loss(*group, peer, error), true});
+  for (const GroupPtr& group : concerned) fail_later(group->id, explain_loss(*group, peer, error));
 }
 
 // A peer that said goodbye is no failure by itself: only operations that still need it fail.
@@ -47,7 +47,7 @@ void Engine::on_departed(int peer) {
     bool needed = std::any_of(group->active.begin(), group->active.end(), needs) ||
                   std::any_of(group->nested.begin(), group->nested.end(), needs);
     if (needed)
-      failures_.push_back({group->id, explain_loss(*group, peer, Error(ErrorKind::kPeerLost, "it left the job")), true});
+      fail_later(group->id, explain_loss(*group, peer, Error(ErrorKind::kPeerLost, "it left the job")));
   }
 }
 
@@ -68,7 +68,9 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
     context.operation = group->active.front().work->text();
     context.name = group->active.front().operation->identity().name;
   }
-  failures_.push_back({group_id, Error(notice.kind, notice.text + " (as told by " + peers_[peer].text() + ")", context), false});
+  // Passed on as it is before this rank leaves: a member that hears this rank's goodbye first must not blame it.
+  failures_.push_back(
+      {group_id, Error(notice.kind, notice.text + " (as told by " + peers_[peer].text() + ")", context), notice});
 }
 
 void Engine::settle_failures() {
@@ -76,22 +78,31 @@ void Engine::settle_failures() {
     std::vector<Failure> found;
     found.swap(failures_);
     for (const Failure& failure : found)
-      if (GroupPtr group = find_group(failure.group)) fail_group(*group, failure.error, failure.tell_peers);
+      if (GroupPtr group = find_group(failure.group)) fail_group(*group, failure.error, failure.notice);
   }
 }
 
-void Engine::fail_group(Group& group, const Error& error, bool tell_peers) {
+AbortNotice Engine::notice_of(const Error& error) {
+  AbortNotice notice;
+  notice.kind = error.kind();
+  notice.guilty_rank = error.context().peer;
+  notice.sequence = error.context().sequence >= 0 ? static_cast<uint64_t>(error.context().sequence) : 0;
+  notice.text = error.what();
+  return notice;
+}
+
+void Engine::fail_later(uint64_t group, Error error) {
+  AbortNotice notice = notice_of(error);
+  failures_.push_back({group, std::move(error), std::move(notice)});
+}
+
+void Engine::fail_group(Group& group, const Error& error, const AbortNotice& notice) {
   std::exception_ptr failure = std::make_exception_ptr(error);
   {
     std::lock_guard lock(mutex_);
     if (group.failure) return;
     group.failure = failure;
   }
-  AbortNotice notice;
-  notice.kind = error.kind();
-  notice.guilty_rank = error.context().peer;
-  notice.sequence = error.context().sequence >= 0 ? static_cast<uint64_t>(error.context().sequence) : 0;
-  notice.text = error.what();
   std::vector<Slot> slots;
   for (Slot& slot : group.nested) slots.push_back(std::move(slot));
   for (Slot& slot : group.active) slots.push_back(std::move(slot));
@@ -105,10 +116,8 @@ void Engine::fail_group(Group& group, const Error& error, bool tell_peers) {
     Link* link = links_[member].get();
     if (link == nullptr || link->broken() || link->departed()) continue;
     link->discard_group(group.id);
-    if (tell_peers) {
-      link->send_abort(group.id, notice);
-      guarded(member, [](Link& it) { return it.pump_send(); });
-    }
+    link->send_abort(group.id, notice);
+    guarded(member, [](Link& it) { return it.pump_send(); });
   }
   for (Slot& slot : slots) finish(slot, failure);
 }

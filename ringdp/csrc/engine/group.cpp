@@ -21,10 +21,10 @@ GroupView view_of(int world_rank, std::vector<int> members) {
 }
 
 // The same on all members: they number their groups' operations by it on the wire.
-uint64_t id_of(const std::string& name, const std::vector<int>& members) {
-  uint64_t id = hash_text(name);
-  for (int member : members) id = hash_mix(id, static_cast<uint64_t>(member));
-  return id;
+uint64_t key_of(const std::string& name, const std::vector<int>& members) {
+  uint64_t key = hash_text(name);
+  for (int member : members) key = hash_mix(key, static_cast<uint64_t>(member));
+  return key;
 }
 
 }  // namespace
@@ -34,11 +34,9 @@ GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& na
     : runtime_(std::move(runtime)),
       engine_(runtime_->share_engine()),
       view_(view_of(engine_->rank(), members)),
-      id_(id_of(name, members)),
+      id_(engine_->add_group(key_of(name, members), view_)),
       timeout_ms_(timeout_ms),
-      table_(table) {
-  engine_->add_group(id_, view_);
-}
+      table_(table) {}
 
 GroupHandle::~GroupHandle() { close(); }
 

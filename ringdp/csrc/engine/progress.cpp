@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "engine/engine.h"
+#include "kernels/float_mode.h"
 
 namespace ringdp {
 namespace {
@@ -16,6 +17,7 @@ constexpr int kSleepMs = 100;                      // a sleeping driver looks at
 }  // namespace
 
 void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
+  const FloatModeScope float_mode;
   auto last_move = Clock::now();
   bool spinning = spin_us > 0;
   for (;;) {
@@ -111,13 +113,13 @@ void Engine::start(Group& group, Slot& slot) {
   try {
     operation.start(context);
   } catch (const Error& error) {
-    failures_.push_back({group.id, error, true});
+    fail_later(group.id, error);
     return;
   }
   for (int member : group.view.members) {
     Link* link = links_[member].get();
     if (link == nullptr || !(link->departed() || link->broken()) || !operation.needs(member)) continue;
-    failures_.push_back({group.id, explain_loss(group, member, Error(ErrorKind::kPeerLost, "it left the job")), true});
+    fail_later(group.id, explain_loss(group, member, Error(ErrorKind::kPeerLost, "it left the job")));
     return;
   }
 }
@@ -206,7 +208,7 @@ void Engine::check_deadlines() {
       if (late == nullptr && slot.deadline.expired()) late = &slot;
     for (const Slot& slot : group->nested)
       if (late == nullptr && slot.deadline.expired()) late = &slot;
-    if (late != nullptr) failures_.push_back({group->id, explain_timeout(*late), true});
+    if (late != nullptr) fail_later(group->id, explain_timeout(*late));
   }
   settle_failures();
 }
