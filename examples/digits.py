@@ -68,13 +68,13 @@ def positive(text: str) -> int:
 
 
 def load_digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """1,437 images to train with and 360 to test with: ``[1, 8, 8]`` float32 in 0..1, and the digit."""
+    """1,437 images to train with and 360 to test with: ``[1, 8, 8]`` float32 in -1..1, and the digit."""
     try:
         from sklearn import datasets
     except ModuleNotFoundError as error:
         sys.exit(f"the digits come with scikit-learn, which is not installed ({error}): pip install scikit-learn")
     digits = datasets.load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     test, training = order[:TEST_IMAGES], order[TEST_IMAGES:]
