@@ -196,9 +196,18 @@ def test_a_name_must_not_be_empty() -> None:
 TWO_RANKS = """
     import torch, torch.distributed as dist, ringdp
     ringdp.init("ring")
-    total = torch.tensor([float(ringdp.rank() + 1)])
+    total = torch.full([1000], float(ringdp.rank() + 1))
+    before = ringdp.traffic()
     dist.all_reduce(total)
-    print("rank", ringdp.rank(), "of", ringdp.world_size(), "local", ringdp.local_rank(), "total", total.item())
+    after = ringdp.traffic()
+    print("rank", ringdp.rank(), "of", ringdp.world_size(), "local", ringdp.local_rank(), "total", total[999].item())
+    print("sent", after.bytes_sent - before.bytes_sent, "received", after.bytes_received - before.bytes_received)
+    try:
+        for name in ("left", "right") if ringdp.rank() == 0 else ("right", "left"):
+            with ringdp.named(name):
+                dist.all_reduce(torch.ones(3))
+    except ringdp.MismatchError as error:
+        print("swapped:", error.name, error.peer)
 """
 
 
@@ -223,7 +232,12 @@ def test_two_ranks_meet_through_the_launchers_environment() -> None:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(TWO_RANKS, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(2)]
     for number, process in enumerate(ranks):
-        assert f"rank {number} of 2 local {number} total 3.0" in finish(process)
+        output = finish(process)
+        assert f"rank {number} of 2 local {number} total 3.0" in output
+        for direction in ("sent", "received"):
+            count = int(re.search(rf"{direction} (\d+)", output)[1])  # type: ignore[index]
+            assert 4000 <= count <= 4400, "the tensor once, and a few frame headers"
+        assert f"swapped: {('left', 'right')[number]} {1 - number}" in output
 
 
 def test_ranks_of_mp_spawn_count_their_local_ranks() -> None:
