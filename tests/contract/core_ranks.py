@@ -1,0 +1,77 @@
+"""Ranks as threads of this process, over `ringdp._core`: real connections, no torch, and they stay for many cases."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from tests.helpers import need
+
+core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
+
+Result = TypeVar("Result")
+
+LIMITS = ("fold_two_ranks_bytes", "fold_sent_bytes", "flat_broadcast_bytes", "direct_gather_bytes")
+ALWAYS_SMALL: Mapping[str, int] = dict.fromkeys(LIMITS, 2**40)
+NEVER_SMALL: Mapping[str, int] = dict.fromkeys(LIMITS, 0)
+BUILT_IN: Mapping[str, int] = {}
+
+
+class World:
+    """`size` ranks, each with a Runtime, and the groups of all of them that tests asked for."""
+
+    def __init__(self, size: int, **options: Any) -> None:
+        self.size = size
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix=f"rank-of-{size}")
+        store = core.MemoryStore()
+        self.runtimes = self._on_all(lambda rank: core.Runtime(store, rank, size, **options))
+        self._groups: dict[str, list[Any]] = {}
+
+    def groups(self, table: Mapping[str, int]) -> list[Any]:
+        """The group of all ranks with this algorithm table, one handle per rank."""
+        name = repr(sorted(table.items()))
+        if name not in self._groups:
+            members = list(range(self.size))
+            self._groups[name] = [
+                core.Group(runtime, name, members, table=dict(table), timeout_ms=60_000) for runtime in self.runtimes
+            ]
+        return self._groups[name]
+
+    def run(self, body: Callable[[int, Any], Result], table: Mapping[str, int] = BUILT_IN) -> list[Result]:
+        """Call ``body(rank, group)`` on all ranks at the same time; results in rank order."""
+        groups = self.groups(table)
+        return self._on_all(lambda rank: body(rank, groups[rank]))
+
+    def _on_all(self, body: Callable[[int], Result]) -> list[Result]:
+        # A thread per rank and never more calls than ranks, so all of them run at once.
+        futures = [self._threads.submit(body, rank) for rank in range(self.size)]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        for groups in self._groups.values():
+            for group in groups:
+                group.close()
+        self._groups.clear()
+        self._on_all(lambda rank: self.runtimes[rank].shut_down())
+        self.runtimes.clear()
+        self._threads.shutdown()
+
+
+@functools.cache
+def world(size: int) -> World:
+    """The world of this size that all tests share; `close_worlds` ends it."""
+    made = World(size)
+    _made.append(made)
+    return made
+
+
+_made: list[World] = []
+
+
+def close_worlds() -> None:
+    while _made:
+        _made.pop().close()
+    world.cache_clear()

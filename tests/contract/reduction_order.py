@@ -1,0 +1,206 @@
+"""What a reduction must give, to the bit: docs/algorithms.md and kernels/elements.h re-enacted in plain numpy.
+
+Arrays are flat. bfloat16, which numpy does not have, is an array of uint16 with its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+
+STORAGE: dict[str, Any] = {
+    "uint8": np.uint8,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "float32": np.float32,
+    "float64": np.float64,
+    "bool": np.bool_,
+    "complex64": np.complex64,
+    "complex128": np.complex128,
+}
+HALF = ("float16", "bfloat16")
+FLOATING = (*HALF, "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+INTEGERS = tuple(name for name in STORAGE if "int" in name)
+_GRANULE = 16  # elements: where the chunks of an all-reduce begin
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every (dtype, op) that exists: bits for integers and bool only, no mean of bools, no order of complex numbers."""
+    found = [(dtype, op) for dtype in STORAGE for op in ("SUM", "PRODUCT")]
+    found += [(dtype, "AVG") for dtype in STORAGE if dtype != "bool"]
+    found += [(dtype, op) for dtype in STORAGE if dtype not in COMPLEX for op in ("MIN", "MAX")]
+    found += [(dtype, op) for dtype in (*INTEGERS, "bool") for op in ("BAND", "BOR", "BXOR")]
+    return found
+
+
+def itemsize(dtype: str) -> int:
+    return np.dtype(STORAGE[dtype]).itemsize
+
+
+def zeros(dtype: str, count: int) -> Array:
+    return np.zeros(count, STORAGE[dtype])
+
+
+def random_input(dtype: str, op: str, count: int, seed: Sequence[int]) -> Array:
+    """One rank's input: any value of the type, but no product that overflows at once."""
+    rng = np.random.default_rng(seed)
+    if dtype == "bool":
+        return rng.random(count) < 0.5
+    if dtype in INTEGERS:
+        limits = np.iinfo(STORAGE[dtype])
+        return rng.integers(limits.min, limits.max, count, STORAGE[dtype], endpoint=True)
+    parts = 2 * count if dtype in COMPLEX else count
+    if op == "PRODUCT":
+        values = rng.uniform(0.5, 1.5, parts) * rng.choice([-1.0, 1.0], parts)
+    else:
+        values = rng.standard_normal(parts) * np.exp2(rng.integers(-8, 8, parts))
+    return narrow(values, dtype)
+
+
+def special_input(dtype: str, rank: int, world: int) -> Array:
+    """Every pair of an infinity, NaN, both zeros, a subnormal and the largest number meets on neighbouring ranks."""
+    tiny = {"float16": 6e-8, "bfloat16": 1e-40, "float32": 1e-44, "float64": 5e-324}[dtype]
+    huge = {"float16": 65504.0, "bfloat16": 3.3e38, "float32": 3.4e38, "float64": 1.7e308}[dtype]
+    values = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, tiny, -tiny, huge, -huge, 1.0])
+    return narrow(np.roll(np.repeat(values, len(values)), rank * (len(values) + 1) % (7 * world)), dtype)
+
+
+def narrow(values: npt.NDArray[np.float64], dtype: str) -> Array:
+    """float64 values as elements of `dtype`; complex ones take two each."""
+    with np.errstate(over="ignore"):
+        if dtype == "bfloat16":
+            return _to_bfloat16(values.astype(np.float32))
+        if dtype in COMPLEX:
+            part = np.float32 if dtype == "complex64" else np.float64
+            return values.astype(part).view(STORAGE[dtype])
+        return values.astype(STORAGE[dtype])
+
+
+def widen(x: Array, dtype: str) -> Array:
+    """The values of elements in double precision, for a sum to be close to."""
+    if dtype == "bfloat16":
+        return _from_bfloat16(x).astype(np.float64)
+    return x.astype(np.complex128 if dtype in COMPLEX else np.float64)
+
+
+def in_rank_order(inputs: Sequence[Array], dtype: str, op: str) -> Array:
+    """x_0 op x_1 op …; half types in float32, rounded once."""
+    world = len(inputs)
+    if world == 1:
+        return inputs[0].copy()
+    if dtype in HALF:
+        total: Array = _to_float32(inputs[0], dtype)
+        for x in inputs[1:]:
+            total = _combine(total, _to_float32(x, dtype), "float32", op)
+        with np.errstate(all="ignore"):
+            return _from_float32(np.divide(total, np.float32(world)) if op == "AVG" else total, dtype)
+    result = inputs[0].copy()
+    for x in inputs[1:]:
+        result = _combine(result, x, dtype, op)
+    return _divide(result, world, dtype) if op == "AVG" else result
+
+
+def in_ring_order(inputs: Sequence[Array], dtype: str, op: str) -> Array:
+    """Chunk c is x_c op x_{c+1} op …, ranks modulo n; chunks begin at multiples of 16 elements."""
+    world, count = len(inputs), len(inputs[0])
+    each = -(-count // world)
+    each = -(-each // _GRANULE) * _GRANULE
+    result = inputs[0].copy()
+    for chunk in range(world):
+        part = slice(min(chunk * each, count), min((chunk + 1) * each, count))
+        result[part] = in_rank_order([inputs[(chunk + step) % world][part] for step in range(world)], dtype, op)
+    return result
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _combine(a: Array, b: Array, dtype: str, op: str) -> Array:
+    with np.errstate(all="ignore"):
+        return _COMPLEX_OR_PLAIN[dtype in COMPLEX](a, b, dtype, op)
+
+
+def _plain(a: Array, b: Array, dtype: str, op: str) -> Array:
+    floating = dtype in FLOATING
+    if dtype == "bool":
+        return {
+            "SUM": np.logical_or,
+            "MAX": np.logical_or,
+            "BOR": np.logical_or,
+            "PRODUCT": np.logical_and,
+            "MIN": np.logical_and,
+            "BAND": np.logical_and,
+            "BXOR": np.logical_xor,
+        }[op](a, b)
+    if op in ("SUM", "AVG", "PRODUCT"):
+        result = a * b if op == "PRODUCT" else a + b
+        return _one_nan(result) if floating else result
+    if op in ("MIN", "MAX"):
+        first = a < b if op == "MIN" else a > b
+        return np.where(np.isnan(a) | first, a, b) if floating else np.where(first, a, b)
+    return {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}[op](a, b)
+
+
+def _complex(a: Array, b: Array, dtype: str, op: str) -> Array:
+    part = np.float32 if dtype == "complex64" else np.float64
+    x: Array = a.view(part)
+    y: Array = b.view(part)
+    if op in ("SUM", "AVG"):
+        return _one_nan(x + y).view(a.dtype)
+    result = np.empty_like(x)
+    result[0::2] = _one_nan(x[0::2] * y[0::2]) - _one_nan(x[1::2] * y[1::2])
+    result[1::2] = _one_nan(x[0::2] * y[1::2]) + _one_nan(x[1::2] * y[0::2])
+    return _one_nan(result).view(a.dtype)
+
+
+_COMPLEX_OR_PLAIN = {True: _complex, False: _plain}
+
+
+def _divide(x: Array, world: int, dtype: str) -> Array:
+    """The mean, last: integers towards zero, complex numbers part by part."""
+    if dtype in INTEGERS:
+        quotient = np.floor_divide(x, np.array(world, x.dtype))
+        remainder = x - quotient * np.array(world, x.dtype)
+        return (quotient + ((x < 0) & (remainder != 0))).astype(x.dtype)
+    part: Array = x.view(np.float32 if dtype == "complex64" else np.float64) if dtype in COMPLEX else x
+    with np.errstate(all="ignore"):
+        return (part / part.dtype.type(world)).view(x.dtype)
+
+
+def _one_nan(x: Array) -> Array:
+    return np.where(np.isnan(x), np.array(np.nan, x.dtype), x)
+
+
+def _to_float32(x: Array, dtype: str) -> Floats:
+    return _from_bfloat16(x) if dtype == "bfloat16" else x.astype(np.float32)
+
+
+def _from_float32(x: Array, dtype: str) -> Array:
+    with np.errstate(over="ignore"):
+        return _to_bfloat16(x) if dtype == "bfloat16" else x.astype(np.float16)
+
+
+def _from_bfloat16(x: Array) -> Floats:
+    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _to_bfloat16(x: Array) -> Array:
+    """Round to nearest, ties to even, as integers; every NaN becomes 0x7fc0."""
+    bits = x.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16)).astype(np.uint16)
