@@ -135,7 +135,8 @@ class LaunchEnvironment:
         world_size: number of ranks in the job.
         local_rank: rank on this host; None where the launcher does not say.
         local_world_size: ranks on this host; None where the launcher does not say.
-        init_method: where the ranks meet, for ``torch.distributed.rendezvous``.
+        init_method: where the ranks meet, ``tcp://host:port``.
+        agent_store: the launcher itself keeps the store there; otherwise rank 0 does.
     """
 
     launcher: str
@@ -144,6 +145,7 @@ class LaunchEnvironment:
     local_rank: int | None
     local_world_size: int | None
     init_method: str
+    agent_store: bool = False
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -173,7 +175,8 @@ class LaunchEnvironment:
                 world_size=_integer("WORLD_SIZE", environ["WORLD_SIZE"]),
                 local_rank=_optional_integer(environ, "LOCAL_RANK"),
                 local_world_size=_optional_integer(environ, "LOCAL_WORLD_SIZE"),
-                init_method="env://",
+                init_method=_tcp(environ["MASTER_ADDR"], _integer("MASTER_PORT", environ["MASTER_PORT"])),
+                agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )
         if "OMPI_COMM_WORLD_SIZE" in environ:
             return _from_open_mpi(environ)
@@ -364,7 +367,13 @@ def _meeting_point(environ: Mapping[str, str], *, first_host: str | None, job: s
         missing = [n for n, v in (("MASTER_ADDR", host), ("MASTER_PORT", port or job.strip("."))) if not v]
         raise InvalidArgumentError(f"the ranks cannot know where to meet, {' and '.join(missing)} is not set: {advice}")
     number = _integer("MASTER_PORT", port) if port else 20000 + zlib.crc32(job.encode()) % 10000
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{number}"
+    return _tcp(host, number)
+
+
+def _tcp(host: str, port: int) -> str:
+    if not 0 < port < 65536:
+        raise InvalidArgumentError(f"MASTER_PORT={port} is not between 1 and 65535")
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _first_slurm_host(nodes: str) -> str | None:

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+import urllib.parse
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from ringdp import config
@@ -30,6 +31,7 @@ from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateErro
 BACKEND = "ring"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _FIRST_NOTICE_S = 10.0
+_SLICE_S = 1.0
 _log = logging.getLogger("ringdp.process_group")
 
 
@@ -112,10 +114,12 @@ def init(
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
     kind = _device_kind(backend, device)
     chosen = backend or _default_backend(kind)
-    store = _meeting_store(init_method, rank, world_size, timeout)
-    store = PrefixStore(f"ringdp/{_generation}", store)
+    agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
+    store = _meeting_store(init_method, rank, world_size, timeout, agent_store=agent_store)
+    settings = config.RingConfig.from_environment()
+    store = PrefixStore(f"ringdp/{settings.epoch}/{_generation}", store)
     _generation += 1
-    hellos = _meet(store, _hello(chosen, kind), rank, world_size, timeout)
+    hellos = _meet(store, _hello(chosen, kind, settings), rank, world_size, timeout)
     _require_agreement(hellos)
     local_rank = _local_rank(hellos, rank, launch)
     place = _pick_device(kind, hellos, rank, local_rank, device)
@@ -349,11 +353,14 @@ def _default_backend(kind: str) -> str:
     return "cpu:ring,cuda:nccl" if kind == "cuda" and dist.is_nccl_available() else BACKEND
 
 
-def _meeting_store(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> Store:
+def _meeting_store(
+    init_method: str | None, rank: int, world_size: int, timeout: timedelta, *, agent_store: bool
+) -> Store:
+    """The store at ``init_method``; rank 0 keeps it, unless the launcher's agent does. None: a store of our own."""
     if init_method is None:
         return HashStore()
     try:
-        store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        store = _open_store(init_method, rank, world_size, timeout, keep=rank == 0 and not agent_store)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             advice = "the port is taken by a job that still runs or another program: choose another MASTER_PORT"
@@ -368,11 +375,26 @@ def _meeting_store(init_method: str | None, rank: int, world_size: int, timeout:
     return store
 
 
-def _hello(backend: str, kind: str) -> _Hello:
+def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta, *, keep: bool) -> Store:
+    url = urllib.parse.urlsplit(init_method)
+    if url.scheme == "tcp" and url.hostname and url.port:
+        # Not by torch's rendezvous: there rank 0 would wait for the others inside, and could not say who is missing.
+        return TCPStore(
+            url.hostname, url.port, world_size, keep, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    try:
+        store: Store = next(rendezvous(init_method, rank, world_size, timeout=timeout))[0]
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+            raise
+        raise InvalidArgumentError(f"init_method={init_method} cannot be used: {error}") from error
+    return store
+
+
+def _hello(backend: str, kind: str, settings: config.RingConfig) -> _Hello:
     from ringdp import __version__
 
     count = torch.cuda.device_count() if kind == "cuda" else 0
-    settings = config.RingConfig.from_environment()
     return _Hello(
         host_id=config.host_identity(settings.host_id),
         host_name=settings.host_name,
@@ -388,33 +410,36 @@ def _hello(backend: str, kind: str) -> _Hello:
 def _meet(store: Store, mine: _Hello, rank: int, world_size: int, timeout: timedelta) -> list[_Hello]:
     """Exchange hellos; says who is waited for after ten seconds, then at doubling intervals."""
     keys = [f"hello/{r}" for r in range(world_size)]
-    end = time.monotonic() + timeout.total_seconds()
-    pause = _FIRST_NOTICE_S
+    begin = time.monotonic()
+    limit_s = timeout.total_seconds()
+    notice_s = _FIRST_NOTICE_S
     try:
         store.set(keys[rank], mine.encode())
         while True:
-            left = end - time.monotonic()
+            waited_s = time.monotonic() - begin
             try:
-                store.wait(keys, timedelta(seconds=max(0.001, min(pause, left))))
+                # Short slices: Python's signal handlers run between them.
+                store.wait(keys, timedelta(seconds=max(0.001, min(_SLICE_S, limit_s - waited_s))))
                 break
             except dist.DistNetworkError:
                 raise
             except RuntimeError as error:  # TCPStore's DistStoreError, FileStore's RuntimeError
                 if "timeout" not in str(error).lower():
                     raise
-                missing = [r for r, key in enumerate(keys) if not store.check([key])]
-                if not missing:
-                    continue
-                if left <= pause:
-                    raise HandshakeError(
-                        f"rank {rank} waited {timeout.total_seconds():.0f} s for {_ranks(missing)} of"
-                        f" {world_size}, which never called ringdp.init(): did they start, and with the same"
-                        " MASTER_ADDR and MASTER_PORT?",
-                        rank=rank,
-                        peer=missing[0],
-                    ) from None
+            waited_s = time.monotonic() - begin
+            if waited_s < min(notice_s, limit_s):
+                continue
+            missing = [r for r, key in enumerate(keys) if not store.check([key])]
+            if missing and waited_s >= limit_s:
+                raise HandshakeError(
+                    f"rank {rank} waited {limit_s:.0f} s for {_ranks(missing)} of {world_size}, which never called"
+                    " ringdp.init(): did they start, and with the same MASTER_ADDR and MASTER_PORT?",
+                    rank=rank,
+                    peer=missing[0],
+                )
+            if missing:
                 _log.warning("rank %d of %d waits for %s to call ringdp.init()", rank, world_size, _ranks(missing))
-                pause *= 2
+            notice_s *= 2
         return [_Hello.decode(text, rank=r) for r, text in enumerate(store.multi_get(keys))]
     except dist.DistNetworkError as error:
         raise HandshakeError(

@@ -180,9 +180,16 @@ def test_no_launcher() -> None:
 
 def test_torchrun() -> None:
     expected = LaunchEnvironment(
-        launcher="torchrun", rank=3, world_size=8, local_rank=1, local_world_size=2, init_method="env://"
+        launcher="torchrun",
+        rank=3,
+        world_size=8,
+        local_rank=1,
+        local_world_size=2,
+        init_method="tcp://10.0.0.1:29500",
     )
     assert LaunchEnvironment.read(TORCHRUN | OPEN_MPI) == expected, "torchrun's variables come first"
+    elastic = LaunchEnvironment.read(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert elastic == dataclasses.replace(expected, agent_store=True)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -207,6 +214,7 @@ def test_all_missing_variables_are_named() -> None:
         ({"WORLD_SIZE": "0", "RANK": "0"}, "rank 0 of 0"),
         ({"RANK": "x"}, "RANK=x is not a whole number"),
         ({"LOCAL_RANK": "-2"}, "local rank -2"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not between"),
     ],
 )
 def test_an_impossible_place_is_refused(change: dict[str, str], words: str) -> None:

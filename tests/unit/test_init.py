@@ -24,7 +24,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import ringdp
 from ringdp import process_group
-from ringdp.config import VARIABLES
+from ringdp.config import VARIABLES, RingConfig
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
 
 LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMIX_|SLURM_|TORCHELASTIC_|RINGDP_)")
@@ -161,6 +161,8 @@ def test_who_and_where_need_init(name: str) -> None:
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
         ({"rank": -1, "world_size": 2}, "rank -1 of 2"),
         ({"rank": 0, "world_size": 2}, "does not know where to meet"),
+        ({"rank": 0, "world_size": 2, "init_method": "pigeon://here"}, "init_method=pigeon://here cannot be used"),
+        ({"rank": 0, "world_size": 2, "init_method": "tcp://here"}, "init_method=tcp://here cannot be used"),
         ({"init_method": "tcp://127.0.0.1:1"}, "needs rank and world_size"),
         ({"timeout": 0}, "timeout must be above 0"),
         ({"timeout": timedelta(seconds=-1)}, "timeout must be above 0"),
@@ -212,7 +214,7 @@ TWO_RANKS = """
 
 
 def hello_of(backend: str) -> process_group._Hello:
-    return process_group._hello(backend, "cpu")
+    return process_group._hello(backend, "cpu", RingConfig())
 
 
 def meet_as_threads(hellos: list[process_group._Hello]) -> list[process_group._Hello]:
@@ -255,10 +257,17 @@ def test_open_mpis_variables_are_enough(monkeypatch: pytest.MonkeyPatch) -> None
     assert (ringdp.rank(), ringdp.world_size(), ringdp.local_rank()) == (0, 1, 0)
 
 
-def test_whoever_never_comes_is_named(tmp_path: Path) -> None:
-    with pytest.raises(HandshakeError, match=r"waited 1 s for ranks 1, 2 of 3") as caught:
-        ringdp.init("gloo", rank=0, world_size=3, init_method=f"file://{tmp_path}/meet", timeout=1)
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_whoever_never_comes_is_named(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_group, "_FIRST_NOTICE_S", 0.2)
+    monkeypatch.setattr(process_group, "_SLICE_S", 0.1)
+    where = f"{tmp_path}/meet" if scheme == "file" else f"127.0.0.1:{free_port()}"
+    with pytest.raises(HandshakeError, match=r"waited 2 s for ranks 1, 2 of 3") as caught:
+        ringdp.init("gloo", rank=0, world_size=3, init_method=f"{scheme}://{where}", timeout=2)
     assert caught.value.peer == 1
+    assert "rank 0 of 3 waits for ranks 1, 2 to call ringdp.init()" in caplog.text
     assert not ringdp.is_initialized()
 
 
