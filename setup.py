@@ -30,6 +30,9 @@ except toolchain.SetupError as error:
 # torch looks for ninja on PATH only, and would compile one file at a time without it; pip puts it beside the Python.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
+# An installed ringdp would be loaded by `import torch`; a build must not depend on what it is going to replace.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
 import torch  # noqa: E402
 from setuptools import Extension, setup  # noqa: E402
 from setuptools.command.build_py import build_py  # noqa: E402

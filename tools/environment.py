@@ -229,7 +229,7 @@ def run_setup(environment: Environment, words: list[str]) -> None:
     if process.returncode != 0:
         if last_line.startswith("ringdp: "):
             sys.exit(1)  # setup.py has said it in a sentence
-        raise SetupError(f"the build failed: {last_line} (the rest is in {BUILD_LOG})")
+        raise SetupError(f"the build failed: {last_line[:200]} (the rest is in {BUILD_LOG})")
 
 
 def install_editable() -> None:
