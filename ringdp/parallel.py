@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.names import remember_names
 from ringdp.model_check import check_same_model
+from ringdp.process_group import named
 from ringdp.reducer_log import ReducerLog
 
 _log = logging.getLogger("ringdp.parallel")
@@ -119,7 +120,8 @@ class RingDP(DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         if self.__dict__.pop("_compare_models", False):
-            check_same_model(self.module, self.process_group, self.device, ignored=self.parameters_to_ignore)
+            with named("comparing models"):
+                check_same_model(self.module, self.process_group, self.device, ignored=self.parameters_to_ignore)
         return super()._build_params_for_reducer()
 
     def _ddp_init_helper(
@@ -192,6 +194,12 @@ class RingDP(DistributedDataParallel):
         if self.process_group.size() > 1 or hasattr(self, "buffer_hook") or self._join_config.enable:
             super()._sync_buffers()
 
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        with named("buffers"):
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`; with ``set_to_none=False`` whole buckets are zeroed at once."""
         if set_to_none:
@@ -252,9 +260,7 @@ class RingDP(DistributedDataParallel):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         super()._match_all_reduce_for_bwd_pass()
-        if self.reducer.sends_used_map():
-            used = [self.reducer._get_local_used_map()]
-            self.process_group.allreduce(used).wait()
+        self.reducer.shadow_used_map()
 
     def _match_unused_params_allreduce(self) -> None:
         """Nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""

@@ -104,12 +104,8 @@ def backends() -> list[str]:
 
 def ring_is_built() -> bool:
     """Whether the extension has the process group."""
-    import torch.distributed
-
-    import ringdp.process_group
-
     with contextlib.suppress(ImportError):
-        return hasattr(torch.distributed.Backend, "RING") and hasattr(ringdp.process_group._extension(), "create_process_group")
+        return hasattr(importlib.import_module("ringdp._C"), "create_process_group")
     return False
 
 

@@ -11,10 +11,10 @@
 namespace ringdp {
 
 struct LayoutItem {
-  uint64_t group = 0;             // only items of one group (dtype and device) share a bucket
+  uint64_t group = 0;  // only items of one group (dtype and device) share a bucket
   std::size_t numel = 0;
   std::size_t element_bytes = 1;
-  bool alone = false;             // a bucket of its own (sparse gradients)
+  bool alone = false;  // a bucket of its own (sparse gradients)
 };
 
 // `order` is the order in which gradients are expected; buckets come out in the order in which they fill up.
@@ -37,6 +37,7 @@ BucketPlan plan_bucket(std::span<const LayoutItem> items, std::span<const std::s
 
 // "bucket 3: layer1.weight, layer1.bias": at most about 200 characters; where names are left out, how many, and a hash
 // of them all, so that two different buckets never read the same.
-std::string describe_bucket(std::size_t index, std::span<const std::size_t> members, std::span<const std::string> names);
+std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
+                            std::span<const std::string> names);
 
 }  // namespace ringdp

@@ -108,23 +108,24 @@ void Reducer::throw_if_failed() const {
   ErrorContext context;
   context.cause = failed_;
   context.advice = "the ranks no longer agree: leave the process group and restart from a checkpoint";
-  throw Error(ErrorKind::kState, "reducing gradients failed in step " + std::to_string(step_) + ": " + failed_, context);
+  throw Error(ErrorKind::kState, "reducing gradients failed in step " + std::to_string(step_) + ": " + failed_,
+              context);
 }
 
 void Reducer::prepare_for_forward() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   throw_if_failed();
   throw_if_unfinished();
 }
 
 void Reducer::check_finalized() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   throw_if_failed();
   throw_if_unfinished();
 }
 
 bool Reducer::rebuild_buckets() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (active_) throw_if_unfinished();
   if (!next_order_) return false;
   const std::vector<std::size_t> order = *std::exchange(next_order_, std::nullopt);
@@ -138,7 +139,7 @@ bool Reducer::rebuild_buckets() {
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync) {
   if (hooks_ == nullptr) return;
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (sync) throw_if_failed();
     allocate();
     if (sync) armed_ = true;
@@ -147,7 +148,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
 }
 
 void Reducer::backward_began(bool sync) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (hooks_ == nullptr || !any_accumulator_needed(*hooks_, slots_.size())) return;
   if (!sync) {
     quiet_task_ = torch::autograd::get_current_graph_task_id();
@@ -182,7 +183,9 @@ void Reducer::begin() {
   });
   if (learned_graph_) {
     for (std::size_t i = 0; i < slots_.size(); ++i) {
-      if (slots_[i].arrivals == 0) mark_ready(i);
+      if (slots_[i].arrivals > 0) continue;
+      settle(i);
+      mark_ready(i);
     }
   } else if (options_.unused == UnusedParameters::kExpected && !static_graph_) {
     expect_only_what_the_graph_has();
@@ -204,10 +207,14 @@ void Reducer::expect_only_what_the_graph_has() {
 bool Reducer::take_gradient(std::size_t parameter, const at::Tensor& gradient) {
   Slot& slot = slots_[parameter];
   if (!slot.view.defined() || !gradient.defined() || c10::GradMode::is_enabled()) return false;
-  if (gradient.layout() != at::kStrided || gradient.unsafeGetTensorImpl()->is_python_dispatch()) return false;
+  if (gradient.layout() != at::kStrided || gradient.unsafeGetTensorImpl()->is_python_dispatch() ||
+      gradient.scalar_type() != slot.view.scalar_type()) {
+    return false;
+  }
   at::Tensor& grad = slot.parameter.mutable_grad();
   if (grad.defined() || !slot.parameter.requires_grad()) return false;
-  if (torch::autograd::impl::post_acc_grad_hooks(slot.parameter) != nullptr) return false;  // they want autograd to do it
+  if (torch::autograd::impl::post_acc_grad_hooks(slot.parameter) != nullptr)
+    return false;  // they want autograd to do it
   if (held_elsewhere(slot.view)) renew_view(slot);
   copy_gradient(slot.view, gradient);
   grad = slot.view;
@@ -227,7 +234,7 @@ void Reducer::renew_view(Slot& slot) {
 }
 
 void Reducer::gradient_arrived(std::size_t parameter) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (!active_) {
     if (!armed_ || torch::autograd::get_current_graph_task_id() == quiet_task_) return;
     begin();
@@ -241,7 +248,8 @@ void Reducer::gradient_arrived(std::size_t parameter) {
     TORCH_CHECK(slot.arrivals_left > 0,
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
                 "but then got used in the second iteration. this is not compatible with static_graph set to True. "
-                "Parameter: ", names_[parameter]);
+                "Parameter: ",
+                names_[parameter]);
     if (--slot.arrivals_left > 0) return;
   }
   if (slot.ready) throw_marked_twice(parameter);
@@ -318,18 +326,20 @@ void Reducer::launch_full_buckets() {
 }
 
 void Reducer::throw_marked_twice(std::size_t parameter) const {
-  TORCH_CHECK(false,
-              "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
-              "1) Use of a module parameter outside the `forward` function. Please make sure model parameters are not "
-              "shared across multiple concurrent forward-backward passes. or try to use _set_static_graph() as a "
-              "workaround if this module graph does not change during training loop. "
-              "2) Reused parameters in multiple reentrant backward passes. For example, if you use multiple `checkpoint` "
-              "functions to wrap the same part of your model, it would result in the same set of parameters been used by "
-              "different reentrant backward passes multiple times, and hence marking a variable ready multiple times. "
-              "Pass static_graph=True if the graph stays the same during training, or use_reentrant=False.\n"
-              "Parameter at index ", parameter, " with name ", names_[parameter],
-              " has been marked as ready twice. This means that multiple autograd engine hooks have fired for this "
-              "particular parameter during this iteration.");
+  TORCH_CHECK(
+      false,
+      "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
+      "1) Use of a module parameter outside the `forward` function. Please make sure model parameters are not "
+      "shared across multiple concurrent forward-backward passes. or try to use _set_static_graph() as a "
+      "workaround if this module graph does not change during training loop. "
+      "2) Reused parameters in multiple reentrant backward passes. For example, if you use multiple `checkpoint` "
+      "functions to wrap the same part of your model, it would result in the same set of parameters been used by "
+      "different reentrant backward passes multiple times, and hence marking a variable ready multiple times. "
+      "Pass static_graph=True if the graph stays the same during training, or use_reentrant=False.\n"
+      "Parameter at index ",
+      parameter, " with name ", names_[parameter],
+      " has been marked as ready twice. This means that multiple autograd engine hooks have fired for this "
+      "particular parameter during this iteration.");
 }
 
 }  // namespace ringdp

@@ -28,16 +28,16 @@ enum class UnusedParameters {
 struct ReducerOptions {
   std::vector<std::size_t> caps_bytes;  // see assign_buckets
   UnusedParameters unused = UnusedParameters::kFinish;
-  bool average = false;                 // see BucketExchange
+  bool average = false;  // see BucketExchange
 };
 
 // Of the last backward that synchronised, and sums over all of them. Clock readings only.
 struct ReducerStats {
   int64_t steps = 0;
   int64_t buckets = 0;
-  int64_t bytes = 0;              // gradients of one step
-  double backward_s = 0;          // from the first output or gradient to the last gradient
-  double exposed_wait_s = 0;      // the end of backward waited for communication
+  int64_t bytes = 0;          // gradients of one step
+  double backward_s = 0;      // from the first output or gradient to the last gradient
+  double exposed_wait_s = 0;  // the end of backward waited for communication
   double total_backward_s = 0;
   double total_exposed_wait_s = 0;
 };
@@ -73,8 +73,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks);
   std::vector<c10d::GradBucket> zero_buckets();
   c10::intrusive_ptr<c10::ivalue::Future> shadow(c10d::GradBucket& bucket);
-  at::Tensor used_map();          // [parameters] int32 zeros, on the parameters' device
-  bool sends_used_map() const;    // in an operation of its own, after the last bucket
+  c10::intrusive_ptr<c10::ivalue::Future> sum(const c10d::GradBucket& bucket) { return exchange_.sum(bucket); }
+  void shadow_used_map();         // where the ranks send it in an operation of its own
   void shadow_end_of_backward();  // the collectives that follow the buckets
 
   void reset();
@@ -87,18 +87,19 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool graph_static() const { return unused_names_.empty(); }
 
  private:
-  struct Slot {                 // one parameter
+  struct Slot {  // one parameter
     at::Tensor parameter;
-    at::Tensor view;            // its part of the bucket, which .grad becomes
+    at::Tensor view;  // its part of the bucket, which .grad becomes
     std::size_t bucket = 0;
     bool sparse = false;
-    bool copy_back = false;     // .grad has a graph of its own and stays; the result is copied into it
-    bool used = false;          // has a gradient in this backward
+    bool copy_back = false;  // .grad has a graph of its own and stays; the result is copied into it
+    bool used = false;       // has a gradient in this backward
     bool ready = false;
-    int arrivals = 0;           // static graph: expected in one backward
+    int arrivals = 0;  // static graph: expected in one backward
     int arrivals_left = 0;
   };
   using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::recursive_mutex>;
 
   bool local() const { return group_size_ == 1 && !exchange_.has_hook(); }
   bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
@@ -110,6 +111,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void plan(std::span<const std::size_t> order);
   void allocate();
   void drop_memory();
+  void hook_was_set();
 
   void begin();
   void expect_only_what_the_graph_has();
@@ -118,6 +120,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void renew_view(Slot& slot);
   void mark_ready(std::size_t parameter);
   void launch_full_buckets();
+  bool sends_used_map() const;
   void launch_used_map();
 
   void end_backward();
@@ -128,7 +131,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void exchange_order();
   [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
 
-  std::mutex mutex_;
+  std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats()
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;
   std::vector<Slot> slots_;
@@ -145,9 +148,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool order_known_ = false;
   bool rebuilt_ = false;
 
-  bool armed_ = false;        // a synchronised forward has run, its backward has not begun
-  bool active_ = false;       // a synchronised backward is running
-  int quiet_task_ = -1;       // the backward that was told not to synchronise
+  bool armed_ = false;   // a synchronised forward has run, its backward has not begun
+  bool active_ = false;  // a synchronised backward is running
+  int quiet_task_ = -1;  // the backward that was told not to synchronise
   std::size_t next_bucket_ = 0;
   int64_t step_ = 0;
   std::vector<std::size_t> arrival_order_;
@@ -156,7 +159,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool learned_graph_ = false;
   bool optimizer_in_backward_ = false;
 
-  at::Tensor used_map_;       // where it is sent on its own
+  at::Tensor used_map_;  // where it is sent on its own
   c10::intrusive_ptr<c10d::Work> used_work_;
   std::vector<std::string> unused_names_;
   bool warned_ = false;

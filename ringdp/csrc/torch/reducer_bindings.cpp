@@ -1,8 +1,9 @@
 // ringdp._C.Reducer. Every call releases the GIL: a backward thread may hold the reducer's lock while its Python hook waits
 // for the GIL.
-#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 
 #include "torch/bindings.h"
 #include "torch/reducer.h"
@@ -65,19 +66,24 @@ std::shared_ptr<PythonFuture> run_hook(Reducer& reducer, c10d::GradBucket& bucke
   return std::make_shared<PythonFuture>(reducer.shadow(bucket));
 }
 
+std::shared_ptr<PythonFuture> run_sum(Reducer& reducer, const c10d::GradBucket& bucket) {
+  return std::make_shared<PythonFuture>(reducer.sum(bucket));
+}
+
 }  // namespace
 
 void bind_reducer(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
-      .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("sparse"), py::arg("process_group"),
-           py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"), NoGil())
+      .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("sparse"),
+           py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
+           NoGil())
       .def("prepare_for_forward", &Reducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), py::arg("sync"), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
       .def("register_builtin_comm_hook", &register_builtin_hook, NoGil())
       .def("zero_gradients", &Reducer::zero_gradients, NoGil())
       .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
-      .def("sends_used_map", &Reducer::sends_used_map, NoGil())
+      .def("shadow_used_map", &Reducer::shadow_used_map, NoGil())
       .def("layout", &Reducer::layout, NoGil())
       .def("bucket_bytes", &Reducer::bucket_bytes, NoGil())
       .def("rebuilt", &Reducer::rebuilt)
@@ -86,9 +92,9 @@ void bind_reducer(py::module_& module) {
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
       .def("_autograd_hook", &Reducer::gradient_arrived, NoGil())
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
-      .def("_get_local_used_map", &Reducer::used_map, NoGil())
       .def("_get_zeros_like_grad_buckets", &Reducer::zero_buckets, NoGil())
       .def("_run_comm_hook", &run_hook, NoGil())
+      .def("_run_allreduce_hook", &run_sum, NoGil())
       .def("_install_post_backward_futures", &install_futures)
       .def("_push_all_rebuilt_params", &Reducer::shadow_end_of_backward, NoGil())
       .def("_remove_autograd_hooks", &Reducer::remove_hooks, NoGil())

@@ -16,7 +16,8 @@ namespace {
 
 constexpr std::size_t kHugePageFromBytes = std::size_t{4} << 20;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
-constexpr std::size_t kPlainCopyBytes = std::size_t{256} << 10;  // above, several threads are worth it where there are any
+constexpr std::size_t kPlainCopyBytes = std::size_t{256}
+                                        << 10;  // above, several threads are worth it where there are any
 
 // Before the first touch. Advice only: where it fails the pages are ordinary ones.
 void ask_for_huge_pages(const at::Tensor& buffer) {

@@ -5,11 +5,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Stream.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstddef>
 #include <span>
 #include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "torch/bucket_layout.h"
@@ -20,11 +20,11 @@ struct Bucket {
   std::size_t index = 0;
   std::vector<std::size_t> members;  // parameter indices, in the order of the buffer
   BucketPlan plan;
-  std::string name;                  // "bucket 3: layer1.weight, layer1.bias"
-  bool sparse = false;               // one sparse gradient, which is then `buffer` itself
-  at::Tensor buffer;                 // [plan.numel + marks]: what is sent
-  at::Tensor gradients;              // [plan.numel]: the same memory without the marks
-  at::Tensor marks;                  // [parameters]: above zero where some rank had a gradient; undefined in most buckets
+  std::string name;      // "bucket 3: layer1.weight, layer1.bias"
+  bool sparse = false;   // one sparse gradient, which is then `buffer` itself
+  at::Tensor buffer;     // [plan.numel + marks]: what is sent
+  at::Tensor gradients;  // [plan.numel]: the same memory without the marks
+  at::Tensor marks;      // [parameters]: above zero where some rank had a gradient; undefined in most buckets
 
   std::size_t pending = 0;           // gradients still to come in this backward
   std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients

@@ -5,26 +5,32 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/naming.h"
 #include "torch/reducer.h"
 
 namespace ringdp {
 
 void Reducer::register_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   exchange_.set_hook(std::move(hook));
-  drop_memory();
-  if (hooks_ == nullptr && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
+  hook_was_set();
 }
 
 void Reducer::register_builtin_hook(BuiltinHook which) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   exchange_.set_builtin_hook(which);
+  hook_was_set();
+}
+
+// Buckets for hooks are laid out without marks, and a world of one has had none.
+void Reducer::hook_was_set() {
+  TORCH_CHECK(!active_, "communication hooks are registered between steps, not during backward");
   drop_memory();
   if (hooks_ == nullptr && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
 }
 
 void Reducer::set_static_graph() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   TORCH_CHECK(step_ == 0,
               "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
               "constructed.");
@@ -32,18 +38,18 @@ void Reducer::set_static_graph() {
 }
 
 void Reducer::install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   futures_.insert(futures_.end(), std::make_move_iterator(futures.begin()), std::make_move_iterator(futures.end()));
 }
 
 void Reducer::remove_hooks() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   hooks_.reset();
   hooks_removed_ = true;
 }
 
 void Reducer::zero_gradients() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto is_view = [&](std::size_t i) {
     const at::Tensor& grad = slots_[i].parameter.grad();
@@ -65,13 +71,13 @@ void Reducer::zero_gradients() {
 }
 
 void Reducer::set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   forward_work_ = std::move(work);
   divide_by_all_ranks_ = divide_by_all_ranks;
 }
 
 std::vector<c10d::GradBucket> Reducer::zero_buckets() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   allocate();
   std::vector<c10d::GradBucket> result;
   for (const Bucket& bucket : buckets_) {
@@ -83,15 +89,28 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
   return result;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket) { return exchange_.shadow(bucket); }
+c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket) {
+  const Lock lock(mutex_);
+  TORCH_CHECK(bucket.getIndex() < buckets_.size(), "there is no bucket ", bucket.getIndex());
+  const NamedScope scope(buckets_[bucket.getIndex()].name);  // the other ranks' operation has this name
+  return exchange_.shadow(bucket);
+}
+
+void Reducer::shadow_used_map() {
+  const Lock lock(mutex_);
+  if (!sends_used_map()) return;
+  for (Slot& slot : slots_) slot.used = false;
+  launch_used_map();
+  std::exchange(used_work_, nullptr)->wait();
+}
 
 void Reducer::shadow_end_of_backward() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (!order_known_ && !local()) exchange_order();
 }
 
 void Reducer::reset() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   failed_.clear();
   active_ = armed_ = false;
   order_known_ = rebuilt_ = false;
@@ -108,24 +127,24 @@ void Reducer::reset() {
 }
 
 void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   exchange_.set_group(std::move(group), average);
   group_size_ = exchange_.ranks();
   if (hooks_ == nullptr && watches() && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
 }
 
 ReducerStats Reducer::stats() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return stats_;
 }
 
 std::vector<std::vector<std::size_t>> Reducer::layout() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return layout_;
 }
 
 std::vector<std::size_t> Reducer::bucket_bytes() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<std::size_t> result;
   for (const auto& members : layout_) {
     std::size_t bytes = 0;

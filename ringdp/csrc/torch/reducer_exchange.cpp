@@ -41,7 +41,9 @@ class Builtin final : public c10d::CommHookInterface {
         c10::TensorType::get());
   }
 
-  at::Tensor parseHookResult(const c10::IValue& result) override { return c10d::detail::parseCppCommHookResult(result); }
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    return c10d::detail::parseCppCommHookResult(result);
+  }
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
@@ -114,13 +116,17 @@ void BucketExchange::wait(Bucket& bucket) {
   at::Tensor result = hook_->parseHookResult(future->value());
   if (bucket.sparse) {
     bucket.buffer = result;
-  } else if (result.data_ptr() != bucket.gradients.data_ptr() || result.scalar_type() != bucket.gradients.scalar_type()) {
+  } else if (result.data_ptr() != bucket.gradients.data_ptr() ||
+             result.scalar_type() != bucket.gradients.scalar_type()) {
     bucket.gradients.copy_(result.reshape(bucket.gradients.sizes()));
   }
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(c10d::GradBucket& bucket) {
-  if (has_hook()) return hook_->runHook(bucket);
+  return has_hook() ? hook_->runHook(bucket) : sum(bucket);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::sum(const c10d::GradBucket& bucket) {
   std::vector<at::Tensor> tensors{as_real(bucket.getBuffer())};
   return group_->allreduce(tensors, with_op(c10d::ReduceOp::SUM))->getFuture();
 }

@@ -2,11 +2,10 @@
 // Owned by the Reducer, called under its lock.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/comm.hpp>
-
 #include <cstdint>
 #include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
 #include "torch/reducer_bucket.h"
@@ -37,6 +36,8 @@ class BucketExchange {
 
   // What launch does to a bucket whose rank has run out of input: `bucket` holds zeros.
   c10::intrusive_ptr<c10::ivalue::Future> shadow(c10d::GradBucket& bucket);
+  // The plain sum, for hooks that divide themselves.
+  c10::intrusive_ptr<c10::ivalue::Future> sum(const c10d::GradBucket& bucket);
 
   c10d::GradBucket describe(const Bucket& bucket, at::Tensor buffer, std::size_t bucket_count,
                             const std::vector<at::Tensor>& parameters) const;

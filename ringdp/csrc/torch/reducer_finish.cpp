@@ -1,8 +1,6 @@
 // The end of backward: what is missing, waiting, handing out, and the order for the next layout.
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -17,9 +15,7 @@ namespace {
 
 constexpr std::size_t kNamesShown = 20;
 
-double seconds(std::chrono::steady_clock::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
+double seconds(std::chrono::steady_clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
@@ -27,14 +23,15 @@ std::string listed(const std::vector<std::string>& names) {
     if (i > 0) text.append(", ");
     text.append(names[i]);
   }
-  if (names.size() > kNamesShown) text.append(", … ").append(std::to_string(names.size() - kNamesShown)).append(" more");
+  if (names.size() > kNamesShown)
+    text.append(", … ").append(std::to_string(names.size() - kNamesShown)).append(" more");
   return text;
 }
 
 }  // namespace
 
 void Reducer::end_backward() {
-  const std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (!active_) return;
   const auto gradients_done = Clock::now();
   std::vector<std::size_t> missing;
@@ -52,7 +49,9 @@ void Reducer::end_backward() {
     if (!slots_[i].ready) mark_ready(i);
   }
   if (!local()) {
+    lock.unlock();  // callbacks of hooks may ask this reducer something
     wait_for_buckets();
+    lock.lock();
     hand_out(missing);
   }
   for (auto& future : std::exchange(futures_, {})) future->wait();
@@ -117,11 +116,6 @@ bool Reducer::sends_used_map() const {
   if (options_.unused == UnusedParameters::kForbidden || local()) return false;
   return buckets_.empty() ? exchange_.has_hook() || slots_[layout_.back().front()].sparse
                           : !buckets_.back().marks.defined();
-}
-
-at::Tensor Reducer::used_map() {
-  return at::zeros({static_cast<int64_t>(slots_.size())},
-                   at::TensorOptions().dtype(at::kInt).device(parameters_.front().device()));
 }
 
 void Reducer::launch_used_map() {
@@ -201,22 +195,24 @@ void Reducer::throw_if_unfinished() {
   if (!active_) return;
   const std::string head = "Expected to have finished reduction in the prior iteration before starting a new one. ";
   if (static_graph_) {
-    TORCH_CHECK(false, head,
-                "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
-                "in first iteration, but then got unused in the second iteration. this is not compatible with "
-                "static_graph set to True.\n",
-                missing_text());
+    TORCH_CHECK(
+        false, head,
+        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
+        "in first iteration, but then got unused in the second iteration. this is not compatible with "
+        "static_graph set to True.\n",
+        missing_text());
   }
   if (options_.unused == UnusedParameters::kForbidden) {
-    TORCH_CHECK(false, head,
-                "This error indicates that your module has parameters that were not used in producing loss. You can "
-                "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
-                "`torch.nn.parallel.DistributedDataParallel`, and by \nmaking sure all `forward` function outputs "
-                "participate in calculating loss. \nIf you already have done the above, then the distributed data "
-                "parallel module wasn't able to locate the output tensors in the return value of your module's `forward` "
-                "function. Please include the loss function and the structure of the return value of `forward` of your "
-                "module when reporting this issue (e.g. list, dict, iterable).\n",
-                missing_text());
+    TORCH_CHECK(
+        false, head,
+        "This error indicates that your module has parameters that were not used in producing loss. You can "
+        "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
+        "`torch.nn.parallel.DistributedDataParallel`, and by \nmaking sure all `forward` function outputs "
+        "participate in calculating loss. \nIf you already have done the above, then the distributed data "
+        "parallel module wasn't able to locate the output tensors in the return value of your module's `forward` "
+        "function. Please include the loss function and the structure of the return value of `forward` of your "
+        "module when reporting this issue (e.g. list, dict, iterable).\n",
+        missing_text());
   }
   if (next_bucket_ > 0) {
     TORCH_CHECK(false, head, "A backward was left by an exception after ", next_bucket_, " of ", buckets_.size(),

@@ -45,6 +45,7 @@ class GradientHooks {
 };
 
 // The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are.
-void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync);
+void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,
+                   bool sync);
 
 }  // namespace ringdp
