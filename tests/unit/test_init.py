@@ -142,6 +142,10 @@ def test_destroying_torchs_group_counts_as_leaving() -> None:
     with pytest.raises(InvalidStateError, match=r"ringdp.local_rank\(\) is known after ringdp.init\(\)"):
         ringdp.local_rank()
     ringdp.init("gloo")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with pytest.raises(InvalidStateError, match=r"torch.distributed is initialised already"):
+        ringdp.init("gloo")
 
 
 @pytest.mark.parametrize("name", ["rank", "world_size", "local_rank", "device"])
