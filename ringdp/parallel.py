@@ -68,7 +68,8 @@ class RingDP(DistributedDataParallel):
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
 
-    - ``.grad`` is a part of its bucket: nothing is copied back. A ``.grad`` that somebody kept stays as it was.
+    - ``.grad`` is a part of its bucket: nothing is copied back. A ``.grad`` that somebody kept stays as it was; a view
+      of one (``p.grad.view(-1)``, ``p.grad.detach()``) shows the next step's values.
     - ``find_unused_parameters=None`` (the default): a backward that left parameters without gradient ends as with True
       (zeros count for them, None stays where no rank had one) and a warning names them once. False raises DDP's error
       at the next forward, with their names. True says that it is meant; buckets the graph cannot fill leave early.

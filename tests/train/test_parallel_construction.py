@@ -222,6 +222,33 @@ def test_layout(backend: str) -> None:
     run_ranks(layout, backend=backend)
 
 
+def names_and_kinds_of_buckets() -> None:
+    """A bucket per dtype, sparse gradients alone, and names that stay short and differ."""
+    torch.manual_seed(0)
+    mixed = nn.Sequential(
+        nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float64), nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)
+    )
+    reducer = RingDP(mixed).reducer
+    assert reducer.layout() == [[4], [3, 2], [6, 5, 1, 0]]
+    assert reducer.bucket_names()[0] == "bucket 0: 2.weight"
+    assert reducer.bucket_bytes()[1] == 8 * 12
+
+    wide = nn.Module()
+    for number in range(300):
+        wide.register_parameter(f"parameter_with_a_long_name_{number}", nn.Parameter(torch.zeros(2)))
+    (one,) = RingDP(wide).reducer.bucket_names()
+    assert len(one) < 300
+    assert one.startswith("bucket 0: parameter_with_a_long_name_299, ")
+    assert " more [" in one
+    wide.register_parameter("another", nn.Parameter(torch.zeros(2)))
+    (other,) = RingDP(wide).reducer.bucket_names()
+    assert one[-10:] != other[-10:]
+
+
+def test_names_and_kinds_of_buckets(backend: str) -> None:
+    run_ranks(names_and_kinds_of_buckets, world_size=1, backend=backend)
+
+
 def alone() -> None:
     """One rank: gradients are left alone, and no bucket takes memory."""
     model = RingDP(models.build("mlp"))

@@ -83,6 +83,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   ReducerStats stats();
   std::vector<std::vector<std::size_t>> layout();
   std::vector<std::size_t> bucket_bytes();
+  std::vector<std::string> bucket_names();  // what their operations are called
   bool rebuilt() const { return rebuilt_; }
   bool graph_static() const { return unused_names_.empty(); }
 

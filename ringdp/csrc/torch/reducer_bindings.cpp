@@ -86,6 +86,7 @@ void bind_reducer(py::module_& module) {
       .def("shadow_used_map", &Reducer::shadow_used_map, NoGil())
       .def("layout", &Reducer::layout, NoGil())
       .def("bucket_bytes", &Reducer::bucket_bytes, NoGil())
+      .def("bucket_names", &Reducer::bucket_names, NoGil())
       .def("rebuilt", &Reducer::rebuilt)
       .def("stats", &stats_as_dict)
       // The names torch's DistributedDataParallel uses.

@@ -154,4 +154,11 @@ std::vector<std::size_t> Reducer::bucket_bytes() {
   return result;
 }
 
+std::vector<std::string> Reducer::bucket_names() {
+  const Lock lock(mutex_);
+  std::vector<std::string> result;
+  for (std::size_t i = 0; i < layout_.size(); ++i) result.push_back(describe_bucket(i, layout_[i], names_));
+  return result;
+}
+
 }  // namespace ringdp
