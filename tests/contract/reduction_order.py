@@ -115,14 +115,20 @@ def in_rank_order(inputs: Sequence[Array], dtype: str, op: str) -> Array:
 
 
 def in_ring_order(inputs: Sequence[Array], dtype: str, op: str) -> Array:
-    """Chunk c is x_c op x_{c+1} op …, ranks modulo n; chunks begin at multiples of 16 elements."""
+    """Block c is x_c op x_{c+1} op …, ranks modulo n; blocks begin at multiples of 16 elements.
+
+    Between two ranks the buffer is first cut into slabs of 512 KiB.
+    """
     world, count = len(inputs), len(inputs[0])
-    each = -(-count // world)
-    each = -(-each // _GRANULE) * _GRANULE
+    slab = 2 * 256 * 1024 // inputs[0].itemsize if world == 2 else max(count, 1)
     result = inputs[0].copy()
-    for chunk in range(world):
-        part = slice(min(chunk * each, count), min((chunk + 1) * each, count))
-        result[part] = in_rank_order([inputs[(chunk + step) % world][part] for step in range(world)], dtype, op)
+    for begin in range(0, count, slab):
+        end = min(begin + slab, count)
+        each = -(-(end - begin) // world)
+        each = -(-each // _GRANULE) * _GRANULE
+        for block in range(world):
+            part = slice(min(begin + block * each, end), min(begin + (block + 1) * each, end))
+            result[part] = in_rank_order([inputs[(block + step) % world][part] for step in range(world)], dtype, op)
     return result
 
 

@@ -23,9 +23,12 @@ float sum_from(int first, int world, std::size_t i) {
   return sum;
 }
 
-std::size_t chunk_elements(std::size_t count, int world) {
-  std::size_t each = (count + static_cast<std::size_t>(world) - 1) / static_cast<std::size_t>(world);
-  return (each + 15) / 16 * 16;
+// The rank with which the sum of element i begins: equal blocks of the whole, or of slabs of 512 KiB between two ranks.
+int first_rank(std::size_t i, std::size_t count, int world) {
+  std::size_t n = static_cast<std::size_t>(world), slab = n == 2 ? 131072 : count, begin = i / slab * slab;
+  std::size_t each = (std::min(slab, count - begin) + n - 1) / n;
+  each = (each + 15) / 16 * 16;
+  return static_cast<int>((i - begin) / each);
 }
 
 void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count, ReduceOp op, bool synchronous) {
@@ -36,10 +39,9 @@ void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count,
     options.caller_waits = synchronous;
     self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, op, options));
     bool ring = choose_all_reduce(table, world, DType::kFloat32, count * 4) == Algorithm::kRing && world > 1;
-    std::size_t each = ring ? chunk_elements(count, world) : 1;
     std::size_t wrong = 0;
     for (std::size_t i = 0; i < count; ++i) {
-      float wanted = sum_from(ring ? static_cast<int>(i / each) : 0, world, i);
+      float wanted = sum_from(ring ? first_rank(i, count, world) : 0, world, i);
       if (op == ReduceOp::kAvg) wanted = wanted / static_cast<float>(world);
       if (op == ReduceOp::kMax) {
         wanted = value(0, i);

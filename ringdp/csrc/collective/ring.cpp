@@ -4,63 +4,95 @@
 
 namespace ringdp {
 
-Ring::Ring(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> blocks, bool reduce)
+Ring::Ring(GroupView group, OperationShape shape, std::string name,
+           std::vector<std::vector<std::span<std::byte>>> slabs, bool reduce)
     : Operation(std::move(group), shape, std::move(name)),
-      blocks_(std::move(blocks)),
+      slabs_(std::move(slabs)),
       reduce_steps_(reduce ? group_.size - 1 : 0),
       steps_(reduce_steps_ + group_.size - 1),
       element_bytes_(dtype_size(shape.dtype)) {
   if (reduce) kernels_ = &reduce_kernels(shape.dtype, shape.op);
-  for (auto block : blocks_) uses(block);
+  for (const auto& slab : slabs_)
+    for (auto block : slab) uses(block);
+}
+
+std::span<std::byte> Ring::out_block(const Leg& leg) const {
+  int n = group_.size;
+  return slabs_[static_cast<std::size_t>(leg.slab)][static_cast<std::size_t>((group_.rank + 2 * n - leg.step) % n)];
+}
+
+std::span<std::byte> Ring::in_block(const Leg& leg) const {
+  int n = group_.size;
+  return slabs_[static_cast<std::size_t>(leg.slab)][static_cast<std::size_t>((group_.rank + 2 * n - 1 - leg.step) % n)];
+}
+
+// Slab s is one step behind slab s-1: while one block is on its way, others have something to send.
+void Ring::lay_out() {
+  int slabs = static_cast<int>(slabs_.size());
+  std::vector<std::size_t> last(slabs_.size());
+  for (int turn = 0; turn < slabs + steps_ - 1; ++turn) {
+    for (int step = std::max(0, turn - slabs + 1); step < steps_ && step <= turn; ++step) {
+      auto slab = static_cast<std::size_t>(turn - step);
+      Leg leg{turn - step, step, step == 0 ? legs_.size() : last[slab], out_total_, in_total_};
+      out_total_ += out_block(leg).size();
+      in_total_ += in_block(leg).size();
+      last[slab] = legs_.size();
+      legs_.push_back(leg);
+    }
+  }
 }
 
 void Ring::prepare() {
-  uint64_t out_total = 0, in_total = 0;
-  for (int step = 0; step < steps_; ++step) {
-    out_total += blocks_[out_block(step)].size();
-    in_total += blocks_[in_block(step)].size();
-  }
+  lay_out();
   if (reduce_steps_ > 0) segment_ = scratch().take(kSegmentBytes);
   int right = (group_.rank + 1) % group_.size, left = (group_.rank + group_.size - 1) % group_.size;
-  add_receive(left, in_total, in_total);
-  add_send(right, out_total, blocks_[out_block(0)].size());
+  add_receive(left, in_total_, in_total_);
+  make_ready(add_send(right, out_total_, 0), 0);
 }
 
-Ring::Place Ring::locate(Cursor& cursor, uint64_t offset, bool sending) const {
-  for (;;) {
-    std::span<std::byte> block = blocks_[sending ? out_block(cursor.step) : in_block(cursor.step)];
-    if (offset < cursor.begin + block.size() || cursor.step == steps_ - 1)
-      return {cursor.step, block.subspan(offset - cursor.begin)};
-    cursor.begin += block.size();
-    ++cursor.step;
+// How far the stream to the right can go when `received` bytes have come from the left.
+void Ring::make_ready(SendFlow& send, uint64_t received) {
+  for (; ready_leg_ < legs_.size(); ++ready_leg_) {
+    const Leg& leg = legs_[ready_leg_];
+    uint64_t size = out_block(leg).size(), there = size;
+    if (leg.step > 0) {
+      uint64_t begin = legs_[leg.after].in_begin;
+      there = received > begin ? std::min(size, received - begin) : 0;
+    }
+    send.ready = leg.out_begin + there;
+    if (there < size) return;
   }
 }
 
 std::span<const std::byte> Ring::outgoing(SendFlow&, uint64_t offset, std::size_t max) {
-  std::span<std::byte> rest = locate(out_, offset, true).rest;
+  while (offset >= legs_[out_leg_].out_begin + out_block(legs_[out_leg_]).size()) ++out_leg_;
+  const Leg& leg = legs_[out_leg_];
+  std::span<std::byte> rest = out_block(leg).subspan(offset - leg.out_begin);
   if (rest.size() <= max) return rest;
   return rest.first(max - max % kGranuleBytes);
 }
 
 std::span<std::byte> Ring::incoming(RecvFlow&, uint64_t offset, std::size_t length) {
-  Place place = locate(in_, offset, false);
-  if (length > place.rest.size()) return {};
-  if (place.step < reduce_steps_) return {segment_.get(), length};
-  return place.rest.first(length);
+  while (offset >= legs_[in_leg_].in_begin + in_block(legs_[in_leg_]).size()) ++in_leg_;
+  const Leg& leg = legs_[in_leg_];
+  std::span<std::byte> rest = in_block(leg).subspan(offset - leg.in_begin);
+  if (length > rest.size()) return {};
+  if (leg.step < reduce_steps_) return {segment_.get(), length};
+  return rest.first(length);
 }
 
-void Ring::arrived(RecvFlow&, uint64_t offset, std::span<std::byte> data) {
-  Place place = locate(in_, offset, false);
-  if (place.step < reduce_steps_) {
-    std::byte* own = place.rest.data();
-    std::size_t count = data.size() / element_bytes_;
-    kernels_->combine(own, data.data(), own, count);
-    if (place.step == reduce_steps_ - 1 && kernels_->divide != nullptr && identity().shape.op == ReduceOp::kAvg)
-      kernels_->divide(own, static_cast<std::size_t>(group_.size), count);
+void Ring::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
+  if (!data.empty()) {
+    const Leg& leg = legs_[in_leg_];  // `incoming` has just set it
+    if (leg.step < reduce_steps_) {
+      std::byte* own = in_block(leg).data() + (offset - leg.in_begin);
+      std::size_t count = data.size() / element_bytes_;
+      kernels_->combine(own, data.data(), own, count);
+      if (leg.step == reduce_steps_ - 1 && kernels_->divide != nullptr && identity().shape.op == ReduceOp::kAvg)
+        kernels_->divide(own, static_cast<std::size_t>(group_.size), count);
+    }
   }
-  // What arrived is what goes to the right next, one block later in the stream.
-  SendFlow& send = sends_.front();
-  send.ready = std::min(send.total, send.ready + data.size());
+  make_ready(sends_.front(), flow.received);
 }
 
 }  // namespace ringdp

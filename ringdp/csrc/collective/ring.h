@@ -1,8 +1,9 @@
 // Ring: blocks travel from neighbour to neighbour. All-reduce: each block goes round once being summed, and once being
 // copied (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009):
 // 2(n-1) steps, 2(n-1)/n of the buffer sent by each rank. All-gather: the second half alone, n-1 steps.
-// Block c starts at rank c and moves right: x_c + x_{c+1} + … (ranks modulo n), so the
-// bits depend on index, count and world only.
+// A large buffer is cut into slabs that follow each other one step apart, so that what a rank passes on is still in its
+// cache. Block c of a slab starts at rank c and moves right: x_c + x_{c+1} + … (ranks modulo n), so the bits depend on
+// index, count and world only.
 #pragma once
 
 #include "collective/operation.h"
@@ -12,9 +13,10 @@ namespace ringdp {
 
 class Ring final : public Operation {
  public:
-  // `blocks[c]`: block c in place, sizes equal on all ranks. With `reduce` the blocks of all ranks are combined (all-reduce),
-  // without it block r comes from rank r (all-gather).
-  Ring(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> blocks, bool reduce);
+  // `slabs[s][c]`: block c of slab s in place, sizes equal on all ranks. With `reduce` the blocks of all ranks are combined
+  // (all-reduce), without it block r comes from rank r (all-gather).
+  Ring(GroupView group, OperationShape shape, std::string name, std::vector<std::vector<std::span<std::byte>>> slabs,
+       bool reduce);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
@@ -24,28 +26,32 @@ class Ring final : public Operation {
   void prepare() override;
 
  private:
-  // A stream is a sequence of blocks; finds the one that holds `offset`. Offsets only grow, so the search resumes.
-  struct Cursor {
-    int step = 0;
-    uint64_t begin = 0;
-  };
-  struct Place {
+  // Both directions carry the same sequence of (slab, step); the blocks differ.
+  struct Leg {
+    int slab;
     int step;
-    std::span<std::byte> rest;  // of the block, from the offset on
+    std::size_t after;         // the leg whose arrival makes this one ready to go out; itself for a slab's first step
+    uint64_t out_begin = 0;    // place in the stream to the right
+    uint64_t in_begin = 0;     // and in the one from the left
   };
 
-  int out_block(int step) const { return (group_.rank - step % group_.size + group_.size) % group_.size; }
-  int in_block(int step) const { return (group_.rank - 1 - step % group_.size + 2 * group_.size) % group_.size; }
-  Place locate(Cursor& cursor, uint64_t offset, bool sending) const;
+  std::span<std::byte> out_block(const Leg& leg) const;
+  std::span<std::byte> in_block(const Leg& leg) const;
+  void lay_out();
+  void make_ready(SendFlow& send, uint64_t received);
 
-  std::vector<std::span<std::byte>> blocks_;
+  std::vector<std::vector<std::span<std::byte>>> slabs_;
+  std::vector<Leg> legs_;
+  uint64_t out_total_ = 0;
+  uint64_t in_total_ = 0;
+  std::size_t out_leg_ = 0;    // where the streams are; offsets only grow
+  std::size_t in_leg_ = 0;
+  std::size_t ready_leg_ = 0;
   int reduce_steps_;
   int steps_;
   const ReduceKernels* kernels_ = nullptr;
   std::size_t element_bytes_;
   ScratchPool::Block segment_;
-  Cursor out_;
-  Cursor in_;
 };
 
 }  // namespace ringdp

