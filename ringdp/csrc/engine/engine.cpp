@@ -266,7 +266,11 @@ void Engine::shut_down() {
       guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kEagerWindowBytes); });
       if (!link->broken()) link->channel().close_send();
     }
+    // Somebody may hold a Work, and with it this engine, for long: the descriptors go now.
+    for (auto& link : links_)
+      if (link) link->close();
     std::lock_guard lock(mutex_);
+    poller_.close();
     closed_ = true;
     stopping_ = true;
     work_to_do_.notify_all();

@@ -100,6 +100,11 @@ void Link::send_bye() {
   if (!broken_ && !departed_) append_control(FrameType::kBye, 0, 0, 0);
 }
 
+void Link::close() {
+  broken_ = true;
+  channel_.reset();
+}
+
 bool Link::stage_next() {
   head_.clear();
   head_sent_ = 0;

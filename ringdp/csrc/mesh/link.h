@@ -60,6 +60,7 @@ class Link {
   bool departed() const { return departed_; }
   bool broken() const { return broken_; }
   void mark_broken() { broken_ = true; }
+  void close();  // for good: the descriptor goes, counters stay
   Channel& channel() { return *channel_; }
   const PeerInfo& peer() const { return peer_; }
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }          // any thread

@@ -2,6 +2,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <map>
 #include <memory>
 #include <mutex>
 
@@ -27,6 +28,14 @@ void check_python_signals() {
 // The Runtime of the default group, for the groups made from it. Weak: the groups own it.
 std::mutex runtime_mutex;
 std::weak_ptr<Runtime> world_runtime;
+
+// torch's store may outlive a process group (the launcher's agent keeps it) and the next group has the same name: what was
+// left by the n-th of a name must not be read by the n+1-th. All ranks make their groups in the same order.
+std::string store_prefix(const std::string& group_id) {
+  static std::map<std::string, int> made;
+  std::lock_guard lock(runtime_mutex);
+  return "ringdp/" + std::to_string(made[group_id]++) + "/";
+}
 
 std::shared_ptr<Runtime> runtime_for(const std::vector<int>& global_ranks, int rank) {
   std::lock_guard lock(runtime_mutex);
@@ -73,7 +82,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   bool owns = runtime == nullptr;
   if (owns) {
     options.timeout_ms = std::min<int64_t>(options.timeout_ms, timeout.count());
-    StoreAdapter adapter(store, check_python_signals);
+    StoreAdapter adapter(store, store_prefix(group_id), check_python_signals);
     runtime = std::make_shared<Runtime>(adapter, options, engine_options);
     if (global_ranks.empty()) {
       std::lock_guard lock(runtime_mutex);

@@ -19,14 +19,14 @@ constexpr int kSliceMs = 500;  // how long a signal may have to wait
 
 void StoreAdapter::set(const std::string& key, const std::string& value) {
   try {
-    store_->set("ringdp/" + key, std::vector<uint8_t>(value.begin(), value.end()));
+    store_->set(prefix_ + key, std::vector<uint8_t>(value.begin(), value.end()));
   } catch (const c10::DistNetworkError& error) {
     lost(error);
   }
 }
 
 std::optional<std::string> StoreAdapter::get(const std::string& key, Deadline deadline) {
-  std::string full = "ringdp/" + key;
+  std::string full = prefix_ + key;
   for (;;) {
     try {
       store_->wait({full}, std::chrono::milliseconds(std::max(1, deadline.remaining_ms(kSliceMs))));

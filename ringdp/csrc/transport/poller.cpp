@@ -62,4 +62,9 @@ void Poller::wake() {
   [[maybe_unused]] auto ignored = write(wakeup_.get(), &one, sizeof(one));  // EAGAIN: it is awake already
 }
 
+void Poller::close() {
+  epoll_.reset();
+  wakeup_.reset();
+}
+
 }  // namespace ringdp

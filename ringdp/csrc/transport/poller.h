@@ -24,6 +24,7 @@ class Poller {
   void remove(int fd);
   const std::vector<Event>& wait(int timeout_ms);               // -1: until something happens; EINTR ends it early
   void wake();
+  void close();  // no `wait` may follow; `wake` is then without effect
 
  private:
   Fd epoll_;
