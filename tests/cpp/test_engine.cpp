@@ -308,6 +308,45 @@ CASE("a group may be destroyed and made again under the same name") {
   });
 }
 
+CASE("a window with less left than one element stops nobody") {
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    GroupHandle first(self.runtime, "first", everybody(2), 5000, AlgorithmTable{});
+    GroupHandle second(self.runtime, "second", everybody(2), 5000, AlgorithmTable{});
+    std::vector<std::vector<float>> data;
+    for (int i = 0; i < 16; ++i) data.emplace_back(i == 15 ? 16384 - 8 : 16384, 1.0F);  // the window less 32 bytes
+    std::vector<float> small(1024, 1.0F);
+    std::vector<std::shared_ptr<Work>> works;
+    auto fill = [&] {
+      for (std::size_t i = 0; i < 16; ++i)
+        works.push_back((i < 8 ? first : second).all_reduce(bytes_of(data[i]), DType::kFloat32, ReduceOp::kSum, {}));
+    };
+    if (self.rank == 0) fill();
+    self.wait(self.group->all_reduce(bytes_of(small), DType::kFloat32, ReduceOp::kSum, {}));
+    if (self.rank == 1) fill();
+    for (auto& work : works) self.wait(work);
+    CHECK_EQ(small[0], 2.0F);
+    CHECK_EQ(data[15][0], 2.0F);
+    self.wait(self.group->barrier({}));
+  });
+}
+
+CASE("a group destroyed while something is in flight tells the others") {
+  std::atomic<bool> heard{false};
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> data(1 << 22, 1.0F);
+    GroupHandle group(self.runtime, "g", everybody(2), 20'000, AlgorithmTable{});
+    auto work = group.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {});
+    if (self.rank == 0) {
+      group.close();
+      while (!heard) std::this_thread::yield();
+      return;
+    }
+    std::string message = CHECK_THROWS(ErrorKind::kState, group.wait(*work));
+    CHECK(message.find("destroyed on rank 0") != std::string::npos);
+    heard = true;
+  });
+}
+
 CASE("memory kept for a peer that runs ahead is bounded") {
   run_job(2, AlgorithmTable{}, [&](Rank& self) {
     // Rank 0 issues 64 MiB of small operations before rank 1 issues any; all of them must still come out right.

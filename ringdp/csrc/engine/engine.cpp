@@ -105,10 +105,12 @@ void Engine::take_role(std::unique_lock<std::mutex>& lock) {
 }
 
 void Engine::leave_role(std::unique_lock<std::mutex>& lock) {
+  bool flushing = anything_outgoing();
   lock.lock();
   driving_ = false;
   driver_ = {};
-  if (unfinished_ > 0) work_to_do_.notify_one();
+  flushing_ = flushing;
+  if (unfinished_ > 0 || flushing_) work_to_do_.notify_one();
   if (waiting_ > 0) waiters_.notify_all();
 }
 
@@ -211,7 +213,7 @@ void Engine::finish(Slot& slot, std::exception_ptr error) {
 void Engine::run_communication_thread() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_to_do_.wait(lock, [this] { return stopping_ || (!driving_ && unfinished_ > 0); });
+    work_to_do_.wait(lock, [this] { return stopping_ || (!driving_ && (unfinished_ > 0 || flushing_)); });
     if (stopping_) return;
     take_role(lock);
     try {
@@ -252,10 +254,7 @@ void Engine::shut_down() {
       if (link) link->send_bye();
     // A peer that does not read must not keep this rank from leaving.
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
-    auto talking = [this] {
-      return std::any_of(links_.begin(), links_.end(), [](auto& link) { return link && link->has_outgoing(); });
-    };
-    while (talking() && !deadline.expired()) {
+    while (anything_outgoing() && !deadline.expired()) {
       bool moved = false;
       for (auto& link : links_)
         if (link && link->has_outgoing()) moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
@@ -266,6 +265,9 @@ void Engine::shut_down() {
       guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kEagerWindowBytes); });
       if (!link->broken()) link->channel().close_send();
     }
+    auto drained = [](auto& link) { return !link || link->drained(); };
+    while (!std::all_of(links_.begin(), links_.end(), drained) && !deadline.expired())
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     // Somebody may hold a Work, and with it this engine, for long: the descriptors go now.
     for (auto& link : links_)
       if (link) link->close();

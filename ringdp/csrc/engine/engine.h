@@ -109,6 +109,8 @@ class Engine {
   bool retire(Group& group);
   bool pump_links();
   void sleep(const Work* until, Deadline deadline);
+  void watch_blocked();                                   // tells the poller which channels are full
+  bool anything_outgoing() const;
   void check_deadlines();
   Deadline next_deadline() const;
 
@@ -138,6 +140,7 @@ class Engine {
   bool driving_ = false;
   std::thread::id driver_;
   bool sleeping_ = false;                // the driver is in poller_.wait or about to be
+  bool flushing_ = false;                // nothing is in flight, but frames wait for room in a channel
   bool stopping_ = false;
   bool closed_ = false;
   int waiting_ = 0;                      // threads on waiters_

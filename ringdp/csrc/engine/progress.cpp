@@ -23,7 +23,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
   for (;;) {
     take_inbox();
     bool moved = advance_groups();
-    if (until != nullptr ? until->finished() : busy_.empty()) return;
+    if (until != nullptr ? until->finished() : busy_.empty() && !anything_outgoing()) return;
     moved |= pump_links();
     settle_failures();
     if (moved) {
@@ -142,20 +142,22 @@ bool Engine::retire(Group& group) {
   return true;
 }
 
+bool Engine::anything_outgoing() const {
+  return std::any_of(links_.begin(), links_.end(), [](const auto& link) { return link && link->has_outgoing(); });
+}
+
 bool Engine::pump_links() {
   bool moved = false;
   bool few = world() <= kPolledLinks;
   for (auto& link : links_) {
     if (!link || link->broken() || link->departed()) continue;
-    if (link->has_outgoing() && !link->wants_write())
+    if (link->has_outgoing() && (few || !link->wants_write()))
       moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
     if (few && link->expects() && !link->broken())
       moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
   }
-  if (few && moved) return true;
-  // A full channel, or many peers: the poller knows who has room or bytes.
-  bool ask = !few || std::any_of(links_.begin(), links_.end(), [](auto& link) { return link && link->wants_write(); });
-  if (!ask) return moved;
+  if (few) return moved;
+  watch_blocked();
   for (const Poller::Event& event : poller_.wait(0)) {
     int peer = static_cast<int>(event.token);
     if (event.readable) moved |= guarded(peer, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
@@ -164,7 +166,7 @@ bool Engine::pump_links() {
   return moved;
 }
 
-void Engine::sleep(const Work* until, Deadline deadline) {
+void Engine::watch_blocked() {
   for (auto& link : links_) {
     if (!link || link->broken() || link->departed()) continue;
     int peer = link->peer().rank;
@@ -172,6 +174,10 @@ void Engine::sleep(const Work* until, Deadline deadline) {
     writing_[peer] = link->wants_write();
     poller_.want_write(link->channel().poll_fd(), static_cast<uint32_t>(peer), link->wants_write());
   }
+}
+
+void Engine::sleep(const Work* until, Deadline deadline) {
+  watch_blocked();
   {
     std::lock_guard lock(mutex_);
     if (!inbox_.empty() || !requests_.empty()) return;

@@ -11,6 +11,7 @@ namespace {
 constexpr std::size_t kStageBytes = 16 * 1024;         // read-ahead: several small frames in one system call
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxEarlyOperations = 65536;     // how many operations a peer may be ahead
+constexpr std::size_t kLeastEagerBytes = 64;           // less is not worth a frame, and may be less than operations can cut
 
 std::span<const std::byte> as_const(std::span<std::byte> bytes) { return bytes; }
 
@@ -64,7 +65,9 @@ std::size_t Link::allowance(const SendFlow& flow) const {
   uint64_t eager_end = std::min<uint64_t>(flow.total, kSmallFlowBytes);
   if (flow.sent >= eager_end) return 0;
   std::size_t window = kEagerWindowBytes - static_cast<uint32_t>(eager_sent_ - eager_credited_);
-  return std::min<std::size_t>(eager_end - flow.sent, window);
+  std::size_t rest = eager_end - flow.sent;
+  if (window < rest && window < kLeastEagerBytes) return 0;
+  return std::min(rest, window);
 }
 
 bool Link::sendable(const SendFlow& flow) const {
@@ -72,10 +75,16 @@ bool Link::sendable(const SendFlow& flow) const {
   return flow.ready > flow.sent && allowance(flow) > 0;
 }
 
+// A small flow that finds the window used up asks for its grant. Once asked, it waits for that, so none comes too late.
+bool Link::must_request(const SendFlow& flow) const {
+  bool small = flow.total > 0 && flow.total <= kSmallFlowBytes;
+  return small && !flow.requested && flow.granted == 0 && flow.ready > flow.sent && allowance(flow) == 0;
+}
+
 bool Link::has_outgoing() const {
   if (broken_ || departed_) return false;
   if (head_sent_ < head_.size() || payload_sent_ < payload_.size() || !control_.empty()) return true;
-  return std::any_of(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return sendable(*flow); });
+  return std::any_of(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
 }
 
 void Link::append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset, const std::string& payload) {
@@ -111,13 +120,10 @@ bool Link::stage_next() {
   payload_ = {};
   payload_sent_ = 0;
   payload_flow_ = nullptr;
-  // A small flow that finds the window used up asks for its grant: once asked, it waits for that, so none comes late.
   for (SendFlow* flow : sending_) {
-    if (flow->requested || flow->granted != 0 || flow->total == 0 || flow->total > kSmallFlowBytes) continue;
-    if (flow->ready > flow->sent && allowance(*flow) == 0) {
-      flow->requested = true;
-      append_control(FrameType::kRequest, flow->identity->group, flow->identity->sequence, 0);
-    }
+    if (!must_request(*flow)) continue;
+    flow->requested = true;
+    append_control(FrameType::kRequest, flow->identity->group, flow->identity->sequence, 0);
   }
   std::swap(head_, control_);
   auto next = std::find_if(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return sendable(*flow); });

@@ -56,10 +56,11 @@ class Link {
 
   bool wants_write() const { return blocked_; }     // the channel is full: poll for room
   bool has_outgoing() const;                        // frames or sendable flows wait
-  bool expects() const { return !receiving_.empty(); }
+  bool expects() const { return !receiving_.empty() || !sending_.empty(); }  // bytes, or grants
   bool departed() const { return departed_; }
   bool broken() const { return broken_; }
   void mark_broken() { broken_ = true; }
+  bool drained() const { return broken_ || channel_->drained(); }
   void close();  // for good: the descriptor goes, counters stay
   Channel& channel() { return *channel_; }
   const PeerInfo& peer() const { return peer_; }
@@ -75,6 +76,7 @@ class Link {
 
   std::size_t allowance(const SendFlow& flow) const;
   bool sendable(const SendFlow& flow) const;
+  bool must_request(const SendFlow& flow) const;
   bool stage_next();                 // fills the outgoing frame; false if there is none
   void append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset, const std::string& payload = {});
   void finish_frame_sent();

@@ -2,8 +2,10 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <net/if.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 
 #include <cerrno>
 #include <cstring>
@@ -66,6 +68,11 @@ class TcpChannel final : public Channel {
     }
   }
 
+  // tcp(7): SIOCOUTQ is what is not acknowledged yet. A close with unread input resets the connection and drops that.
+  bool drained() const override {
+    int unacknowledged = 0;
+    return ioctl(fd_.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
+  }
   void close_send() override { shutdown(fd_.get(), SHUT_WR); }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return description_; }
