@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
 #include <numeric>
@@ -16,6 +17,9 @@
 
 namespace ringdp {
 namespace {
+
+// From here on a copy costs more than an operation of its own.
+constexpr std::size_t kDirectBytes = std::size_t{4} << 20;
 
 // The accumulators among `count` that a backward with chosen inputs (autograd.grad, backward(inputs=…)) will run.
 bool any_accumulator_needed(const GradientHooks& hooks, std::size_t count) {
@@ -51,7 +55,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
                       static_cast<uint64_t>(parameter.scalar_type());
     items_[i].numel = static_cast<std::size_t>(parameter.numel());
     items_[i].element_bytes = parameter.element_size();
-    items_[i].alone = sparse[i];
+    items_[i].alone = sparse[i] || items_[i].numel * items_[i].element_bytes >= kDirectBytes;
   }
   std::vector<std::size_t> order(parameters_.size());
   std::iota(order.rbegin(), order.rend(), 0);
@@ -63,10 +67,14 @@ Reducer::~Reducer() = default;
 
 void Reducer::plan(std::span<const std::size_t> order) {
   layout_ = assign_buckets(items_, order, options_.caps_bytes);
+  // Which parameters were used travels behind the gradients of the last bucket, so that is one with memory of its own.
+  const auto shared = [&](const auto& members) { return !items_[members.front()].alone; };
+  const auto last = std::find_if(layout_.rbegin(), layout_.rend(), shared);
+  if (last != layout_.rend()) std::rotate(last.base() - 1, last.base(), layout_.end());
   stats_.buckets = static_cast<int64_t>(layout_.size());
   stats_.bytes = 0;
-  for (const LayoutItem& item : items_) {
-    if (!item.alone) stats_.bytes += static_cast<int64_t>(item.numel * item.element_bytes);
+  for (std::size_t i = 0; i < items_.size(); ++i) {
+    if (!slots_[i].sparse) stats_.bytes += static_cast<int64_t>(items_[i].numel * items_[i].element_bytes);
   }
 }
 
@@ -83,16 +91,15 @@ void Reducer::allocate() {
     bucket.name = describe_bucket(index, bucket.members, names_);
     bucket.pending = bucket.members.size();
     bucket.sparse = slots_[bucket.members.front()].sparse;
-    const bool last = index + 1 == buckets.size();
-    if (!bucket.sparse) {
-      const at::Tensor& model = parameters_[bucket.members.front()];
-      allocate_bucket(bucket, at::TensorOptions().dtype(model.scalar_type()).device(model.device()),
-                      last && marks ? parameters_.size() : 0);
-    }
+    const bool marked = marks && index + 1 == buckets.size();
+    bucket.direct = !bucket.sparse && !marked && items_[bucket.members.front()].alone;
+    const bool owned = !bucket.sparse && !bucket.direct;
+    if (owned) allocate_bucket(bucket, parameters_[bucket.members.front()], marked ? parameters_.size() : 0);
     for (std::size_t position = 0; position < bucket.members.size(); ++position) {
       Slot& slot = slots_[bucket.members[position]];
       slot.bucket = index;
-      if (!bucket.sparse) slot.view = gradient_view(bucket, position, slot.parameter);
+      slot.direct = bucket.direct;
+      if (owned) slot.view = gradient_view(bucket, position, slot.parameter);
     }
   }
   buckets_ = std::move(buckets);
@@ -206,15 +213,22 @@ void Reducer::expect_only_what_the_graph_has() {
 
 bool Reducer::take_gradient(std::size_t parameter, const at::Tensor& gradient) {
   Slot& slot = slots_[parameter];
-  if (!slot.view.defined() || !gradient.defined() || c10::GradMode::is_enabled()) return false;
+  if ((!slot.view.defined() && !slot.direct) || !gradient.defined() || c10::GradMode::is_enabled()) return false;
   if (gradient.layout() != at::kStrided || gradient.unsafeGetTensorImpl()->is_python_dispatch() ||
-      gradient.scalar_type() != slot.view.scalar_type()) {
+      gradient.scalar_type() != slot.parameter.scalar_type()) {
     return false;
   }
   at::Tensor& grad = slot.parameter.mutable_grad();
   if (grad.defined() || !slot.parameter.requires_grad()) return false;
   if (torch::autograd::impl::post_acc_grad_hooks(slot.parameter) != nullptr)
     return false;  // they want autograd to do it
+  if (slot.direct) {
+    // As autograd would, but without the reference it keeps for the hooks that follow.
+    if (held_elsewhere(gradient) || !torch::autograd::utils::obeys_layout_contract(gradient, slot.parameter))
+      return false;
+    grad = gradient.detach();
+    return true;
+  }
   if (held_elsewhere(slot.view)) renew_view(slot);
   copy_gradient(slot.view, gradient);
   grad = slot.view;
@@ -274,7 +288,9 @@ void Reducer::settle(std::size_t parameter) {
     }
     return;
   }
-  if (!grad.defined()) {
+  if (bucket.direct) {
+    settle_direct(slot, bucket);
+  } else if (!grad.defined()) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (held_elsewhere(slot.view)) renew_view(slot);
     slot.view.zero_();
@@ -282,6 +298,15 @@ void Reducer::settle(std::size_t parameter) {
     adopt(slot, grad);
   }
   remember_stream(bucket);
+}
+
+void Reducer::settle_direct(Slot& slot, Bucket& bucket) {
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  bucket.buffer = bucket.gradients = as_buffer(grad, slot.parameter);
+  if (bucket.buffer.defined()) return;
+  allocate_bucket(bucket, slot.parameter, 0);
+  slot.view = gradient_view(bucket, 0, slot.parameter);
+  if (grad.defined()) adopt(slot, grad);
 }
 
 void Reducer::adopt(Slot& slot, at::Tensor& gradient) {

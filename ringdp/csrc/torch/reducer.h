@@ -1,6 +1,7 @@
 // Decides when gradients leave: counts them ready, launches buckets in index order, waits at the end of backward.
 // A gradient is copied into its bucket when it arrives, and .grad becomes that part of the bucket: no pass to zero the
-// bucket, no addition, no copy back. What already has a .grad is accumulated there by autograd as ever.
+// bucket, no addition, no copy back. A large gradient is a bucket by itself, reduced where autograd left it.
+// What already has a .grad is accumulated there by autograd as ever.
 // Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward; everything that can block
 // runs without the GIL.
 #pragma once
@@ -93,6 +94,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     at::Tensor view;  // its part of the bucket, which .grad becomes
     std::size_t bucket = 0;
     bool sparse = false;
+    bool direct = false;
     bool copy_back = false;  // .grad has a graph of its own and stays; the result is copied into it
     bool used = false;       // has a gradient in this backward
     bool ready = false;
@@ -117,6 +119,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void begin();
   void expect_only_what_the_graph_has();
   void settle(std::size_t parameter);
+  void settle_direct(Slot& slot, Bucket& bucket);
   void adopt(Slot& slot, at::Tensor& gradient);
   void renew_view(Slot& slot);
   void mark_ready(std::size_t parameter);

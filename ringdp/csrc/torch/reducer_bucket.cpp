@@ -35,7 +35,8 @@ bool plain_memory(const at::Tensor& tensor) {
          !tensor._is_zerotensor() && !impl->is_python_dispatch();
 }
 
-// Since torch 2.13 a Python object has a reference of its own to its tensor, and lives as long as anybody else has one.
+// Since torch 2.13 a Python object has a reference of its own to its tensor or storage, and lives as long as anybody else
+// has one.
 template <class Slot>
 bool python_only_preserves(Slot* slot) {
   if constexpr (requires { slot->has_unique_reference(); }) {
@@ -45,16 +46,20 @@ bool python_only_preserves(Slot* slot) {
   }
 }
 
+template <class Slot>
+bool used_elsewhere(std::size_t references, Slot* slot) {
+  return references > 1 && (references > 2 || !python_only_preserves(slot));
+}
+
 }  // namespace
 
 bool held_elsewhere(const at::Tensor& tensor) {
-  const std::size_t references = tensor.use_count();
-  if (references <= 1) return false;
-  return references > 2 || !python_only_preserves(tensor.unsafeGetTensorImpl()->pyobj_slot());
+  return used_elsewhere(tensor.use_count(), tensor.unsafeGetTensorImpl()->pyobj_slot());
 }
 
-void allocate_bucket(Bucket& bucket, const at::TensorOptions& options, std::size_t mark_count) {
+void allocate_bucket(Bucket& bucket, const at::Tensor& parameter, std::size_t mark_count) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto options = at::TensorOptions().dtype(parameter.scalar_type()).device(parameter.device());
   const auto numel = static_cast<int64_t>(bucket.plan.numel);
   bucket.buffer = at::empty({numel + static_cast<int64_t>(mark_count)}, options);
   ask_for_huge_pages(bucket.buffer);
@@ -73,6 +78,22 @@ at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::T
     view.set_(bucket.buffer.storage(), offset, parameter.sizes(), c10::contiguous_strides(parameter.sizes()));
   }
   return view;
+}
+
+at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter) {
+  if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.is_conj() || gradient.is_neg() ||
+      gradient._is_zerotensor() || gradient.unsafeGetTensorImpl()->is_python_dispatch() || gradient.requires_grad() ||
+      gradient.scalar_type() != parameter.scalar_type() || gradient.device() != parameter.device() ||
+      gradient.sizes() != parameter.sizes()) {
+    return {};
+  }
+  const bool dense = parameter.is_non_overlapping_and_dense();
+  const bool same_order = dense ? gradient.strides() == parameter.strides() : gradient.is_contiguous();
+  const at::Storage& storage = gradient.storage();
+  if (!same_order || used_elsewhere(storage.use_count(), storage.unsafeGetStorageImpl()->pyobj_slot())) return {};
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor buffer = at::empty({0}, gradient.options());
+  return buffer.set_(gradient.storage(), gradient.storage_offset(), {gradient.numel()}, {1});
 }
 
 void remember_stream(Bucket& bucket) {

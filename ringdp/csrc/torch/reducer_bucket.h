@@ -22,6 +22,7 @@ struct Bucket {
   BucketPlan plan;
   std::string name;      // "bucket 3: layer1.weight, layer1.bias"
   bool sparse = false;   // one sparse gradient, which is then `buffer` itself
+  bool direct = false;   // one large gradient, reduced where autograd left it: no memory between steps
   at::Tensor buffer;     // [plan.numel + marks]: what is sent
   at::Tensor gradients;  // [plan.numel]: the same memory without the marks
   at::Tensor marks;      // [parameters]: above zero where some rank had a gradient; undefined in most buckets
@@ -30,16 +31,19 @@ struct Bucket {
   std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> future;
-
-  bool allocated() const { return sparse || buffer.defined(); }
 };
 
-// Zeroed memory for a dense bucket, with `mark_count` elements behind the gradients. Large CPU buffers ask for huge pages.
-void allocate_bucket(Bucket& bucket, const at::TensorOptions& options, std::size_t mark_count);
+// Zeroed memory for a dense bucket of gradients like `parameter`'s, with `mark_count` elements behind them. Large CPU
+// buffers ask for huge pages.
+void allocate_bucket(Bucket& bucket, const at::Tensor& parameter, std::size_t mark_count);
 
 // The gradient of `parameter` as part of the buffer: its shape, its strides where it is dense (else row-major). Not a view
 // in autograd's sense, so detach_() on it works.
 at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter);
+
+// `gradient` as a buffer of a direct bucket, sharing its memory. Undefined where that cannot be: other strides than all
+// ranks use for `parameter`, memory that somebody else uses too, a graph of its own.
+at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter);
 
 // Whether anybody but the holder of this reference has the tensor. Its Python object, where there is one, does not count
 // unless Python uses it.

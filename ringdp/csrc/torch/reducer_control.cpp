@@ -1,5 +1,6 @@
 // The reducer's settings and what Join needs.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
@@ -81,9 +82,15 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
   allocate();
   std::vector<c10d::GradBucket> result;
   for (const Bucket& bucket : buckets_) {
-    at::Tensor zeros = at::zeros_like(bucket.sparse          ? slots_[bucket.members.front()].parameter
-                                      : exchange_.has_hook() ? bucket.gradients
-                                                             : bucket.buffer);
+    const at::Tensor& parameter = parameters_[bucket.members.front()];
+    at::Tensor zeros;
+    if (bucket.sparse) {
+      zeros = at::zeros_like(parameter);
+    } else if (bucket.direct) {
+      zeros = at::zeros({parameter.numel()}, parameter.options());
+    } else {
+      zeros = at::zeros_like(exchange_.has_hook() ? bucket.gradients : bucket.buffer);
+    }
     result.push_back(exchange_.describe(bucket, std::move(zeros), buckets_.size(), parameters_));
   }
   return result;

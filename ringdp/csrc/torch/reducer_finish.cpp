@@ -91,6 +91,12 @@ void Reducer::hand_out(const std::vector<std::size_t>& missing) {
       slot.parameter.mutable_grad() = slot.view;
     }
   }
+  for (Bucket& bucket : buckets_) {
+    if (!bucket.direct) continue;
+    bucket.buffer.reset();
+    bucket.gradients.reset();
+    slots_[bucket.members.front()].view.reset();
+  }
   if (!missing.empty()) warn_unused(missing, used);
 }
 
@@ -114,8 +120,7 @@ std::vector<bool> Reducer::used_somewhere() {
 
 bool Reducer::sends_used_map() const {
   if (options_.unused == UnusedParameters::kForbidden || local()) return false;
-  return buckets_.empty() ? exchange_.has_hook() || slots_[layout_.back().front()].sparse
-                          : !buckets_.back().marks.defined();
+  return !buckets_.empty() && !buckets_.back().marks.defined();
 }
 
 void Reducer::launch_used_map() {
