@@ -7,6 +7,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+NPROC ?= 2
 SETUP = $(PYTHON) tools/environment.py
 CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh'
 
@@ -19,7 +20,7 @@ test: python
 	@$(SETUP) -- python -m pytest $(ARGS)
 
 train: python
-	@$(SETUP) -- python launch.py --nproc-per-node 2 examples/digits.py $(ARGS)
+	@$(SETUP) -- python launch.py --nproc-per-node $(NPROC) examples/digits.py $(ARGS)
 
 lint: python
 	@$(SETUP) --lint -- ruff check .
