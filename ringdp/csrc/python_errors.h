@@ -32,7 +32,8 @@ inline const char* python_class_name(ErrorKind kind) {
 
 inline void set_python_error(const Error& error) {
   namespace py = pybind11;
-  if (error.kind() == ErrorKind::kInterrupted && PyErr_Occurred() != nullptr) return;  // the signal handler's own exception
+  if (error.kind() == ErrorKind::kInterrupted && PyErr_Occurred() != nullptr)
+    return;  // the signal handler's own exception
   const ErrorContext& context = error.context();
   py::dict fields;
   auto put_int = [&](const char* key, int64_t value) {

@@ -106,7 +106,8 @@ CASE("half types are added in float32 in rank order and rounded once, whatever t
 CASE("broadcast, all-gather, reduce-scatter and barrier") {
   for (int world : {1, 2, 3, 4, 5, 8}) {
     for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
-      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{17}, std::size_t{65537}, std::size_t{200003}}) {
+      for (std::size_t count :
+           {std::size_t{0}, std::size_t{1}, std::size_t{17}, std::size_t{65537}, std::size_t{200003}}) {
         run_job(world, table, [&](Rank& self) {
           for (int root = 0; root < world; root += 2) {
             std::vector<float> data(count);
@@ -164,12 +165,12 @@ CASE("a thousand operations in flight end in order, on every rank with the same 
         std::lock_guard lock(mutex);
         order.push_back(i);
       };
-      works.push_back(self.group->all_reduce(bytes_of(data[static_cast<std::size_t>(i)]), DType::kInt64, ReduceOp::kSum, options));
+      works.push_back(
+          self.group->all_reduce(bytes_of(data[static_cast<std::size_t>(i)]), DType::kInt64, ReduceOp::kSum, options));
     }
     for (auto& work : works) self.wait(work);
     for (int i = 0; i < kCount; ++i)
-      for (int64_t got : data[static_cast<std::size_t>(i)])
-        REQUIRE(got == 3 + 3 * i);
+      for (int64_t got : data[static_cast<std::size_t>(i)]) REQUIRE(got == 3 + 3 * i);
     while (true) {
       std::lock_guard lock(mutex);
       if (order.size() == kCount) break;
@@ -182,7 +183,8 @@ CASE("operations on the same memory keep their order without a wait in between")
   run_job(2, AlgorithmTable{}, [&](Rank& self) {
     std::vector<float> data(100000, 1.0F);
     std::vector<std::shared_ptr<Work>> works;
-    for (int i = 0; i < 5; ++i) works.push_back(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
+    for (int i = 0; i < 5; ++i)
+      works.push_back(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
     std::vector<float> other(data.size()), mine(data.size());
     works.push_back(self.group->all_gather(bytes_of(data), {bytes_of(mine), bytes_of(other)}, DType::kFloat32, {}));
     for (auto& work : works) self.wait(work);
@@ -207,7 +209,8 @@ CASE("a collective inside a callback is matched although the ranks are elsewhere
       while (!inner_done) std::this_thread::yield();  // rank 0 has issued all that follows by now
     }
     std::vector<std::shared_ptr<Work>> works;
-    for (auto& data : later) works.push_back(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
+    for (auto& data : later)
+      works.push_back(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
     for (auto& it : works) self.wait(it);
     while (!inner_done) std::this_thread::yield();
     CHECK_EQ(inner[499], 4.0F);
@@ -219,17 +222,20 @@ CASE("groups used from several threads in different orders do not disturb each o
   run_job(4, AlgorithmTable{}, [&](Rank& self) {
     std::vector<std::unique_ptr<GroupHandle>> groups;
     for (int g = 0; g < 6; ++g)
-      groups.push_back(std::make_unique<GroupHandle>(self.runtime, "g" + std::to_string(g), everybody(4), 30'000, AlgorithmTable{}));
+      groups.push_back(
+          std::make_unique<GroupHandle>(self.runtime, "g" + std::to_string(g), everybody(4), 30'000, AlgorithmTable{}));
     std::vector<std::thread> threads;
     for (int t = 0; t < 3; ++t) {
       threads.emplace_back([&, t] {
         for (int round = 0; round < 20; ++round) {
           // Each thread owns two groups; ranks issue to them in different orders and wait for both.
-          std::vector<std::vector<int32_t>> data{std::vector<int32_t>(100, self.rank), std::vector<int32_t>(40000, self.rank)};
+          std::vector<std::vector<int32_t>> data{std::vector<int32_t>(100, self.rank),
+                                                 std::vector<int32_t>(40000, self.rank)};
           std::vector<std::shared_ptr<Work>> works(2);
           for (std::size_t k = 0; k < 2; ++k) {
             std::size_t g = (k + static_cast<std::size_t>(self.rank)) % 2;
-            works[g] = groups[2 * static_cast<std::size_t>(t) + g]->all_reduce(bytes_of(data[g]), DType::kInt32, ReduceOp::kSum, {});
+            works[g] = groups[2 * static_cast<std::size_t>(t) + g]->all_reduce(bytes_of(data[g]), DType::kInt32,
+                                                                               ReduceOp::kSum, {});
           }
           for (auto& work : works) self.wait(work);
           CHECK_EQ(data[0].back(), 6);
@@ -248,9 +254,8 @@ CASE("ranks that disagree all fail, and each names both sides") {
       std::vector<int32_t> ints(100, 1);
       std::string message = CHECK_THROWS(
           ErrorKind::kMismatch,
-          self.wait(self.rank == 1
-                        ? self.group->all_reduce(bytes_of(ints), DType::kInt32, ReduceOp::kSum, {})
-                        : self.group->all_reduce(bytes_of(floats), DType::kFloat32, ReduceOp::kSum, {})));
+          self.wait(self.rank == 1 ? self.group->all_reduce(bytes_of(ints), DType::kInt32, ReduceOp::kSum, {})
+                                   : self.group->all_reduce(bytes_of(floats), DType::kFloat32, ReduceOp::kSum, {})));
       CHECK(message.find("int32[100]") != std::string::npos);
       CHECK(message.find("float32[100]") != std::string::npos);
       CHECK(message.find("rank 1") != std::string::npos);
@@ -267,8 +272,8 @@ CASE("a rank that leaves is named by those that wait for it") {
     ++through;
     while (through < 3) std::this_thread::yield();
     if (self.rank == 2) return;
-    std::string message = CHECK_THROWS(ErrorKind::kPeerLost,
-                                       self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
+    std::string message = CHECK_THROWS(
+        ErrorKind::kPeerLost, self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
     CHECK(message.find("rank 2") != std::string::npos);
     CHECK(message.find("all_reduce #2") != std::string::npos);
   });
@@ -289,8 +294,9 @@ CASE("a timeout names the rank that is missing") {
           }());
           return;
         }
-        std::string message = CHECK_THROWS(
-            ErrorKind::kTimeout, self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
+        std::string message =
+            CHECK_THROWS(ErrorKind::kTimeout,
+                         self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
         CHECK(message.find("rank 1") != std::string::npos);
         CHECK(message.find(" Timed out ") != std::string::npos);
       },

@@ -10,7 +10,8 @@
 
 namespace ringdp {
 
-static_assert(std::endian::native == std::endian::little, "the wire is little-endian and so are the hosts we build for");
+static_assert(std::endian::native == std::endian::little,
+              "the wire is little-endian and so are the hosts we build for");
 
 template <typename T>
 inline void put(std::byte* at, T value) {

@@ -11,7 +11,8 @@ Error::Error(ErrorKind kind, std::string message, ErrorContext context)
 std::string errno_text(int error_number) {
   char buffer[128];
   // The GNU strerror_r, which returns the text and may leave the buffer alone (strerror_r(3)).
-  return std::string(strerror_r(error_number, buffer, sizeof(buffer))) + " (errno " + std::to_string(error_number) + ")";
+  return std::string(strerror_r(error_number, buffer, sizeof(buffer))) + " (errno " + std::to_string(error_number) +
+         ")";
 }
 
 void throw_system(const std::string& doing, int error_number) {

@@ -21,16 +21,16 @@ enum class ErrorKind : uint8_t {
 
 // Who, where, what. Empty and -1 mean "not known".
 struct ErrorContext {
-  int rank = -1;               // the rank that raises
-  std::string host;            // its host
-  int peer = -1;               // the guilty rank
+  int rank = -1;     // the rank that raises
+  std::string host;  // its host
+  int peer = -1;     // the guilty rank
   std::string peer_host;
   int64_t peer_pid = -1;
-  std::string operation;       // "all_reduce #17 (float32[4096], SUM)"
+  std::string operation;  // "all_reduce #17 (float32[4096], SUM)"
   int64_t sequence = -1;
-  std::string name;            // bucket or user given name, parameter names
-  std::string cause;           // "connection reset by peer"
-  std::string advice;          // what to do
+  std::string name;    // bucket or user given name, parameter names
+  std::string cause;   // "connection reset by peer"
+  std::string advice;  // what to do
 };
 
 class Error : public std::exception {

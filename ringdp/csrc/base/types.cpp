@@ -31,10 +31,9 @@ constexpr std::array<DTypeInfo, kDTypeCount> kDTypes{{
 constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"SUM", "AVG",  "PRODUCT", "MIN",
                                                                   "MAX", "BAND", "BOR",     "BXOR"};
 
-constexpr std::array<std::string_view, 11> kCollectives{"barrier",    "all_reduce",     "broadcast",
-                                                        "all_gather", "reduce_scatter", "reduce",
-                                                        "gather",     "scatter",        "all_to_all",
-                                                        "send",       "recv"};
+constexpr std::array<std::string_view, 11> kCollectives{"barrier",        "all_reduce", "broadcast", "all_gather",
+                                                        "reduce_scatter", "reduce",     "gather",    "scatter",
+                                                        "all_to_all",     "send",       "recv"};
 
 }  // namespace
 

@@ -13,7 +13,8 @@ class Exchange final : public Operation {
     std::span<std::byte> memory;  // may be empty: then one empty frame still crosses
   };
 
-  Exchange(GroupView group, OperationShape shape, std::string name, std::vector<Piece> outgoing, std::vector<Piece> incoming);
+  Exchange(GroupView group, OperationShape shape, std::string name, std::vector<Piece> outgoing,
+           std::vector<Piece> incoming);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;

@@ -46,33 +46,37 @@ class Operation : public FlowHandler {
   void wrap(std::function<void()> before, std::function<void()> after);
 
   void start(const OperationContext& context);
-  void conclude() { if (after_) after_(); }
+  void conclude() {
+    if (after_) after_();
+  }
   bool complete() const;
   // Ends it early: links forget its flows, its memory may be freed.
   void abandon();
 
   bool touches(std::span<const std::byte> memory) const;
-  bool conflicts(const Operation& other) const;      // both use the same memory
-  bool needs(int world_rank) const;                  // bytes to or from that rank are still missing
-  std::string waiting_for() const;                   // "rank 2 (host b, pid 7; 0 of 4096 bytes received)"
-  int first_missing() const;                         // that rank's place in the world, or -1
+  bool conflicts(const Operation& other) const;  // both use the same memory
+  bool needs(int world_rank) const;              // bytes to or from that rank are still missing
+  std::string waiting_for() const;               // "rank 2 (host b, pid 7; 0 of 4096 bytes received)"
+  int first_missing() const;                     // that rank's place in the world, or -1
   const FlowIdentity& identity() const { return identity_; }
   FlowIdentity& mutable_identity() { return identity_; }
 
   void flushed(SendFlow&) override {}
 
  protected:
-  virtual void prepare() = 0;                        // add flows; scratch is there
-  virtual bool finished() const { return true; }     // anything to do besides the flows?
+  virtual void prepare() = 0;                     // add flows; scratch is there
+  virtual bool finished() const { return true; }  // anything to do besides the flows?
 
   SendFlow& add_send(int member, uint64_t total, uint64_t ready);
   RecvFlow& add_receive(int member, uint64_t total, uint64_t window);
   void widen(RecvFlow& flow, uint64_t window);
-  void uses(std::span<const std::byte> memory) { if (!memory.empty()) memory_.push_back(memory); }
+  void uses(std::span<const std::byte> memory) {
+    if (!memory.empty()) memory_.push_back(memory);
+  }
   ScratchPool& scratch() { return *context_.scratch; }
 
   const GroupView group_;
-  std::deque<SendFlow> sends_;      // deques: links hold pointers
+  std::deque<SendFlow> sends_;  // deques: links hold pointers
   std::deque<RecvFlow> receives_;
 
  private:

@@ -28,8 +28,8 @@ class Pairwise final : public Operation {
   uint64_t receive_window(uint64_t total) const;
 
   std::vector<std::span<std::byte>> chunks_;
-  bool share_;                      // all-reduce: results go back to everybody
-  std::span<std::byte> own_out_;    // where this rank's chunk is summed
+  bool share_;                    // all-reduce: results go back to everybody
+  std::span<std::byte> own_out_;  // where this rank's chunk is summed
   RankOrderFold fold_;
 };
 

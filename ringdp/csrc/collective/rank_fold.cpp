@@ -10,7 +10,12 @@ constexpr std::size_t kPieceBytes = 16 * 1024;  // what is summed at a time: sta
 }  // namespace
 
 RankOrderFold::RankOrderFold(int rank, int size, DType dtype, ReduceOp op)
-    : rank_(rank), size_(size), op_(op), element_bytes_(dtype_size(dtype)), kernels_(reduce_kernels(dtype, op)), upto_(size) {}
+    : rank_(rank),
+      size_(size),
+      op_(op),
+      element_bytes_(dtype_size(dtype)),
+      kernels_(reduce_kernels(dtype, op)),
+      upto_(size) {}
 
 void RankOrderFold::begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out) {
   own_ = own;

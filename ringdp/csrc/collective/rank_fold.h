@@ -28,7 +28,7 @@ class RankOrderFold {
 
   // Folds what all ranks have sent, not beyond `limit`. Returns how far the result reaches.
   uint64_t advance(uint64_t limit);
-  uint64_t window() const;     // how far peers may send now
+  uint64_t window() const;  // how far peers may send now
   uint64_t folded() const { return folded_; }
 
  private:
@@ -43,7 +43,7 @@ class RankOrderFold {
   const ReduceKernels& kernels_;
   std::span<const std::byte> own_;
   std::span<std::byte> out_;
-  uint64_t block_bytes_ = 0;   // kBlockBytes, or the whole if that is smaller
+  uint64_t block_bytes_ = 0;  // kBlockBytes, or the whole if that is smaller
   std::vector<ScratchPool::Block> slots_;
   ScratchPool::Block sum_;
   std::vector<uint64_t> upto_;

@@ -30,9 +30,9 @@ class Ring final : public Operation {
   struct Leg {
     int slab;
     int step;
-    std::size_t after;         // the leg whose arrival makes this one ready to go out; itself for a slab's first step
-    uint64_t out_begin = 0;    // place in the stream to the right
-    uint64_t in_begin = 0;     // and in the one from the left
+    std::size_t after;       // the leg whose arrival makes this one ready to go out; itself for a slab's first step
+    uint64_t out_begin = 0;  // place in the stream to the right
+    uint64_t in_begin = 0;   // and in the one from the left
   };
 
   std::span<std::byte> out_block(const Leg& leg) const;
@@ -44,7 +44,7 @@ class Ring final : public Operation {
   std::vector<Leg> legs_;
   uint64_t out_total_ = 0;
   uint64_t in_total_ = 0;
-  std::size_t out_leg_ = 0;    // where the streams are; offsets only grow
+  std::size_t out_leg_ = 0;  // where the streams are; offsets only grow
   std::size_t in_leg_ = 0;
   std::size_t ready_leg_ = 0;
   int reduce_steps_;

@@ -13,7 +13,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kRingBlockBytes = 256 * 1024;  // a few of them fit into a core's cache
-constexpr std::size_t kChunkElements = 16;  // chunks begin at multiples of it, so loads stay aligned
+constexpr std::size_t kChunkElements = 16;           // chunks begin at multiples of it, so loads stay aligned
 
 // Chunk c of n: equal, but for rounding up to kChunkElements; the last ones may be shorter or empty.
 std::vector<std::span<std::byte>> split(std::span<std::byte> memory, int parts, DType dtype) {
@@ -39,7 +39,8 @@ std::vector<std::vector<std::span<std::byte>>> slabs_of(std::span<std::byte> mem
   return out;
 }
 
-OperationShape shape_of(Collective what, DType dtype, ReduceOp op, Algorithm algorithm, std::size_t bytes, int root = -1) {
+OperationShape shape_of(Collective what, DType dtype, ReduceOp op, Algorithm algorithm, std::size_t bytes,
+                        int root = -1) {
   OperationShape shape;
   shape.what = what;
   shape.dtype = dtype;
@@ -78,27 +79,29 @@ std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name
   return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
 }
 
-std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
-                                           DType dtype, ReduceOp op, std::string name) {
+std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
+                                           std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name) {
   check_reduction(dtype, op);
   Algorithm algorithm = choose_all_reduce(table, group.size, dtype, memory.size());
   OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm, memory.size());
-  if (group.size == 1) return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+  if (group.size == 1)
+    return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
   switch (algorithm) {
     case Algorithm::kFold:
       return std::make_unique<FoldAllReduce>(group, shape, std::move(name), memory);
     case Algorithm::kPairwise:
-      return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype), std::span<std::byte>{});
+      return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
+                                        std::span<std::byte>{});
     default:
       return std::make_unique<Ring>(group, shape, std::move(name), slabs_of(memory, group.size, dtype), true);
   }
 }
 
-std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
-                                          DType dtype, int root, std::string name) {
+std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,
+                                          std::span<std::byte> memory, DType dtype, int root, std::string name) {
   if (root < 0 || root >= group.size)
-    throw Error(ErrorKind::kValue, "broadcast: root " + std::to_string(root) + " is no rank of a group of " +
-                                       std::to_string(group.size));
+    throw Error(ErrorKind::kValue,
+                "broadcast: root " + std::to_string(root) + " is no rank of a group of " + std::to_string(group.size));
   bool flat = memory.size() <= table.flat_broadcast_bytes || group.size <= 2;
   OperationShape shape = shape_of(Collective::kBroadcast, dtype, ReduceOp::kSum,
                                   flat ? Algorithm::kExchange : Algorithm::kChain, memory.size(), root);
@@ -119,8 +122,8 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
                                        std::to_string(group.size) + " ranks");
   for (const auto& block : blocks)
     if (block.size() != input.size())
-      throw Error(ErrorKind::kValue, "all_gather: an output of " + std::to_string(block.size()) + " bytes for an input of " +
-                                         std::to_string(input.size()));
+      throw Error(ErrorKind::kValue, "all_gather: an output of " + std::to_string(block.size()) +
+                                         " bytes for an input of " + std::to_string(input.size()));
   bool direct = input.size() <= table.direct_gather_bytes || group.size <= 2;
   std::span<std::byte> own = blocks[group.rank];
   OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum,
@@ -140,7 +143,8 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
 }
 
 std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
-                                               std::span<std::byte> output, DType dtype, ReduceOp op, std::string name) {
+                                               std::span<std::byte> output, DType dtype, ReduceOp op,
+                                               std::string name) {
   check_reduction(dtype, op);
   if (chunks.size() != static_cast<std::size_t>(group.size))
     throw Error(ErrorKind::kValue, "reduce_scatter: " + std::to_string(chunks.size()) + " inputs for " +

@@ -21,7 +21,7 @@ struct AlgorithmTable {
   std::size_t fold_two_ranks_bytes = 1024 * 1024;  // two ranks: a fold sends no more than a ring and takes one step
   std::size_t fold_sent_bytes = 128 * 1024;        // more ranks: what each would send, (n-1)·S
   std::size_t flat_broadcast_bytes = 64 * 1024;
-  std::size_t direct_gather_bytes = 64 * 1024;     // of one rank's block
+  std::size_t direct_gather_bytes = 64 * 1024;  // of one rank's block
 };
 
 Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes);
@@ -29,10 +29,10 @@ Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype,
 // Every function makes an operation for this rank of `group`. `name` may be empty. Throws Error(kValue) for a reduction
 // that the dtype does not have.
 std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name);
-std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
-                                           DType dtype, ReduceOp op, std::string name);
-std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
-                                          DType dtype, int root, std::string name);
+std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
+                                           std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name);
+std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,
+                                          std::span<std::byte> memory, DType dtype, int root, std::string name);
 // `blocks[r]` receives rank r's `input`; all of the same size.
 std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const GroupView& group,
                                            std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,

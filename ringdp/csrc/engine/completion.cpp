@@ -20,8 +20,8 @@ thread_local CallbackScope* current_scope = nullptr;
 
 std::optional<uint64_t> CompletionQueue::nested_key(uint64_t group) {
   if (current_scope == nullptr) return std::nullopt;
-  uint64_t key = hash_mix(hash_mix(current_scope->parent_group, current_scope->parent_sequence),
-                          ++current_scope->issued[group]);
+  uint64_t key =
+      hash_mix(hash_mix(current_scope->parent_group, current_scope->parent_sequence), ++current_scope->issued[group]);
   return key | kNestedBit;
 }
 

@@ -17,7 +17,7 @@ namespace ringdp {
 class CompletionQueue {
  public:
   void push(uint64_t group, uint64_t sequence, std::function<void()> job);
-  void run();   // the thread's body; returns after `stop`, when the queue is empty
+  void run();  // the thread's body; returns after `stop`, when the queue is empty
   void stop();
 
   // On the completion thread, inside a callback: the next number for an operation in `group`. nullopt elsewhere.

@@ -16,9 +16,10 @@ constexpr int64_t kGoodbyeMs = 1000;
 Error forked_error() {
   ErrorContext context;
   context.advice = "start worker processes with 'spawn', or do not call ringdp in them";
-  return Error(ErrorKind::kState,
-               "this process was forked from one that uses ringdp: the connections belong to the parent; " + context.advice,
-               context);
+  return Error(
+      ErrorKind::kState,
+      "this process was forked from one that uses ringdp: the connections belong to the parent; " + context.advice,
+      context);
 }
 
 }  // namespace
@@ -130,8 +131,8 @@ void Engine::wait(Work& work, Deadline deadline) {
         leave_role(lock);
       } else {
         ++waiting_;
-        auto status = waiters_.wait_for(lock, std::min<Clock::duration>(
-                                                  kInterruptPeriod, std::chrono::milliseconds(deadline.remaining_ms(100))));
+        auto status = waiters_.wait_for(
+            lock, std::min<Clock::duration>(kInterruptPeriod, std::chrono::milliseconds(deadline.remaining_ms(100))));
         --waiting_;
         if (status == std::cv_status::timeout && options_.check_interrupt) {
           lock.unlock();
@@ -144,8 +145,9 @@ void Engine::wait(Work& work, Deadline deadline) {
         context.rank = rank_;
         context.host = peers_[rank_].host;
         context.operation = work.text();
-        throw Error(ErrorKind::kTimeout, work.text() + ": wait Timed out on rank " + std::to_string(rank_) +
-                                             "; the operation goes on", context);
+        throw Error(ErrorKind::kTimeout,
+                    work.text() + ": wait Timed out on rank " + std::to_string(rank_) + "; the operation goes on",
+                    context);
       }
     }
   }

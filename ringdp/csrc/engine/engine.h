@@ -27,8 +27,8 @@
 namespace ringdp {
 
 struct EngineOptions {
-  int64_t spin_us = 50;                    // how long a waiting caller polls before it sleeps
-  std::function<void()> check_interrupt;   // called about ten times a second by threads that wait; may throw
+  int64_t spin_us = 50;                   // how long a waiting caller polls before it sleeps
+  std::function<void()> check_interrupt;  // called about ten times a second by threads that wait; may throw
 };
 
 class Engine {
@@ -44,9 +44,9 @@ class Engine {
   struct Submission {
     std::unique_ptr<Operation> operation;
     int64_t timeout_ms = 0;
-    bool caller_waits = false;                          // a `wait` follows at once: wake nobody
-    std::function<void(std::exception_ptr)> on_done;    // run on the completion thread, in operation order; may be empty
-    std::shared_ptr<void> keep_alive;                   // the buffers: held by the caller too, released when it is over
+    bool caller_waits = false;                        // a `wait` follows at once: wake nobody
+    std::function<void(std::exception_ptr)> on_done;  // run on the completion thread, in operation order; may be empty
+    std::shared_ptr<void> keep_alive;                 // the buffers: held by the caller too, released when it is over
   };
   // Throws the group's first failure if it has failed.
   std::shared_ptr<Work> submit(uint64_t group, Submission submission);
@@ -72,18 +72,18 @@ class Engine {
   struct Slot {
     std::unique_ptr<Operation> operation;
     std::shared_ptr<Work> work;
-    std::shared_ptr<void> keep_alive;   // with the caller
+    std::shared_ptr<void> keep_alive;  // with the caller
     Deadline deadline = Deadline::never();
     int64_t timeout_ms = 0;
   };
   struct Group {
     uint64_t id = 0;
     GroupView view;
-    uint64_t next_sequence = 0;         // shared
-    std::exception_ptr failure;         // shared
-    std::deque<Slot> queued;            // driver
-    std::deque<Slot> active;            // driver: started, retired in order
-    std::vector<Slot> nested;           // driver: issued inside callbacks, each on its own
+    uint64_t next_sequence = 0;  // shared
+    std::exception_ptr failure;  // shared
+    std::deque<Slot> queued;     // driver
+    std::deque<Slot> active;     // driver: started, retired in order
+    std::vector<Slot> nested;    // driver: issued inside callbacks, each on its own
   };
   using GroupPtr = std::shared_ptr<Group>;  // shared by groups_ and the inbox
 
@@ -94,22 +94,22 @@ class Engine {
   };
 
   // Roles and threads (engine.cpp).
-  void check_usable() const;                              // not forked, not shut down; mutex_ held
-  void take_role(std::unique_lock<std::mutex>& lock);     // driving_ was false; returns without the lock
-  void leave_role(std::unique_lock<std::mutex>& lock);    // returns with the lock
+  void check_usable() const;                            // not forked, not shut down; mutex_ held
+  void take_role(std::unique_lock<std::mutex>& lock);   // driving_ was false; returns without the lock
+  void leave_role(std::unique_lock<std::mutex>& lock);  // returns with the lock
   void run_as_driver(const std::function<void()>& action);
   void finish(Slot& slot, std::exception_ptr error);
 
   // The driver's work (progress.cpp).
   void drive(const Work* until, Deadline deadline, int64_t spin_us);
   void take_inbox();
-  bool advance_groups();                                  // starts and retires; true if anything changed
+  bool advance_groups();  // starts and retires; true if anything changed
   bool start_next(Group& group);
   void start(Group& group, Slot& slot);
   bool retire(Group& group);
   bool pump_links();
   void sleep(const Work* until, Deadline deadline);
-  void watch_blocked();                                   // tells the poller which channels are full
+  void watch_blocked();  // tells the poller which channels are full
   bool anything_outgoing() const;
   void check_deadlines();
   Deadline next_deadline() const;
@@ -120,7 +120,7 @@ class Engine {
   void on_departed(int peer);
   void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
   void settle_failures();
-  void fail_later(uint64_t group, Error error);          // when the link at hand has been pumped
+  void fail_later(uint64_t group, Error error);  // when the link at hand has been pumped
   void fail_group(Group& group, const Error& error, const AbortNotice& notice);
   static AbortNotice notice_of(const Error& error);
   Error explain_loss(const Group& group, int peer, const Error& cause) const;
@@ -135,28 +135,28 @@ class Engine {
 
   // shared
   mutable std::mutex mutex_;
-  std::condition_variable work_to_do_;   // for the communication thread
-  std::condition_variable waiters_;      // for threads in `wait` that do not drive
+  std::condition_variable work_to_do_;  // for the communication thread
+  std::condition_variable waiters_;     // for threads in `wait` that do not drive
   bool driving_ = false;
   std::thread::id driver_;
-  bool sleeping_ = false;                // the driver is in poller_.wait or about to be
-  bool flushing_ = false;                // nothing is in flight, but frames wait for room in a channel
+  bool sleeping_ = false;  // the driver is in poller_.wait or about to be
+  bool flushing_ = false;  // nothing is in flight, but frames wait for room in a channel
   bool stopping_ = false;
   bool closed_ = false;
-  int waiting_ = 0;                      // threads on waiters_
-  std::size_t unfinished_ = 0;           // works
+  int waiting_ = 0;             // threads on waiters_
+  std::size_t unfinished_ = 0;  // works
   std::vector<std::pair<GroupPtr, Slot>> inbox_;
-  std::vector<std::function<void()>> requests_;           // to be run by the driver
+  std::vector<std::function<void()>> requests_;  // to be run by the driver
   std::map<uint64_t, GroupPtr> groups_;
-  std::map<uint64_t, uint64_t> made_;    // groups so far, by key
+  std::map<uint64_t, uint64_t> made_;  // groups so far, by key
 
   // driver
   Poller poller_;
   std::vector<std::unique_ptr<Link>> links_;
-  std::vector<char> writing_;            // the poller watches for room to write
+  std::vector<char> writing_;  // the poller watches for room to write
   ScratchPool scratch_;
-  std::vector<GroupPtr> busy_;           // groups with operations queued or active
-  std::vector<Failure> failures_;        // found while a link was being pumped
+  std::vector<GroupPtr> busy_;     // groups with operations queued or active
+  std::vector<Failure> failures_;  // found while a link was being pumped
 };
 
 }  // namespace ringdp

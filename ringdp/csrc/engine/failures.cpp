@@ -46,8 +46,7 @@ void Engine::on_departed(int peer) {
     auto needs = [&](const Slot& slot) { return slot.operation->needs(peer); };
     bool needed = std::any_of(group->active.begin(), group->active.end(), needs) ||
                   std::any_of(group->nested.begin(), group->nested.end(), needs);
-    if (needed)
-      fail_later(group->id, explain_loss(*group, peer, Error(ErrorKind::kPeerLost, "it left the job")));
+    if (needed) fail_later(group->id, explain_loss(*group, peer, Error(ErrorKind::kPeerLost, "it left the job")));
   }
 }
 
@@ -141,8 +140,8 @@ Error Engine::explain_loss(const Group& group, int peer, const Error& cause) con
     if (std::string waiting = slot.operation->waiting_for(); !waiting.empty()) during += ", waiting for " + waiting;
   }
   return Error(ErrorKind::kPeerLost,
-               "rank " + std::to_string(rank_) + " (host " + context.host + ") lost " + peers_[peer].text() + " " + during +
-                   ": Connection closed by peer: " + context.cause + "; " + context.advice,
+               "rank " + std::to_string(rank_) + " (host " + context.host + ") lost " + peers_[peer].text() + " " +
+                   during + ": Connection closed by peer: " + context.cause + "; " + context.advice,
                context);
 }
 
@@ -161,8 +160,9 @@ Error Engine::explain_timeout(const Slot& slot) const {
   }
   context.cause = "waiting for " + slot.operation->waiting_for();
   context.advice = "look at what that rank is doing; if it is only slow, give a longer timeout";
-  return Error(ErrorKind::kTimeout, slot.work->text() + " on rank " + std::to_string(rank_) + " Timed out after " +
-                                        std::to_string(slot.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
+  return Error(ErrorKind::kTimeout,
+               slot.work->text() + " on rank " + std::to_string(rank_) + " Timed out after " +
+                   std::to_string(slot.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
                context);
 }
 

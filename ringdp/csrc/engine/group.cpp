@@ -59,7 +59,8 @@ std::shared_ptr<Work> GroupHandle::barrier(CallOptions options) {
   return submit(make_barrier(view_, current_name()), std::move(options));
 }
 
-std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options) {
+std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op,
+                                              CallOptions options) {
   return submit(make_all_reduce(table_, view_, memory, dtype, op, current_name()), std::move(options));
 }
 
@@ -67,8 +68,9 @@ std::shared_ptr<Work> GroupHandle::broadcast(std::span<std::byte> memory, DType 
   return submit(make_broadcast(table_, view_, memory, dtype, root, current_name()), std::move(options));
 }
 
-std::shared_ptr<Work> GroupHandle::all_gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
-                                              DType dtype, CallOptions options) {
+std::shared_ptr<Work> GroupHandle::all_gather(std::span<const std::byte> input,
+                                              std::vector<std::span<std::byte>> blocks, DType dtype,
+                                              CallOptions options) {
   return submit(make_all_gather(table_, view_, input, std::move(blocks), dtype, current_name()), std::move(options));
 }
 

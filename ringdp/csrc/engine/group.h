@@ -13,9 +13,9 @@
 namespace ringdp {
 
 struct CallOptions {
-  int64_t timeout_ms = 0;                             // 0: the group's
-  bool caller_waits = false;                          // `wait` follows at once
-  std::function<void(std::exception_ptr)> on_done;    // these: see Engine::Submission and Operation::wrap
+  int64_t timeout_ms = 0;                           // 0: the group's
+  bool caller_waits = false;                        // `wait` follows at once
+  std::function<void(std::exception_ptr)> on_done;  // these: see Engine::Submission and Operation::wrap
   std::shared_ptr<void> keep_alive;
   std::function<void()> before;
   std::function<void()> after;
@@ -33,10 +33,10 @@ class GroupHandle {
   std::shared_ptr<Work> barrier(CallOptions options);
   std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
   std::shared_ptr<Work> broadcast(std::span<std::byte> memory, DType dtype, int root, CallOptions options);
-  std::shared_ptr<Work> all_gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks, DType dtype,
-                                   CallOptions options);
-  std::shared_ptr<Work> reduce_scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output, DType dtype,
-                                       ReduceOp op, CallOptions options);
+  std::shared_ptr<Work> all_gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
+                                   DType dtype, CallOptions options);
+  std::shared_ptr<Work> reduce_scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
+                                       DType dtype, ReduceOp op, CallOptions options);
 
   // Throws the operation's error; `timeout_ms` 0 waits as long as the operation's own timeout allows.
   void wait(Work& work, int64_t timeout_ms = 0);

@@ -9,10 +9,10 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kActivePerGroup = 8;         // operations of a group that share the links at a time
+constexpr std::size_t kActivePerGroup = 8;  // operations of a group that share the links at a time
 constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
-constexpr int kPolledLinks = 8;                    // up to so many peers asking each beats asking the poller
-constexpr int kSleepMs = 100;                      // a sleeping driver looks at deadlines and signals this often
+constexpr int kPolledLinks = 8;  // up to so many peers asking each beats asking the poller
+constexpr int kSleepMs = 100;    // a sleeping driver looks at deadlines and signals this often
 
 }  // namespace
 

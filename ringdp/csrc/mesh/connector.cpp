@@ -11,8 +11,8 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kMaxStrangers = 64;       // connections that have not proved anything yet
-constexpr int64_t kStrangerMs = 2000;           // how long each may take to do so
+constexpr std::size_t kMaxStrangers = 64;  // connections that have not proved anything yet
+constexpr int64_t kStrangerMs = 2000;      // how long each may take to do so
 constexpr auto kRedial = std::chrono::milliseconds(50);
 
 }  // namespace
@@ -48,8 +48,10 @@ std::vector<Fd> Connector::run(const std::vector<SocketAddress>& addresses, Dead
       context.rank = rank;
       context.cause = missing_text();
       context.advice = "check that every rank was started and that nothing between the hosts blocks the ports";
-      throw Error(ErrorKind::kTimeout, "rank " + std::to_string(rank) + " Timed out connecting to its peers: " +
-                                           context.cause + "; " + context.advice, context);
+      throw Error(ErrorKind::kTimeout,
+                  "rank " + std::to_string(rank) + " Timed out connecting to its peers: " + context.cause + "; " +
+                      context.advice,
+                  context);
     }
     polled.clear();
     std::size_t strangers = std::count_if(attempts_.begin(), attempts_.end(),
@@ -57,7 +59,8 @@ std::vector<Fd> Connector::run(const std::vector<SocketAddress>& addresses, Dead
     // With the table full, newcomers wait in the kernel's queue until somebody's time is up.
     polled.push_back({listener_.poll_fd(), static_cast<short>(strangers < kMaxStrangers ? POLLIN : 0), 0});
     for (const Attempt& attempt : attempts_)
-      polled.push_back({attempt.fd.get(), static_cast<short>(attempt.stage == Stage::kConnecting ? POLLOUT : POLLIN), 0});
+      polled.push_back(
+          {attempt.fd.get(), static_cast<short>(attempt.stage == Stage::kConnecting ? POLLOUT : POLLIN), 0});
     poll(polled.data(), polled.size(), deadline.remaining_ms(50));
     std::size_t index = 1;
     for (Attempt& attempt : attempts_) {
@@ -69,8 +72,9 @@ std::vector<Fd> Connector::run(const std::vector<SocketAddress>& addresses, Dead
     settle();
   }
   if (dropped_strangers_ > 0)
-    log(LogLevel::kWarning, "turned away " + std::to_string(dropped_strangers_) + " connections that could not prove that "
-                            "they belong to this job");
+    log(LogLevel::kWarning, "turned away " + std::to_string(dropped_strangers_) +
+                                " connections that could not prove that "
+                                "they belong to this job");
   return std::move(connected_);
 }
 
@@ -89,8 +93,8 @@ void Connector::dial(int peer) {
 }
 
 void Connector::accept_all() {
-  std::size_t strangers = std::count_if(attempts_.begin(), attempts_.end(),
-                                        [](const Attempt& a) { return a.stage == Stage::kAwaitHello; });
+  std::size_t strangers =
+      std::count_if(attempts_.begin(), attempts_.end(), [](const Attempt& a) { return a.stage == Stage::kAwaitHello; });
   for (; strangers < kMaxStrangers; ++strangers) {
     auto newcomer = listener_.accept();
     if (!newcomer) return;
@@ -128,7 +132,8 @@ void Connector::advance(Attempt& attempt) {
 
 // True when a whole message is in the buffer.
 bool Connector::read_message(Attempt& attempt) {
-  ssize_t got = recv(attempt.fd.get(), attempt.buffer.data() + attempt.filled, kHandshakeBytes - attempt.filled, MSG_DONTWAIT);
+  ssize_t got =
+      recv(attempt.fd.get(), attempt.buffer.data() + attempt.filled, kHandshakeBytes - attempt.filled, MSG_DONTWAIT);
   if (got == 0) {
     drop(attempt, "it closed the connection");
   } else if (got < 0) {
@@ -167,10 +172,13 @@ void Connector::on_reply(Attempt& attempt) {
     context.peer = attempt.peer;
     context.cause = refusal_text(reply->refusal, *reply, mine_);
     context.advice = "start all ranks with the same version of ringdp and the same settings";
-    throw Error(ErrorKind::kHandshake, "rank " + std::to_string(attempt.peer) + " at " + attempt.address.text() +
-                                           " refused rank " + std::to_string(mine_.to) + ": " + context.cause, context);
+    throw Error(ErrorKind::kHandshake,
+                "rank " + std::to_string(attempt.peer) + " at " + attempt.address.text() + " refused rank " +
+                    std::to_string(mine_.to) + ": " + context.cause,
+                context);
   }
-  if (reply->type != HandshakeType::kReply || reply->from != static_cast<uint32_t>(attempt.peer) || reply->to != mine_.to)
+  if (reply->type != HandshakeType::kReply || reply->from != static_cast<uint32_t>(attempt.peer) ||
+      reply->to != mine_.to)
     return drop(attempt, "it answered as another rank");
   attempt.transcript.insert(attempt.transcript.end(), attempt.buffer.begin(), attempt.buffer.end());
   if (send_message(attempt, fields(HandshakeType::kConfirm, attempt.peer))) attempt.stage = Stage::kDone;

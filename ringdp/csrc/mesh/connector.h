@@ -57,7 +57,7 @@ class Connector {
   std::vector<std::byte> secret_;
   std::vector<SocketAddress> addresses_;
   std::vector<Fd> connected_;
-  std::vector<std::string> problems_;            // what went wrong last, per rank
+  std::vector<std::string> problems_;  // what went wrong last, per rank
   std::vector<Clock::time_point> dial_after_;
   std::list<Attempt> attempts_;
   int dropped_strangers_ = 0;

@@ -43,13 +43,13 @@ class SendFlow {
  public:
   FlowHandler* handler = nullptr;
   const FlowIdentity* identity = nullptr;
-  int peer = -1;            // position of the peer in the Runtime's world
-  int member = -1;          // its rank in the group
-  uint64_t total = 0;       // bytes in all
-  uint64_t ready = 0;       // bytes the operation could send by now
-  uint64_t sent = 0;        // bytes handed to the transport
-  uint64_t granted = 0;     // what the receiver allowed; more goes eagerly while there is room
-  bool opened = false;      // its first frame is out (a flow of no bytes has one frame too)
+  int peer = -1;         // position of the peer in the Runtime's world
+  int member = -1;       // its rank in the group
+  uint64_t total = 0;    // bytes in all
+  uint64_t ready = 0;    // bytes the operation could send by now
+  uint64_t sent = 0;     // bytes handed to the transport
+  uint64_t granted = 0;  // what the receiver allowed; more goes eagerly while there is room
+  bool opened = false;   // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
 
   bool complete() const { return opened && sent == total; }
@@ -63,8 +63,8 @@ class RecvFlow {
   int member = -1;
   uint64_t total = 0;
   uint64_t received = 0;
-  uint64_t window = 0;      // how far the operation can take bytes now (total, if it never needs to hold the peer back)
-  uint64_t granted = 0;     // what the peer was told
+  uint64_t window = 0;   // how far the operation can take bytes now (total, if it never needs to hold the peer back)
+  uint64_t granted = 0;  // what the peer was told
   bool opened = false;
 
   bool complete() const { return opened && received == total; }

@@ -35,10 +35,10 @@ struct OperationShape {
   DType dtype = DType::kUint8;
   ReduceOp op = ReduceOp::kSum;
   uint8_t algorithm = 0;
-  int32_t root = -1;        // or the tag of a send
-  uint64_t count = 0;       // elements, of one rank's input
-  uint32_t name_hash = 0;   // of the name given to it (bucket, `ringdp.named`); 0 for none
-  uint64_t layout_hash = 0; // of anything else that must agree (splits, parameter names); only in the fingerprint
+  int32_t root = -1;         // or the tag of a send
+  uint64_t count = 0;        // elements, of one rank's input
+  uint32_t name_hash = 0;    // of the name given to it (bucket, `ringdp.named`); 0 for none
+  uint64_t layout_hash = 0;  // of anything else that must agree (splits, parameter names); only in the fingerprint
 
   uint64_t fingerprint() const;
   std::string text() const;  // "all_reduce(float32[10], SUM)"
@@ -46,14 +46,14 @@ struct OperationShape {
 
 struct FrameHeader {
   FrameType type = FrameType::kData;
-  bool eager = false;       // the payload counts against the eager window
-  uint32_t length = 0;      // payload bytes behind this header
+  bool eager = false;   // the payload counts against the eager window
+  uint32_t length = 0;  // payload bytes behind this header
   uint64_t group = 0;
   uint64_t sequence = 0;
   uint64_t offset = 0;
   uint64_t fingerprint = 0;
-  OperationShape shape;     // without layout_hash
-  uint32_t credit = 0;      // eager payload bytes the sender of this frame has used up, modulo 2^32
+  OperationShape shape;  // without layout_hash
+  uint32_t credit = 0;   // eager payload bytes the sender of this frame has used up, modulo 2^32
 
   void encode(std::span<std::byte, kFrameHeaderBytes> out) const;
   // Throws Error(kHandshake) if it is no header of this protocol.

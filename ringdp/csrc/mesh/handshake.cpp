@@ -11,7 +11,8 @@ namespace {
 constexpr std::array<char, 8> kMagic{'R', 'I', 'N', 'G', 'D', 'P', '\r', '\n'};
 constexpr std::size_t kSignedBytes = kHandshakeBytes - kSha256Bytes;
 
-Digest mac_of(std::span<const std::byte> fields, std::span<const std::byte> secret, std::span<const std::byte> transcript) {
+Digest mac_of(std::span<const std::byte> fields, std::span<const std::byte> secret,
+              std::span<const std::byte> transcript) {
   std::vector<std::byte> covered(transcript.begin(), transcript.end());
   covered.insert(covered.end(), fields.begin(), fields.end());
   return hmac_sha256(secret, covered);
@@ -80,8 +81,9 @@ std::string refusal_text(Refusal refusal, const HandshakeFields& theirs, const H
     case Refusal::kWorld:
       return both("the world size", theirs.world, mine.world);
     case Refusal::kRank:
-      return "the rank does not fit: rank " + std::to_string(theirs.from) + " speaks to rank " + std::to_string(theirs.to) +
-             ", rank " + std::to_string(mine.to) + " of " + std::to_string(mine.world) + " listens";
+      return "the rank does not fit: rank " + std::to_string(theirs.from) + " speaks to rank " +
+             std::to_string(theirs.to) + ", rank " + std::to_string(mine.to) + " of " + std::to_string(mine.world) +
+             " listens";
     case Refusal::kDuplicate:
       return "rank " + std::to_string(theirs.from) + " is connected already: two processes have the same rank";
     case Refusal::kNone:

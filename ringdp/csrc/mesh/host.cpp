@@ -24,7 +24,7 @@ std::string host_name() {
 std::string host_identity(const std::string& host_id) {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat net {};
+  struct stat net{};
   std::string space = stat("/proc/self/ns/net", &net) == 0 ? std::to_string(net.st_ino) : "?";
   return boot + "/" + space + "/" + host_id;
 }

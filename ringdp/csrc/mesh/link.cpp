@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kStageBytes = 16 * 1024;         // read-ahead: several small frames in one system call
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxEarlyOperations = 65536;     // how many operations a peer may be ahead
-constexpr std::size_t kLeastEagerBytes = 64;           // less is not worth a frame, and may be less than operations can cut
+constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and may be less than operations can cut
 
 std::span<const std::byte> as_const(std::span<std::byte> bytes) { return bytes; }
 
@@ -84,10 +84,12 @@ bool Link::must_request(const SendFlow& flow) const {
 bool Link::has_outgoing() const {
   if (broken_ || departed_) return false;
   if (head_sent_ < head_.size() || payload_sent_ < payload_.size() || !control_.empty()) return true;
-  return std::any_of(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
+  return std::any_of(sending_.begin(), sending_.end(),
+                     [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
 }
 
-void Link::append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset, const std::string& payload) {
+void Link::append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
+                          const std::string& payload) {
   FrameHeader header;
   header.type = type;
   header.group = group;
@@ -387,19 +389,19 @@ bool Link::accept(RecvFlow& flow, const FrameHeader& header) {
     context.name = mine.name;
     context.cause = "the ranks disagree";
     context.advice = "call the same operations with the same shapes and dtypes in the same order on every rank";
-    events_.mismatched(peer_.rank, mine.group,
-                       Error(ErrorKind::kMismatch,
-                             "ranks disagree about operation #" + std::to_string(mine.sequence & 0xffffffffULL) + ": " +
-                                 self_.text() + " does " + own + ", " + peer_.text() + " does " + theirs + "; " +
-                                 context.advice,
-                             context));
+    events_.mismatched(
+        peer_.rank, mine.group,
+        Error(ErrorKind::kMismatch,
+              "ranks disagree about operation #" + std::to_string(mine.sequence & 0xffffffffULL) + ": " + self_.text() +
+                  " does " + own + ", " + peer_.text() + " does " + theirs + "; " + context.advice,
+              context));
     discarded_.insert(mine.group);
     return false;
   }
   if (header.offset != flow.received || header.offset + header.length > flow.total)
     fail(ErrorKind::kPeerLost,
-         "it sent bytes " + std::to_string(header.offset) + " to " + std::to_string(header.offset + header.length) + " of " +
-             mine.text() + " where " + std::to_string(flow.received) + " was next",
+         "it sent bytes " + std::to_string(header.offset) + " to " + std::to_string(header.offset + header.length) +
+             " of " + mine.text() + " where " + std::to_string(flow.received) + " was next",
          "report this as a bug of ringdp");
   return true;
 }
@@ -481,7 +483,8 @@ void Link::apply_grant(const FrameHeader& header) {
   }
   if (discarded_.contains(header.group)) return;
   if (early_grants_.size() >= kMaxEarlyOperations)
-    fail(ErrorKind::kPeerLost, "it granted too many operations that do not exist here", "report this as a bug of ringdp");
+    fail(ErrorKind::kPeerLost, "it granted too many operations that do not exist here",
+         "report this as a bug of ringdp");
   uint64_t& kept = early_grants_[{header.group, header.sequence}];
   kept = std::max(kept, header.offset);
 }
@@ -491,7 +494,8 @@ void Link::apply_request(const FrameHeader& header) {
     grant(*flow);
   } else if (!discarded_.contains(header.group)) {
     if (early_.size() >= kMaxEarlyOperations)
-      fail(ErrorKind::kPeerLost, "it asked for too many operations that do not exist here", "report this as a bug of ringdp");
+      fail(ErrorKind::kPeerLost, "it asked for too many operations that do not exist here",
+           "report this as a bug of ringdp");
     early_[{header.group, header.sequence}].requested = true;
   }
 }

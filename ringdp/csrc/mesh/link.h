@@ -41,9 +41,9 @@ class Link {
   Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Events events);
 
   void attach(SendFlow& flow);
-  void attach(RecvFlow& flow);       // takes in what arrived early; may throw Error(kMismatch)
-  void widen(RecvFlow& flow);        // flow.window has grown
-  void detach(SendFlow& flow);       // its operation ends early: a frame half sent is finished from a copy
+  void attach(RecvFlow& flow);  // takes in what arrived early; may throw Error(kMismatch)
+  void widen(RecvFlow& flow);   // flow.window has grown
+  void detach(SendFlow& flow);  // its operation ends early: a frame half sent is finished from a copy
   void detach(RecvFlow& flow);
   void discard_group(uint64_t group);  // the group failed or is gone: what still arrives for it is dropped
 
@@ -54,8 +54,8 @@ class Link {
   bool pump_send();
   bool pump_receive(std::size_t budget_bytes);
 
-  bool wants_write() const { return blocked_; }     // the channel is full: poll for room
-  bool has_outgoing() const;                        // frames or sendable flows wait
+  bool wants_write() const { return blocked_; }                              // the channel is full: poll for room
+  bool has_outgoing() const;                                                 // frames or sendable flows wait
   bool expects() const { return !receiving_.empty() || !sending_.empty(); }  // bytes, or grants
   bool departed() const { return departed_; }
   bool broken() const { return broken_; }
@@ -77,10 +77,11 @@ class Link {
   std::size_t allowance(const SendFlow& flow) const;
   bool sendable(const SendFlow& flow) const;
   bool must_request(const SendFlow& flow) const;
-  bool stage_next();                 // fills the outgoing frame; false if there is none
-  void append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset, const std::string& payload = {});
+  bool stage_next();  // fills the outgoing frame; false if there is none
+  void append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
+                      const std::string& payload = {});
   void finish_frame_sent();
-  bool take_from_stage();            // false: more bytes are needed
+  bool take_from_stage();  // false: more bytes are needed
   void begin_frame(const FrameHeader& header);
   void begin_data(const FrameHeader& header);
   void finish_payload();
@@ -103,16 +104,16 @@ class Link {
   bool broken_ = false;
 
   // Sending. `head_` holds control frames and the header of the data frame whose payload is `payload_`.
-  std::deque<SendFlow*> sending_;    // oldest operation first
+  std::deque<SendFlow*> sending_;  // oldest operation first
   std::vector<std::byte> control_;
   std::vector<std::byte> head_;
   std::size_t head_sent_ = 0;
   std::span<const std::byte> payload_;
   std::size_t payload_sent_ = 0;
   SendFlow* payload_flow_ = nullptr;
-  std::vector<std::byte> orphan_;    // owns `payload_` when its operation is gone
+  std::vector<std::byte> orphan_;  // owns `payload_` when its operation is gone
   bool blocked_ = false;
-  uint32_t eager_sent_ = 0;          // modulo 2^32, like the credits that answer it
+  uint32_t eager_sent_ = 0;  // modulo 2^32, like the credits that answer it
   uint32_t eager_credited_ = 0;
 
   // Receiving.
@@ -121,16 +122,16 @@ class Link {
   std::map<Key, uint64_t> early_grants_;  // grants for operations of ours that have not started yet
   std::set<uint64_t> discarded_;
   std::size_t early_bytes_ = 0;
-  std::vector<std::byte> stage_;     // read-ahead; [stage_begin_, stage_end_) is unread
+  std::vector<std::byte> stage_;  // read-ahead; [stage_begin_, stage_end_) is unread
   std::size_t stage_begin_ = 0;
   std::size_t stage_end_ = 0;
   std::optional<FrameHeader> current_;  // the frame whose payload is arriving
   std::span<std::byte> target_;
   std::size_t target_filled_ = 0;
   RecvFlow* target_flow_ = nullptr;
-  std::vector<std::byte> spare_;     // target of payloads without a flow, yet or any more
-  bool dropping_ = false;            // the payload goes nowhere
-  uint32_t consumed_ = 0;            // eager bytes of the peer used up here
+  std::vector<std::byte> spare_;  // target of payloads without a flow, yet or any more
+  bool dropping_ = false;         // the payload goes nowhere
+  uint32_t consumed_ = 0;         // eager bytes of the peer used up here
   uint32_t consumed_told_ = 0;
 
   std::atomic<uint64_t> bytes_sent_{0};

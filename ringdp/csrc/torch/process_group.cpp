@@ -20,17 +20,18 @@ void require_like(const char* what, const at::Tensor& tensor, const at::Tensor& 
     refuse(what, "invalid tensor type at index " + std::to_string(index) + " (expected " + model.toString() + ", got " +
                      tensor.toString() + ")");
   if (tensor.numel() != model.numel())
-    refuse(what, "invalid tensor size at index " + std::to_string(index) + " (expected " + c10::str(model.sizes()) + ", got " +
-                     c10::str(tensor.sizes()) + ")");
+    refuse(what, "invalid tensor size at index " + std::to_string(index) + " (expected " + c10::str(model.sizes()) +
+                     ", got " + c10::str(tensor.sizes()) + ")");
 }
 
 // `whole` holds `parts` pieces of the size of `piece`.
-void require_parts(const char* what, const at::Tensor& whole, const at::Tensor& piece, int parts, const char* whole_name,
-                   const char* piece_name) {
+void require_parts(const char* what, const at::Tensor& whole, const at::Tensor& piece, int parts,
+                   const char* whole_name, const char* piece_name) {
   if (whole.scalar_type() != piece.scalar_type())
     refuse(what, std::string(whole_name) + " tensor must have the same type as " + piece_name + " tensor");
   if (whole.numel() != piece.numel() * parts)
-    refuse(what, std::string(whole_name) + " tensor size must be equal to world_size times " + piece_name + " tensor size");
+    refuse(what,
+           std::string(whole_name) + " tensor size must be equal to world_size times " + piece_name + " tensor size");
 }
 
 std::vector<std::span<std::byte>> cut(std::span<std::byte> whole, int parts) {
@@ -86,7 +87,8 @@ struct ProcessGroupRing::Call {
   }
 };
 
-ProcessGroupRing::ProcessGroupRing(std::unique_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime, bool owns_runtime)
+ProcessGroupRing::ProcessGroupRing(std::unique_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime,
+                                   bool owns_runtime)
     : c10d::Backend(group->view().rank, group->view().size),
       group_(std::move(group)),
       runtime_(std::move(runtime)),
@@ -101,7 +103,9 @@ void ProcessGroupRing::shutdown() {
   if (owns_runtime_) runtime_->shut_down();
 }
 
-void ProcessGroupRing::abort() { runtime_->engine().abort("the process group was aborted on rank " + std::to_string(getRank())); }
+void ProcessGroupRing::abort() {
+  runtime_->engine().abort("the process group was aborted on rank " + std::to_string(getRank()));
+}
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tensor>& tensors,
                                                            const c10d::AllreduceOptions& opts) {
@@ -127,15 +131,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::broadcast(std::vector<at::Tensor>& tensors,
                                                            const c10d::BroadcastOptions& opts) {
-  if (opts.rootRank < 0 || opts.rootRank >= getSize()) refuse("broadcast", "invalid root rank: " + std::to_string(opts.rootRank));
+  if (opts.rootRank < 0 || opts.rootRank >= getSize())
+    refuse("broadcast", "invalid root rank: " + std::to_string(opts.rootRank));
   if (opts.rootTensor != 0) refuse("broadcast", "invalid root tensor: " + std::to_string(opts.rootTensor));
   require_one("broadcast", tensors);
   Call call(*this, c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors, tensors);
   auto buffers = std::make_shared<Buffers>("broadcast");
   bool root = opts.rootRank == getRank();
   auto memory = root ? buffers->input(tensors[0]) : buffers->output(tensors[0]);
-  call.operations.push_back(group_->broadcast(memory, dtype_of(tensors[0], "broadcast"), static_cast<int>(opts.rootRank),
-                                              call.options(std::move(buffers), true)));
+  call.operations.push_back(group_->broadcast(memory, dtype_of(tensors[0], "broadcast"),
+                                              static_cast<int>(opts.rootRank), call.options(std::move(buffers), true)));
   return call.done();
 }
 
@@ -145,8 +150,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vect
   require_one("allgather", inputs);
   if (outputs.size() != 1) refuse("allgather", "requires input/output tensor lists to have the same length");
   if (outputs[0].size() != static_cast<std::size_t>(getSize()))
-    refuse("allgather", "invalid output tensor list at index 0 (expected length " + std::to_string(getSize()) + ", got " +
-                            std::to_string(outputs[0].size()) + ")");
+    refuse("allgather", "invalid output tensor list at index 0 (expected length " + std::to_string(getSize()) +
+                            ", got " + std::to_string(outputs[0].size()) + ")");
   for (std::size_t i = 0; i < outputs[0].size(); ++i) require_like("allgather", outputs[0][i], inputs[0], i);
   Call call(*this, c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs, outputs[0]);
   auto buffers = std::make_shared<Buffers>("all_gather");
@@ -175,7 +180,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced
     auto buffers = std::make_shared<Buffers>("all_gather_into_tensor");
     auto input = buffers->input(inputs[i]);
     auto blocks = cut(buffers->output(outputs[i]), getSize());
-    call.operations.push_back(group_->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather_into_tensor"),
+    call.operations.push_back(group_->all_gather(input, std::move(blocks),
+                                                 dtype_of(inputs[i], "all_gather_into_tensor"),
                                                  call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
@@ -187,8 +193,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::
   require_one("reduce_scatter", outputs);
   if (inputs.size() != 1) refuse("reduce_scatter", "requires input/output tensor lists to have the same length");
   if (inputs[0].size() != static_cast<std::size_t>(getSize()))
-    refuse("reduce_scatter", "invalid input tensor list at index 0 (expected length " + std::to_string(getSize()) + ", got " +
-                                 std::to_string(inputs[0].size()) + ")");
+    refuse("reduce_scatter", "invalid input tensor list at index 0 (expected length " + std::to_string(getSize()) +
+                                 ", got " + std::to_string(inputs[0].size()) + ")");
   for (std::size_t i = 0; i < inputs[0].size(); ++i) require_like("reduce_scatter", inputs[0][i], outputs[0], i);
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter");
   Call call(*this, c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout, inputs[0], outputs);
@@ -196,8 +202,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::
   std::vector<std::span<std::byte>> chunks;
   for (const at::Tensor& input : inputs[0]) chunks.push_back(buffers->input(input));
   auto output = buffers->output(outputs[0]);
-  call.operations.push_back(group_->reduce_scatter(std::move(chunks), output, dtype_of(outputs[0], "reduce_scatter"), op,
-                                                   call.options(std::move(buffers), true)));
+  call.operations.push_back(group_->reduce_scatter(std::move(chunks), output, dtype_of(outputs[0], "reduce_scatter"),
+                                                   op, call.options(std::move(buffers), true)));
   return call.done();
 }
 
@@ -207,20 +213,21 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor
   return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                                                 std::vector<at::Tensor>& inputs,
-                                                                                 const c10d::ReduceScatterOptions& opts) {
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& opts) {
   if (outputs.size() != inputs.size()) refuse("reduce_scatter_tensor", "as many outputs as inputs are needed");
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter_tensor");
   for (std::size_t i = 0; i < inputs.size(); ++i)
     require_parts("reduce_scatter_tensor", inputs[i], outputs[i], getSize(), "input", "output");
-  Call call(*this, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp, opts.timeout, inputs, outputs);
+  Call call(*this, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp, opts.timeout, inputs,
+            outputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>("reduce_scatter_tensor");
     auto chunks = cut(buffers->input(inputs[i]), getSize());
     auto output = buffers->output(outputs[i]);
-    call.operations.push_back(group_->reduce_scatter(std::move(chunks), output, dtype_of(outputs[i], "reduce_scatter_tensor"),
-                                                     op, call.options(std::move(buffers), i + 1 == inputs.size())));
+    call.operations.push_back(group_->reduce_scatter(std::move(chunks), output,
+                                                     dtype_of(outputs[i], "reduce_scatter_tensor"), op,
+                                                     call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
 }

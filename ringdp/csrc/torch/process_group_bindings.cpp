@@ -1,10 +1,10 @@
 // ringdp._C.create_process_group and NamedScope. Creating blocks until all ranks have met, without the GIL.
 #include <pybind11/chrono.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <map>
 #include <memory>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -71,8 +71,8 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
 
 // Handed out as torch's Backend, whose Python holder releases the GIL before it destroys: the threads joined then may need it.
 c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                          std::chrono::milliseconds timeout, const std::string& group_id,
-                                                          std::vector<int> global_ranks, const py::dict& config) {
+                                                       std::chrono::milliseconds timeout, const std::string& group_id,
+                                                       std::vector<int> global_ranks, const py::dict& config) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
   EngineOptions engine_options;
   engine_options.spin_us = config["spin_us"].cast<int64_t>();
@@ -91,7 +91,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);
   }
-  auto group = std::make_unique<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), AlgorithmTable{});
+  auto group =
+      std::make_unique<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), AlgorithmTable{});
   return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
 }
 
@@ -115,8 +116,8 @@ class PythonNamedScope {
 }  // namespace
 
 void bind_process_group(py::module_& module) {
-  module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"));
+  module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
+             py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"));
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
   py::class_<PythonNamedScope>(module, "NamedScope")
       .def(py::init<>())

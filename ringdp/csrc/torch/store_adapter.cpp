@@ -11,8 +11,11 @@ constexpr int kSliceMs = 500;  // how long a signal may have to wait
   ErrorContext context;
   context.peer = 0;
   context.cause = cause.what();
-  throw Error(ErrorKind::kHandshake, std::string("lost the job's store while the ranks met, Connection closed by peer: rank 0 "
-                                                 "or its host has gone: ") + cause.what(), context);
+  throw Error(ErrorKind::kHandshake,
+              std::string("lost the job's store while the ranks met, Connection closed by peer: rank 0 "
+                          "or its host has gone: ") +
+                  cause.what(),
+              context);
 }
 
 }  // namespace
@@ -37,7 +40,8 @@ std::optional<std::string> StoreAdapter::get(const std::string& key, Deadline de
     } catch (const c10::Error& error) {
       // TCPStore throws DistStoreError when time is up, FileStore and HashStore plain errors that say so.
       std::string text = error.what_without_backtrace();
-      bool late = dynamic_cast<const c10::DistStoreError*>(&error) != nullptr || text.find("imeout") != std::string::npos;
+      bool late =
+          dynamic_cast<const c10::DistStoreError*>(&error) != nullptr || text.find("imeout") != std::string::npos;
       if (!late) throw;
     }
     if (deadline.expired()) return std::nullopt;

@@ -1,9 +1,8 @@
 // torch's key-value store as the Store of mesh/store.h. Used by the thread that creates a process group, without the GIL.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <functional>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "mesh/store.h"
 

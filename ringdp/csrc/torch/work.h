@@ -2,10 +2,9 @@
 // thread, which marks its future. Any thread, with or without the GIL.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <memory>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "engine/group.h"
@@ -33,7 +32,7 @@ class RingWork final : public c10d::Work {
 
  private:
   std::vector<at::Tensor> outputs_;
-  std::shared_ptr<Engine> engine_;              // shared with the Runtime: a work may outlive its process group
+  std::shared_ptr<Engine> engine_;  // shared with the Runtime: a work may outlive its process group
   std::vector<std::shared_ptr<ringdp::Work>> works_;
 
   // After `wait` the future is complete too, as with torch's own backends; but not where that cannot be waited for.

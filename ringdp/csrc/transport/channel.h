@@ -29,9 +29,9 @@ class Channel {
 
   virtual IoResult send(std::span<const iovec> pieces) = 0;
   virtual IoResult receive(std::span<const iovec> pieces) = 0;
-  virtual bool drained() const = 0;   // everything sent has reached the peer's host: closing now loses nothing
-  virtual void close_send() = 0;      // no more bytes will be sent; the peer sees kClosed after the last one
-  virtual int poll_fd() const = 0;    // for the Poller
+  virtual bool drained() const = 0;          // everything sent has reached the peer's host: closing now loses nothing
+  virtual void close_send() = 0;             // no more bytes will be sent; the peer sees kClosed after the last one
+  virtual int poll_fd() const = 0;           // for the Poller
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
 };
 

@@ -19,10 +19,10 @@ class Poller {
 
   Poller();
 
-  void add(int fd, uint32_t token);                             // readable only at first
+  void add(int fd, uint32_t token);  // readable only at first
   void want_write(int fd, uint32_t token, bool want);
   void remove(int fd);
-  const std::vector<Event>& wait(int timeout_ms);               // -1: until something happens; EINTR ends it early
+  const std::vector<Event>& wait(int timeout_ms);  // -1: until something happens; EINTR ends it early
   void wake();
   void close();  // no `wait` may follow; `wake` is then without effect
 

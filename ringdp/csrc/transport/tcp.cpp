@@ -40,7 +40,8 @@ class TcpChannel final : public Channel {
     std::string local = SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).text();
     length = sizeof(storage);
     getpeername(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length);
-    description_ = "tcp " + local + " -> " + SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).text();
+    description_ =
+        "tcp " + local + " -> " + SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).text();
   }
 
   IoResult send(std::span<const iovec> pieces) override {
@@ -158,7 +159,8 @@ void SocketAddress::set_port(uint16_t port) {
 }
 
 bool SocketAddress::is_loopback() const {
-  if (family() == AF_INET) return (ntohl(reinterpret_cast<const sockaddr_in*>(&storage_)->sin_addr.s_addr) >> 24) == 127;
+  if (family() == AF_INET)
+    return (ntohl(reinterpret_cast<const sockaddr_in*>(&storage_)->sin_addr.s_addr) >> 24) == 127;
   return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_addr);
 }
 
@@ -180,14 +182,16 @@ TcpListener::TcpListener(const std::string& ip, uint16_t port_low, uint16_t port
     fd_ = std::move(fd);
     return;
   }
-  throw_system("listen on " + ip + ", ports " + std::to_string(port_low) + " to " + std::to_string(port_high), last_error);
+  throw_system("listen on " + ip + ", ports " + std::to_string(port_low) + " to " + std::to_string(port_high),
+               last_error);
 }
 
 std::optional<std::pair<Fd, SocketAddress>> TcpListener::accept() {
   sockaddr_storage storage;
   socklen_t length = sizeof(storage);
   int fd = accept4(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (fd < 0) return std::nullopt;  // nobody, a connection that died waiting, or no descriptor left: the peer tries again
+  if (fd < 0)
+    return std::nullopt;  // nobody, a connection that died waiting, or no descriptor left: the peer tries again
   return std::pair(Fd(fd), SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length));
 }
 
