@@ -30,13 +30,16 @@ ReduceOp op_from(const std::string& name) {
 class View {
  public:
   explicit View(const py::buffer& buffer) : view_(std::make_shared<Py_buffer>()) {
-    if (PyObject_GetBuffer(buffer.ptr(), view_.get(), PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) != 0) throw py::error_already_set();
+    if (PyObject_GetBuffer(buffer.ptr(), view_.get(), PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) != 0)
+      throw py::error_already_set();
     view_ = std::shared_ptr<Py_buffer>(view_.get(), [keep = view_](Py_buffer* raw) {
       py::gil_scoped_acquire gil;
       PyBuffer_Release(raw);
     });
   }
-  std::span<std::byte> bytes() const { return {static_cast<std::byte*>(view_->buf), static_cast<std::size_t>(view_->len)}; }
+  std::span<std::byte> bytes() const {
+    return {static_cast<std::byte*>(view_->buf), static_cast<std::size_t>(view_->len)};
+  }
 
  private:
   std::shared_ptr<Py_buffer> view_;  // shared with the operation that uses the memory
@@ -47,8 +50,8 @@ void check_interrupt() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store, int rank, int world, int64_t timeout_ms,
-                                      int64_t spin_us, const std::string& secret, uint32_t epoch) {
+std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store, int rank, int world,
+                                      int64_t timeout_ms, int64_t spin_us, const std::string& secret, uint32_t epoch) {
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
   rendezvous.world = world;
@@ -69,7 +72,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store,
 
 class PythonWork {
  public:
-  PythonWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work) : engine_(std::move(engine)), work_(std::move(work)) {}
+  PythonWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work)
+      : engine_(std::move(engine)), work_(std::move(work)) {}
   void wait(int64_t timeout_ms) {
     engine_->wait(*work_, timeout_ms > 0 ? Deadline::after_ms(timeout_ms) : Deadline::never());
   }
@@ -85,7 +89,8 @@ class PythonGroup {
  public:
   PythonGroup(std::shared_ptr<Runtime> runtime, const std::string& name, std::vector<int> members, int64_t timeout_ms,
               const std::map<std::string, std::size_t>& limits)
-      : group_(std::make_unique<GroupHandle>(std::move(runtime), name, std::move(members), timeout_ms, table_from(limits))) {}
+      : group_(std::make_unique<GroupHandle>(std::move(runtime), name, std::move(members), timeout_ms,
+                                             table_from(limits))) {}
 
   ~PythonGroup() {
     py::gil_scoped_release no_gil;
@@ -172,11 +177,18 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<MemoryStore, std::shared_ptr<MemoryStore>>(module, "MemoryStore", "Where ranks that are threads meet.")
       .def(py::init<>())
-      .def("set", &MemoryStore::set, NoGil());
+      .def("set", &MemoryStore::set, NoGil())
+      .def(
+          "get",
+          [](MemoryStore& self, const std::string& key, int64_t timeout_ms) {
+            return self.get(key, Deadline::after_ms(timeout_ms));
+          },
+          py::arg("key"), py::kw_only(), py::arg("timeout_ms") = 10'000, NoGil(),
+          "The value, or None when it is not there in time.");
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime", "One rank: connections, engine, threads.")
       .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
-           py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(), py::arg("epoch") = 0,
-           NoGil())
+           py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
+           py::arg("epoch") = 0, NoGil())
       .def("shut_down", &Runtime::shut_down, NoGil())
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });

@@ -43,13 +43,15 @@ int64_t number(const std::string& text) {
   return value;
 }
 
-[[noreturn]] void disagree(const RendezvousOptions& options, const std::string& what) {
+// `how`: which ranks differ and in what, in words that are true on every rank.
+[[noreturn]] void disagree(const RendezvousOptions& options, int peer, const std::string& how) {
   ErrorContext context;
   context.rank = options.rank;
-  context.cause = what;
+  context.peer = peer;
+  context.cause = how;
   context.advice = "start all ranks with the same version of ringdp and the same settings";
-  throw Error(ErrorKind::kHandshake, "rank " + std::to_string(options.rank) + " cannot join: " + what + "; " + context.advice,
-              context);
+  throw Error(ErrorKind::kHandshake,
+              "rank " + std::to_string(options.rank) + " cannot join: " + how + "; " + context.advice, context);
 }
 
 // Proves in the store that a rank holds the same secret, without showing it.
@@ -86,32 +88,41 @@ Job join_job(Store& store, const RendezvousOptions& options, Deadline deadline) 
     ErrorContext context;
     context.rank = options.rank;
     context.peer = 0;
-    throw Error(ErrorKind::kTimeout,
-                "rank " + std::to_string(options.rank) + " Timed out waiting for rank 0 to start the job: is it running?",
-                context);
+    throw Error(
+        ErrorKind::kTimeout,
+        "rank " + std::to_string(options.rank) + " Timed out waiting for rank 0 to start the job: is it running?",
+        context);
   }
   Record record = read_record(*text);
+  std::string self = "rank " + std::to_string(options.rank);
+  // The others wait for this rank under this key: they are to hear the reason instead.
+  auto refuse = [&](const std::string& how) {
+    store.set("who/" + std::to_string(options.rank), write_record({{"problem", how}}));
+    disagree(options, 0, how);
+  };
   auto same = [&](const char* key, const char* what, int64_t mine) {
     if (number(record[key]) != mine)
-      disagree(options, std::string(what) + " differs: " + record[key] + " at rank 0, " + std::to_string(mine) + " here");
+      refuse(std::string(what) + " differs: " + record[key] + " at rank 0, " + std::to_string(mine) + " at " + self);
   };
   same("version", "the protocol version", kProtocolVersion);
   same("world", "the world size", options.world);
   same("epoch", "the restart count", options.epoch);
   Job job;
   auto id = hex_decode(record["job"]);
-  if (id.size() != job.id.size()) disagree(options, "rank 0 left an unreadable job number in the store");
+  if (id.size() != job.id.size()) refuse("rank 0 left an unreadable job number in the store");
   std::copy(id.begin(), id.end(), job.id.begin());
   bool published = record.contains("secret");
-  if (published && !options.secret.empty()) disagree(options, "this rank has a secret file (RINGDP_SECRET_FILE), rank 0 has none");
-  if (!published && options.secret.empty()) disagree(options, "rank 0 has a secret file (RINGDP_SECRET_FILE), this rank has none");
+  if (published && !options.secret.empty()) refuse(self + " has a secret file (RINGDP_SECRET_FILE), rank 0 has none");
+  if (!published && options.secret.empty())
+    refuse("rank 0 has a secret file (RINGDP_SECRET_FILE), " + self + " has none");
   job.secret = published ? hex_decode(record["secret"]) : options.secret;
-  if (record["check"] != secret_check(job.secret)) disagree(options, "this rank's secret is not rank 0's");
+  if (record["check"] != secret_check(job.secret)) refuse(self + "'s secret is not rank 0's");
   return job;
 }
 
 // Reads `prefix/<rank>` of every rank; names all that are missing when the deadline passes.
-std::vector<Record> read_all(Store& store, const std::string& prefix, const RendezvousOptions& options, Deadline deadline) {
+std::vector<Record> read_all(Store& store, const std::string& prefix, const RendezvousOptions& options,
+                             Deadline deadline) {
   std::vector<Record> records(options.world);
   std::string missing;
   int first_missing = -1;
@@ -119,6 +130,7 @@ std::vector<Record> read_all(Store& store, const std::string& prefix, const Rend
     auto text = store.get(prefix + "/" + std::to_string(peer), missing.empty() ? deadline : Deadline::after_ms(0));
     if (text) {
       records[peer] = read_record(*text);
+      if (records[peer].contains("problem")) disagree(options, peer, records[peer]["problem"]);
       continue;
     }
     missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
@@ -130,8 +142,10 @@ std::vector<Record> read_all(Store& store, const std::string& prefix, const Rend
     context.peer = first_missing;
     context.cause = missing + " missing";
     context.advice = "look at the logs of the missing ranks: they were not started, or died on the way";
-    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(options.rank) + " Timed out waiting for its peers: " +
-                                         context.cause + "; " + context.advice, context);
+    throw Error(ErrorKind::kTimeout,
+                "rank " + std::to_string(options.rank) + " Timed out waiting for its peers: " + context.cause + "; " +
+                    context.advice,
+                context);
   }
   return records;
 }
@@ -172,7 +186,8 @@ std::string choose_address(const RendezvousOptions& options, const std::vector<R
       if (it.name == options.interface || it.ip == options.interface) return it.ip;
       known += (known.empty() ? "" : ", ") + it.name + " (" + it.ip + ")";
     }
-    throw Error(ErrorKind::kSystem, "RINGDP_IFACE names no interface that is up: '" + options.interface + "'; there are " + known);
+    throw Error(ErrorKind::kSystem,
+                "RINGDP_IFACE names no interface that is up: '" + options.interface + "'; there are " + known);
   }
   for (const Record& peer : who) {
     if (!peer.contains("identity") || peer.at("identity") == mine || !peer.contains("ips")) continue;
@@ -206,8 +221,7 @@ std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options) {
                                                                  {"identity", host_identity(options.host_id)},
                                                                  {"ips", join(own_addresses())}}));
   auto who = read_all(store, "who", options, deadline);
-  for (int peer = 0; peer < options.world; ++peer)
-  {
+  for (int peer = 0; peer < options.world; ++peer) {
     peers[peer].info = {peer, who[peer]["host"], number(who[peer]["pid"])};
     peers[peer].host_identity = who[peer]["identity"];
   }
