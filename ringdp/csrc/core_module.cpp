@@ -57,6 +57,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store,
   rendezvous.world = world;
   rendezvous.timeout_ms = timeout_ms;
   rendezvous.epoch = epoch;
+  rendezvous.check_interrupt = check_interrupt;
   auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
   rendezvous.secret.assign(bytes.begin(), bytes.end());
   EngineOptions options;

@@ -36,10 +36,10 @@ inline std::vector<int> everybody(int world) {
 
 // Runs `body` on every rank of a fresh job. A small `table` limit forces an algorithm.
 inline void run_job(int world, const AlgorithmTable& table, const std::function<void(Rank&)>& body,
-                    int64_t timeout_ms = 30'000) {
+                    int64_t timeout_ms = 30'000, const EngineOptions& options = {}) {
   MemoryStore store;
   run_ranks(world, [&](int rank) {
-    auto runtime = std::make_shared<Runtime>(store, rendezvous_options(rank, world), EngineOptions{});
+    auto runtime = std::make_shared<Runtime>(store, rendezvous_options(rank, world), options);
     Rank self{rank, world, runtime,
               std::make_unique<GroupHandle>(runtime, "everybody", everybody(world), timeout_ms, table)};
     body(self);

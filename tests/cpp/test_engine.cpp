@@ -1,5 +1,6 @@
 // The engine with ranks as threads: every collective and algorithm, concurrency, order, callbacks, and what fails.
 #include <cmath>
+#include <future>
 #include <mutex>
 #include <random>
 
@@ -218,6 +219,59 @@ CASE("a collective inside a callback is matched although the ranks are elsewhere
   });
 }
 
+CASE("a callback may wait for what follows the operations that it issued, and those of callbacks in it") {
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> first(1000, 1.0F), inner(500, 2.0F), innermost(70000, 3.0F);
+    std::promise<void> inner_followed, innermost_followed, first_followed;
+    CallOptions options, inner_options, innermost_options;
+    innermost_options.on_done = [&](std::exception_ptr) { innermost_followed.set_value(); };
+    inner_options.on_done = [&](std::exception_ptr) {
+      self.group->all_reduce(bytes_of(innermost), DType::kFloat32, ReduceOp::kSum, innermost_options);
+      innermost_followed.get_future().wait();
+      inner_followed.set_value();
+    };
+    options.on_done = [&](std::exception_ptr) {
+      self.group->all_reduce(bytes_of(inner), DType::kFloat32, ReduceOp::kSum, inner_options);
+      inner_followed.get_future().wait();
+      first_followed.set_value();
+    };
+    self.wait(self.group->all_reduce(bytes_of(first), DType::kFloat32, ReduceOp::kSum, options));
+    first_followed.get_future().wait();
+    CHECK_EQ(first[999], 2.0F);
+    CHECK_EQ(inner[499], 4.0F);
+    CHECK_EQ(innermost[69999], 6.0F);
+  });
+}
+
+CASE("ranks that believe in different roots hear of it, whether both send or both wait") {
+  for (int world : {2, 3, 5}) {
+    for (std::size_t count : {std::size_t{0}, std::size_t{4}, std::size_t{100000}}) {
+      for (int odd_root : {0, 1}) {
+        run_job(world, AlgorithmTable{}, [&](Rank& self) {
+          std::vector<float> data(count), more(10);
+          int root = self.rank == 1 ? odd_root : 1 - odd_root;
+          std::string message = CHECK_THROWS(ErrorKind::kMismatch, [&] {
+            self.wait(self.group->broadcast(bytes_of(data), DType::kFloat32, root, {}));
+            self.wait(self.group->all_reduce(bytes_of(more), DType::kFloat32, ReduceOp::kSum, {}));
+          }());
+          CHECK(message.find("root 0") != std::string::npos);
+          CHECK(message.find("root 1") != std::string::npos);
+        });
+      }
+    }
+  }
+}
+
+CASE("a broadcast to a rank that starts late leaves nothing behind, even when the root has gone") {
+  run_job(3, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> data(5000, static_cast<float>(self.rank));
+    self.wait(self.group->barrier({}));
+    if (self.rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    for (int i = 0; i < 100; ++i) self.wait(self.group->broadcast(bytes_of(data), DType::kFloat32, 0, {}));
+    CHECK_EQ(data[4999], 0.0F);
+  });
+}
+
 CASE("groups used from several threads in different orders do not disturb each other") {
   run_job(4, AlgorithmTable{}, [&](Rank& self) {
     std::vector<std::unique_ptr<GroupHandle>> groups;
@@ -301,6 +355,27 @@ CASE("a timeout names the rank that is missing") {
         CHECK(message.find(" Timed out ") != std::string::npos);
       },
       200);
+}
+
+CASE("a timeout is seen by a driver that never rests") {
+  EngineOptions restless;
+  restless.spin_us = 20'000'000;
+  std::atomic<bool> gave_up{false};
+  auto body = [&](Rank& self) {
+    std::vector<float> data(10);
+    auto begin = Clock::now();
+    if (self.rank == 1) {
+      while (!gave_up && Clock::now() - begin < std::chrono::seconds(10)) std::this_thread::yield();
+      return;
+    }
+    CallOptions options;
+    options.caller_waits = true;  // so that no other thread drives
+    CHECK_THROWS(ErrorKind::kTimeout,
+                 self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, options)));
+    CHECK(Clock::now() - begin < std::chrono::seconds(3));
+    gave_up = true;
+  };
+  run_job(2, AlgorithmTable{}, body, 200, restless);
 }
 
 CASE("a group may be destroyed and made again under the same name") {

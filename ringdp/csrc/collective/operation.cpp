@@ -40,6 +40,7 @@ void Operation::start(const OperationContext& context) {
   // Receivers first: what a peer sent early may already complete this, and set what can be sent.
   for (RecvFlow& flow : receives_) context_.links[flow.peer]->attach(flow);
   for (SendFlow& flow : sends_) context_.links[flow.peer]->attach(flow);
+  if (announce_to_ >= 0 && !complete()) context_.links[group_.members[announce_to_]]->announce(identity_);
 }
 
 SendFlow& Operation::add_send(int member, uint64_t total, uint64_t ready) {

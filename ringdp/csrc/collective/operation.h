@@ -45,6 +45,10 @@ class Operation : public FlowHandler {
   // it is complete and before anybody hears of it. Copies between strided and flat memory, for example.
   void wrap(std::function<void()> before, std::function<void()> after);
 
+  // This rank only receives here: it tells `member`, its source, that it takes part. Otherwise two ranks that believe each
+  // in another root could wait for each other, or both send, without a word between them.
+  void announces_to(int member) { announce_to_ = member; }
+
   void start(const OperationContext& context);
   void conclude() {
     if (after_) after_();
@@ -86,6 +90,7 @@ class Operation : public FlowHandler {
   std::vector<std::pair<std::span<std::byte>, std::span<const std::byte>>> copies_;
   std::function<void()> before_;
   std::function<void()> after_;
+  int announce_to_ = -1;
   bool started_ = false;
 };
 

@@ -105,13 +105,19 @@ std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const Gro
   bool flat = memory.size() <= table.flat_broadcast_bytes || group.size <= 2;
   OperationShape shape = shape_of(Collective::kBroadcast, dtype, ReduceOp::kSum,
                                   flat ? Algorithm::kExchange : Algorithm::kChain, memory.size(), root);
-  if (!flat) return std::make_unique<Chain>(group, shape, std::move(name), memory);
-  std::vector<Exchange::Piece> out, in;
-  if (group.rank == root)
-    out = to_others(group, memory);
-  else
-    in.push_back({root, memory});
-  return std::make_unique<Exchange>(group, shape, std::move(name), std::move(out), std::move(in));
+  std::unique_ptr<Operation> operation;
+  if (flat) {
+    std::vector<Exchange::Piece> out, in;
+    if (group.rank == root)
+      out = to_others(group, memory);
+    else
+      in.push_back({root, memory});
+    operation = std::make_unique<Exchange>(group, shape, std::move(name), std::move(out), std::move(in));
+  } else {
+    operation = std::make_unique<Chain>(group, shape, std::move(name), memory);
+  }
+  if (group.rank != root) operation->announces_to(flat ? root : (group.rank + group.size - 1) % group.size);
+  return operation;
 }
 
 std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const GroupView& group,

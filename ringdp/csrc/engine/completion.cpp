@@ -1,14 +1,20 @@
 #include "engine/completion.h"
 
+#include <condition_variable>
+#include <deque>
 #include <exception>
+#include <map>
+#include <mutex>
 
 #include "base/bytes.h"
 #include "base/log.h"
+#include "engine/thread.h"
 
 namespace ringdp {
 namespace {
 
 struct CallbackScope {
+  int lane;
   uint64_t parent_group;
   uint64_t parent_sequence;
   std::map<uint64_t, uint64_t> issued;  // operations so far, per group
@@ -18,6 +24,25 @@ thread_local CallbackScope* current_scope = nullptr;
 
 }  // namespace
 
+struct CompletionQueue::State {
+  struct Job {
+    uint64_t group;
+    uint64_t sequence;
+    std::function<void()> run;
+  };
+  struct Lane {
+    std::deque<Job> jobs;
+    std::condition_variable changed;
+    std::unique_ptr<std::thread> thread;  // null for lane 0
+  };
+
+  std::mutex mutex;
+  std::deque<Lane> lanes;  // grows at the end only: threads hold references
+  bool stopped = false;
+};
+
+CompletionQueue::CompletionQueue() : state_(std::make_shared<State>()) { state_->lanes.emplace_back(); }
+
 std::optional<uint64_t> CompletionQueue::nested_key(uint64_t group) {
   if (current_scope == nullptr) return std::nullopt;
   uint64_t key =
@@ -25,29 +50,44 @@ std::optional<uint64_t> CompletionQueue::nested_key(uint64_t group) {
   return key | kNestedBit;
 }
 
-bool CompletionQueue::on_this_thread() { return current_scope != nullptr; }
+int CompletionQueue::current_lane() { return current_scope == nullptr ? -1 : current_scope->lane; }
 
-void CompletionQueue::push(uint64_t group, uint64_t sequence, std::function<void()> job) {
-  std::lock_guard lock(mutex_);
-  jobs_.push_back({group, sequence, std::move(job)});
-  changed_.notify_one();
+void CompletionQueue::push(int lane, uint64_t group, uint64_t sequence, std::function<void()> job) {
+  auto index = static_cast<std::size_t>(lane);
+  std::lock_guard lock(state_->mutex);
+  while (state_->lanes.size() <= index && !state_->stopped) {
+    std::size_t next = state_->lanes.size();
+    state_->lanes.emplace_back().thread =
+        start_thread("ringdp-done", [state = state_, next] { run_lane(state, next); });
+  }
+  if (state_->lanes.size() <= index) return;
+  state_->lanes[index].jobs.push_back({group, sequence, std::move(job)});
+  state_->lanes[index].changed.notify_one();
 }
 
 void CompletionQueue::stop() {
-  std::lock_guard lock(mutex_);
-  stopped_ = true;
-  changed_.notify_all();
+  std::lock_guard lock(state_->mutex);
+  state_->stopped = true;
+  for (State::Lane& lane : state_->lanes) lane.changed.notify_all();
 }
 
-void CompletionQueue::run() {
-  std::unique_lock lock(mutex_);
+void CompletionQueue::join() {
+  for (State::Lane& lane : state_->lanes) end_thread(lane.thread);  // stopped: no lane is added any more
+}
+
+void CompletionQueue::run() { run_lane(state_, 0); }
+
+void CompletionQueue::run_lane(const std::shared_ptr<State>& owned, std::size_t index) {
+  std::shared_ptr<State> state = owned;
+  std::unique_lock lock(state->mutex);
+  State::Lane& lane = state->lanes[index];
   for (;;) {
-    changed_.wait(lock, [this] { return stopped_ || !jobs_.empty(); });
-    if (jobs_.empty()) return;
-    Job job = std::move(jobs_.front());
-    jobs_.pop_front();
+    lane.changed.wait(lock, [&] { return state->stopped || !lane.jobs.empty(); });
+    if (lane.jobs.empty()) return;
+    State::Job job = std::move(lane.jobs.front());
+    lane.jobs.pop_front();
     lock.unlock();
-    CallbackScope scope{job.group, job.sequence, {}};
+    CallbackScope scope{static_cast<int>(index), job.group, job.sequence, {}};
     current_scope = &scope;
     try {
       job.run();

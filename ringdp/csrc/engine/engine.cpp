@@ -30,6 +30,7 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
   Link::Events events;
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
   events.mismatched = [this](int, uint64_t group, Error error) { fail_later(group, std::move(error)); };
+  events.started = [this](uint64_t group, uint64_t sequence) { return find_started(group, sequence); };
   events.departed = [this](int from) { on_departed(from); };
   for (MetPeer& peer : peers) {
     if (!peer.channel) continue;
@@ -83,7 +84,8 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   identity.sequence = CompletionQueue::nested_key(group_id).value_or(0);
   if (identity.sequence == 0) identity.sequence = ++group.next_sequence;
   Slot slot;
-  slot.work = std::make_shared<Work>(group_id, identity.sequence, identity.text(), std::move(submission.on_done));
+  slot.work = std::make_shared<Work>(group_id, identity.sequence, CompletionQueue::issuing_lane(), identity.text(),
+                                     std::move(submission.on_done));
   slot.operation = std::move(submission.operation);
   slot.keep_alive = std::move(submission.keep_alive);
   slot.deadline = Deadline::after_ms(submission.timeout_ms);
@@ -209,7 +211,8 @@ void Engine::finish(Slot& slot, std::exception_ptr error) {
     if (waiting_ > 0) waiters_.notify_all();
   }
   if (on_done)
-    completions_.push(work->group(), work->sequence(), [on_done = std::move(on_done), error] { on_done(error); });
+    completions_.push(work->lane(), work->group(), work->sequence(),
+                      [on_done = std::move(on_done), error] { on_done(error); });
 }
 
 void Engine::run_communication_thread() {

@@ -79,11 +79,14 @@ class Engine {
   struct Group {
     uint64_t id = 0;
     GroupView view;
-    uint64_t next_sequence = 0;  // shared
-    std::exception_ptr failure;  // shared
-    std::deque<Slot> queued;     // driver
-    std::deque<Slot> active;     // driver: started, retired in order
-    std::vector<Slot> nested;    // driver: issued inside callbacks, each on its own
+    uint64_t next_sequence = 0;               // shared
+    std::exception_ptr failure;               // shared
+    std::deque<Slot> queued;                  // driver
+    std::deque<Slot> active;                  // driver: started, retired in order
+    std::vector<Slot> nested;                 // driver: issued inside callbacks, each on its own
+    std::vector<FlowIdentity> history;        // driver: what was started last, at sequence modulo its size
+    std::deque<FlowIdentity> nested_history;  // driver: the same for those issued inside callbacks
+    uint64_t started_upto = 0;                // driver
   };
   using GroupPtr = std::shared_ptr<Group>;  // shared by groups_ and the inbox
 
@@ -106,6 +109,8 @@ class Engine {
   bool advance_groups();  // starts and retires; true if anything changed
   bool start_next(Group& group);
   void start(Group& group, Slot& slot);
+  static void remember(Group& group, const FlowIdentity& identity);
+  Link::Started find_started(uint64_t group, uint64_t sequence) const;
   bool retire(Group& group);
   bool pump_links();
   void sleep(const Work* until, Deadline deadline);
@@ -156,6 +161,7 @@ class Engine {
   std::vector<char> writing_;  // the poller watches for room to write
   ScratchPool scratch_;
   std::vector<GroupPtr> busy_;     // groups with operations queued or active
+  unsigned turns_ = 0;             // of the driver, whoever it was
   std::vector<Failure> failures_;  // found while a link was being pumped
 };
 

@@ -11,8 +11,10 @@ namespace {
 
 constexpr std::size_t kActivePerGroup = 8;  // operations of a group that share the links at a time
 constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
-constexpr int kPolledLinks = 8;  // up to so many peers asking each beats asking the poller
-constexpr int kSleepMs = 100;    // a sleeping driver looks at deadlines and signals this often
+constexpr int kPolledLinks = 8;           // up to so many peers asking each beats asking the poller
+constexpr std::size_t kHistory = 64;      // operations of a group that are known after they have ended
+constexpr unsigned kDeadlineTurns = 256;  // a driver that never rests looks at deadlines this often
+constexpr int kSleepMs = 100;             // a sleeping driver looks at deadlines and signals this often
 
 }  // namespace
 
@@ -26,6 +28,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     if (until != nullptr ? until->finished() : busy_.empty() && !anything_outgoing()) return;
     moved |= pump_links();
     settle_failures();
+    if (++turns_ % kDeadlineTurns == 0) check_deadlines();
     if (moved) {
       spinning = spin_us > 0;
       if (spinning) last_move = Clock::now();
@@ -110,8 +113,11 @@ bool Engine::start_next(Group& group) {
 void Engine::start(Group& group, Slot& slot) {
   Operation& operation = *slot.operation;
   OperationContext context{group.id, slot.work->sequence(), links_, &scratch_};
+  remember(group, operation.identity());
   try {
     operation.start(context);
+    for (int member : group.view.members)
+      if (links_[member]) links_[member]->settle_early(operation.identity());
   } catch (const Error& error) {
     fail_later(group.id, error);
     return;
@@ -122,6 +128,34 @@ void Engine::start(Group& group, Slot& slot) {
     fail_later(group.id, explain_loss(group, member, Error(ErrorKind::kPeerLost, "it left the job")));
     return;
   }
+}
+
+// Frames may come for an operation from which this rank expects none: Link asks what it was.
+void Engine::remember(Group& group, const FlowIdentity& identity) {
+  if ((identity.sequence & CompletionQueue::kNestedBit) != 0) {
+    if (group.nested_history.size() == kHistory) group.nested_history.pop_front();
+    group.nested_history.push_back(identity);
+    group.nested_history.back().group = group.id;
+    return;
+  }
+  group.history.resize(kHistory);
+  FlowIdentity& kept = group.history[identity.sequence % kHistory];
+  kept = identity;
+  kept.group = group.id;
+  group.started_upto = identity.sequence;
+}
+
+Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
+  GroupPtr group = find_group(group_id);
+  if (!group) return {};
+  if ((sequence & CompletionQueue::kNestedBit) != 0) {
+    for (const FlowIdentity& identity : group->nested_history)
+      if (identity.sequence == sequence) return {true, &identity};
+    return {};
+  }
+  if (sequence > group->started_upto) return {};
+  const FlowIdentity& kept = group->history[sequence % kHistory];
+  return {true, kept.sequence == sequence ? &kept : nullptr};
 }
 
 bool Engine::retire(Group& group) {

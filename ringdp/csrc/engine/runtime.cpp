@@ -1,33 +1,13 @@
 #include "engine/runtime.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
-#include <csignal>
+
+#include "engine/thread.h"
 
 namespace ringdp {
 namespace {
-
-// Signals are for the main thread: Python's handlers run there.
-template <typename Body>
-std::unique_ptr<std::thread> start_thread(const char* name, Body body) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  auto thread = std::make_unique<std::thread>(std::move(body));
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(thread->native_handle(), name);
-  return thread;
-}
-
-void end_thread(std::unique_ptr<std::thread>& thread) {
-  if (!thread || !thread->joinable()) return;
-  if (thread->get_id() == std::this_thread::get_id())
-    thread->detach();  // the last reference went away inside a callback
-  else
-    thread->join();
-}
 
 int cores() {
   cpu_set_t set;
@@ -65,6 +45,7 @@ void Runtime::shut_down() {
   engine_->completions().stop();
   end_thread(communication_);
   end_thread(completion_);
+  engine_->completions().join();
 }
 
 }  // namespace ringdp

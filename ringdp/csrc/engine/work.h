@@ -12,8 +12,8 @@ namespace ringdp {
 
 class Work {
  public:
-  Work(uint64_t group, uint64_t sequence, std::string text, std::function<void(std::exception_ptr)> on_done)
-      : group_(group), sequence_(sequence), text_(std::move(text)), on_done_(std::move(on_done)) {}
+  Work(uint64_t group, uint64_t sequence, int lane, std::string text, std::function<void(std::exception_ptr)> on_done)
+      : group_(group), sequence_(sequence), lane_(lane), text_(std::move(text)), on_done_(std::move(on_done)) {}
 
   bool finished() const { return state_.load(std::memory_order_acquire) != kRunning; }
   bool failed() const { return state_.load(std::memory_order_acquire) == kFailed; }
@@ -22,6 +22,7 @@ class Work {
 
   uint64_t group() const { return group_; }
   uint64_t sequence() const { return sequence_; }
+  int lane() const { return lane_; }  // of CompletionQueue: where `on_done` runs
   const std::string& text() const { return text_; }
 
  private:
@@ -35,6 +36,7 @@ class Work {
 
   const uint64_t group_;
   const uint64_t sequence_;
+  const int lane_;
   const std::string text_;
   std::function<void(std::exception_ptr)> on_done_;  // run once on the completion thread, in operation order
   std::exception_ptr error_;

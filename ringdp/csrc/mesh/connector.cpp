@@ -12,6 +12,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kMaxStrangers = 64;  // connections that have not proved anything yet
+constexpr int kMaxUnconfirmed = 4;         // of one rank: more are a replay of its hello
 constexpr int64_t kStrangerMs = 2000;      // how long each may take to do so
 constexpr auto kRedial = std::chrono::milliseconds(50);
 
@@ -29,7 +30,8 @@ HandshakeFields Connector::fields(HandshakeType type, int peer) const {
   return out;
 }
 
-std::vector<Fd> Connector::run(const std::vector<SocketAddress>& addresses, Deadline deadline) {
+std::vector<Fd> Connector::run(const std::vector<SocketAddress>& addresses, Deadline deadline,
+                               const std::function<void()>& check_interrupt) {
   addresses_ = addresses;
   int rank = static_cast<int>(mine_.to), world = static_cast<int>(mine_.world);
   connected_.resize(world);
@@ -46,6 +48,8 @@ std::vector<Fd> Connector::run(const std::vector<SocketAddress>& addresses, Dead
     if (deadline.expired()) {
       ErrorContext context;
       context.rank = rank;
+      for (int peer = world; peer-- > 0;)
+        if (peer != rank && !connected_[peer]) context.peer = peer;
       context.cause = missing_text();
       context.advice = "check that every rank was started and that nothing between the hosts blocks the ports";
       throw Error(ErrorKind::kTimeout,
@@ -62,6 +66,7 @@ std::vector<Fd> Connector::run(const std::vector<SocketAddress>& addresses, Dead
       polled.push_back(
           {attempt.fd.get(), static_cast<short>(attempt.stage == Stage::kConnecting ? POLLOUT : POLLIN), 0});
     poll(polled.data(), polled.size(), deadline.remaining_ms(50));
+    if (check_interrupt) check_interrupt();
     std::size_t index = 1;
     for (Attempt& attempt : attempts_) {
       if (polled[index++].revents != 0) advance(attempt);
@@ -201,6 +206,10 @@ void Connector::on_hello(Attempt& attempt) {
     attempt.stage = Stage::kFailed;
     return;
   }
+  auto unconfirmed = std::count_if(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
+    return it.peer == peer && it.stage == Stage::kAwaitConfirm;
+  });
+  if (unconfirmed >= kMaxUnconfirmed) return drop(attempt, "");
   attempt.peer = peer;
   attempt.deadline = Deadline::after_ms(30'000);  // one of ours: it may be slow
   if (send_message(attempt, fields(HandshakeType::kReply, peer))) attempt.stage = Stage::kAwaitConfirm;

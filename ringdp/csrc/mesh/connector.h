@@ -23,7 +23,9 @@ class Connector {
 
   // `addresses[r]` for every lower rank r. Returns a socket per rank (none at this rank's place).
   // Throws Error(kHandshake) if a peer refuses, Error(kTimeout) naming who is missing and why.
-  std::vector<Fd> run(const std::vector<SocketAddress>& addresses, Deadline deadline);
+  // `check_interrupt` is called some twenty times a second and may throw.
+  std::vector<Fd> run(const std::vector<SocketAddress>& addresses, Deadline deadline,
+                      const std::function<void()>& check_interrupt);
 
  private:
   enum class Stage { kConnecting, kAwaitReply, kAwaitHello, kAwaitConfirm, kDone, kFailed };

@@ -88,6 +88,15 @@ bool Link::has_outgoing() const {
                      [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
 }
 
+void Link::append_control(FrameHeader header, const std::string& payload) {
+  header.length = static_cast<uint32_t>(payload.size());
+  header.credit = consumed_told_ = consumed_;
+  std::size_t at = control_.size();
+  control_.resize(at + kFrameHeaderBytes + payload.size());
+  header.encode(std::span<std::byte, kFrameHeaderBytes>(control_.data() + at, kFrameHeaderBytes));
+  if (!payload.empty()) std::memcpy(control_.data() + at + kFrameHeaderBytes, payload.data(), payload.size());
+}
+
 void Link::append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
                           const std::string& payload) {
   FrameHeader header;
@@ -95,12 +104,17 @@ void Link::append_control(FrameType type, uint64_t group, uint64_t sequence, uin
   header.group = group;
   header.sequence = sequence;
   header.offset = offset;
-  header.length = static_cast<uint32_t>(payload.size());
-  header.credit = consumed_told_ = consumed_;
-  std::size_t at = control_.size();
-  control_.resize(at + kFrameHeaderBytes + payload.size());
-  header.encode(std::span<std::byte, kFrameHeaderBytes>(control_.data() + at, kFrameHeaderBytes));
-  if (!payload.empty()) std::memcpy(control_.data() + at + kFrameHeaderBytes, payload.data(), payload.size());
+  append_control(header, payload);
+}
+
+void Link::announce(const FlowIdentity& identity) {
+  if (broken_ || departed_) return;
+  FrameHeader header;
+  header.group = identity.group;
+  header.sequence = identity.sequence;
+  header.fingerprint = identity.fingerprint;
+  header.shape = identity.shape;
+  append_control(header);
 }
 
 void Link::send_abort(uint64_t group, const AbortNotice& notice) {
@@ -239,6 +253,18 @@ void Link::grant(RecvFlow& flow) {
   append_control(FrameType::kGrant, flow.identity->group, flow.identity->sequence, limit);
 }
 
+void Link::settle_early(const FlowIdentity& identity) {
+  if (early_.empty()) return;
+  auto found = early_.find({identity.group, identity.sequence});
+  if (found == early_.end()) return;
+  for (auto& [header, bytes] : found->second.frames) {
+    early_bytes_ -= bytes.size();
+    consume(header);
+    if (header.fingerprint != identity.fingerprint) report_mismatch(identity, header);
+  }
+  early_.erase(found);
+}
+
 void Link::detach(RecvFlow& flow) {
   std::erase(receiving_, &flow);
   if (target_flow_ != &flow) return;
@@ -356,7 +382,7 @@ void Link::begin_data(const FrameHeader& header) {
     target_flow_ = flow;
     return;
   }
-  dropping_ = flow != nullptr || discarded_.contains(header.group);
+  dropping_ = flow != nullptr || discarded_.contains(header.group) || nobody_waits_for(header);
   if (!dropping_) {
     // Not started here yet. Nothing unasked for is stored beyond the window this rank announced.
     if (!header.eager && header.length > 0)
@@ -372,30 +398,7 @@ void Link::begin_data(const FrameHeader& header) {
 bool Link::accept(RecvFlow& flow, const FrameHeader& header) {
   const FlowIdentity& mine = *flow.identity;
   if (header.fingerprint != mine.fingerprint) {
-    std::string theirs = header.shape.text(), own = mine.shape.text();
-    if (theirs == own) {
-      theirs += header.shape.name_hash != mine.shape.name_hash ? " under another name" : " with another layout";
-      if (header.shape.name_hash == 0) theirs += " (without a name)";
-    }
-    if (!mine.name.empty()) own += " '" + mine.name + "'";
-    ErrorContext context;
-    context.rank = self_.rank;
-    context.host = self_.host;
-    context.peer = peer_.rank;
-    context.peer_host = peer_.host;
-    context.peer_pid = peer_.pid;
-    context.operation = mine.text();
-    context.sequence = static_cast<int64_t>(mine.sequence);
-    context.name = mine.name;
-    context.cause = "the ranks disagree";
-    context.advice = "call the same operations with the same shapes and dtypes in the same order on every rank";
-    events_.mismatched(
-        peer_.rank, mine.group,
-        Error(ErrorKind::kMismatch,
-              "ranks disagree about operation #" + std::to_string(mine.sequence & 0xffffffffULL) + ": " + self_.text() +
-                  " does " + own + ", " + peer_.text() + " does " + theirs + "; " + context.advice,
-              context));
-    discarded_.insert(mine.group);
+    report_mismatch(mine, header);
     return false;
   }
   if (header.offset != flow.received || header.offset + header.length > flow.total)
@@ -403,6 +406,42 @@ bool Link::accept(RecvFlow& flow, const FrameHeader& header) {
          "it sent bytes " + std::to_string(header.offset) + " to " + std::to_string(header.offset + header.length) +
              " of " + mine.text() + " where " + std::to_string(flow.received) + " was next",
          "report this as a bug of ringdp");
+  return true;
+}
+
+void Link::report_mismatch(const FlowIdentity& mine, const FrameHeader& header) {
+  std::string theirs = header.shape.text(), own = mine.shape.text();
+  if (theirs == own) {
+    theirs += header.shape.name_hash != mine.shape.name_hash ? " under another name" : " with another layout";
+    if (header.shape.name_hash == 0) theirs += " (without a name)";
+  }
+  if (!mine.name.empty()) own += " '" + mine.name + "'";
+  ErrorContext context;
+  context.rank = self_.rank;
+  context.host = self_.host;
+  context.peer = peer_.rank;
+  context.peer_host = peer_.host;
+  context.peer_pid = peer_.pid;
+  context.operation = mine.text();
+  context.sequence = static_cast<int64_t>(mine.sequence);
+  context.name = mine.name;
+  context.cause = "the ranks disagree";
+  context.advice = "call the same operations with the same shapes and dtypes in the same order on every rank";
+  events_.mismatched(
+      peer_.rank, mine.group,
+      Error(ErrorKind::kMismatch,
+            "ranks disagree about operation #" + std::to_string(mine.sequence & 0xffffffffULL) + ": " + self_.text() +
+                " does " + own + ", " + peer_.text() + " does " + theirs + "; " + context.advice,
+            context));
+  discarded_.insert(mine.group);
+}
+
+// The peer announces that it takes part in an operation in which it only receives from this rank; or it means another one.
+bool Link::nobody_waits_for(const FrameHeader& header) {
+  Started known = events_.started(header.group, header.sequence);
+  if (!known.started) return false;
+  if (known.identity != nullptr && known.identity->fingerprint != header.fingerprint)
+    report_mismatch(*known.identity, header);
   return true;
 }
 
@@ -470,6 +509,7 @@ void Link::keep_early(const FrameHeader& header) {
     consume(header);
     return;
   }
+  if (nobody_waits_for(header)) return consume(header);
   early_bytes_ += spare_.size();
   early_[{header.group, header.sequence}].frames.emplace_back(header, std::move(spare_));
   spare_ = {};

@@ -32,10 +32,17 @@ struct PeerInfo {
 
 class Link {
  public:
+  // Whether this rank has started an operation, and what it was; null when it is long over.
+  struct Started {
+    bool started = false;
+    const FlowIdentity* identity = nullptr;
+  };
+
   struct Events {
     std::function<void(int peer, uint64_t group, const AbortNotice&)> aborted;
     std::function<void(int peer, uint64_t group, Error)> mismatched;  // the payload is dropped, the group must fail
     std::function<void(int peer)> departed;                           // the peer said goodbye
+    std::function<Started(uint64_t group, uint64_t sequence)> started;
   };
 
   Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Events events);
@@ -45,7 +52,10 @@ class Link {
   void widen(RecvFlow& flow);   // flow.window has grown
   void detach(SendFlow& flow);  // its operation ends early: a frame half sent is finished from a copy
   void detach(RecvFlow& flow);
-  void discard_group(uint64_t group);  // the group failed or is gone: what still arrives for it is dropped
+  // For an operation that only receives from the peer: an empty frame, by which the peer can tell that both mean the same.
+  void announce(const FlowIdentity& identity);
+  void settle_early(const FlowIdentity& identity);  // it has started: what came early and found no flow is compared
+  void discard_group(uint64_t group);               // the group failed or is gone: what still arrives for it is dropped
 
   void send_abort(uint64_t group, const AbortNotice& notice);
   void send_bye();
@@ -78,6 +88,7 @@ class Link {
   bool sendable(const SendFlow& flow) const;
   bool must_request(const SendFlow& flow) const;
   bool stage_next();  // fills the outgoing frame; false if there is none
+  void append_control(FrameHeader header, const std::string& payload = {});
   void append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
                       const std::string& payload = {});
   void finish_frame_sent();
@@ -88,6 +99,8 @@ class Link {
   void apply_grant(const FrameHeader& header);
   void apply_request(const FrameHeader& header);
   bool accept(RecvFlow& flow, const FrameHeader& header);  // false, and reported, if the two sides disagree
+  bool nobody_waits_for(const FrameHeader& header);        // in an operation that has started; compared all the same
+  void report_mismatch(const FlowIdentity& mine, const FrameHeader& header);
   void deliver(RecvFlow& flow, const FrameHeader& header, std::span<const std::byte> bytes);
   void keep_early(const FrameHeader& header);
   void consume(const FrameHeader& header);

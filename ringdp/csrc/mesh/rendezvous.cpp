@@ -241,7 +241,7 @@ std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options) {
   mine.epoch = options.epoch;
   mine.to = static_cast<uint32_t>(options.rank);
   mine.world = static_cast<uint32_t>(options.world);
-  std::vector<Fd> sockets = Connector(listener, mine, job.secret).run(addresses, deadline);
+  std::vector<Fd> sockets = Connector(listener, mine, job.secret).run(addresses, deadline, options.check_interrupt);
   for (int peer = 0; peer < options.world; ++peer)
     if (peer != options.rank) peers[peer].channel = make_tcp_channel(std::move(sockets[peer]));
   return peers;

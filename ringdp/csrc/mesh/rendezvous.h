@@ -2,6 +2,7 @@
 // know the job's secret. Blocking, with a deadline; runs once per Runtime, on the thread that creates it.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@ struct RendezvousOptions {
   uint16_t port_low = 0;          // 0..0: any port
   uint16_t port_high = 0;
   int64_t timeout_ms = 60'000;
+  std::function<void()> check_interrupt;  // called now and then while connecting; may throw
 };
 
 struct MetPeer {

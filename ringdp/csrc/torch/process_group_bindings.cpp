@@ -74,6 +74,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                                        std::chrono::milliseconds timeout, const std::string& group_id,
                                                        std::vector<int> global_ranks, const py::dict& config) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
+  options.check_interrupt = check_python_signals;
   EngineOptions engine_options;
   engine_options.spin_us = config["spin_us"].cast<int64_t>();
   engine_options.check_interrupt = check_python_signals;

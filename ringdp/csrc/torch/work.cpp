@@ -34,8 +34,8 @@ void RingWork::mark(std::exception_ptr error) {
 void RingWork::settle_future() {
   std::unique_lock lock(future_mutex_);
   waited_ = true;
-  // On the completion thread itself the mark comes after the callback that waits here.
-  if (!future_ || marked_ || CompletionQueue::on_this_thread()) return;
+  // Inside a callback whose turn is before this one's the mark comes only after it.
+  if (!future_ || marked_ || works_.back()->lane() <= CompletionQueue::current_lane()) return;
   marked_changed_.wait_for(lock, kFutureGrace, [this] { return marked_ && future_->completed(); });
 }
 
