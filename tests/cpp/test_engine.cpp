@@ -4,6 +4,7 @@
 #include <mutex>
 #include <random>
 
+#include "engine/hold.h"
 #include "job.h"
 #include "kernels/kernels.h"
 
@@ -240,6 +241,26 @@ CASE("a callback may wait for what follows the operations that it issued, and th
     CHECK_EQ(first[999], 2.0F);
     CHECK_EQ(inner[499], 4.0F);
     CHECK_EQ(innermost[69999], 6.0F);
+  });
+}
+
+CASE("what follows an operation begins when the hold in which it was issued ends, on the completion thread") {
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> data(10, 1.0F);
+    std::promise<bool> followed;
+    auto future = followed.get_future();
+    std::atomic<bool> held{true};
+    {
+      const CallbackHold hold;
+      CallOptions options;
+      options.on_done = [&](std::exception_ptr) { followed.set_value(!held); };
+      auto work = self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, options);
+      self.wait(work);
+      CHECK(future.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout);
+      held = false;
+    }
+    CHECK(future.get());
+    CHECK(CallbackHold::current() == nullptr);
   });
 }
 

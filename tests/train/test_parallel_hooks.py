@@ -187,8 +187,6 @@ def power_sgd() -> None:
 def test_power_sgd(backend: str) -> None:
     if backend == "gloo":
         pytest.skip("torch's PowerSGD hook aborts on gloo (its callbacks issue collectives in another order)")
-    if backend == "ring":
-        pytest.skip("a callback attached to a complete future runs at once, so its collective is numbered another way")
     run_ranks(power_sgd, backend=backend)
 
 

@@ -6,6 +6,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "engine/hold.h"
 
 namespace ringdp {
 namespace {
@@ -83,6 +84,11 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   FlowIdentity& identity = submission.operation->mutable_identity();
   identity.sequence = CompletionQueue::nested_key(group_id).value_or(0);
   if (identity.sequence == 0) identity.sequence = ++group.next_sequence;
+  if (auto hold = CallbackHold::current(); hold && submission.on_done)
+    submission.on_done = [hold, follows = std::move(submission.on_done)](std::exception_ptr error) {
+      hold->wait();
+      follows(std::move(error));
+    };
   Slot slot;
   slot.work = std::make_shared<Work>(group_id, identity.sequence, CompletionQueue::issuing_lane(), identity.text(),
                                      std::move(submission.on_done));

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/naming.h"
+#include "engine/hold.h"
 
 namespace ringdp {
 namespace {
@@ -100,6 +101,7 @@ void BucketExchange::launch(Bucket& bucket, std::size_t bucket_count, const std:
   if (has_hook()) {
     at::Tensor buffer = bucket.sparse ? bucket.buffer : bucket.gradients;
     c10d::GradBucket described = describe(bucket, std::move(buffer), bucket_count, parameters);
+    const CallbackHold hold;  // until the hook has attached what follows
     bucket.future = hook_->runHook(described);
   } else {
     bucket.work = all_reduce(bucket.buffer);
@@ -123,6 +125,7 @@ void BucketExchange::wait(Bucket& bucket) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(c10d::GradBucket& bucket) {
+  const CallbackHold hold;
   return has_hook() ? hook_->runHook(bucket) : sum(bucket);
 }
 
