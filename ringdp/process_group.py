@@ -243,6 +243,8 @@ def _create_process_group(options: Any, pg_options: config.RingConfig | None) ->
     settings = pg_options or config.RingConfig.from_environment()
     extension = _extension()
     extension.set_log_sink(_log_line)
+    atexit.unregister(extension.shut_down_all)
+    atexit.register(extension.shut_down_all)  # callbacks that are still to come need a Python that lives
     return extension.create_process_group(
         store=options.store,
         rank=options.group_rank,

@@ -28,6 +28,7 @@ void check_python_signals() {
 // The Runtime of the default group, for the groups made from it. Weak: the groups own it.
 std::mutex runtime_mutex;
 std::weak_ptr<Runtime> world_runtime;
+std::vector<std::weak_ptr<Runtime>> runtimes;  // all of this process: ended at exit by shut_down_all
 
 // torch's store may outlive a process group (the launcher's agent keeps it) and the next group has the same name: what was
 // left by the n-th of a name must not be read by the n+1-th. All ranks make their groups in the same order.
@@ -85,9 +86,11 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
     options.timeout_ms = std::min<int64_t>(options.timeout_ms, timeout.count());
     StoreAdapter adapter(store, store_prefix(group_id), check_python_signals);
     runtime = std::make_shared<Runtime>(adapter, options, engine_options);
-    if (global_ranks.empty()) {
+    {
       std::lock_guard lock(runtime_mutex);
-      world_runtime = runtime;
+      std::erase_if(runtimes, [](const auto& it) { return it.expired(); });
+      runtimes.push_back(runtime);
+      if (global_ranks.empty()) world_runtime = runtime;
     }
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);
@@ -95,6 +98,17 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   auto group =
       std::make_unique<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), AlgorithmTable{});
   return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
+}
+
+// At exit, while Python still lives: a callback that asks for its lock later would end the process in the middle.
+void shut_down_all() {
+  std::vector<std::weak_ptr<Runtime>> all;
+  {
+    std::lock_guard lock(runtime_mutex);
+    all = runtimes;
+  }
+  for (const auto& it : all)
+    if (std::shared_ptr<Runtime> runtime = it.lock()) runtime->shut_down();
 }
 
 std::pair<uint64_t, uint64_t> traffic() {
@@ -119,6 +133,8 @@ class PythonNamedScope {
 void bind_process_group(py::module_& module) {
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"));
+  module.def("shut_down_all", &shut_down_all, py::call_guard<py::gil_scoped_release>(),
+             "Leave all jobs and end the threads; for the end of the process.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
   py::class_<PythonNamedScope>(module, "NamedScope")
       .def(py::init<>())
