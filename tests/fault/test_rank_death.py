@@ -113,7 +113,12 @@ def suffer_pending(story: Story, folder: str, victim: int) -> None:
     works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
     futures = [work.get_future() for work in works]
     called: list[int] = []
-    chained = [future.then(lambda done, i=i: called.append(i) or done.value()) for i, future in enumerate(futures)]
+
+    def follow(index: int, done: Any) -> Any:
+        called.append(index)
+        return done.value()
+
+    chained = [future.then(lambda done, index=index: follow(index, done)) for index, future in enumerate(futures)]
     tell(folder, "waiting")
     suffer(story, works[0].wait)
     for work in works:
@@ -371,22 +376,22 @@ dist.all_reduce(torch.ones(3))
 
 def test_a_rank_that_raises_is_named_by_the_others(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
+    programs = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path)], env=environ, stderr=subprocess.PIPE, text=True
         )
         for rank in range(3)
     ]
     try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        errors = [program.communicate(timeout=60)[1] for program in programs]
     finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 1, 1], errors
+        for program in programs:
+            program.kill()
+    assert [program.returncode for program in programs] == [1, 1, 1], errors
     assert "ValueError: mine" in errors[1]
     for rank in (0, 2):
         assert "PeerLostError" in errors[rank]
-        assert f"lost rank 1 (host {os.uname().nodename}, pid {ranks[1].pid})" in errors[rank]
+        assert f"lost rank 1 (host {os.uname().nodename}, pid {programs[1].pid})" in errors[rank]
         assert "during all_reduce #3 (float32[3], SUM)" in errors[rank]
 
 
