@@ -63,6 +63,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store,
   EngineOptions options;
   options.spin_us = spin_us;
   options.check_interrupt = check_interrupt;
+  // Not by a call guard: pybind11 would then register the new object without the GIL, too.
+  py::gil_scoped_release meeting;
   // Destroyed without the GIL: a thread that is joined then may be asking for it.
   return std::shared_ptr<Runtime>(new Runtime(*store, rendezvous, std::move(options)), [](Runtime* runtime) {
     if (PyGILState_Check() == 0) return delete runtime;
@@ -189,7 +191,7 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime", "One rank: connections, engine, threads.")
       .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
            py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
-           py::arg("epoch") = 0, NoGil())
+           py::arg("epoch") = 0)
       .def("shut_down", &Runtime::shut_down, NoGil())
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
