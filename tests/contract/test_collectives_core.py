@@ -318,7 +318,7 @@ def test_any_mixture(data: st.DataObject) -> None:
     for seed in range(data.draw(st.integers(1, 10), label="in flight")):
         dtype, op = data.draw(st.sampled_from(pairs()))
         near = st.sampled_from((16 * ranks.size, 1000, *inner_sizes(ranks.size, dtype), *sizes(ranks.size, dtype)[6:9]))
-        count = data.draw(st.one_of(st.integers(0, 70), st.builds(int.__add__, near, st.integers(-17, 17))))
+        count = data.draw(st.one_of(st.integers(0, 70), st.builds(int.__add__, near, st.integers(-16, 17))))
         cases.append(Case(dtype, op, count, seed))
     check(ranks, table, cases)
 

@@ -48,6 +48,9 @@ OperationShape shape_of(Collective what, DType dtype, ReduceOp op, Algorithm alg
   shape.algorithm = static_cast<uint8_t>(algorithm);
   shape.root = root;
   shape.count = bytes / dtype_size(dtype);
+  if (bytes % dtype_size(dtype) != 0)
+    throw Error(ErrorKind::kValue, std::string(collective_name(what)) + ": " + std::to_string(bytes) +
+                                       " bytes are no whole number of " + std::string(dtype_name(dtype)));
   return shape;
 }
 

@@ -9,7 +9,15 @@
 namespace ringdp {
 namespace {
 
-GroupView view_of(int world_rank, std::vector<int> members) {
+GroupView view_of(int world_rank, int world, std::vector<int> members) {
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    if (members[i] < 0 || members[i] >= world)
+      throw Error(ErrorKind::kValue,
+                  "a group's member " + std::to_string(members[i]) + " is no rank of " + std::to_string(world));
+    if (std::find(members.begin(), members.begin() + static_cast<std::ptrdiff_t>(i), members[i]) !=
+        members.begin() + static_cast<std::ptrdiff_t>(i))
+      throw Error(ErrorKind::kValue, "rank " + std::to_string(members[i]) + " is twice in a group");
+  }
   auto found = std::find(members.begin(), members.end(), world_rank);
   if (found == members.end())
     throw Error(ErrorKind::kValue, "rank " + std::to_string(world_rank) + " is not a member of its own group");
@@ -33,7 +41,7 @@ GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& na
                          int64_t timeout_ms, const AlgorithmTable& table)
     : runtime_(std::move(runtime)),
       engine_(runtime_->share_engine()),
-      view_(view_of(engine_->rank(), members)),
+      view_(view_of(engine_->rank(), engine_->world(), members)),
       id_(engine_->add_group(key_of(name, members), view_)),
       timeout_ms_(timeout_ms),
       table_(table) {}

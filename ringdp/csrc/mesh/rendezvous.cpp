@@ -207,6 +207,9 @@ std::string choose_address(const RendezvousOptions& options, const std::vector<R
 }  // namespace
 
 std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options) {
+  if (options.rank < 0 || options.rank >= options.world)
+    throw Error(ErrorKind::kValue,
+                "rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) + " does not exist");
   Deadline deadline = Deadline::after_ms(options.timeout_ms);
   std::vector<MetPeer> peers(options.world);
   std::string host = options.host_name.empty() ? host_name() : options.host_name;
