@@ -81,6 +81,7 @@ class PythonWork {
     engine_->wait(*work_, timeout_ms > 0 ? Deadline::after_ms(timeout_ms) : Deadline::never());
   }
   bool done() const { return work_->finished(); }
+  int source() const { return work_->source(); }
 
  private:
   std::shared_ptr<Engine> engine_;
@@ -114,8 +115,7 @@ class PythonGroup {
   }
   PythonWork all_gather(const py::buffer& input, const std::vector<py::buffer>& outputs, const std::string& dtype) {
     std::vector<View> views{View(input)};
-    std::vector<std::span<std::byte>> blocks;
-    for (const py::buffer& output : outputs) blocks.push_back(views.emplace_back(output).bytes());
+    auto blocks = bytes_of(outputs, views);
     return issue(views, [&](CallOptions options) {
       return group_->all_gather(views[0].bytes(), blocks, dtype_from(dtype), std::move(options));
     });
@@ -123,10 +123,51 @@ class PythonGroup {
   PythonWork reduce_scatter(const std::vector<py::buffer>& inputs, const py::buffer& output, const std::string& dtype,
                             const std::string& op) {
     std::vector<View> views{View(output)};
-    std::vector<std::span<std::byte>> chunks;
-    for (const py::buffer& input : inputs) chunks.push_back(views.emplace_back(input).bytes());
+    auto chunks = bytes_of(inputs, views);
     return issue(views, [&](CallOptions options) {
       return group_->reduce_scatter(chunks, views[0].bytes(), dtype_from(dtype), op_from(op), std::move(options));
+    });
+  }
+  PythonWork reduce(const py::buffer& buffer, const std::string& dtype, int root, const std::string& op) {
+    View view(buffer);
+    return issue({view}, [&](CallOptions options) {
+      return group_->reduce(view.bytes(), dtype_from(dtype), op_from(op), root, std::move(options));
+    });
+  }
+  PythonWork gather(const py::buffer& input, const std::vector<py::buffer>& outputs, const std::string& dtype,
+                    int root) {
+    std::vector<View> views{View(input)};
+    auto blocks = bytes_of(outputs, views);
+    return issue(views, [&](CallOptions options) {
+      return group_->gather(views[0].bytes(), blocks, dtype_from(dtype), root, std::move(options));
+    });
+  }
+  PythonWork scatter(const std::vector<py::buffer>& inputs, const py::buffer& output, const std::string& dtype,
+                     int root) {
+    std::vector<View> views{View(output)};
+    auto chunks = bytes_of(inputs, views);
+    return issue(views, [&](CallOptions options) {
+      return group_->scatter(chunks, views[0].bytes(), dtype_from(dtype), root, std::move(options));
+    });
+  }
+  PythonWork all_to_all(const std::vector<py::buffer>& inputs, const std::vector<py::buffer>& outputs,
+                        const std::string& dtype) {
+    std::vector<View> views;
+    auto chunks = bytes_of(inputs, views), blocks = bytes_of(outputs, views);
+    return issue(views, [&](CallOptions options) {
+      return group_->all_to_all(chunks, blocks, dtype_from(dtype), std::move(options));
+    });
+  }
+  PythonWork send(const py::buffer& buffer, const std::string& dtype, int to, int32_t tag) {
+    View view(buffer);
+    return issue({view}, [&](CallOptions options) {
+      return group_->send(view.bytes(), dtype_from(dtype), to, tag, std::move(options));
+    });
+  }
+  PythonWork receive(const py::buffer& buffer, const std::string& dtype, int from, int32_t tag) {
+    View view(buffer);
+    return issue({view}, [&](CallOptions options) {
+      return group_->receive(view.bytes(), dtype_from(dtype), from, tag, std::move(options));
     });
   }
   PythonWork barrier() {
@@ -152,6 +193,12 @@ class PythonGroup {
         throw Error(ErrorKind::kValue, "the algorithm table has no '" + name + "'");
     }
     return table;
+  }
+
+  static std::vector<std::span<std::byte>> bytes_of(const std::vector<py::buffer>& buffers, std::vector<View>& views) {
+    std::vector<std::span<std::byte>> out;
+    for (const py::buffer& buffer : buffers) out.push_back(views.emplace_back(buffer).bytes());
+    return out;
   }
 
   template <typename Call>
@@ -197,7 +244,8 @@ PYBIND11_MODULE(_core, module) {
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
   py::class_<PythonWork>(module, "Work", "An operation in flight.")
       .def("wait", &PythonWork::wait, py::arg("timeout_ms") = 0, NoGil())
-      .def("done", &PythonWork::done);
+      .def("done", &PythonWork::done)
+      .def("source", &PythonWork::source, "Of a message received: the sender's rank in the group; -1 before it is known.");
   py::class_<PythonGroup>(module, "Group", "Collectives of some ranks of a Runtime.")
       .def(py::init<std::shared_ptr<Runtime>, const std::string&, std::vector<int>, int64_t,
                     const std::map<std::string, std::size_t>&>(),
@@ -208,6 +256,14 @@ PYBIND11_MODULE(_core, module) {
       .def("all_gather", &PythonGroup::all_gather, py::arg("input"), py::arg("outputs"), py::arg("dtype"))
       .def("reduce_scatter", &PythonGroup::reduce_scatter, py::arg("inputs"), py::arg("output"), py::arg("dtype"),
            py::arg("op") = "SUM")
+      .def("reduce", &PythonGroup::reduce, py::arg("buffer"), py::arg("dtype"), py::arg("root"), py::arg("op") = "SUM")
+      .def("gather", &PythonGroup::gather, py::arg("input"), py::arg("outputs"), py::arg("dtype"), py::arg("root"))
+      .def("scatter", &PythonGroup::scatter, py::arg("inputs"), py::arg("output"), py::arg("dtype"), py::arg("root"))
+      .def("all_to_all", &PythonGroup::all_to_all, py::arg("inputs"), py::arg("outputs"), py::arg("dtype"))
+      .def("send", &PythonGroup::send, py::arg("buffer"), py::arg("dtype"), py::arg("to"), py::kw_only(),
+           py::arg("tag") = 0)
+      .def("receive", &PythonGroup::receive, py::arg("buffer"), py::arg("dtype"), py::arg("source"), py::kw_only(),
+           py::arg("tag") = 0, "From rank `source`, or from anybody with -1; see Work.source.")
       .def("barrier", &PythonGroup::barrier)
       .def("close", &PythonGroup::close, NoGil())
       .def_property_readonly("rank", &PythonGroup::rank)

@@ -26,6 +26,13 @@ constexpr std::array<DTypeInfo, kDTypeCount> kDTypes{{
     {"bool", 1},
     {"complex64", 8},
     {"complex128", 16},
+    {"complex32", 4},
+    {"float8_e4m3fn", 1},
+    {"float8_e5m2", 1},
+    {"float8_e4m3fnuz", 1},
+    {"float8_e5m2fnuz", 1},
+    {"float8_e8m0fnu", 1},
+    {"float4_e2m1fn_x2", 1},
 }};
 
 constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"SUM", "AVG",  "PRODUCT", "MIN",

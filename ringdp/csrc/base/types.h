@@ -25,8 +25,16 @@ enum class DType : uint8_t {
   kBool = 12,
   kComplex64 = 13,
   kComplex128 = 14,
+  // From here on there is nothing to add up: they are only moved.
+  kComplex32 = 15,
+  kFloat8E4m3fn = 16,
+  kFloat8E5m2 = 17,
+  kFloat8E4m3fnuz = 18,
+  kFloat8E5m2fnuz = 19,
+  kFloat8E8m0fnu = 20,
+  kFloat4E2m1fnX2 = 21,
 };
-inline constexpr int kDTypeCount = 15;
+inline constexpr int kDTypeCount = 22;
 
 enum class ReduceOp : uint8_t {
   kSum = 0,

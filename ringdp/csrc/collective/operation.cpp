@@ -40,7 +40,8 @@ void Operation::start(const OperationContext& context) {
   // Receivers first: what a peer sent early may already complete this, and set what can be sent.
   for (RecvFlow& flow : receives_) context_.links[flow.peer]->attach(flow);
   for (SendFlow& flow : sends_) context_.links[flow.peer]->attach(flow);
-  if (announce_to_ >= 0 && !complete()) context_.links[group_.members[announce_to_]]->announce(identity_);
+  if (complete()) return;
+  for (int member : announce_to_) context_.links[group_.members[member]]->announce(identity_);
 }
 
 SendFlow& Operation::add_send(int member, uint64_t total, uint64_t ready) {
@@ -99,6 +100,7 @@ bool Operation::needs(int world_rank) const {
 
 std::string Operation::waiting_for() const {
   std::string out;
+  if (!started_) return "a message from any rank";
   auto add = [&](const auto& flow, uint64_t moved, const char* verb) {
     std::string peer = context_.links[flow.peer]->peer().text();
     peer.insert(peer.size() - 1, "; " + std::to_string(moved) + " of " + std::to_string(flow.total) + " bytes " + verb);

@@ -24,6 +24,16 @@ struct GroupView {
   std::vector<int> members;
 };
 
+// The n-th send from a member to another under a tag meets the n-th receive of that kind.
+struct PointToPoint {
+  static constexpr int kAny = -1;
+
+  bool sends = false;
+  int from = kAny;  // members of the group
+  int to = kAny;
+  int32_t tag = 0;
+};
+
 struct OperationContext {
   uint64_t group = 0;
   uint64_t sequence = 0;
@@ -45,9 +55,13 @@ class Operation : public FlowHandler {
   // it is complete and before anybody hears of it. Copies between strided and flat memory, for example.
   void wrap(std::function<void()> before, std::function<void()> after);
 
-  // This rank only receives here: it tells `member`, its source, that it takes part. Otherwise two ranks that believe each
-  // in another root could wait for each other, or both send, without a word between them.
-  void announces_to(int member) { announce_to_ = member; }
+  // This rank sends `member` nothing here: it tells it that it takes part. Otherwise two ranks that believe each in another
+  // root could wait for each other, or both send, without a word between them.
+  void announces_to(int member) { announce_to_.push_back(member); }
+
+  // Who sends to whom, for operations outside the group's order; null for collectives.
+  virtual const PointToPoint* point_to_point() const { return nullptr; }
+  virtual void bind(int /*from*/) {}  // a receive from anybody has found its sender
 
   void start(const OperationContext& context);
   void conclude() {
@@ -90,7 +104,7 @@ class Operation : public FlowHandler {
   std::vector<std::pair<std::span<std::byte>, std::span<const std::byte>>> copies_;
   std::function<void()> before_;
   std::function<void()> after_;
-  int announce_to_ = -1;
+  std::vector<int> announce_to_;
   bool started_ = false;
 };
 

@@ -8,20 +8,29 @@ Pairwise::Pairwise(GroupView group, OperationShape shape, std::string name, std:
                    std::span<std::byte> out)
     : Operation(std::move(group), shape, std::move(name)),
       chunks_(std::move(chunks)),
-      share_(shape.what == Collective::kAllReduce),
-      own_out_(share_ ? chunks_[group_.rank] : out),
+      scratch_(nullptr, {}),
+      own_out_(shape.what == Collective::kReduceScatter ? out : chunks_[group_.rank]),
       fold_(group_.rank, group_.size, shape.dtype, shape.op) {
   for (auto chunk : chunks_) uses(chunk);
   uses(out);
 }
 
-// A flow to rank j: my part of chunk j, then (all-reduce) the sum of my own chunk as it gets ready.
+bool Pairwise::collects(int member) const {
+  const OperationShape& shape = identity().shape;
+  return shape.what == Collective::kAllReduce || (shape.what == Collective::kReduce && member == shape.root);
+}
+
+// A flow to rank j: my part of chunk j, then (all-reduce, reduce) the sum of my own chunk as it gets ready.
 void Pairwise::prepare() {
+  if (identity().shape.what == Collective::kReduce && !collects(group_.rank)) {
+    scratch_ = scratch().take(own_out_.size());
+    own_out_ = {scratch_.get(), own_out_.size()};
+  }
   fold_.begin(scratch(), chunks_[group_.rank], own_out_);
   std::size_t mine = own_out_.size();
   for (int step = 1; step < group_.size; ++step) {
     int to = (group_.rank + step) % group_.size, from = (group_.rank + group_.size - step) % group_.size;
-    std::size_t back = share_ ? chunks_[from].size() : 0, result = share_ ? mine : 0;
+    std::size_t back = collects(group_.rank) ? chunks_[from].size() : 0, result = collects(to) ? mine : 0;
     add_receive(from, mine + back, receive_window(mine + back));
     add_send(to, chunks_[to].size() + result, chunks_[to].size());
   }
@@ -63,7 +72,6 @@ void Pairwise::advance() {
   fold_.advance(own_out_.size());
   if (fold_.folded() == before) return;
   for (RecvFlow& flow : receives_) widen(flow, receive_window(flow.total));
-  if (!share_) return;
   for (SendFlow& flow : sends_) flow.ready = std::min(flow.total, chunks_[flow.member].size() + fold_.folded());
 }
 

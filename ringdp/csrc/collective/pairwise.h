@@ -1,6 +1,7 @@
 // Pairwise exchange: every rank sends each chunk of its input to the chunk's owner, who adds all of them in rank order
-// (half types in float32, rounded once). That is reduce-scatter; for all-reduce the owner then sends the result to all.
-// n-1 messages per phase in one step; bytes as in a ring: (n-1)/n·S per phase.
+// (half types in float32, rounded once). That is reduce-scatter; for all-reduce the owner then sends the result to all, for
+// reduce to the root. n-1 messages per phase in one step; bytes as in a ring: (n-1)/n·S per phase (reduce: the second phase
+// is S/n to send, and (n-1)/n·S for the root to receive).
 #pragma once
 
 #include "collective/operation.h"
@@ -11,6 +12,7 @@ namespace ringdp {
 class Pairwise final : public Operation {
  public:
   // All-reduce: `chunks[c]` of the buffer in place; `out` is empty.
+  // Reduce: the same, but only the root's chunks change.
   // Reduce-scatter: `chunks[c]` of the input, left as they are; `out` receives chunk `rank`.
   Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
            std::span<std::byte> out);
@@ -25,10 +27,11 @@ class Pairwise final : public Operation {
 
  private:
   void advance();
+  bool collects(int member) const;  // it hears of everybody's results
   uint64_t receive_window(uint64_t total) const;
 
   std::vector<std::span<std::byte>> chunks_;
-  bool share_;                    // all-reduce: results go back to everybody
+  ScratchPool::Block scratch_;    // reduce: this rank's part of the sum, on its way to the root
   std::span<std::byte> own_out_;  // where this rank's chunk is summed
   RankOrderFold fold_;
 };

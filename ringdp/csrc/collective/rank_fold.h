@@ -1,6 +1,6 @@
 // RankOrderFold: adds up what n ranks have for the same elements, in rank order, segment by segment, without keeping more
 // than two blocks per peer. Half types are added in float32 and rounded once. Used by the algorithms in which one rank sees
-// all inputs (fold_all_reduce, pairwise).
+// all inputs (fold, pairwise).
 #pragma once
 
 #include <cstdint>

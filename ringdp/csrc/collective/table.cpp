@@ -1,12 +1,14 @@
 #include "collective/table.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "base/error.h"
 #include "collective/chain.h"
 #include "collective/exchange.h"
-#include "collective/fold_all_reduce.h"
+#include "collective/fold.h"
 #include "collective/pairwise.h"
+#include "collective/point_to_point.h"
 #include "collective/ring.h"
 
 namespace ringdp {
@@ -54,11 +56,47 @@ OperationShape shape_of(Collective what, DType dtype, ReduceOp op, Algorithm alg
   return shape;
 }
 
+void check_member(const GroupView& group, int member, const char* what) {
+  if (member < 0 || member >= group.size)
+    throw Error(ErrorKind::kValue, std::string(what) + " " + std::to_string(member) + " is no rank of a group of " +
+                                       std::to_string(group.size));
+}
+
+// As many pieces as ranks; all of `bytes`, unless that is nothing to go by.
+void check_pieces(const GroupView& group, const std::vector<std::span<std::byte>>& pieces,
+                  std::optional<std::size_t> bytes, const std::string& what) {
+  if (pieces.size() != static_cast<std::size_t>(group.size))
+    throw Error(ErrorKind::kValue,
+                what + "s: " + std::to_string(pieces.size()) + " for " + std::to_string(group.size) + " ranks");
+  for (const auto& piece : pieces)
+    if (bytes && piece.size() != *bytes)
+      throw Error(ErrorKind::kValue, what + " of " + std::to_string(piece.size()) + " bytes beside one of " +
+                                         std::to_string(*bytes));
+}
+
 void check_reduction(DType dtype, ReduceOp op) { (void)reduce_kernels(dtype, op); }
+
+// Exchange has one type for what it sends and what it receives; it only reads the former.
+std::span<std::byte> writable(std::span<const std::byte> memory) {
+  return {const_cast<std::byte*>(memory.data()), memory.size()};
+}
 
 std::vector<Exchange::Piece> to_others(const GroupView& group, std::span<std::byte> memory) {
   std::vector<Exchange::Piece> out;
   for (int step = 1; step < group.size; ++step) out.push_back({(group.rank + step) % group.size, memory});
+  return out;
+}
+
+void announce_to_others(Operation& operation, const GroupView& group) {
+  for (int step = 1; step < group.size; ++step) operation.announces_to((group.rank + step) % group.size);
+}
+
+std::vector<Exchange::Piece> pieces_of_others(const GroupView& group, const std::vector<std::span<std::byte>>& all) {
+  std::vector<Exchange::Piece> out;
+  for (int step = 1; step < group.size; ++step) {
+    int member = (group.rank + step) % group.size;
+    out.push_back({member, all[static_cast<std::size_t>(member)]});
+  }
   return out;
 }
 
@@ -91,7 +129,7 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
     return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
   switch (algorithm) {
     case Algorithm::kFold:
-      return std::make_unique<FoldAllReduce>(group, shape, std::move(name), memory);
+      return std::make_unique<Fold>(group, shape, std::move(name), memory);
     case Algorithm::kPairwise:
       return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
                                         std::span<std::byte>{});
@@ -100,11 +138,26 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
   }
 }
 
+std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
+                                       DType dtype, ReduceOp op, int root, std::string name) {
+  check_reduction(dtype, op);
+  check_member(group, root, "reduce: root");
+  Algorithm algorithm = choose_all_reduce(table, group.size, dtype, memory.size());
+  if (algorithm == Algorithm::kRing) algorithm = Algorithm::kPairwise;  // a ring's sum would end at the wrong rank
+  OperationShape shape = shape_of(Collective::kReduce, dtype, op, algorithm, memory.size(), root);
+  if (group.size == 1)
+    return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+  if (algorithm == Algorithm::kPairwise)
+    return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
+                                      std::span<std::byte>{});
+  auto operation = std::make_unique<Fold>(group, shape, std::move(name), memory);
+  if (group.rank == root) announce_to_others(*operation, group);
+  return operation;
+}
+
 std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,
                                           std::span<std::byte> memory, DType dtype, int root, std::string name) {
-  if (root < 0 || root >= group.size)
-    throw Error(ErrorKind::kValue,
-                "broadcast: root " + std::to_string(root) + " is no rank of a group of " + std::to_string(group.size));
+  check_member(group, root, "broadcast: root");
   bool flat = memory.size() <= table.flat_broadcast_bytes || group.size <= 2;
   OperationShape shape = shape_of(Collective::kBroadcast, dtype, ReduceOp::kSum,
                                   flat ? Algorithm::kExchange : Algorithm::kChain, memory.size(), root);
@@ -126,23 +179,15 @@ std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const Gro
 std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const GroupView& group,
                                            std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
                                            DType dtype, std::string name) {
-  if (blocks.size() != static_cast<std::size_t>(group.size))
-    throw Error(ErrorKind::kValue, "all_gather: " + std::to_string(blocks.size()) + " outputs for " +
-                                       std::to_string(group.size) + " ranks");
-  for (const auto& block : blocks)
-    if (block.size() != input.size())
-      throw Error(ErrorKind::kValue, "all_gather: an output of " + std::to_string(block.size()) +
-                                         " bytes for an input of " + std::to_string(input.size()));
+  check_pieces(group, blocks, input.size(), "all_gather: output");
   bool direct = input.size() <= table.direct_gather_bytes || group.size <= 2;
   std::span<std::byte> own = blocks[group.rank];
   OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum,
                                   direct ? Algorithm::kExchange : Algorithm::kRing, input.size());
   std::unique_ptr<Operation> operation;
   if (direct) {
-    std::vector<Exchange::Piece> in;
-    for (int member = 0; member < group.size; ++member)
-      if (member != group.rank) in.push_back({member, blocks[member]});
-    operation = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, own), std::move(in));
+    operation = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, own),
+                                           pieces_of_others(group, blocks));
   } else {
     std::vector<std::vector<std::span<std::byte>>> one_slab{std::move(blocks)};
     operation = std::make_unique<Ring>(group, shape, std::move(name), std::move(one_slab), false);
@@ -155,13 +200,7 @@ std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vect
                                                std::span<std::byte> output, DType dtype, ReduceOp op,
                                                std::string name) {
   check_reduction(dtype, op);
-  if (chunks.size() != static_cast<std::size_t>(group.size))
-    throw Error(ErrorKind::kValue, "reduce_scatter: " + std::to_string(chunks.size()) + " inputs for " +
-                                       std::to_string(group.size) + " ranks");
-  for (const auto& chunk : chunks)
-    if (chunk.size() != output.size())
-      throw Error(ErrorKind::kValue, "reduce_scatter: an input of " + std::to_string(chunk.size()) +
-                                         " bytes for an output of " + std::to_string(output.size()));
+  check_pieces(group, chunks, output.size(), "reduce_scatter: input");
   OperationShape shape = shape_of(Collective::kReduceScatter, dtype, op, Algorithm::kPairwise, output.size());
   if (group.size == 1) {
     auto alone = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
@@ -169,6 +208,84 @@ std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vect
     return alone;
   }
   return std::make_unique<Pairwise>(group, shape, std::move(name), std::move(chunks), output);
+}
+
+std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const std::byte> input,
+                                       std::vector<std::span<std::byte>> blocks, DType dtype, int root,
+                                       std::string name) {
+  check_member(group, root, "gather: root");
+  OperationShape shape =
+      shape_of(Collective::kGather, dtype, ReduceOp::kSum, Algorithm::kExchange, input.size(), root);
+  if (group.rank != root) {
+    std::vector<Exchange::Piece> out{{root, writable(input)}};
+    return std::make_unique<Exchange>(group, shape, std::move(name), std::move(out), std::vector<Exchange::Piece>{});
+  }
+  check_pieces(group, blocks, input.size(), "gather: output");
+  std::span<std::byte> own = blocks[static_cast<std::size_t>(root)];
+  auto operation = std::make_unique<Exchange>(group, shape, std::move(name), std::vector<Exchange::Piece>{},
+                                              pieces_of_others(group, blocks));
+  operation->copy_at_start(own, input);
+  announce_to_others(*operation, group);
+  return operation;
+}
+
+std::unique_ptr<Operation> make_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
+                                        std::span<std::byte> output, DType dtype, int root, std::string name) {
+  check_member(group, root, "scatter: root");
+  OperationShape shape =
+      shape_of(Collective::kScatter, dtype, ReduceOp::kSum, Algorithm::kExchange, output.size(), root);
+  if (group.rank != root) {
+    std::vector<Exchange::Piece> in{{root, output}};
+    auto operation =
+        std::make_unique<Exchange>(group, shape, std::move(name), std::vector<Exchange::Piece>{}, std::move(in));
+    operation->announces_to(root);
+    return operation;
+  }
+  check_pieces(group, chunks, output.size(), "scatter: input");
+  auto operation = std::make_unique<Exchange>(group, shape, std::move(name), pieces_of_others(group, chunks),
+                                              std::vector<Exchange::Piece>{});
+  operation->copy_at_start(output, chunks[static_cast<std::size_t>(root)]);
+  return operation;
+}
+
+std::unique_ptr<Operation> make_all_to_all(const GroupView& group, std::vector<std::span<std::byte>> chunks,
+                                           std::vector<std::span<std::byte>> blocks, DType dtype, std::string name) {
+  check_pieces(group, chunks, std::nullopt, "all_to_all: input");
+  check_pieces(group, blocks, std::nullopt, "all_to_all: output");
+  auto rank = static_cast<std::size_t>(group.rank);
+  if (chunks[rank].size() != blocks[rank].size())
+    throw Error(ErrorKind::kValue, "all_to_all: rank " + std::to_string(group.rank) + " sends itself " +
+                                       std::to_string(chunks[rank].size()) + " bytes and expects " +
+                                       std::to_string(blocks[rank].size()));
+  std::size_t sent = 0;
+  for (auto chunk : chunks) sent += chunk.size();
+  OperationShape shape = shape_of(Collective::kAllToAll, dtype, ReduceOp::kSum, Algorithm::kExchange, sent);
+  auto operation = std::make_unique<Exchange>(group, shape, std::move(name), pieces_of_others(group, chunks),
+                                              pieces_of_others(group, blocks));
+  FlowIdentity& identity = operation->mutable_identity();
+  OperationShape common = identity.shape;
+  common.count = 0;
+  identity.fingerprint = common.fingerprint();
+  identity.counts_differ = true;
+  operation->copy_at_start(blocks[rank], chunks[rank]);
+  return operation;
+}
+
+std::unique_ptr<Operation> make_send(const GroupView& group, std::span<std::byte> memory, DType dtype, int to,
+                                     int32_t tag, std::string name) {
+  check_member(group, to, "send: destination");
+  if (to == group.rank) throw Error(ErrorKind::kValue, "send: a rank cannot send to itself");
+  OperationShape shape = shape_of(Collective::kSend, dtype, ReduceOp::kSum, Algorithm::kExchange, memory.size(), tag);
+  return std::make_unique<Send>(group, shape, std::move(name), memory, to);
+}
+
+std::unique_ptr<Operation> make_receive(const GroupView& group, std::span<std::byte> memory, DType dtype, int from,
+                                        int32_t tag, std::string name) {
+  if (from != PointToPoint::kAny) check_member(group, from, "recv: source");
+  if (from == group.rank) throw Error(ErrorKind::kValue, "recv: a rank cannot receive from itself");
+  // The message's shape is the sender's: the two must be equal.
+  OperationShape shape = shape_of(Collective::kSend, dtype, ReduceOp::kSum, Algorithm::kExchange, memory.size(), tag);
+  return std::make_unique<Receive>(group, shape, std::move(name), memory, from);
 }
 
 }  // namespace ringdp

@@ -31,6 +31,9 @@ Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype,
 std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name);
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name);
+// Adds in rank order, whatever the size; `memory` is the result on the root and stays as it is elsewhere.
+std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
+                                       DType dtype, ReduceOp op, int root, std::string name);
 std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,
                                           std::span<std::byte> memory, DType dtype, int root, std::string name);
 // `blocks[r]` receives rank r's `input`; all of the same size.
@@ -40,5 +43,20 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
 // `chunks[r]` of this rank's input go to rank r; `output` receives the reduction of everybody's chunk for this rank.
 std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
                                                std::span<std::byte> output, DType dtype, ReduceOp op, std::string name);
+// Root: `blocks[r]` receives rank r's `input`; elsewhere there are none.
+std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const std::byte> input,
+                                       std::vector<std::span<std::byte>> blocks, DType dtype, int root,
+                                       std::string name);
+// Root: `chunks[r]` goes to rank r's `output`; elsewhere there are none.
+std::unique_ptr<Operation> make_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
+                                        std::span<std::byte> output, DType dtype, int root, std::string name);
+// `chunks[r]` goes to rank r, which receives it in its block for this rank: every pair may have a size of its own.
+std::unique_ptr<Operation> make_all_to_all(const GroupView& group, std::vector<std::span<std::byte>> chunks,
+                                           std::vector<std::span<std::byte>> blocks, DType dtype, std::string name);
+std::unique_ptr<Operation> make_send(const GroupView& group, std::span<std::byte> memory, DType dtype, int to,
+                                     int32_t tag, std::string name);
+// `from` may be PointToPoint::kAny.
+std::unique_ptr<Operation> make_receive(const GroupView& group, std::span<std::byte> memory, DType dtype, int from,
+                                        int32_t tag, std::string name);
 
 }  // namespace ringdp

@@ -27,7 +27,7 @@ class CompletionQueue {
   static int current_lane();                                // of the callback that runs on this thread; -1 outside
   static int issuing_lane() { return current_lane() + 1; }  // of what follows the operations issued here
 
-  static constexpr uint64_t kNestedBit = 1ULL << 63;
+  static constexpr uint64_t kNestedBit = 1ULL << 63;  // of the sequence number of an operation issued in a callback
 
  private:
   struct State;

@@ -62,7 +62,7 @@ void Engine::remove_group(uint64_t id) {
     GroupPtr group = find_group(id);
     if (!group) return;
     take_inbox();
-    bool in_flight = !group->queued.empty() || !group->active.empty() || !group->nested.empty();
+    bool in_flight = !group->idle();
     Error error(ErrorKind::kState, "the process group was destroyed on rank " + std::to_string(rank_) +
                                        " while operations were in flight");
     if (in_flight) fail_group(*group, error, notice_of(error));
@@ -82,8 +82,12 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   Group& group = *found->second;
   if (group.failure) std::rethrow_exception(group.failure);
   FlowIdentity& identity = submission.operation->mutable_identity();
-  identity.sequence = CompletionQueue::nested_key(group_id).value_or(0);
-  if (identity.sequence == 0) identity.sequence = ++group.next_sequence;
+  if (submission.operation->point_to_point() != nullptr)
+    identity.sequence = MessageNumbers::kMessageBit;  // numbered when it meets its other end
+  else if (auto nested = CompletionQueue::nested_key(group_id))
+    identity.sequence = *nested;
+  else
+    identity.sequence = ++group.next_sequence;
   if (auto hold = CallbackHold::current(); hold && submission.on_done)
     submission.on_done = [hold, follows = std::move(submission.on_done)](std::exception_ptr error) {
       hold->wait();

@@ -19,6 +19,7 @@
 #include "base/fd.h"
 #include "collective/operation.h"
 #include "engine/completion.h"
+#include "engine/matching.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
@@ -83,10 +84,16 @@ class Engine {
     std::exception_ptr failure;               // shared
     std::deque<Slot> queued;                  // driver
     std::deque<Slot> active;                  // driver: started, retired in order
-    std::vector<Slot> nested;                 // driver: issued inside callbacks, each on its own
+    std::vector<Slot> nested;                 // driver: messages and what callbacks issued, each on its own
+    std::deque<Slot> unbound;                 // driver: receives that wait to know their sender, as they were posted
+    MessageNumbers messages;                  // driver
     std::vector<FlowIdentity> history;        // driver: what was started last, at sequence modulo its size
     std::deque<FlowIdentity> nested_history;  // driver: the same for those issued inside callbacks
     uint64_t started_upto = 0;                // driver
+
+    bool idle() const { return queued.empty() && active.empty() && nested.empty() && unbound.empty(); }
+    // Everything that has begun: calls `look` until it answers true.
+    bool any_running(const std::function<bool(const Slot&)>& look) const;
   };
   using GroupPtr = std::shared_ptr<Group>;  // shared by groups_ and the inbox
 
@@ -112,6 +119,10 @@ class Engine {
   static void remember(Group& group, const FlowIdentity& identity);
   Link::Started find_started(uint64_t group, uint64_t sequence) const;
   bool retire(Group& group);
+  void take_message(Group& group, Slot slot);  // these four: matching.cpp
+  void start_message(Group& group, Slot slot);
+  bool bind_receives(Group& group);
+  int find_sender(const Group& group, PointToPoint ends);
   bool pump_links();
   void sleep(const Work* until, Deadline deadline);
   void watch_blocked();  // tells the poller which channels are full

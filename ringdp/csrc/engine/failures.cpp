@@ -43,9 +43,7 @@ void Engine::lose_link(int peer, const Error& error) {
 // A peer that said goodbye is no failure by itself: only operations that still need it fail.
 void Engine::on_departed(int peer) {
   for (const GroupPtr& group : busy_) {
-    auto needs = [&](const Slot& slot) { return slot.operation->needs(peer); };
-    bool needed = std::any_of(group->active.begin(), group->active.end(), needs) ||
-                  std::any_of(group->nested.begin(), group->nested.end(), needs);
+    bool needed = group->any_running([&](const Slot& slot) { return slot.operation->needs(peer); });
     if (needed) fail_later(group->id, explain_loss(*group, peer, Error(ErrorKind::kPeerLost, "it left the job")));
   }
 }
@@ -106,9 +104,11 @@ void Engine::fail_group(Group& group, const Error& error, const AbortNotice& not
   for (Slot& slot : group.nested) slots.push_back(std::move(slot));
   for (Slot& slot : group.active) slots.push_back(std::move(slot));
   std::size_t started = slots.size();
+  for (Slot& slot : group.unbound) slots.push_back(std::move(slot));
   for (Slot& slot : group.queued) slots.push_back(std::move(slot));
   group.nested.clear();
   group.active.clear();
+  group.unbound.clear();
   group.queued.clear();
   for (std::size_t i = 0; i < started; ++i) slots[i].operation->abandon();
   for (int member : group.view.members) {

@@ -87,6 +87,38 @@ std::shared_ptr<Work> GroupHandle::reduce_scatter(std::vector<std::span<std::byt
   return submit(make_reduce_scatter(view_, std::move(chunks), output, dtype, op, current_name()), std::move(options));
 }
 
+std::shared_ptr<Work> GroupHandle::reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, int root,
+                                          CallOptions options) {
+  return submit(make_reduce(table_, view_, memory, dtype, op, root, current_name()), std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
+                                          DType dtype, int root, CallOptions options) {
+  return submit(make_gather(view_, input, std::move(blocks), dtype, root, current_name()), std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
+                                           DType dtype, int root, CallOptions options) {
+  return submit(make_scatter(view_, std::move(chunks), output, dtype, root, current_name()), std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::all_to_all(std::vector<std::span<std::byte>> chunks,
+                                              std::vector<std::span<std::byte>> blocks, DType dtype,
+                                              CallOptions options) {
+  return submit(make_all_to_all(view_, std::move(chunks), std::move(blocks), dtype, current_name()),
+                std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::send(std::span<std::byte> memory, DType dtype, int to, int32_t tag,
+                                        CallOptions options) {
+  return submit(make_send(view_, memory, dtype, to, tag, current_name()), std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::receive(std::span<std::byte> memory, DType dtype, int from, int32_t tag,
+                                           CallOptions options) {
+  return submit(make_receive(view_, memory, dtype, from, tag, current_name()), std::move(options));
+}
+
 void GroupHandle::wait(Work& work, int64_t timeout_ms) {
   engine_->wait(work, timeout_ms > 0 ? Deadline::after_ms(timeout_ms) : Deadline::never());
 }

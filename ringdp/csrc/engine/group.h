@@ -1,5 +1,5 @@
 // GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Any thread, but the order of
-// calls must be the same on all ranks of the group. Buffers must live until the Work is done.
+// collectives must be the same on all ranks of the group (messages have none but their own). Buffers must live until the Work is done.
 #pragma once
 
 #include <memory>
@@ -37,6 +37,18 @@ class GroupHandle {
                                    DType dtype, CallOptions options);
   std::shared_ptr<Work> reduce_scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
                                        DType dtype, ReduceOp op, CallOptions options);
+
+  std::shared_ptr<Work> reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, int root, CallOptions options);
+  // `blocks` on the root, `chunks` on the root: empty elsewhere.
+  std::shared_ptr<Work> gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks, DType dtype,
+                               int root, CallOptions options);
+  std::shared_ptr<Work> scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output, DType dtype,
+                                int root, CallOptions options);
+  std::shared_ptr<Work> all_to_all(std::vector<std::span<std::byte>> chunks, std::vector<std::span<std::byte>> blocks,
+                                   DType dtype, CallOptions options);
+  // Messages: outside the order of the collectives; the n-th to a rank under a tag meets its n-th receive of that kind.
+  std::shared_ptr<Work> send(std::span<std::byte> memory, DType dtype, int to, int32_t tag, CallOptions options);
+  std::shared_ptr<Work> receive(std::span<std::byte> memory, DType dtype, int from, int32_t tag, CallOptions options);
 
   // Throws the operation's error; `timeout_ms` 0 waits as long as the operation's own timeout allows.
   void wait(Work& work, int64_t timeout_ms = 0);

@@ -67,8 +67,11 @@ void Engine::take_inbox() {
       continue;
     }
     if (std::find(busy_.begin(), busy_.end(), group) == busy_.end()) busy_.push_back(group);
-    bool nested = (slot.work->sequence() & CompletionQueue::kNestedBit) != 0;
-    if (!nested) {
+    if (slot.operation->point_to_point() != nullptr) {
+      take_message(*group, std::move(slot));
+      continue;
+    }
+    if (in_order(slot.work->sequence())) {
       group->queued.push_back(std::move(slot));
       continue;
     }
@@ -83,14 +86,14 @@ bool Engine::advance_groups() {
   bool changed = false;
   for (std::size_t i = 0; i < busy_.size();) {
     GroupPtr group = busy_[i];
+    if (!group->unbound.empty()) changed |= bind_receives(*group);
     while (start_next(*group)) changed = true;
     while (retire(*group)) {
       changed = true;
       while (start_next(*group)) {
       }
     }
-    bool empty = group->queued.empty() && group->active.empty() && group->nested.empty();
-    if (empty && i < busy_.size() && busy_[i] == group)
+    if (group->idle() && i < busy_.size() && busy_[i] == group)
       busy_.erase(busy_.begin() + static_cast<std::ptrdiff_t>(i));
     else
       ++i;
@@ -132,7 +135,7 @@ void Engine::start(Group& group, Slot& slot) {
 
 // Frames may come for an operation from which this rank expects none: Link asks what it was.
 void Engine::remember(Group& group, const FlowIdentity& identity) {
-  if ((identity.sequence & CompletionQueue::kNestedBit) != 0) {
+  if (!in_order(identity.sequence)) {
     if (group.nested_history.size() == kHistory) group.nested_history.pop_front();
     group.nested_history.push_back(identity);
     group.nested_history.back().group = group.id;
@@ -148,7 +151,7 @@ void Engine::remember(Group& group, const FlowIdentity& identity) {
 Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
   GroupPtr group = find_group(group_id);
   if (!group) return {};
-  if ((sequence & CompletionQueue::kNestedBit) != 0) {
+  if (!in_order(sequence)) {
     for (const FlowIdentity& identity : group->nested_history)
       if (identity.sequence == sequence) return {true, &identity};
     return {};
@@ -232,11 +235,18 @@ void Engine::sleep(const Work* until, Deadline deadline) {
   if (events.empty() && until != nullptr && options_.check_interrupt) options_.check_interrupt();
 }
 
+bool Engine::Group::any_running(const std::function<bool(const Slot&)>& look) const {
+  return std::any_of(active.begin(), active.end(), look) || std::any_of(nested.begin(), nested.end(), look) ||
+         std::any_of(unbound.begin(), unbound.end(), look);
+}
+
 Deadline Engine::next_deadline() const {
   Deadline first = Deadline::never();
   for (const GroupPtr& group : busy_) {
-    for (const Slot& slot : group->active) first = std::min(first, slot.deadline);
-    for (const Slot& slot : group->nested) first = std::min(first, slot.deadline);
+    group->any_running([&](const Slot& slot) {
+      first = std::min(first, slot.deadline);
+      return false;
+    });
   }
   return first;
 }
@@ -244,10 +254,10 @@ Deadline Engine::next_deadline() const {
 void Engine::check_deadlines() {
   for (const GroupPtr& group : busy_) {
     const Slot* late = nullptr;
-    for (const Slot& slot : group->active)
-      if (late == nullptr && slot.deadline.expired()) late = &slot;
-    for (const Slot& slot : group->nested)
-      if (late == nullptr && slot.deadline.expired()) late = &slot;
+    group->any_running([&](const Slot& slot) {
+      if (slot.deadline.expired()) late = &slot;
+      return late != nullptr;
+    });
     if (late != nullptr) fail_later(group->id, explain_timeout(*late));
   }
   settle_failures();

@@ -21,7 +21,9 @@ class Work {
   std::exception_ptr error() const { return failed() ? error_ : nullptr; }
 
   uint64_t group() const { return group_; }
-  uint64_t sequence() const { return sequence_; }
+  // Of a message: provisional until it has met its other end.
+  uint64_t sequence() const { return sequence_.load(std::memory_order_acquire); }
+  int source() const { return source_.load(std::memory_order_acquire); }  // of a message received: its sender, once known
   int lane() const { return lane_; }  // of CompletionQueue: where `on_done` runs
   const std::string& text() const { return text_; }
 
@@ -35,7 +37,8 @@ class Work {
   }
 
   const uint64_t group_;
-  const uint64_t sequence_;
+  std::atomic<uint64_t> sequence_;
+  std::atomic<int> source_{-1};
   const int lane_;
   const std::string text_;
   std::function<void(std::exception_ptr)> on_done_;  // run once on the completion thread, in operation order

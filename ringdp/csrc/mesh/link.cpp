@@ -13,6 +13,10 @@ constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one pe
 constexpr std::size_t kMaxEarlyOperations = 65536;     // how many operations a peer may be ahead
 constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and may be less than operations can cut
 
+uint64_t count_of(const FlowIdentity& identity, uint64_t bytes) {
+  return bytes / std::max<std::size_t>(1, dtype_size(identity.shape.dtype));
+}
+
 std::span<const std::byte> as_const(std::span<std::byte> bytes) { return bytes; }
 
 }  // namespace
@@ -24,7 +28,8 @@ std::string PeerInfo::text() const {
 std::string FlowIdentity::text() const {
   std::string whole = shape.text();
   auto paren = whole.find('(');
-  std::string out = whole.substr(0, paren) + " #" + std::to_string(sequence & 0xffffffffULL);
+  std::string out = whole.substr(0, paren);
+  out += between.empty() ? " #" + std::to_string(sequence & 0xffffffffULL) : " " + between;
   if (paren != std::string::npos) out += " " + whole.substr(paren);
   if (!name.empty()) out += " '" + name + "'";
   return out;
@@ -158,6 +163,7 @@ bool Link::stage_next() {
   header.offset = flow.sent;
   header.fingerprint = flow.identity->fingerprint;
   header.shape = flow.identity->shape;
+  if (flow.identity->counts_differ) header.shape.count = count_of(*flow.identity, flow.total);
   header.credit = consumed_told_ = consumed_;
   std::size_t at = head_.size();
   head_.resize(at + kFrameHeaderBytes);
@@ -399,6 +405,12 @@ bool Link::accept(RecvFlow& flow, const FrameHeader& header) {
   const FlowIdentity& mine = *flow.identity;
   if (header.fingerprint != mine.fingerprint) {
     report_mismatch(mine, header);
+    return false;
+  }
+  if (mine.counts_differ && header.shape.count != count_of(mine, flow.total)) {
+    FlowIdentity pair = mine;
+    pair.shape.count = count_of(mine, flow.total);
+    report_mismatch(pair, header);
     return false;
   }
   if (header.offset != flow.received || header.offset + header.length > flow.total)

@@ -55,6 +55,7 @@ class Link {
   // For an operation that only receives from the peer: an empty frame, by which the peer can tell that both mean the same.
   void announce(const FlowIdentity& identity);
   void settle_early(const FlowIdentity& identity);  // it has started: what came early and found no flow is compared
+  bool has_early(uint64_t group, uint64_t sequence) const { return early_.contains({group, sequence}); }
   void discard_group(uint64_t group);               // the group failed or is gone: what still arrives for it is dropped
 
   void send_abort(uint64_t group, const AbortNotice& notice);

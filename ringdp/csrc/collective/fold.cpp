@@ -1,45 +1,49 @@
-#include "collective/fold_all_reduce.h"
+#include "collective/fold.h"
 
 #include <algorithm>
 
 namespace ringdp {
 
-FoldAllReduce::FoldAllReduce(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory)
+Fold::Fold(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory)
     : Operation(std::move(group), shape, std::move(name)),
       memory_(memory),
       fold_(group_.rank, group_.size, shape.dtype, shape.op) {
   uses(memory);
 }
 
-void FoldAllReduce::prepare() {
-  fold_.begin(scratch(), memory_, memory_);
+void Fold::prepare() {
+  bool here = folds(group_.rank);
+  if (here) fold_.begin(scratch(), memory_, memory_);
   // Each rank begins with its right neighbour, so that not everybody sends to the same one at once.
   for (int step = 1; step < group_.size; ++step) {
-    add_receive((group_.rank + group_.size - step) % group_.size, memory_.size(), fold_.window());
-    add_send((group_.rank + step) % group_.size, memory_.size(), memory_.size());
+    int from = (group_.rank + group_.size - step) % group_.size, to = (group_.rank + step) % group_.size;
+    if (here) add_receive(from, memory_.size(), fold_.window());
+    if (folds(to)) add_send(to, memory_.size(), memory_.size());
   }
 }
 
-std::span<const std::byte> FoldAllReduce::outgoing(SendFlow&, uint64_t offset, std::size_t max) {
+std::span<const std::byte> Fold::outgoing(SendFlow&, uint64_t offset, std::size_t max) {
   std::size_t block_rest = RankOrderFold::kBlockBytes - offset % RankOrderFold::kBlockBytes;
   std::size_t length = std::min<std::size_t>({max, block_rest, memory_.size() - offset});
   if (offset + length < memory_.size()) length -= length % kGranuleBytes;
   return memory_.subspan(offset, length);
 }
 
-void FoldAllReduce::flushed(SendFlow&) { advance(); }
+void Fold::flushed(SendFlow&) {
+  if (folds(group_.rank)) advance();
+}
 
-std::span<std::byte> FoldAllReduce::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
+std::span<std::byte> Fold::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
   return fold_.room(flow.member, offset, length);
 }
 
-void FoldAllReduce::arrived(RecvFlow& flow, uint64_t, std::span<std::byte>) {
+void Fold::arrived(RecvFlow& flow, uint64_t, std::span<std::byte>) {
   fold_.received(flow.member, flow.received);
   advance();
 }
 
 // The result overwrites the input, so only what has left for all peers may be folded.
-void FoldAllReduce::advance() {
+void Fold::advance() {
   uint64_t limit = memory_.size();
   for (const SendFlow& flow : sends_) limit = std::min(limit, flow.sent);
   uint64_t before = fold_.window();

@@ -1,0 +1,32 @@
+// MessageNumbers: how sends and receives find each other. The n-th send of a member to another under a tag and the n-th
+// receive of that kind get the same sequence number, made from those four, whatever else happens in between.
+// Belongs to a group; used by the thread that drives the engine.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <tuple>
+
+#include "collective/operation.h"
+#include "engine/completion.h"
+
+namespace ringdp {
+
+class MessageNumbers {
+ public:
+  static constexpr uint64_t kMessageBit = 1ULL << 62;
+
+  uint64_t peek(const PointToPoint& ends) const;  // what `next` would answer
+  uint64_t next(const PointToPoint& ends);
+
+ private:
+  using Key = std::tuple<int, int, int32_t>;
+  std::map<Key, uint64_t> met_;
+};
+
+// Whether an operation has a place in the order of its group's collectives.
+inline bool in_order(uint64_t sequence) {
+  return (sequence & (CompletionQueue::kNestedBit | MessageNumbers::kMessageBit)) == 0;
+}
+
+}  // namespace ringdp
