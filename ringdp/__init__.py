@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ringdp.barrier import monitored_barrier
     from ringdp.errors import (
         HandshakeError,
         InvalidArgumentError,
@@ -46,6 +47,7 @@ __all__ = [
     "init",
     "is_initialized",
     "local_rank",
+    "monitored_barrier",
     "named",
     "rank",
     "shutdown",
@@ -54,7 +56,8 @@ __all__ = [
 ]
 
 _ERRORS = [name for name in __all__ if name.endswith("Error")]
-_HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors") | {"RingDP": "parallel"}
+_HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors")
+_HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier"}
 
 
 def __getattr__(name: str) -> Any:

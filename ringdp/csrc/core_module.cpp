@@ -245,7 +245,8 @@ PYBIND11_MODULE(_core, module) {
   py::class_<PythonWork>(module, "Work", "An operation in flight.")
       .def("wait", &PythonWork::wait, py::arg("timeout_ms") = 0, NoGil())
       .def("done", &PythonWork::done)
-      .def("source", &PythonWork::source, "Of a message received: the sender's rank in the group; -1 before it is known.");
+      .def("source", &PythonWork::source,
+           "Of a message received: the sender's rank in the group; -1 before it is known.");
   py::class_<PythonGroup>(module, "Group", "Collectives of some ranks of a Runtime.")
       .def(py::init<std::shared_ptr<Runtime>, const std::string&, std::vector<int>, int64_t,
                     const std::map<std::string, std::size_t>&>(),

@@ -479,17 +479,16 @@ def refusals() -> None:
     ours = (InvalidArgumentError,)
     ones = torch.ones(4)
 
-    with refused(ours, "all_reduce", "Float8_e4m3fn", "not supported"):
+    with refused(ours, "allreduce", "SUM", "float8_e4m3fn"):
         dist.all_reduce(torch.empty(4, dtype=torch.float8_e4m3fn))
-    with refused(ours, "broadcast", "ComplexHalf", "not supported"):
-        dist.group.WORLD.broadcast([torch.empty(4, dtype=torch.complex32)], dist.BroadcastOptions())
     for name, dtype in (("BAND", torch.float32), ("BXOR", torch.bfloat16), ("AVG", torch.bool)):
         with refused(ours, str(dtype).removeprefix("torch."), name):
             dist.all_reduce(torch.ones(4, dtype=dtype), op=getattr(dist.ReduceOp, name))
-    with refused(ours, "reduce op", "SUM"):
-        dist.all_reduce(ones, op=dist._make_nccl_premul_sum(2.0))
-    with refused(ours, "dense"):
-        dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (4,)))
+    with refused(ours, "PREMUL_SUM", "floating-point", "Int"):
+        dist.all_reduce(ones.int(), op=dist._make_nccl_premul_sum(2.0))
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (4,))
+    with refused(ours, "unsupported reduction operation"):
+        dist.all_reduce(sparse, op=dist.ReduceOp.MAX)
 
     # Some of these torch finds before the backend does.
     either = (ValueError, RuntimeError)
@@ -521,12 +520,19 @@ def refusals() -> None:
             group.broadcast([ones], options)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 1
-    with refused(ours, "root tensor"):
+    with refused(ours, "invalid root tensor: 1"):
         group.broadcast([ones], options)
+    with refused(ours, "dense"):
+        group.broadcast([sparse], dist.BroadcastOptions())
+    quantized = torch.quantize_per_tensor(ones, 1.0, 0, torch.qint8)
+    with refused(ours, "broadcast", "QInt8", "not supported"):
+        group.broadcast([quantized], dist.BroadcastOptions())
     with refused(ours, "non-empty"):
         group.allreduce([], dist.AllreduceOptions())
-    with refused(ours, "single"):
-        group.allreduce([ones, ones.clone()], dist.AllreduceOptions())
+    with refused(ours, "invalid tensor type at index 1"):
+        group.allreduce([ones, ones.double()], dist.AllreduceOptions())
+    with refused(ours, "invalid tensor size at index 1"):
+        group.allreduce([ones, torch.ones(5)], dist.AllreduceOptions())
     with pytest.raises((ValueError, RuntimeError)):
         dist.broadcast(ones, src=world)
 

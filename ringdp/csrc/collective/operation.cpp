@@ -103,7 +103,8 @@ std::string Operation::waiting_for() const {
   if (!started_) return "a message from any rank";
   auto add = [&](const auto& flow, uint64_t moved, const char* verb) {
     std::string peer = context_.links[flow.peer]->peer().text();
-    peer.insert(peer.size() - 1, "; " + std::to_string(moved) + " of " + std::to_string(flow.total) + " bytes " + verb);
+    std::string state = std::to_string(moved) + " of " + std::to_string(flow.total) + " bytes " + verb;
+    peer.insert(peer.size() - 1, "; " + (flow.total == 0 ? "it has not come" : state));
     out += (out.empty() ? "" : ", ") + peer;
   };
   for (const RecvFlow& flow : receives_)

@@ -5,9 +5,7 @@
 namespace ringdp {
 
 Send::Send(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory, int to)
-    : Operation(std::move(group), shape, std::move(name)),
-      memory_(memory),
-      ends_{true, group_.rank, to, shape.root} {
+    : Operation(std::move(group), shape, std::move(name)), memory_(memory), ends_{true, group_.rank, to, shape.root} {
   uses(memory);
   mutable_identity().between = "from rank " + std::to_string(ends_.from) + " to rank " + std::to_string(ends_.to);
   // Somebody who receives from anyone must hear of it even while it waits for its grant.

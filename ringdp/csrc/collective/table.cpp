@@ -70,8 +70,8 @@ void check_pieces(const GroupView& group, const std::vector<std::span<std::byte>
                 what + "s: " + std::to_string(pieces.size()) + " for " + std::to_string(group.size) + " ranks");
   for (const auto& piece : pieces)
     if (bytes && piece.size() != *bytes)
-      throw Error(ErrorKind::kValue, what + " of " + std::to_string(piece.size()) + " bytes beside one of " +
-                                         std::to_string(*bytes));
+      throw Error(ErrorKind::kValue,
+                  what + " of " + std::to_string(piece.size()) + " bytes beside one of " + std::to_string(*bytes));
 }
 
 void check_reduction(DType dtype, ReduceOp op) { (void)reduce_kernels(dtype, op); }
@@ -214,8 +214,7 @@ std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const s
                                        std::vector<std::span<std::byte>> blocks, DType dtype, int root,
                                        std::string name) {
   check_member(group, root, "gather: root");
-  OperationShape shape =
-      shape_of(Collective::kGather, dtype, ReduceOp::kSum, Algorithm::kExchange, input.size(), root);
+  OperationShape shape = shape_of(Collective::kGather, dtype, ReduceOp::kSum, Algorithm::kExchange, input.size(), root);
   if (group.rank != root) {
     std::vector<Exchange::Piece> out{{root, writable(input)}};
     return std::make_unique<Exchange>(group, shape, std::move(name), std::move(out), std::vector<Exchange::Piece>{});

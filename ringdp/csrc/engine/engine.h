@@ -55,6 +55,11 @@ class Engine {
   // Returns when the work is done, throws its error, or Error(kTimeout) when `deadline` passes (the work goes on).
   void wait(Work& work, Deadline deadline);
 
+  // For other threads that wait: runs the options' check, which may throw.
+  void check_interrupt() const {
+    if (options_.check_interrupt) options_.check_interrupt();
+  }
+
   // Fails every group; `notice` tells the peers why.
   void abort(const std::string& why);
 
@@ -119,6 +124,7 @@ class Engine {
   static void remember(Group& group, const FlowIdentity& identity);
   Link::Started find_started(uint64_t group, uint64_t sequence) const;
   bool retire(Group& group);
+  void conclude(Slot& slot);
   void take_message(Group& group, Slot slot);  // these four: matching.cpp
   void start_message(Group& group, Slot slot);
   bool bind_receives(Group& group);

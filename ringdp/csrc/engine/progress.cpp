@@ -124,6 +124,9 @@ void Engine::start(Group& group, Slot& slot) {
   } catch (const Error& error) {
     fail_later(group.id, error);
     return;
+  } catch (const std::exception& error) {  // the caller's buffers: no memory for a copy, for example
+    fail_later(group.id, Error(ErrorKind::kSystem, operation.identity().text() + ": " + error.what()));
+    return;
   }
   for (int member : group.view.members) {
     Link* link = links_[member].get();
@@ -167,16 +170,24 @@ bool Engine::retire(Group& group) {
   if (nested != group.nested.end()) {
     Slot done = std::move(*nested);
     group.nested.erase(nested);
-    done.operation->conclude();
-    finish(done, nullptr);
+    conclude(done);
     return true;
   }
   if (group.active.empty() || !group.active.front().operation->complete()) return false;
   Slot done = std::move(group.active.front());
   group.active.pop_front();
-  done.operation->conclude();
-  finish(done, nullptr);
+  conclude(done);
   return true;
+}
+
+void Engine::conclude(Slot& slot) {
+  std::exception_ptr failure;
+  try {
+    slot.operation->conclude();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  finish(slot, failure);
 }
 
 bool Engine::anything_outgoing() const {

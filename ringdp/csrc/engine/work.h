@@ -23,7 +23,9 @@ class Work {
   uint64_t group() const { return group_; }
   // Of a message: provisional until it has met its other end.
   uint64_t sequence() const { return sequence_.load(std::memory_order_acquire); }
-  int source() const { return source_.load(std::memory_order_acquire); }  // of a message received: its sender, once known
+  int source() const {
+    return source_.load(std::memory_order_acquire);
+  }                                   // of a message received: its sender, once known
   int lane() const { return lane_; }  // of CompletionQueue: where `on_done` runs
   const std::string& text() const { return text_; }
 

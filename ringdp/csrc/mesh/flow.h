@@ -34,9 +34,9 @@ struct FlowIdentity {
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
   OperationShape shape;
-  std::string name;             // shape.name_hash in words
-  std::string between = {};     // of a message: "from rank 1 to rank 2"
-  bool counts_differ = false;   // every pair of ranks has a count of its own: compared per flow, not in the fingerprint
+  std::string name;            // shape.name_hash in words
+  std::string between = {};    // of a message: "from rank 1 to rank 2"
+  bool counts_differ = false;  // every pair of ranks has a count of its own: compared per flow, not in the fingerprint
 
   std::string text() const;  // "all_reduce #17 (float32[10], SUM)"
 };

@@ -56,7 +56,7 @@ class Link {
   void announce(const FlowIdentity& identity);
   void settle_early(const FlowIdentity& identity);  // it has started: what came early and found no flow is compared
   bool has_early(uint64_t group, uint64_t sequence) const { return early_.contains({group, sequence}); }
-  void discard_group(uint64_t group);               // the group failed or is gone: what still arrives for it is dropped
+  void discard_group(uint64_t group);  // the group failed or is gone: what still arrives for it is dropped
 
   void send_abort(uint64_t group, const AbortNotice& notice);
   void send_bye();

@@ -1,6 +1,7 @@
 #include "torch/buffers.h"
 
 #include "base/error.h"
+#include "kernels/kernels.h"
 
 namespace ringdp {
 namespace {
@@ -47,6 +48,20 @@ DType dtype_of(const at::Tensor& tensor, const char* what) {
       return DType::kComplex64;
     case at::kComplexDouble:
       return DType::kComplex128;
+    case at::kComplexHalf:
+      return DType::kComplex32;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4m3fn;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5m2;
+    case at::kFloat8_e4m3fnuz:
+      return DType::kFloat8E4m3fnuz;
+    case at::kFloat8_e5m2fnuz:
+      return DType::kFloat8E5m2fnuz;
+    case at::kFloat8_e8m0fnu:
+      return DType::kFloat8E8m0fnu;
+    case at::kFloat4_e2m1fn_x2:
+      return DType::kFloat4E2m1fnX2;
     default:
       refuse(what, "tensors of type " + std::string(c10::toString(tensor.scalar_type())) + " are not supported");
   }
@@ -55,6 +70,7 @@ DType dtype_of(const at::Tensor& tensor, const char* what) {
 ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what) {
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
+    case c10d::ReduceOp::PREMUL_SUM:
       return ReduceOp::kSum;
     case c10d::ReduceOp::AVG:
       return ReduceOp::kAvg;
@@ -71,35 +87,102 @@ ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what) {
     case c10d::ReduceOp::BXOR:
       return ReduceOp::kBxor;
     default:
-      refuse(what, "this reduce op is not supported; there are SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR");
+      refuse(what,
+             "this reduce op is not supported; there are SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM");
   }
+}
+
+at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return {};
+  if (!tensor.is_floating_point() && !tensor.is_complex())
+    refuse(what, "PREMUL_SUM multiplies floating-point tensors, not those of type " +
+                     std::string(c10::toString(tensor.scalar_type())));
+  auto* supplement = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (supplement == nullptr) refuse(what, "this PREMUL_SUM has no factor");
+  if (supplement->tensor_factor.defined()) return supplement->tensor_factor;
+  return at::scalar_tensor(supplement->double_factor, at::kDouble);
 }
 
 std::span<std::byte> Buffers::input(const at::Tensor& tensor) { return add(tensor, true, false); }
 std::span<std::byte> Buffers::output(const at::Tensor& tensor) { return add(tensor, false, true); }
 std::span<std::byte> Buffers::in_place(const at::Tensor& tensor) { return add(tensor, true, true); }
 
-std::span<std::byte> Buffers::add(const at::Tensor& tensor, bool read, bool write) {
-  dtype_of(tensor, what_);
-  at::Tensor flat = tensor;
-  if (!tensor.is_contiguous()) {
-    flat = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous).requires_grad(false));
-    strided_.push_back({tensor, flat, read, write});
-  }
+std::span<std::byte> Buffers::keep(const at::Tensor& flat) {
   kept_.push_back(flat);
   return {static_cast<std::byte*>(flat.data_ptr()), flat.nbytes()};
 }
 
+std::span<std::byte> Buffers::add(const at::Tensor& tensor, bool read, bool write) {
+  dtype_of(tensor, what_);
+  bool scale = read && premultiplier_.defined();
+  if (tensor.is_contiguous() && !scale) return keep(tensor);
+  at::Tensor flat =
+      at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous).requires_grad(false));
+  if (read)
+    at_start_.emplace_back([flat, tensor, scale, factor = premultiplier_] {
+      flat.copy_(tensor);
+      if (scale) flat.mul_(factor);
+    });
+  if (write) at_end_.emplace_back([flat, tensor] { tensor.detach().copy_(flat); });
+  return keep(flat);
+}
+
+std::span<std::byte> Buffers::joined_input(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) return input(tensors[0]);
+  for (const at::Tensor& tensor : tensors) dtype_of(tensor, what_);
+  int64_t each = tensors[0].numel(), count = static_cast<int64_t>(tensors.size());
+  at::Tensor flat = at::empty({count, each}, tensors[0].options().requires_grad(false));
+  at_start_.emplace_back([flat, tensors] {
+    for (std::size_t i = 0; i < tensors.size(); ++i) flat[static_cast<int64_t>(i)].copy_(tensors[i].reshape({-1}));
+  });
+  return keep(flat);
+}
+
+std::span<std::byte> Buffers::joined_output(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) return output(tensors[0]);
+  for (const at::Tensor& tensor : tensors) dtype_of(tensor, what_);
+  int64_t each = tensors[0].numel(), count = static_cast<int64_t>(tensors.size());
+  at::Tensor flat = at::empty({count, each}, tensors[0].options().requires_grad(false));
+  at_end_.emplace_back([flat, tensors] {
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      tensors[i].detach().copy_(flat[static_cast<int64_t>(i)].view(tensors[i].sizes()));
+  });
+  return keep(flat);
+}
+
+std::span<std::byte> Buffers::merged(const std::vector<at::Tensor>& tensors, ReduceOp op) {
+  if (tensors.size() == 1) return in_place(tensors[0]);
+  DType dtype = dtype_of(tensors[0], what_);
+  if (op == ReduceOp::kAvg) refuse(what_, "AVG takes one tensor per rank");
+  at::Tensor flat = at::empty({tensors[0].numel()}, tensors[0].options().requires_grad(false));
+  at_start_.emplace_back([flat, tensors, dtype, op, factor = premultiplier_] {
+    flat.copy_(tensors[0].reshape({-1}));
+    for (std::size_t i = 1; i < tensors.size(); ++i) {
+      at::Tensor next = tensors[i].reshape({-1}).contiguous();
+      reduce_kernels(dtype, op).combine(flat.data_ptr(), flat.data_ptr(), next.data_ptr(),
+                                        static_cast<std::size_t>(flat.numel()));
+    }
+    if (factor.defined()) flat.mul_(factor);
+  });
+  at_end_.emplace_back([flat, tensors] {
+    for (const at::Tensor& tensor : tensors) tensor.detach().copy_(flat.view(tensor.sizes()));
+  });
+  return keep(flat);
+}
+
+void Buffers::repeat(const at::Tensor& from, const std::vector<at::Tensor>& to) {
+  for (const at::Tensor& tensor : to)
+    if (!tensor.is_same(from)) at_end_.emplace_back([from, tensor] { tensor.detach().copy_(from); });
+}
+
 void Buffers::before() {
   at::NoGradGuard no_grad;
-  for (Strided& it : strided_)
-    if (it.read) it.flat.copy_(it.user);
+  for (auto& step : at_start_) step();
 }
 
 void Buffers::after() {
   at::NoGradGuard no_grad;
-  for (Strided& it : strided_)
-    if (it.write) it.user.detach().copy_(it.flat);
+  for (auto& step : at_end_) step();
 }
 
 }  // namespace ringdp

@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <functional>
 #include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -15,35 +16,41 @@ namespace ringdp {
 
 // Throws Error(kValue) naming `what` for tensors that are not dense, not on the CPU, or of a type without a wire format.
 DType dtype_of(const at::Tensor& tensor, const char* what);
+// PREMUL_SUM is a SUM of what `premultiplier_of` says, to be given to Buffers.
 ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what);
+// [1]; undefined unless the op is PREMUL_SUM. Throws Error(kValue) for a tensor that cannot be multiplied by it.
+at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what);
 
 // The tensors of one operation. Contiguous ones are used in place; others through a flat copy, filled when the operation
 // starts and copied back when it is complete. Shared by the operation and its Work.
 class Buffers {
  public:
-  explicit Buffers(const char* what) : what_(what) {}
+  explicit Buffers(const char* what, at::Tensor premultiplier = {})
+      : what_(what), premultiplier_(std::move(premultiplier)) {}
 
   std::span<std::byte> input(const at::Tensor& tensor);
   std::span<std::byte> output(const at::Tensor& tensor);
   std::span<std::byte> in_place(const at::Tensor& tensor);
 
+  // Several tensors as one: their concatenation, read or written; or their reduction, which goes into all of them.
+  std::span<std::byte> joined_input(const std::vector<at::Tensor>& tensors);
+  std::span<std::byte> joined_output(const std::vector<at::Tensor>& tensors);
+  std::span<std::byte> merged(const std::vector<at::Tensor>& tensors, ReduceOp op);
+  void repeat(const at::Tensor& from, const std::vector<at::Tensor>& to);  // when it is complete
+
   void before();  // fills the flat copies
   void after();   // copies results back
-  bool copies() const { return !strided_.empty(); }
+  bool copies() const { return !at_start_.empty() || !at_end_.empty(); }
 
  private:
-  struct Strided {
-    at::Tensor user;
-    at::Tensor flat;
-    bool read;
-    bool write;
-  };
-
   std::span<std::byte> add(const at::Tensor& tensor, bool read, bool write);
+  std::span<std::byte> keep(const at::Tensor& flat);
 
   const char* what_;
+  const at::Tensor premultiplier_;
   std::vector<at::Tensor> kept_;
-  std::vector<Strided> strided_;
+  std::vector<std::function<void()>> at_start_;
+  std::vector<std::function<void()>> at_end_;
 };
 
 }  // namespace ringdp

@@ -16,7 +16,7 @@ namespace ringdp {
 class ProcessGroupRing final : public c10d::Backend {
  public:
   // `owns_runtime`: this is the group that made the Runtime; its shutdown ends it.
-  ProcessGroupRing(std::unique_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime, bool owns_runtime);
+  ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime, bool owns_runtime);
   ~ProcessGroupRing() override;
 
   const std::string getBackendName() const override { return "ring"; }
@@ -43,6 +43,23 @@ class ProcessGroupRing final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
                                                                  std::vector<at::Tensor>& inputs,
                                                                  const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                                     std::vector<at::Tensor>& inputs,
+                                                     const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_rows,
+                                               std::vector<int64_t>& input_rows,
+                                               const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int destination, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
 
   void setTimeout(std::chrono::milliseconds timeout) override { group_->set_timeout_ms(timeout.count()); }
@@ -52,10 +69,12 @@ class ProcessGroupRing final : public c10d::Backend {
   void abort() override;
 
  private:
-  struct Call;  // one call on its way into the engine
+  GroupHandle& counted();  // the group, for one more call
+  c10::intrusive_ptr<c10d::Work> receive(std::vector<at::Tensor>& tensors, int source, int tag, c10d::OpType type,
+                                         const char* title);
 
-  std::unique_ptr<GroupHandle> group_;
-  std::shared_ptr<Runtime> runtime_;  // shared by all groups made from the default group
+  std::shared_ptr<GroupHandle> group_;  // shared with calls of several stages
+  std::shared_ptr<Runtime> runtime_;    // shared by all groups made from the default group
   const bool owns_runtime_;
   std::atomic<uint64_t> calls_{0};
 };

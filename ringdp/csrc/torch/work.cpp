@@ -63,6 +63,8 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
   return future_;
 }
 
+int RingWork::sourceRank() const { return works_.empty() ? -1 : works_.back()->source(); }
+
 uint64_t RingWork::getSequencenumber() const { return works_.empty() ? 0 : works_.back()->sequence(); }
 
 }  // namespace ringdp

@@ -29,6 +29,7 @@ class RingWork final : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override;
+  int sourceRank() const override;  // of a message received
 
  private:
   std::vector<at::Tensor> outputs_;

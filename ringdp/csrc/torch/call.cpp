@@ -1,0 +1,37 @@
+#include "torch/call.h"
+
+namespace ringdp {
+
+Call::Call(GroupHandle& group, c10d::OpType type, const char* title, bool async_op, std::chrono::milliseconds timeout,
+           const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs)
+    : group_(group),
+      synchronous_(!async_op),
+      timeout_ms_(timeout > kNoTimeout ? timeout.count() : 0),
+      work_(c10::make_intrusive<RingWork>(group.view().rank, type, title, inputs, std::move(outputs))) {}
+
+CallOptions Call::options(std::shared_ptr<Buffers> buffers, bool last) {
+  CallOptions out;
+  out.timeout_ms = timeout_ms_;
+  out.caller_waits = synchronous_;
+  if (buffers->copies()) {
+    out.before = [buffers] { buffers->before(); };
+    out.after = [buffers] { buffers->after(); };
+  }
+  out.keep_alive = std::move(buffers);
+  if (last && !synchronous_) out.on_done = [work = work_](std::exception_ptr error) { work->mark(std::move(error)); };
+  return out;
+}
+
+c10::intrusive_ptr<c10d::Work> Call::done() {
+  bool nothing = operations_.empty();
+  work_->set_operations(group_.engine(), std::move(operations_));
+  if (nothing) {
+    work_->mark(nullptr);
+  } else if (synchronous_) {
+    work_->wait(kNoTimeout);
+    work_->mark(nullptr);
+  }
+  return work_;
+}
+
+}  // namespace ringdp

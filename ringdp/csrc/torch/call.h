@@ -1,0 +1,32 @@
+// Call: one call of torch's on its way into the engine. Collects the operations it consists of, then makes the Work and
+// waits where the caller asked for that. Lives on the calling thread's stack, without the GIL.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/group.h"
+#include "torch/buffers.h"
+#include "torch/work.h"
+
+namespace ringdp {
+
+class Call {
+ public:
+  Call(GroupHandle& group, c10d::OpType type, const char* title, bool async_op, std::chrono::milliseconds timeout,
+       const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs);
+
+  // Options for the next operation; with `last` its end is the end of the call.
+  CallOptions options(std::shared_ptr<Buffers> buffers, bool last = true);
+  void add(std::shared_ptr<Work> operation) { operations_.push_back(std::move(operation)); }
+  c10::intrusive_ptr<c10d::Work> done();
+
+ private:
+  GroupHandle& group_;
+  const bool synchronous_;
+  const int64_t timeout_ms_;
+  c10::intrusive_ptr<RingWork> work_;
+  std::vector<std::shared_ptr<Work>> operations_;
+};
+
+}  // namespace ringdp

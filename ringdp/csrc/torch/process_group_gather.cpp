@@ -1,0 +1,223 @@
+// The collectives in which ranks hold pieces: all-gather, reduce-scatter, gather, scatter, all-to-all.
+#include "torch/arguments.h"
+#include "torch/call.h"
+#include "torch/process_group.h"
+
+namespace ringdp {
+
+// With k inputs per rank each output list has k·world tensors: rank 0's inputs, rank 1's, …
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                                           std::vector<at::Tensor>& inputs,
+                                                           const c10d::AllgatherOptions& opts) {
+  if (inputs.empty()) refuse("allgather", "requires non-empty input tensor list");
+  if (outputs.size() != inputs.size())
+    refuse("allgather", "requires input/output tensor lists to have the same length");
+  std::size_t each = inputs.size(), all = each * static_cast<std::size_t>(getSize());
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    if (outputs[i].size() != all)
+      refuse("allgather", "invalid output tensor list at index " + std::to_string(i) + " (expected length " +
+                              std::to_string(all) + ", got " + std::to_string(outputs[i].size()) + ")");
+  DType dtype = dtype_of(inputs[0], "all_gather");
+  require_all_like("allgather", inputs, inputs[0]);
+  for (const auto& list : outputs) require_all_like("allgather", list, inputs[0]);
+  auto buffers = std::make_shared<Buffers>("all_gather");
+  auto input = buffers->joined_input(inputs);
+  std::vector<std::span<std::byte>> blocks;
+  for (std::size_t at = 0; at < all; at += each)
+    blocks.push_back(buffers->joined_output({outputs[0].begin() + static_cast<std::ptrdiff_t>(at),
+                                             outputs[0].begin() + static_cast<std::ptrdiff_t>(at + each)}));
+  for (std::size_t list = 1; list < outputs.size(); ++list)
+    for (std::size_t i = 0; i < all; ++i) buffers->repeat(outputs[0][i], {outputs[list][i]});
+  Call call(counted(), c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs, outputs[0]);
+  call.add(group_->all_gather(input, std::move(blocks), dtype, call.options(std::move(buffers))));
+  return call.done();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                                 const c10d::AllgatherOptions& opts) {
+  std::vector<at::Tensor> outputs{output}, inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, opts);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                                 std::vector<at::Tensor>& inputs,
+                                                                                 const c10d::AllgatherOptions& opts) {
+  if (outputs.size() != inputs.size()) refuse("all_gather_into_tensor", "as many outputs as inputs are needed");
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    require_parts("all_gather_into_tensor", outputs[i], inputs[i], getSize(), "output", "input");
+  Call call(counted(), c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp, opts.timeout, inputs,
+            outputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    auto buffers = std::make_shared<Buffers>("all_gather_into_tensor");
+    auto input = buffers->input(inputs[i]);
+    auto blocks = cut(buffers->output(outputs[i]), getSize());
+    call.add(group_->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather_into_tensor"),
+                                call.options(std::move(buffers), i + 1 == inputs.size())));
+  }
+  return call.done();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                                const c10d::ReduceScatterOptions& opts) {
+  require_one("reduce_scatter", outputs);
+  if (inputs.size() != 1) refuse("reduce_scatter", "requires input/output tensor lists to have the same length");
+  if (inputs[0].size() != static_cast<std::size_t>(getSize()))
+    refuse("reduce_scatter", "invalid input tensor list at index 0 (expected length " + std::to_string(getSize()) +
+                                 ", got " + std::to_string(inputs[0].size()) + ")");
+  for (std::size_t i = 0; i < inputs[0].size(); ++i) require_like("reduce_scatter", inputs[0][i], outputs[0], i);
+  ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter");
+  require_reduction("reduce_scatter", dtype_of(outputs[0], "reduce_scatter"), op);
+  Call call(counted(), c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout, inputs[0],
+            outputs);
+  auto buffers =
+      std::make_shared<Buffers>("reduce_scatter", premultiplier_of(opts.reduceOp, outputs[0], "reduce_scatter"));
+  std::vector<std::span<std::byte>> chunks;
+  for (const at::Tensor& input : inputs[0]) chunks.push_back(buffers->input(input));
+  auto output = buffers->output(outputs[0]);
+  call.add(group_->reduce_scatter(std::move(chunks), output, dtype_of(outputs[0], "reduce_scatter"), op,
+                                  call.options(std::move(buffers), true)));
+  return call.done();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                      const c10d::ReduceScatterOptions& opts) {
+  std::vector<at::Tensor> outputs{output}, inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& opts) {
+  if (outputs.size() != inputs.size()) refuse("reduce_scatter_tensor", "as many outputs as inputs are needed");
+  ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter_tensor");
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    require_parts("reduce_scatter_tensor", inputs[i], outputs[i], getSize(), "input", "output");
+    require_reduction("reduce_scatter_tensor", dtype_of(outputs[i], "reduce_scatter_tensor"), op);
+  }
+  Call call(counted(), c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp, opts.timeout,
+            inputs, outputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    auto buffers = std::make_shared<Buffers>("reduce_scatter_tensor",
+                                             premultiplier_of(opts.reduceOp, outputs[i], "reduce_scatter_tensor"));
+    auto chunks = cut(buffers->input(inputs[i]), getSize());
+    auto output = buffers->output(outputs[i]);
+    call.add(group_->reduce_scatter(std::move(chunks), output, dtype_of(outputs[i], "reduce_scatter_tensor"), op,
+                                    call.options(std::move(buffers), i + 1 == inputs.size())));
+  }
+  return call.done();
+}
+
+// `outputs[r][i]` receives rank r's `inputs[i]`: deprecated in torch, one operation per tensor here.
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                                                     std::vector<at::Tensor>& inputs,
+                                                                     const c10d::AllgatherOptions& opts) {
+  if (inputs.empty()) refuse("allgather_coalesced", "requires non-empty input tensor list");
+  if (outputs.size() != static_cast<std::size_t>(getSize()))
+    refuse("allgather_coalesced", "output lists should be equal to world size");
+  std::vector<at::Tensor> flat;
+  for (const auto& list : outputs) {
+    if (list.size() != inputs.size())
+      refuse("allgather_coalesced", "invalid output size: (expected length " + std::to_string(inputs.size()) +
+                                        ", got " + std::to_string(list.size()) + ")");
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      if (list[i].sizes() != inputs[i].sizes())
+        refuse("allgather_coalesced", "invalid size of output tensor at index " + std::to_string(i) +
+                                          " (expected length " + c10::str(inputs[i].sizes()) + ", got " +
+                                          c10::str(list[i].sizes()) + ")");
+      require_like("allgather_coalesced", list[i], inputs[i], i);
+      flat.push_back(list[i]);
+    }
+  }
+  for (const at::Tensor& input : inputs) (void)dtype_of(input, "allgather_coalesced");
+  Call call(counted(), c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts.asyncOp, opts.timeout, inputs, flat);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    auto buffers = std::make_shared<Buffers>("all_gather");
+    auto input = buffers->input(inputs[i]);
+    std::vector<std::span<std::byte>> blocks;
+    for (const auto& list : outputs) blocks.push_back(buffers->output(list[i]));
+    call.add(group_->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather"),
+                                call.options(std::move(buffers), i + 1 == inputs.size())));
+  }
+  return call.done();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                                        std::vector<at::Tensor>& inputs,
+                                                        const c10d::GatherOptions& opts) {
+  require_root("gather", opts.rootRank, getSize());
+  require_one("gather", inputs, "input ");
+  bool root = opts.rootRank == getRank();
+  DType dtype = dtype_of(inputs[0], "gather");
+  require_root_list("gather", outputs, root, getSize(), "output");
+  std::vector<at::Tensor> results = root ? outputs[0] : std::vector<at::Tensor>{};
+  require_all_like("gather", results, inputs[0]);
+  auto buffers = std::make_shared<Buffers>("gather");
+  auto input = buffers->input(inputs[0]);
+  std::vector<std::span<std::byte>> blocks;
+  for (const at::Tensor& result : results) blocks.push_back(buffers->output(result));
+  Call call(counted(), c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs, results);
+  call.add(group_->gather(input, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
+                          call.options(std::move(buffers))));
+  return call.done();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>& outputs,
+                                                         std::vector<std::vector<at::Tensor>>& inputs,
+                                                         const c10d::ScatterOptions& opts) {
+  require_root("scatter", opts.rootRank, getSize());
+  require_one("scatter", outputs, "output ");
+  bool root = opts.rootRank == getRank();
+  DType dtype = dtype_of(outputs[0], "scatter");
+  require_root_list("scatter", inputs, root, getSize(), "input");
+  std::vector<at::Tensor> pieces = root ? inputs[0] : std::vector<at::Tensor>{};
+  require_all_like("scatter", pieces, outputs[0]);
+  auto buffers = std::make_shared<Buffers>("scatter");
+  auto output = buffers->output(outputs[0]);
+  std::vector<std::span<std::byte>> chunks;
+  for (const at::Tensor& piece : pieces) chunks.push_back(buffers->input(piece));
+  Call call(counted(), c10d::OpType::SCATTER, "ring:scatter", opts.asyncOp, opts.timeout, pieces, outputs);
+  call.add(group_->scatter(std::move(chunks), output, dtype, static_cast<int>(opts.rootRank),
+                           call.options(std::move(buffers))));
+  return call.done();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall(std::vector<at::Tensor>& outputs,
+                                                          std::vector<at::Tensor>& inputs,
+                                                          const c10d::AllToAllOptions& opts) {
+  auto world = static_cast<std::size_t>(getSize());
+  for (const auto& [list, kind] : {std::pair{&inputs, "input"}, std::pair{&outputs, "output"}})
+    if (list->size() != world)
+      refuse("alltoall", std::string(kind) + " tensor list size " + std::to_string(list->size()) +
+                             " does not match world size " + std::to_string(world));
+  DType dtype = dtype_of(inputs[0], "all_to_all");
+  auto buffers = std::make_shared<Buffers>("all_to_all");
+  std::vector<std::span<std::byte>> chunks, blocks;
+  for (std::size_t i = 0; i < world; ++i) {
+    for (const at::Tensor* tensor : {&inputs[i], &outputs[i]})
+      if (dtype_of(*tensor, "all_to_all") != dtype)
+        refuse("alltoall", "invalid tensor type at index " + std::to_string(i) + " (expected " + inputs[0].toString() +
+                               ", got " + tensor->toString() + ")");
+    chunks.push_back(buffers->input(inputs[i]));
+    blocks.push_back(buffers->output(outputs[i]));
+  }
+  Call call(counted(), c10d::OpType::ALLTOALL, "ring:all_to_all", opts.asyncOp, opts.timeout, inputs, outputs);
+  call.add(group_->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
+  return call.done();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                               std::vector<int64_t>& output_rows,
+                                                               std::vector<int64_t>& input_rows,
+                                                               const c10d::AllToAllOptions& opts) {
+  DType dtype = dtype_of(input, "all_to_all");
+  if (dtype_of(output, "all_to_all") != dtype)
+    refuse("alltoall_base", "output tensor must have the same type as input tensor");
+  auto buffers = std::make_shared<Buffers>("all_to_all");
+  auto chunks = cut_rows("alltoall_base", input, buffers->input(input), input_rows, getSize());
+  auto blocks = cut_rows("alltoall_base", output, buffers->output(output), output_rows, getSize());
+  Call call(counted(), c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout, {input}, {output});
+  call.add(group_->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
+  return call.done();
+}
+
+}  // namespace ringdp

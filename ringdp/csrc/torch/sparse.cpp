@@ -1,0 +1,132 @@
+#include "torch/sparse.h"
+
+#include <memory>
+
+#include "base/error.h"
+#include "torch/arguments.h"
+#include "torch/buffers.h"
+#include "torch/staged_work.h"
+
+namespace ringdp {
+namespace {
+
+constexpr int64_t kMaxDims = 16;
+constexpr int64_t kHeaderNumbers = 3 + kMaxDims;  // elements, sparse dimensions, dense dimensions, sizes
+
+// What the stages share; held by their callbacks.
+struct Exchange {
+  std::shared_ptr<GroupHandle> group;  // shared with the process group, which may be destroyed in between
+  int64_t timeout_ms;
+  at::Tensor tensor;                        // the caller's
+  at::Tensor mine;                          // coalesced
+  at::Tensor headers;                       // [world, kHeaderNumbers]
+  std::vector<at::Tensor> indices, values;  // per rank
+  c10::intrusive_ptr<StagedWork> work;
+};
+using ExchangePtr = std::shared_ptr<Exchange>;
+
+at::Tensor header_of(const at::Tensor& tensor) {
+  at::Tensor header = at::zeros({kHeaderNumbers}, at::kLong);
+  auto* at = header.data_ptr<int64_t>();
+  at[0] = tensor._nnz();
+  at[1] = tensor.sparse_dim();
+  at[2] = tensor.dense_dim();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) at[3 + dim] = tensor.size(dim);
+  return header;
+}
+
+std::vector<int64_t> sizes_in(const at::Tensor& header) {
+  const auto* at = header.data_ptr<int64_t>();
+  return {at + 3, at + 3 + std::min(kMaxDims, at[1] + at[2])};
+}
+
+void sum_up(const ExchangePtr& it) {
+  at::NoGradGuard no_grad;
+  at::Tensor sum;
+  for (std::size_t rank = 0; rank < it->indices.size(); ++rank) {
+    at::Tensor part =
+        at::sparse_coo_tensor(it->indices[rank], it->values[rank], it->mine.sizes(), it->mine.options(), true);
+    sum = sum.defined() ? sum + part : part;
+  }
+  it->tensor.copy_(sum.coalesce());
+  it->work->end(nullptr);
+}
+
+std::shared_ptr<Work> gather(const ExchangePtr& it, const std::vector<at::Tensor>& blocks, bool last) {
+  auto buffers = std::make_shared<Buffers>("all_reduce of a sparse tensor");
+  auto rank = static_cast<std::size_t>(it->group->view().rank);
+  auto own = buffers->input(blocks[rank]);
+  std::vector<std::span<std::byte>> to(blocks.size(), own), from;
+  for (const at::Tensor& block : blocks) from.push_back(buffers->output(block));
+  CallOptions options;
+  options.timeout_ms = it->timeout_ms;
+  options.keep_alive = buffers;
+  if (last)
+    options.on_done = [it](std::exception_ptr error) {
+      if (error) return it->work->end(std::move(error));
+      it->work->attempt([&] { sum_up(it); });
+    };
+  return it->group->all_to_all(std::move(to), std::move(from), dtype_of(blocks[0], "all_reduce"), std::move(options));
+}
+
+void exchange_elements(const ExchangePtr& it) {
+  at::NoGradGuard no_grad;
+  std::vector<int64_t> sizes = it->mine.sizes().vec();
+  at::Tensor values = it->mine.values();
+  for (int64_t rank = 0; rank < it->group->view().size; ++rank) {
+    at::Tensor header = it->headers[rank];
+    const auto* numbers = header.data_ptr<int64_t>();
+    bool same = numbers[1] == it->mine.sparse_dim() && numbers[2] == it->mine.dense_dim() && sizes_in(header) == sizes;
+    if (!same || numbers[0] < 0)
+      throw Error(ErrorKind::kMismatch,
+                  "ranks disagree about a sparse all_reduce: rank " + std::to_string(it->group->view().rank) + " has " +
+                      c10::str(it->mine.sizes()) + " with " + std::to_string(it->mine.sparse_dim()) +
+                      " sparse dimensions, rank " + std::to_string(rank) + " has " + c10::str(sizes_in(header)) +
+                      " with " + std::to_string(numbers[1]) + "; pass tensors of the same shape on every rank");
+    bool own = rank == it->group->view().rank;
+    std::vector<int64_t> shape = values.sizes().vec();
+    shape[0] = numbers[0];
+    it->indices.push_back(own ? it->mine.indices().contiguous() : at::empty({numbers[1], numbers[0]}, at::kLong));
+    it->values.push_back(own ? values.contiguous() : at::empty(shape, values.options()));
+  }
+  gather(it, it->indices, false);
+  gather(it, it->values, true);
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group, const at::Tensor& tensor,
+                                                 std::chrono::milliseconds timeout, bool async_op) {
+  if (tensor.dim() > kMaxDims)
+    refuse("allreduce", "sparse tensors of more than " + std::to_string(kMaxDims) + " dimensions");
+  auto it = std::make_shared<Exchange>(Exchange{.group = group,
+
+                                                .timeout_ms = timeout > kNoTimeout ? timeout.count() : 0,
+                                                .tensor = tensor,
+                                                .mine = tensor.detach().coalesce(),
+                                                .headers = {},
+                                                .indices = {},
+                                                .values = {},
+                                                .work = {}});
+  DType dtype = dtype_of(it->mine.values(), "all_reduce");
+  require_reduction("allreduce", dtype, ReduceOp::kSum);
+  it->work = c10::make_intrusive<StagedWork>(group->engine(), group->view().rank, c10d::OpType::_ALLREDUCE_SPARSE,
+                                             "ring:all_reduce", std::vector<at::Tensor>{tensor});
+  it->headers = at::empty({group->view().size, kHeaderNumbers}, at::kLong);
+  auto buffers = std::make_shared<Buffers>("all_reduce of a sparse tensor");
+  auto header = buffers->input(header_of(it->mine));
+  auto blocks = cut(buffers->output(it->headers), group->view().size);
+  CallOptions options;
+  options.timeout_ms = it->timeout_ms;
+  options.keep_alive = buffers;
+  options.on_done = [it](std::exception_ptr error) {
+    if (error) return it->work->end(std::move(error));
+    it->work->attempt([&] { exchange_elements(it); });
+  };
+  group->all_gather(header, std::move(blocks), DType::kInt64, std::move(options));
+  c10::intrusive_ptr<StagedWork> work = it->work;
+  if (!async_op) work->wait(kNoTimeout);
+  return work;
+}
+
+}  // namespace ringdp

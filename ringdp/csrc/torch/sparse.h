@@ -1,0 +1,17 @@
+// All-reduce of sparse COO tensors: an all-gather of how many elements each rank has, one of the elements themselves, and a
+// sum in rank order, which every rank does for itself. Bytes sent by each rank: (n-1) times its own elements and indices.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "engine/group.h"
+
+namespace ringdp {
+
+// `tensor` receives the coalesced sum. Ranks may hold different numbers of elements; shapes and types must agree.
+c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group, const at::Tensor& tensor,
+                                                 std::chrono::milliseconds timeout, bool async_op);
+
+}  // namespace ringdp

@@ -1,0 +1,50 @@
+#include "torch/staged_work.h"
+
+#include "base/error.h"
+
+namespace ringdp {
+namespace {
+
+constexpr auto kInterruptPeriod = std::chrono::milliseconds(100);
+
+}  // namespace
+
+StagedWork::StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
+                       std::vector<at::Tensor> outputs)
+    : c10d::Work(rank, type, title, outputs),
+      engine_(std::move(engine)),
+      outputs_(std::move(outputs)),
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+void StagedWork::attempt(const std::function<void()>& stage) {
+  try {
+    stage();
+  } catch (...) {
+    end(std::current_exception());
+  }
+}
+
+void StagedWork::end(std::exception_ptr error) {
+  finish(error);
+  if (error)
+    future_->setError(error);
+  else
+    future_->markCompleted(c10::IValue(outputs_));
+}
+
+bool StagedWork::wait(std::chrono::milliseconds timeout) {
+  Deadline deadline = timeout > kNoTimeout ? Deadline::after_ms(timeout.count()) : Deadline::never();
+  std::unique_lock lock(mutex_);
+  while (!completed_) {
+    if (deadline.expired())
+      throw Error(ErrorKind::kTimeout, "the wait for an operation of several stages Timed out; it goes on");
+    if (cv_.wait_for(lock, kInterruptPeriod) == std::cv_status::no_timeout) continue;
+    lock.unlock();
+    engine_->check_interrupt();
+    lock.lock();
+  }
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+}  // namespace ringdp

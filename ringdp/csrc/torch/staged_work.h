@@ -1,0 +1,34 @@
+// StagedWork: a call of torch's that takes several operations, of which the later ones depend on what the earlier brought.
+// Shared by its caller and by the callbacks between its stages, which run on the completion threads. Any thread.
+#pragma once
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "engine/group.h"
+
+namespace ringdp {
+
+class StagedWork final : public c10d::Work {
+ public:
+  StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
+             std::vector<at::Tensor> outputs);
+
+  // Runs `stage`; what it throws is the end of the work.
+  void attempt(const std::function<void()>& stage);
+  void end(std::exception_ptr error);
+
+  // Polls Python's signals while it waits, like Engine::wait; throws the work's error.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  std::shared_ptr<Engine> engine_;  // shared with the Runtime
+  std::vector<at::Tensor> outputs_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace ringdp
