@@ -7,14 +7,32 @@ By default each (world, algorithm) sees every (dtype, op) once, with sizes that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, LIMITS, NEVER_SMALL, World, close_worlds, core, world
+from tests.contract.core_checks import (
+    SEGMENT_BYTES,
+    Case,
+    algorithm_is_ring,
+    batches,
+    check_all_gather,
+    check_all_reduce,
+    check_all_to_all,
+    check_broadcast,
+    check_gather_and_scatter,
+    check_reduce,
+    check_reduce_scatter,
+    everything,
+    expect_equal,
+    inner_sizes,
+    movement_cases,
+    sample,
+    sizes,
+)
+from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, LIMITS, NEVER_SMALL, close_worlds, core, world
 from tests.contract.reduction_order import (
     FLOATING,
     HALF,
@@ -25,11 +43,8 @@ from tests.contract.reduction_order import (
     itemsize,
     narrow,
     pairs,
-    random_input,
     same_bits,
     special_input,
-    widen,
-    zeros,
 )
 from tests.helpers import need
 
@@ -39,11 +54,6 @@ from hypothesis import strategies as st  # noqa: E402
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 TABLES = {"small": ALWAYS_SMALL, "large": NEVER_SMALL}
-SEGMENT_BYTES = 256 * 1024
-EAGER_BYTES = 64 * 1024
-FOLD_BLOCK_BYTES = 128 * 1024
-BATCH = 12  # cases in flight at a time: more than the engine starts at once
-
 every_world = pytest.mark.parametrize("size", WORLDS)
 both_tables = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 
@@ -52,188 +62,6 @@ both_tables = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def _end_worlds() -> Iterator[None]:
     yield
     close_worlds()
-
-
-@dataclass(frozen=True)
-class Case:
-    """One collective; `count` elements of one rank's input, or of its chunk in a reduce-scatter."""
-
-    dtype: str
-    op: str
-    count: int
-    seed: int
-
-    def inputs(self, ranks: int, pieces: int = 1) -> list[Array]:
-        return [random_input(self.dtype, self.op, pieces * self.count, (self.seed, rank)) for rank in range(ranks)]
-
-
-def sizes(size: int, dtype: str) -> list[int]:
-    """Element counts that every collective crosses."""
-    segment = SEGMENT_BYTES // itemsize(dtype)
-    small = [0, 1, size - 1, size, size + 1, 1009]
-    return [*small, segment - 1, segment, segment + 1, size * segment + 17]
-
-
-def inner_sizes(size: int, dtype: str) -> list[int]:
-    """Where other things change: what goes unasked, and the blocks in which ranks are added up."""
-    return [bytes_ // itemsize(dtype) + off for bytes_ in (EAGER_BYTES, FOLD_BLOCK_BYTES) for off in (-1, 0, 1)]
-
-
-def sample(size: int, shift: int) -> list[Case]:
-    """Every (dtype, op) once, with the sizes going round; `shift` makes other sizes meet them."""
-    cases = []
-    for index, (dtype, op) in enumerate(pairs()):
-        choice = sizes(size, dtype)
-        cases.append(Case(dtype, op, choice[(index + shift) % len(choice)], seed=index))
-    # The longest ones in the type that gradients have and in one that is added in another one.
-    cases += [Case(dtype, "SUM", sizes(size, dtype)[-1], seed=7) for dtype in ("float32", "bfloat16")]
-    return cases
-
-
-def everything(size: int) -> list[Case]:
-    return [
-        Case(dtype, op, count, seed=index)
-        for index, (dtype, op) in enumerate(pairs())
-        for count in (*sizes(size, dtype), *inner_sizes(size, dtype))
-    ]
-
-
-def batches(cases: Sequence[Case]) -> Iterator[Sequence[Case]]:
-    for start in range(0, len(cases), BATCH):
-        yield cases[start : start + BATCH]
-
-
-def expect_equal(got: Sequence[Array], wanted: Sequence[Array], what: str) -> None:
-    """The same bits, rank by rank."""
-    for rank, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
-        if same_bits(mine, theirs):
-            continue
-        raw = np.dtype(("V", mine.itemsize))
-        wrong = np.flatnonzero(mine.view(raw) != theirs.view(raw))
-        pytest.fail(
-            f"{what}: {len(wrong)} of {len(mine)} elements differ on rank {rank}, the first at {wrong[0]}:"
-            f" {mine[wrong[0]]!r} where {theirs[wrong[0]]!r} was due"
-        )
-
-
-def expect_close(got: Array, inputs: Sequence[Array], dtype: str, op: str, what: str) -> None:
-    """Within what rounding n times can do of the sum in double precision."""
-    if dtype not in FLOATING or op not in ("SUM", "AVG"):
-        return
-    wide = [widen(x, dtype) for x in inputs]
-    exact, size = np.sum(wide, axis=0), np.sum(np.abs(wide), axis=0)
-    if op == "AVG":
-        exact, size = exact / len(inputs), size / len(inputs)
-    step = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}[dtype]
-    bound = (1.0 if dtype in HALF else len(inputs)) * step * size + (2.0**-24 if dtype == "float16" else 0.0)
-    error = np.abs(widen(got, dtype) - exact)
-    assert bool(np.all(error <= bound)), f"{what}: off by {error.max()}"
-
-
-def algorithm_is_ring(size: int, table: Mapping[str, int], case: Case) -> bool:
-    """Whether the table sums in the ring's order; written down here again, as the order is part of what is promised."""
-    if case.dtype in HALF:
-        return False
-    limits = {"fold_two_ranks_bytes": 1024 * 1024, "fold_sent_bytes": 128 * 1024, **table}
-    bytes_ = case.count * itemsize(case.dtype)
-    if size == 2:
-        return bytes_ > limits["fold_two_ranks_bytes"]
-    return bytes_ > limits["fold_sent_bytes"] // max(1, size - 1)
-
-
-def check_all_reduce(ranks: World, table: Mapping[str, int], cases: Sequence[Case], *, in_flight: bool = True) -> None:
-    inputs = [case.inputs(ranks.size) for case in cases]
-    buffers = [[x.copy() for x in each] for each in inputs]
-
-    def body(rank: int, group: Any) -> None:
-        works = []
-        for case, buffer in zip(cases, buffers, strict=True):
-            work = group.all_reduce(buffer[rank].view(np.uint8), case.dtype, case.op)
-            if in_flight:
-                works.append(work)
-            else:
-                work.wait()
-        for work in works:
-            work.wait()
-
-    ranks.run(body, table)
-    for case, before, after in zip(cases, inputs, buffers, strict=True):
-        what = f"all_reduce of {case} on {ranks.size} ranks"
-        order = in_ring_order if algorithm_is_ring(ranks.size, table, case) else in_rank_order
-        expect_equal(after, [order(before, case.dtype, case.op)] * ranks.size, what)
-        expect_close(after[0], before, case.dtype, case.op, what)
-
-
-def check_reduce_scatter(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) -> None:
-    n = ranks.size
-    inputs = [case.inputs(n, pieces=n) for case in cases]
-    given_ = [[x.copy() for x in each] for each in inputs]
-    outputs = [[zeros(case.dtype, case.count) for _ in range(n)] for case in cases]
-
-    def piece(x: Array, rank: int, case: Case) -> Array:
-        return x[rank * case.count : (rank + 1) * case.count]
-
-    def body(rank: int, group: Any) -> None:
-        works = []
-        for case, mine, output in zip(cases, given_, outputs, strict=True):
-            pieces = [piece(mine[rank], other, case).view(np.uint8) for other in range(n)]
-            works.append(group.reduce_scatter(pieces, output[rank].view(np.uint8), case.dtype, case.op))
-        for work in works:
-            work.wait()
-
-    ranks.run(body, table)
-    for case, before, after, output in zip(cases, inputs, given_, outputs, strict=True):
-        what = f"reduce_scatter of {case} on {n} ranks"
-        wanted = [in_rank_order([piece(x, rank, case) for x in before], case.dtype, case.op) for rank in range(n)]
-        expect_equal(output, wanted, what)
-        expect_equal(after, before, f"inputs of {what}")
-        for rank in range(n):
-            expect_close(output[rank], [piece(x, rank, case) for x in before], case.dtype, case.op, what)
-
-
-def check_all_gather(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) -> None:
-    n = ranks.size
-    inputs = [case.inputs(n) for case in cases]
-    given_ = [[x.copy() for x in each] for each in inputs]
-    outputs = [[[zeros(case.dtype, case.count) for _ in range(n)] for _ in range(n)] for case in cases]
-
-    def body(rank: int, group: Any) -> None:
-        works = []
-        for case, mine, output in zip(cases, given_, outputs, strict=True):
-            blocks = [block.view(np.uint8) for block in output[rank]]
-            works.append(group.all_gather(mine[rank].view(np.uint8), blocks, case.dtype))
-        for work in works:
-            work.wait()
-
-    ranks.run(body, table)
-    for case, before, after, output in zip(cases, inputs, given_, outputs, strict=True):
-        what = f"all_gather of {case} on {n} ranks"
-        for rank in range(n):
-            expect_equal(output[rank], before, f"{what}, rank {rank}'s blocks")
-        expect_equal(after, before, f"inputs of {what}")
-
-
-def check_broadcast(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) -> None:
-    inputs = [case.inputs(ranks.size) for case in cases]
-    buffers = [[x.copy() for x in each] for each in inputs]
-
-    def body(rank: int, group: Any) -> None:
-        works = [
-            group.broadcast(buffer[rank].view(np.uint8), case.dtype, case.seed % ranks.size)
-            for case, buffer in zip(cases, buffers, strict=True)
-        ]
-        for work in works:
-            work.wait()
-
-    ranks.run(body, table)
-    for case, before, after in zip(cases, inputs, buffers, strict=True):
-        wanted = [before[case.seed % ranks.size]] * ranks.size
-        expect_equal(after, wanted, f"broadcast of {case} on {ranks.size} ranks")
-
-
-def movement_cases(size: int, counts: Mapping[str, Sequence[int]]) -> list[Case]:
-    """For collectives that only move bytes one type of each width will do; the root goes round with the seed."""
-    return [Case(dtype, "SUM", count, seed=index) for dtype in counts for index, count in enumerate(counts[dtype])]
 
 
 def test_the_core_reduces_what_the_documents_list() -> None:
@@ -264,6 +92,24 @@ def test_all_gather_and_broadcast(size: int, table: Mapping[str, int]) -> None:
     for batch in batches(movement_cases(size, counts)):
         check_all_gather(world(size), table, [case for case in batch if case.count < 150_000])
         check_broadcast(world(size), table, batch)
+
+
+@every_world
+@both_tables
+def test_reduce(size: int, table: Mapping[str, int]) -> None:
+    for cases in batches(sample(size, shift=2 * size + len(table))):
+        check_reduce(world(size), table, cases)
+
+
+@every_world
+def test_gather_scatter_and_all_to_all(size: int) -> None:
+    counts = {dtype: sizes(size, dtype) for dtype in ("float32", "int8")}
+    counts["complex128"] = [0, 1, size + 1]
+    for batch in batches([case for case in movement_cases(size, counts) if case.count < 300_000]):
+        check_gather_and_scatter(world(size), BUILT_IN, batch)
+        small = [case for case in batch if case.count < 150_000]
+        check_all_to_all(world(size), BUILT_IN, small)
+        check_all_to_all(world(size), BUILT_IN, small, even=True)
 
 
 @pytest.mark.parametrize("size", (2, 3, 5))
@@ -312,7 +158,15 @@ def test_any_mixture(data: st.DataObject) -> None:
     ranks = world(data.draw(st.sampled_from(WORLDS[:5]), label="world"))
     limit = data.draw(st.sampled_from((0, 1, 1000, 65_536, 2**40)), label="limits")
     table = dict.fromkeys(LIMITS, limit)
-    checks = (check_all_reduce, check_reduce_scatter, check_all_gather, check_broadcast)
+    checks = (
+        check_all_reduce,
+        check_reduce_scatter,
+        check_all_gather,
+        check_broadcast,
+        check_reduce,
+        check_gather_and_scatter,
+        check_all_to_all,
+    )
     check = data.draw(st.sampled_from(checks), label="collective")
     cases = []
     for seed in range(data.draw(st.integers(1, 10), label="in flight")):
@@ -331,12 +185,15 @@ def test_every_type_and_size(size: int, table: Mapping[str, int]) -> None:
     ranks = world(size)
     for cases in batches(everything(size)):
         check_all_reduce(ranks, table, cases)
+        check_reduce(ranks, table, cases)
         if table is NEVER_SMALL:
             check_reduce_scatter(ranks, table, [case for case in cases if case.count * size < 2_000_000])
     counts = {dtype: sizes(size, dtype) + inner_sizes(size, dtype) for dtype in (*INTEGERS, *FLOATING, "complex128")}
     for cases in batches(movement_cases(size, counts)):
         check_all_gather(ranks, table, cases)
         check_broadcast(ranks, table, cases)
+        check_gather_and_scatter(ranks, table, cases)
+        check_all_to_all(ranks, table, [case for case in cases if case.count * size < 2_000_000])
 
 
 def test_groups_of_some_ranks_in_other_orders() -> None:

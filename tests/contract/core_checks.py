@@ -1,0 +1,285 @@
+"""The core's collectives on ranks that are threads, each compared with a plain re-enactment of what was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contract.core_ranks import World
+from tests.contract.reduction_order import (
+    FLOATING,
+    HALF,
+    Array,
+    in_rank_order,
+    in_ring_order,
+    itemsize,
+    pairs,
+    random_input,
+    same_bits,
+    widen,
+    zeros,
+)
+
+SEGMENT_BYTES = 256 * 1024
+EAGER_BYTES = 64 * 1024
+FOLD_BLOCK_BYTES = 128 * 1024
+BATCH = 12  # cases in flight at a time: more than the engine starts at once
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective; `count` elements of one rank's input, or of its chunk in a reduce-scatter."""
+
+    dtype: str
+    op: str
+    count: int
+    seed: int
+
+    def inputs(self, ranks: int, pieces: int = 1) -> list[Array]:
+        return [random_input(self.dtype, self.op, pieces * self.count, (self.seed, rank)) for rank in range(ranks)]
+
+
+def sizes(size: int, dtype: str) -> list[int]:
+    """Element counts that every collective crosses."""
+    segment = SEGMENT_BYTES // itemsize(dtype)
+    small = [0, 1, size - 1, size, size + 1, 1009]
+    return [*small, segment - 1, segment, segment + 1, size * segment + 17]
+
+
+def inner_sizes(size: int, dtype: str) -> list[int]:
+    """Where other things change: what goes unasked, and the blocks in which ranks are added up."""
+    return [bytes_ // itemsize(dtype) + off for bytes_ in (EAGER_BYTES, FOLD_BLOCK_BYTES) for off in (-1, 0, 1)]
+
+
+def sample(size: int, shift: int) -> list[Case]:
+    """Every (dtype, op) once, with the sizes going round; `shift` makes other sizes meet them."""
+    cases = []
+    for index, (dtype, op) in enumerate(pairs()):
+        choice = sizes(size, dtype)
+        cases.append(Case(dtype, op, choice[(index + shift) % len(choice)], seed=index))
+    # The longest ones in the type that gradients have and in one that is added in another one.
+    cases += [Case(dtype, "SUM", sizes(size, dtype)[-1], seed=7) for dtype in ("float32", "bfloat16")]
+    return cases
+
+
+def everything(size: int) -> list[Case]:
+    return [
+        Case(dtype, op, count, seed=index)
+        for index, (dtype, op) in enumerate(pairs())
+        for count in (*sizes(size, dtype), *inner_sizes(size, dtype))
+    ]
+
+
+def batches(cases: Sequence[Case]) -> Iterator[Sequence[Case]]:
+    for start in range(0, len(cases), BATCH):
+        yield cases[start : start + BATCH]
+
+
+def expect_equal(got: Sequence[Array], wanted: Sequence[Array], what: str) -> None:
+    """The same bits, rank by rank."""
+    for rank, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+        if same_bits(mine, theirs):
+            continue
+        raw = np.dtype(("V", mine.itemsize))
+        wrong = np.flatnonzero(mine.view(raw) != theirs.view(raw))
+        pytest.fail(
+            f"{what}: {len(wrong)} of {len(mine)} elements differ on rank {rank}, the first at {wrong[0]}:"
+            f" {mine[wrong[0]]!r} where {theirs[wrong[0]]!r} was due"
+        )
+
+
+def expect_close(got: Array, inputs: Sequence[Array], dtype: str, op: str, what: str) -> None:
+    """Within what rounding n times can do of the sum in double precision."""
+    if dtype not in FLOATING or op not in ("SUM", "AVG"):
+        return
+    wide = [widen(x, dtype) for x in inputs]
+    exact, size = np.sum(wide, axis=0), np.sum(np.abs(wide), axis=0)
+    if op == "AVG":
+        exact, size = exact / len(inputs), size / len(inputs)
+    step = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}[dtype]
+    bound = (1.0 if dtype in HALF else len(inputs)) * step * size + (2.0**-24 if dtype == "float16" else 0.0)
+    error = np.abs(widen(got, dtype) - exact)
+    assert bool(np.all(error <= bound)), f"{what}: off by {error.max()}"
+
+
+def algorithm_is_ring(size: int, table: Mapping[str, int], case: Case) -> bool:
+    """Whether the table sums in the ring's order; written down here again, as the order is part of what is promised."""
+    if case.dtype in HALF:
+        return False
+    limits = {"fold_two_ranks_bytes": 1024 * 1024, "fold_sent_bytes": 128 * 1024, **table}
+    bytes_ = case.count * itemsize(case.dtype)
+    if size == 2:
+        return bytes_ > limits["fold_two_ranks_bytes"]
+    return bytes_ > limits["fold_sent_bytes"] // max(1, size - 1)
+
+
+def check_all_reduce(ranks: World, table: Mapping[str, int], cases: Sequence[Case], *, in_flight: bool = True) -> None:
+    inputs = [case.inputs(ranks.size) for case in cases]
+    buffers = [[x.copy() for x in each] for each in inputs]
+
+    def body(rank: int, group: Any) -> None:
+        works = []
+        for case, buffer in zip(cases, buffers, strict=True):
+            work = group.all_reduce(buffer[rank].view(np.uint8), case.dtype, case.op)
+            if in_flight:
+                works.append(work)
+            else:
+                work.wait()
+        for work in works:
+            work.wait()
+
+    ranks.run(body, table)
+    for case, before, after in zip(cases, inputs, buffers, strict=True):
+        what = f"all_reduce of {case} on {ranks.size} ranks"
+        order = in_ring_order if algorithm_is_ring(ranks.size, table, case) else in_rank_order
+        expect_equal(after, [order(before, case.dtype, case.op)] * ranks.size, what)
+        expect_close(after[0], before, case.dtype, case.op, what)
+
+
+def check_reduce_scatter(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) -> None:
+    n = ranks.size
+    inputs = [case.inputs(n, pieces=n) for case in cases]
+    given_ = [[x.copy() for x in each] for each in inputs]
+    outputs = [[zeros(case.dtype, case.count) for _ in range(n)] for case in cases]
+
+    def piece(x: Array, rank: int, case: Case) -> Array:
+        return x[rank * case.count : (rank + 1) * case.count]
+
+    def body(rank: int, group: Any) -> None:
+        works = []
+        for case, mine, output in zip(cases, given_, outputs, strict=True):
+            pieces = [piece(mine[rank], other, case).view(np.uint8) for other in range(n)]
+            works.append(group.reduce_scatter(pieces, output[rank].view(np.uint8), case.dtype, case.op))
+        for work in works:
+            work.wait()
+
+    ranks.run(body, table)
+    for case, before, after, output in zip(cases, inputs, given_, outputs, strict=True):
+        what = f"reduce_scatter of {case} on {n} ranks"
+        wanted = [in_rank_order([piece(x, rank, case) for x in before], case.dtype, case.op) for rank in range(n)]
+        expect_equal(output, wanted, what)
+        expect_equal(after, before, f"inputs of {what}")
+        for rank in range(n):
+            expect_close(output[rank], [piece(x, rank, case) for x in before], case.dtype, case.op, what)
+
+
+def check_all_gather(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) -> None:
+    n = ranks.size
+    inputs = [case.inputs(n) for case in cases]
+    given_ = [[x.copy() for x in each] for each in inputs]
+    outputs = [[[zeros(case.dtype, case.count) for _ in range(n)] for _ in range(n)] for case in cases]
+
+    def body(rank: int, group: Any) -> None:
+        works = []
+        for case, mine, output in zip(cases, given_, outputs, strict=True):
+            blocks = [block.view(np.uint8) for block in output[rank]]
+            works.append(group.all_gather(mine[rank].view(np.uint8), blocks, case.dtype))
+        for work in works:
+            work.wait()
+
+    ranks.run(body, table)
+    for case, before, after, output in zip(cases, inputs, given_, outputs, strict=True):
+        what = f"all_gather of {case} on {n} ranks"
+        for rank in range(n):
+            expect_equal(output[rank], before, f"{what}, rank {rank}'s blocks")
+        expect_equal(after, before, f"inputs of {what}")
+
+
+def check_broadcast(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) -> None:
+    inputs = [case.inputs(ranks.size) for case in cases]
+    buffers = [[x.copy() for x in each] for each in inputs]
+
+    def body(rank: int, group: Any) -> None:
+        works = [
+            group.broadcast(buffer[rank].view(np.uint8), case.dtype, case.seed % ranks.size)
+            for case, buffer in zip(cases, buffers, strict=True)
+        ]
+        for work in works:
+            work.wait()
+
+    ranks.run(body, table)
+    for case, before, after in zip(cases, inputs, buffers, strict=True):
+        wanted = [before[case.seed % ranks.size]] * ranks.size
+        expect_equal(after, wanted, f"broadcast of {case} on {ranks.size} ranks")
+
+
+def movement_cases(size: int, counts: Mapping[str, Sequence[int]]) -> list[Case]:
+    """For collectives that only move bytes one type of each width will do; the root goes round with the seed."""
+    return [Case(dtype, "SUM", count, seed=index) for dtype in counts for index, count in enumerate(counts[dtype])]
+
+
+def check_reduce(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) -> None:
+    inputs = [case.inputs(ranks.size) for case in cases]
+    buffers = [[x.copy() for x in each] for each in inputs]
+
+    def body(rank: int, group: Any) -> None:
+        works = [
+            group.reduce(buffer[rank].view(np.uint8), case.dtype, case.seed % ranks.size, case.op)
+            for case, buffer in zip(cases, buffers, strict=True)
+        ]
+        for work in works:
+            work.wait()
+
+    ranks.run(body, table)
+    for case, before, after in zip(cases, inputs, buffers, strict=True):
+        what = f"reduce of {case} on {ranks.size} ranks"
+        wanted = list(before)  # the other ranks' tensors stay as they are
+        wanted[case.seed % ranks.size] = in_rank_order(before, case.dtype, case.op)
+        expect_equal(after, wanted, what)
+        expect_close(after[case.seed % ranks.size], before, case.dtype, case.op, what)
+
+
+def check_gather_and_scatter(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) -> None:
+    """What a gather has brought to the root a scatter takes back, one rank further."""
+    n = ranks.size
+    inputs = [case.inputs(n) for case in cases]
+    gathered = [[zeros(case.dtype, case.count) for _ in range(n)] for case in cases]
+    outputs = [[zeros(case.dtype, case.count) for _ in range(n)] for case in cases]
+
+    def body(rank: int, group: Any) -> None:
+        works = []
+        for case, given, blocks, output in zip(cases, inputs, gathered, outputs, strict=True):
+            root = case.seed % n
+            all_blocks = [block.view(np.uint8) for block in blocks] if rank == root else []
+            works.append(group.gather(given[rank].view(np.uint8), all_blocks, case.dtype, root))
+            turned = [*all_blocks[1:], *all_blocks[:1]]
+            works.append(group.scatter(turned, output[rank].view(np.uint8), case.dtype, root))
+        for work in works:
+            work.wait()
+
+    ranks.run(body, table)
+    for case, before, at_root, output in zip(cases, inputs, gathered, outputs, strict=True):
+        expect_equal(at_root, before, f"gather of {case} on {n} ranks")
+        expect_equal(output, [*before[1:], *before[:1]], f"scatter of {case} on {n} ranks")
+
+
+def check_all_to_all(ranks: World, table: Mapping[str, int], cases: Sequence[Case], *, even: bool = False) -> None:
+    """Uneven: rank a has for rank b a piece of its own length, often none at all."""
+    n = ranks.size
+
+    def length(case: Case, a: int, b: int) -> int:
+        return case.count if even else case.count * ((a + 2 * b + case.seed) % 3) // 2
+
+    def piece(case: Case, a: int, b: int) -> Array:
+        return random_input(case.dtype, case.op, length(case, a, b), (case.seed, a, b))
+
+    sent = [[[piece(case, a, b) for b in range(n)] for a in range(n)] for case in cases]
+    got = [[[zeros(case.dtype, length(case, a, b)) for a in range(n)] for b in range(n)] for case in cases]
+
+    def body(rank: int, group: Any) -> None:
+        works = []
+        for case, mine, blocks in zip(cases, sent, got, strict=True):
+            chunks = [chunk.view(np.uint8) for chunk in mine[rank]]
+            works.append(group.all_to_all(chunks, [block.view(np.uint8) for block in blocks[rank]], case.dtype))
+        for work in works:
+            work.wait()
+
+    ranks.run(body, table)
+    for case, before, after in zip(cases, sent, got, strict=True):
+        for rank in range(n):
+            wanted = [before[a][rank] for a in range(n)]
+            expect_equal(after[rank], wanted, f"all_to_all of {case} on {n} ranks, rank {rank}'s blocks")
