@@ -1,5 +1,8 @@
 #include "torch/buffers.h"
 
+#include <algorithm>
+#include <set>
+
 #include "base/error.h"
 #include "kernels/kernels.h"
 
@@ -103,6 +106,13 @@ at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, 
   return at::scalar_tensor(supplement->double_factor, at::kDouble);
 }
 
+bool share_memory(const std::vector<at::Tensor>& tensors) {
+  std::set<const void*> seen;
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.numel() > 0 && !seen.insert(tensor.storage().data()).second;
+  });
+}
+
 std::span<std::byte> Buffers::input(const at::Tensor& tensor) { return add(tensor, true, false); }
 std::span<std::byte> Buffers::output(const at::Tensor& tensor) { return add(tensor, false, true); }
 std::span<std::byte> Buffers::in_place(const at::Tensor& tensor) { return add(tensor, true, true); }
@@ -127,27 +137,40 @@ std::span<std::byte> Buffers::add(const at::Tensor& tensor, bool read, bool writ
   return keep(flat);
 }
 
+std::span<std::byte> Buffers::join(const std::vector<at::Tensor>& tensors, bool read, bool write) {
+  int64_t count = 0;
+  for (const at::Tensor& tensor : tensors) {
+    dtype_of(tensor, what_);
+    count += tensor.numel();
+  }
+  at::Tensor flat = at::empty({count}, tensors[0].options().requires_grad(false));
+  int64_t at = 0;
+  for (const at::Tensor& tensor : tensors) {
+    at::Tensor part = flat.narrow(0, at, tensor.numel()).view(tensor.sizes());
+    at += tensor.numel();
+    if (read)
+      at_start_.emplace_back([part, tensor, factor = premultiplier_] {
+        part.copy_(tensor);
+        if (factor.defined()) part.mul_(factor);
+      });
+    if (write) at_end_.emplace_back([part, tensor] { tensor.detach().copy_(part); });
+  }
+  return keep(flat);
+}
+
 std::span<std::byte> Buffers::joined_input(const std::vector<at::Tensor>& tensors) {
   if (tensors.size() == 1) return input(tensors[0]);
-  for (const at::Tensor& tensor : tensors) dtype_of(tensor, what_);
-  int64_t each = tensors[0].numel(), count = static_cast<int64_t>(tensors.size());
-  at::Tensor flat = at::empty({count, each}, tensors[0].options().requires_grad(false));
-  at_start_.emplace_back([flat, tensors] {
-    for (std::size_t i = 0; i < tensors.size(); ++i) flat[static_cast<int64_t>(i)].copy_(tensors[i].reshape({-1}));
-  });
-  return keep(flat);
+  return join(tensors, true, false);
 }
 
 std::span<std::byte> Buffers::joined_output(const std::vector<at::Tensor>& tensors) {
   if (tensors.size() == 1) return output(tensors[0]);
-  for (const at::Tensor& tensor : tensors) dtype_of(tensor, what_);
-  int64_t each = tensors[0].numel(), count = static_cast<int64_t>(tensors.size());
-  at::Tensor flat = at::empty({count, each}, tensors[0].options().requires_grad(false));
-  at_end_.emplace_back([flat, tensors] {
-    for (std::size_t i = 0; i < tensors.size(); ++i)
-      tensors[i].detach().copy_(flat[static_cast<int64_t>(i)].view(tensors[i].sizes()));
-  });
-  return keep(flat);
+  return join(tensors, false, true);
+}
+
+std::span<std::byte> Buffers::joined_in_place(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) return in_place(tensors[0]);
+  return join(tensors, true, true);
 }
 
 std::span<std::byte> Buffers::merged(const std::vector<at::Tensor>& tensors, ReduceOp op) {

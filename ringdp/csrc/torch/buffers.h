@@ -21,6 +21,9 @@ ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what);
 // [1]; undefined unless the op is PREMUL_SUM. Throws Error(kValue) for a tensor that cannot be multiplied by it.
 at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what);
 
+// Whether two of them have a storage in common; cheap, and true for disjoint views of one storage too.
+bool share_memory(const std::vector<at::Tensor>& tensors);
+
 // The tensors of one operation. Contiguous ones are used in place; others through a flat copy, filled when the operation
 // starts and copied back when it is complete. Shared by the operation and its Work.
 class Buffers {
@@ -35,6 +38,7 @@ class Buffers {
   // Several tensors as one: their concatenation, read or written; or their reduction, which goes into all of them.
   std::span<std::byte> joined_input(const std::vector<at::Tensor>& tensors);
   std::span<std::byte> joined_output(const std::vector<at::Tensor>& tensors);
+  std::span<std::byte> joined_in_place(const std::vector<at::Tensor>& tensors);
   std::span<std::byte> merged(const std::vector<at::Tensor>& tensors, ReduceOp op);
   void repeat(const at::Tensor& from, const std::vector<at::Tensor>& to);  // when it is complete
 
@@ -44,6 +48,7 @@ class Buffers {
 
  private:
   std::span<std::byte> add(const at::Tensor& tensor, bool read, bool write);
+  std::span<std::byte> join(const std::vector<at::Tensor>& tensors, bool read, bool write);
   std::span<std::byte> keep(const at::Tensor& flat);
 
   const char* what_;

@@ -68,10 +68,17 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
       refuse("allreduce_coalesced", "tensors must all be on the same device");
     if (tensors[i].scalar_type() != tensors[0].scalar_type())
       refuse("allreduce_coalesced", "tensors must all have the same type");
+    if (tensors[i].layout() != at::kStrided) refuse("allreduce_coalesced", "unsupported layout");
     require_reduction("allreduce_coalesced", dtype_of(tensors[i], "all_reduce"), op);
   }
   Call call(counted(), c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors,
             tensors);
+  if (share_memory(tensors)) {  // each stands for what it was before the call: all are read first
+    auto buffers = std::make_shared<Buffers>("all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
+    auto memory = buffers->joined_in_place(tensors);
+    call.add(group_->all_reduce(memory, dtype_of(tensors[0], "all_reduce"), op, call.options(std::move(buffers))));
+    return call.done();
+  }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     auto buffers = std::make_shared<Buffers>("all_reduce", premultiplier_of(opts.reduceOp, tensors[i], "all_reduce"));
     auto memory = buffers->in_place(tensors[i]);

@@ -81,8 +81,9 @@ void exchange_elements(const ExchangePtr& it) {
       throw Error(ErrorKind::kMismatch,
                   "ranks disagree about a sparse all_reduce: rank " + std::to_string(it->group->view().rank) + " has " +
                       c10::str(it->mine.sizes()) + " with " + std::to_string(it->mine.sparse_dim()) +
-                      " sparse dimensions, rank " + std::to_string(rank) + " has " + c10::str(sizes_in(header)) +
-                      " with " + std::to_string(numbers[1]) + "; pass tensors of the same shape on every rank");
+                      " sparse dimensions, rank " + std::to_string(rank) + " has " +
+                      c10::str(at::IntArrayRef(sizes_in(header))) + " with " + std::to_string(numbers[1]) +
+                      "; pass tensors of the same shape on every rank");
     bool own = rank == it->group->view().rank;
     std::vector<int64_t> shape = values.sizes().vec();
     shape[0] = numbers[0];

@@ -43,7 +43,10 @@ bool StagedWork::wait(std::chrono::milliseconds timeout) {
     engine_->check_interrupt();
     lock.lock();
   }
-  if (exception_) std::rethrow_exception(exception_);
+  std::exception_ptr error = exception_;
+  lock.unlock();
+  if (error) std::rethrow_exception(error);
+  future_->wait();  // a moment at most: `end` completes it right after this work
   return true;
 }
 
