@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import logging
 import os
 import re
@@ -24,8 +25,8 @@ from ringdp.errors import InvalidArgumentError, SystemResourceError
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
     "RINGDP_HOST_ID": "a name for this host, where ranks that share a kernel must count as several hosts",
-    "RINGDP_IFACE": "network interface to listen on, for example eth0, or an address of this host",
-    "RINGDP_ADVERTISE": "address or name under which the other ranks can reach this one (containers, NAT)",
+    "RINGDP_IFACE": "network interfaces to use between hosts: eth0 | eth,ib | 10.0.0.0/8 | all but some: ^docker,br-",
+    "RINGDP_ADVERTISE": "one more address or name[:port] under which the others can reach this rank (containers, NAT)",
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
     "RINGDP_SPIN_US": "microseconds to poll before sleeping while waiting; 0 sleeps at once",
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
@@ -53,12 +54,17 @@ class RingConfig:
             store.
         host_id: a name that tells hosts apart which share a kernel; empty where nobody needs one.
         host_name: how messages call this host.
-        iface: interface to listen on, or its address; empty picks the one that reaches the peers.
-        advertise: address given to the peers instead of the interface's own; empty for none.
+        iface: interfaces to use between hosts, a list of names (or beginnings of names; ``=eth0`` is that name
+            only), addresses and networks in the order of preference, or, with ``^`` in front, all but those;
+            empty takes all that are up.
+        advertise: address or name, perhaps with a port, given to the peers before the interfaces' own; empty
+            for none.
         port_range: lowest and highest port to listen on; None takes any free one.
         connect_timeout_ms: how long the ranks have to connect to each other.
         spin_us: how long a wait polls before it sleeps.
         epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
+        several_hosts: the launcher says that the job runs on several hosts: a rank need not wait for another to
+            know that it must listen on more than loopback.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message names the field.
@@ -73,16 +79,18 @@ class RingConfig:
     connect_timeout_ms: int = 120_000
     spin_us: int = 50
     epoch: int = 0
+    several_hosts: bool = False
 
     def __post_init__(self) -> None:
         if self.secret is not None and len(self.secret) != 32:
             raise InvalidArgumentError(f"secret must be 32 bytes, not {len(self.secret)}")
-        for field, limit in (("host_id", 256), ("host_name", 256), ("iface", 64), ("advertise", 255)):
+        for field, limit in (("host_id", 256), ("host_name", 256), ("iface", 512), ("advertise", 255)):
             text = getattr(self, field)
             if len(text) > limit or any(c.isspace() or not c.isprintable() for c in text):
                 raise InvalidArgumentError(
                     f"{field} must be at most {limit} printable characters without blanks, not {text!r}"
                 )
+        _check_iface(self.iface)
         if self.port_range is not None:
             low, high = self.port_range
             if not 1 <= low <= high <= 65535:
@@ -108,7 +116,10 @@ class RingConfig:
         """
         environ = os.environ if environ is None else environ
         warn_about_unknown(environ)
-        fields: dict[str, Any] = {"epoch": _optional_integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0}
+        fields: dict[str, Any] = {
+            "epoch": _optional_integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
+            "several_hosts": _several_hosts(environ),
+        }
         for variable, (field, parse) in _READERS.items():
             if text := environ.get(variable, "").strip():
                 fields[field] = parse(text)
@@ -267,6 +278,31 @@ def apply_log_level(environ: Mapping[str, str] | None = None) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
         logger.addHandler(handler)
+
+
+def _check_iface(text: str) -> None:
+    items = text.split(",") if text else []
+    if any(not item.strip("^=") for item in items):
+        raise InvalidArgumentError(f"iface has an empty item: {text!r}")
+    if items and not items[0].startswith("^") and any(item.startswith("^") for item in items):
+        raise InvalidArgumentError(
+            f"iface {text!r} mixes interfaces to use with some to leave out: ^ goes first, for all"
+        )
+    for item in items:
+        if "/" in item:
+            try:
+                ipaddress.ip_network(item.lstrip("^"), strict=False)
+            except ValueError as error:
+                raise InvalidArgumentError(f"iface {text!r}: {error}; a network looks like 10.0.0.0/8") from None
+
+
+def _several_hosts(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher put fewer ranks on this host than the job has; False where it does not say."""
+    for local, world in (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")):
+        counts = environ.get(local, ""), environ.get(world, "")
+        if all(count.isdigit() for count in counts):
+            return int(counts[0]) < int(counts[1])
+    return False
 
 
 def _port_range(text: str) -> tuple[int, int]:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import sys
-import time
 import urllib.parse
 import weakref
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,6 @@ from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateErro
 BACKEND = "ring"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _FIRST_NOTICE_S = 10.0
-_SLICE_S = 1.0
 _log = logging.getLogger("ringdp.process_group")
 
 
@@ -49,10 +47,11 @@ class _Hello:
     device: str
 
     def encode(self) -> str:
+        """One line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def decode(cls, text: bytes, *, rank: int) -> _Hello:
+    def decode(cls, text: str, *, rank: int) -> _Hello:
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
@@ -73,6 +72,7 @@ class _Membership:
 
 
 _membership: _Membership | None = None
+_lobby: Any = None  # where the ranks have met, between that and the process group that takes the connections over
 _generation = 0  # how often init joined a job: keys in a store that outlives a group must differ
 
 
@@ -103,7 +103,9 @@ def init(
         InvalidStateError: torch.distributed is initialised already.
         InvalidArgumentError: the arguments or the environment do not say who this rank is or where to meet,
             or there are fewer CUDA devices than ranks on this host.
-        HandshakeError: the ranks could not meet; the message names who was missing.
+        RingTimeoutError: ranks did not come in time; the message names them.
+        PeerLostError: a rank died while the ranks met.
+        HandshakeError: the ranks could not meet or not reach each other; the message lists what was tried.
         MismatchError: the ranks chose differently (versions, backend, device).
     """
     global _membership, _generation
@@ -119,15 +121,15 @@ def init(
     settings = config.RingConfig.from_environment()
     store = PrefixStore(f"ringdp/{settings.epoch}/{_generation}", store)
     _generation += 1
-    hellos = _meet(store, _hello(chosen, kind, settings), rank, world_size, timeout)
-    _require_agreement(hellos)
-    local_rank = _local_rank(hellos, rank, launch)
-    place = _pick_device(kind, hellos, rank, local_rank, device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    if chosen == BACKEND:
-        register_backend()
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    with _met(store, _hello(chosen, kind, settings), rank, world_size, timeout, settings) as hellos:
+        _require_agreement(hellos)
+        local_rank = _local_rank(hellos, rank, launch)
+        place = _pick_device(kind, hellos, rank, local_rank, device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if chosen == BACKEND:
+            register_backend()
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
@@ -245,6 +247,7 @@ def _create_process_group(options: Any, pg_options: config.RingConfig | None) ->
     extension.set_log_sink(_log_line)
     atexit.unregister(extension.shut_down_all)
     atexit.register(extension.shut_down_all)  # callbacks that are still to come need a Python that lives
+    lobby = None if dist.is_initialized() else _lobby  # the default group's alone
     return extension.create_process_group(
         store=options.store,
         rank=options.group_rank,
@@ -253,6 +256,7 @@ def _create_process_group(options: Any, pg_options: config.RingConfig | None) ->
         group_id=options.group_id,
         global_ranks=list(options.global_ranks_in_group),
         config=settings.as_dict(),
+        lobby=lobby,
     )
 
 
@@ -409,52 +413,32 @@ def _hello(backend: str, kind: str, settings: config.RingConfig) -> _Hello:
     )
 
 
-def _meet(store: Store, mine: _Hello, rank: int, world_size: int, timeout: timedelta) -> list[_Hello]:
-    """Exchange hellos; says who is waited for after ten seconds, then at doubling intervals."""
-    keys = [f"hello/{r}" for r in range(world_size)]
-    begin = time.monotonic()
-    limit_s = timeout.total_seconds()
-    notice_s = _FIRST_NOTICE_S
+@contextlib.contextmanager
+def _met(
+    store: Store, mine: _Hello, rank: int, world_size: int, timeout: timedelta, settings: config.RingConfig
+) -> Iterator[list[_Hello]]:
+    """All ranks' hellos, once all are there and connected to each other; the first process group of ``ring`` made
+    inside the block takes the connections over, without one they are closed at its end."""
+    global _lobby
+    if world_size == 1:
+        yield [mine]
+        return
+    extension = _extension()
+    extension.set_log_sink(_log_line)
+    _lobby = extension.Lobby(
+        store=store,
+        rank=rank,
+        size=world_size,
+        hello=mine.encode(),
+        timeout=timeout,
+        first_notice_s=_FIRST_NOTICE_S,
+        config=settings.as_dict(),
+    )
     try:
-        store.set(keys[rank], mine.encode())
-        while True:
-            waited_s = time.monotonic() - begin
-            try:
-                # Short slices: Python's signal handlers run between them.
-                store.wait(keys, timedelta(seconds=max(0.001, min(_SLICE_S, limit_s - waited_s))))
-                break
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError as error:  # TCPStore's DistStoreError, FileStore's RuntimeError
-                if "timeout" not in str(error).lower():
-                    raise
-            waited_s = time.monotonic() - begin
-            if waited_s < min(notice_s, limit_s):
-                continue
-            missing = [r for r, key in enumerate(keys) if not store.check([key])]
-            if missing and waited_s >= limit_s:
-                raise HandshakeError(
-                    f"rank {rank} waited {limit_s:.0f} s for {_ranks(missing)} of {world_size}, which never called"
-                    " ringdp.init(): did they start, and with the same MASTER_ADDR and MASTER_PORT?",
-                    rank=rank,
-                    peer=missing[0],
-                )
-            if missing:
-                _log.warning("rank %d of %d waits for %s to call ringdp.init()", rank, world_size, _ranks(missing))
-            notice_s *= 2
-        return [_Hello.decode(text, rank=r) for r, text in enumerate(store.multi_get(keys))]
-    except dist.DistNetworkError as error:
-        raise HandshakeError(
-            f"rank {rank} lost the job's store while the ranks met: rank 0 or its host has gone\n{error}",
-            rank=rank,
-            peer=0,
-        ) from error
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(r) for r in numbers[:8])
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}"
+        yield [_Hello.decode(text, rank=r) for r, text in enumerate(_lobby.hellos())]
+    finally:
+        _lobby.close()
+        _lobby = None
 
 
 def _require_agreement(hellos: Sequence[_Hello]) -> None:

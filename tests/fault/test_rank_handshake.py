@@ -43,7 +43,7 @@ def message(
     transcript: bytes = b"",
     **changed: int,
 ) -> bytes:
-    values = {"version": 1, "epoch": 0, "world": 2, **changed}
+    values = {"version": 2, "epoch": 0, "world": 2, **changed}
     fields = (
         MAGIC
         + struct.pack("<II", values["version"], kind)
@@ -137,7 +137,7 @@ def waiting() -> Iterator[Waiting]:
         first = pool.submit(core.Runtime, store, 0, 2, secret=SECRET, timeout_ms=30_000)
         # It listens when it has heard from everybody: rank 1 lives on the same host.
         store.set("who/1", store.get("who/0"))
-        address, port = record(store.get("at/0"))["address"].rsplit(":", 1)
+        address, port = record(store.get("at/0"))["addresses"].rsplit(":", 1)
         assert address == "127.0.0.1"
         job = bytes.fromhex(record(store.get("job"))["job"])
         it = Waiting(store, (address, int(port)), job, first, pool)
@@ -240,7 +240,7 @@ def test_authentic_hellos_that_do_not_fit_are_told_why(waiting: Waiting, what: s
     sent = message(HELLO, **fields)
     answer = Answer.read(waiting.ask(sent), sent)
     assert (answer.kind, answer.reason) == (REFUSAL, reason)
-    assert (answer.version, answer.epoch, answer.world, answer.sender) == (1, 0, 2, 0)  # its side of it
+    assert (answer.version, answer.epoch, answer.world, answer.sender) == (2, 0, 2, 0)  # its side of it
     assert waiting.meet() < 5.0
 
 
@@ -346,7 +346,7 @@ def test_what_differs_is_explained_on_both_sides(what: str) -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     before = descriptors()
     store = core.MemoryStore()
-    with pytest.raises(RingTimeoutError, match=r" Timed out .*rank 1 missing") as absent:
+    with pytest.raises(RingTimeoutError, match=r" Timed out .* waited for rank 1 of 2, which never came") as absent:
         core.Runtime(store, 0, 2, timeout_ms=300)
     assert absent.value.peer == 1
     # And one that said it would come, but does not connect.
@@ -354,7 +354,9 @@ def test_a_rank_that_never_comes_is_named() -> None:
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(core.Runtime, store, 0, 2, timeout_ms=500)
         store.set("who/1", store.get("who/0"))
-        with pytest.raises(RingTimeoutError, match=r" Timed out connecting .*rank 1 missing") as unconnected:
+        with pytest.raises(
+            RingTimeoutError, match=r" Timed out .* waited for rank 1 \(host .* to connect"
+        ) as unconnected:
             first.result(timeout=10)
     assert unconnected.value.peer == 1
     del first

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -23,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import ringdp
-from ringdp import process_group
+from ringdp import _C, process_group
 from ringdp.config import VARIABLES, RingConfig
-from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError, RingTimeoutError
 
 LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMIX_|SLURM_|TORCHELASTIC_|RINGDP_)")
 
@@ -223,14 +224,18 @@ def hello_of(backend: str) -> process_group._Hello:
 
 def meet_as_threads(hellos: list[process_group._Hello]) -> list[process_group._Hello]:
     """Every rank meets the others; all of them read the same."""
-    store, limit = HashStore(), timedelta(seconds=20)
-    with ThreadPoolExecutor(len(hellos)) as ranks:
-        futures = [
-            ranks.submit(process_group._meet, store, hello, rank, len(hellos), limit)
-            for rank, hello in enumerate(hellos)
-        ]
-    for future in futures:
-        assert future.result() == hellos
+    store, size, both = HashStore(), len(hellos), threading.Barrier(len(hellos))
+    settings = {"timeout": timedelta(seconds=20), "first_notice_s": 10.0, "config": RingConfig().as_dict()}
+
+    def meet(rank: int) -> list[str]:
+        lobby = _C.Lobby(store=store, rank=rank, size=size, hello=hellos[rank].encode(), **settings)
+        both.wait(20)
+        lobby.close()
+        return lobby.hellos()
+
+    with ThreadPoolExecutor(size) as ranks:
+        for texts in ranks.map(meet, range(size)):
+            assert [process_group._Hello.decode(text, rank=r) for r, text in enumerate(texts)] == hellos
     return hellos
 
 
@@ -266,12 +271,11 @@ def test_whoever_never_comes_is_named(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process_group, "_FIRST_NOTICE_S", 0.2)
-    monkeypatch.setattr(process_group, "_SLICE_S", 0.1)
     where = f"{tmp_path}/meet" if scheme == "file" else f"127.0.0.1:{free_port()}"
-    with pytest.raises(HandshakeError, match=r"waited 2 s for ranks 1, 2 of 3") as caught:
+    with pytest.raises(RingTimeoutError, match=r"after 2 s: it waited for ranks 1, 2 of 3, which never came") as caught:
         ringdp.init("gloo", rank=0, world_size=3, init_method=f"{scheme}://{where}", timeout=2)
     assert caught.value.peer == 1
-    assert "rank 0 of 3 waits for ranks 1, 2 to call ringdp.init()" in caplog.text
+    assert "rank 0 of 3 waits for ranks 1, 2 to join" in caplog.text
     assert not ringdp.is_initialized()
 
 
@@ -298,7 +302,7 @@ def test_ranks_that_chose_differently_are_named() -> None:
 
 
 def test_a_hello_in_other_words_is_a_mismatch() -> None:
-    for text in (b"\xff", b"[]", b'{"host_id": 1}'):
+    for text in ("\xff", "[]", '{"host_id": 1}'):
         with pytest.raises(MismatchError, match="rank 7 introduced itself"):
             process_group._Hello.decode(text, rank=7)
 

@@ -16,14 +16,16 @@ int cores() {
 
 }  // namespace
 
-Runtime::Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options) {
-  std::vector<MetPeer> peers = meet(store, rendezvous);
-  const std::string here = peers[static_cast<std::size_t>(rendezvous.rank)].host_identity;
+Runtime::Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options)
+    : Runtime(rendezvous.rank, meet(store, rendezvous), std::move(options)) {}
+
+Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options) {
+  const std::string here = peers[static_cast<std::size_t>(rank)].host_identity;
   ranks_on_this_host_ = static_cast<int>(
       std::count_if(peers.begin(), peers.end(), [&](const MetPeer& peer) { return peer.host_identity == here; }));
   // More ranks than cores: polling would take the core from the rank that is waited for.
   if (ranks_on_this_host_ > cores()) options.spin_us = std::min<int64_t>(options.spin_us, 10);
-  engine_ = std::make_shared<Engine>(rendezvous.rank, std::move(peers), std::move(options));
+  engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));
   communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });
   completion_ = start_thread("ringdp-done", [engine = engine_] { engine->completions().run(); });
 }

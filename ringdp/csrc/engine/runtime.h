@@ -16,6 +16,8 @@ class Runtime {
  public:
   // Meets the other ranks (blocking, see `meet`) and starts the threads.
   Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options);
+  // The ranks have met already.
+  Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;

@@ -1,24 +1,33 @@
-// What this rank knows of its host: a name for messages, an identity that ranks of the same host share, addresses that
-// other hosts may reach. Read at start, any thread.
+// What this rank knows of its host and of itself as a process: a name for messages, identities that ranks compare, and
+// whether a process of this host still lives. Any thread.
 #pragma once
 
+#include <cstdint>
 #include <string>
-#include <vector>
 
 namespace ringdp {
 
 std::string host_name();
 
-// Equal exactly when two ranks can reach each other over loopback: boot id, network namespace, and `host_id` if it is set.
+// Equal exactly when two ranks can reach each other over loopback: boot id and network namespace.
+std::string network_identity();
+
+// Equal when two ranks count as one host: `network_identity`, and `host_id` where it is set.
 std::string host_identity(const std::string& host_id);
 
-struct Interface {
-  std::string name;
-  std::string ip;
-  bool is_loopback = false;
+// A process as others may look it up: a number means something within its process namespace only, and may be used again,
+// so the time of its start goes along.
+struct ProcessId {
+  int64_t pid = -1;
+  int64_t started = -1;  // clock ticks since the host's start, proc(5)
+  std::string space;     // boot id and process namespace
+
+  static ProcessId own();
+  bool operator==(const ProcessId&) const = default;
 };
 
-// Interfaces that are up, IPv4 before IPv6, without link-local addresses.
-std::vector<Interface> interfaces();
+// True only when it is certain: same process namespace, and no such process any more (or a corpse that nobody has waited
+// for). A stopped or a busy process is not gone.
+bool certainly_gone(const ProcessId& process);
 
 }  // namespace ringdp

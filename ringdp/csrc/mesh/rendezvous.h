@@ -20,21 +20,30 @@ struct RendezvousOptions {
   std::vector<std::byte> secret;  // empty: rank 0 makes one and publishes it
   std::string host_name;          // empty: the system's
   std::string host_id;            // tells hosts apart that share a kernel
-  std::string interface;          // name or address to listen on when the ranks are on several hosts; empty: by route
-  std::string advertise;          // address to publish instead of the one listened on
+  std::string interface;          // which interfaces to publish, see select_interfaces; empty: all
+  std::string advertise;          // an address or name to publish before them, perhaps with a port
   uint16_t port_low = 0;          // 0..0: any port
   uint16_t port_high = 0;
+  bool several_hosts = false;  // known beforehand: listen on more than loopback at once
+  std::string hello;           // a line for all others, see MetPeer
   int64_t timeout_ms = 60'000;
-  std::function<void()> check_interrupt;  // called now and then while connecting; may throw
+  int64_t absent_ms =
+      0;  // how long to wait for ranks that have not come at all; `timeout_ms` then counts from when all
+          // have. 0: `timeout_ms` is for everything
+  int64_t first_notice_ms = 10'000;       // when the log says who is waited for; then at doubling intervals
+  std::function<void()> check_interrupt;  // called now and then while meeting; may throw
 };
 
 struct MetPeer {
   PeerInfo info;
   std::string host_identity;
+  std::string hello;
   std::unique_ptr<Channel> channel;  // null for this rank itself
 };
 
-// One entry per rank. Throws Error(kHandshake), Error(kTimeout) naming the ranks that are missing, or Error(kSystem).
+// One entry per rank. Whatever goes wrong on one rank is told to all through the store, so that every rank raises the same
+// story: Error(kHandshake) for ranks that differ or cannot reach each other (with every address tried), Error(kPeerLost) for
+// one that died on the way, Error(kTimeout) naming those that are missing, Error(kSystem).
 std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options);
 
 }  // namespace ringdp

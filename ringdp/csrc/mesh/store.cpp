@@ -8,6 +8,12 @@ void MemoryStore::set(const std::string& key, const std::string& value) {
   changed_.notify_all();
 }
 
+std::optional<std::string> MemoryStore::find(const std::string& key) {
+  std::lock_guard lock(mutex_);
+  auto it = values_.find(key);
+  return it == values_.end() ? std::nullopt : std::optional(it->second);
+}
+
 std::optional<std::string> MemoryStore::get(const std::string& key, Deadline deadline) {
   std::unique_lock lock(mutex_);
   for (;;) {

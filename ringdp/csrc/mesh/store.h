@@ -10,22 +10,31 @@
 #include <string>
 
 #include "base/deadline.h"
+#include "base/error.h"
 
 namespace ringdp {
 
+// The store itself is gone, and with it the process that kept it.
+class StoreLost final : public Error {
+ public:
+  using Error::Error;
+};
+
+// Any call may throw StoreLost.
 class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  // Waits until the key is there; nullopt when the deadline passes first.
-  virtual std::optional<std::string> get(const std::string& key, Deadline deadline) = 0;
+  virtual std::optional<std::string> find(const std::string& key) = 0;  // nullopt: not there now
 };
 
 // For ranks that are threads of one process. Any thread.
 class MemoryStore final : public Store {
  public:
   void set(const std::string& key, const std::string& value) override;
-  std::optional<std::string> get(const std::string& key, Deadline deadline) override;
+  std::optional<std::string> find(const std::string& key) override;
+  // Waits until the key is there; nullopt when the deadline passes first.
+  std::optional<std::string> get(const std::string& key, Deadline deadline);
 
  private:
   std::mutex mutex_;

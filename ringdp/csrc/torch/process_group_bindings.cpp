@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/naming.h"
+#include "mesh/lobby.h"
 #include "torch/bindings.h"
 #include "torch/process_group.h"
 #include "torch/store_adapter.h"
@@ -56,6 +57,7 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.host_id = config["host_id"].cast<std::string>();
   options.interface = config["iface"].cast<std::string>();
   options.advertise = config["advertise"].cast<std::string>();
+  options.several_hosts = config["several_hosts"].cast<bool>();
   options.timeout_ms = config["connect_timeout_ms"].cast<int64_t>();
   if (!config["secret"].is_none()) {
     auto text = config["secret"].cast<std::string>();
@@ -73,7 +75,8 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
 // Handed out as torch's Backend, whose Python holder releases the GIL before it destroys: the threads joined then may need it.
 c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                        std::chrono::milliseconds timeout, const std::string& group_id,
-                                                       std::vector<int> global_ranks, const py::dict& config) {
+                                                       std::vector<int> global_ranks, const py::dict& config,
+                                                       Lobby* lobby) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
   options.check_interrupt = check_python_signals;
   EngineOptions engine_options;
@@ -84,8 +87,14 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   bool owns = runtime == nullptr;
   if (owns) {
     options.timeout_ms = std::min<int64_t>(options.timeout_ms, timeout.count());
-    StoreAdapter adapter(store, store_prefix(group_id), check_python_signals);
-    runtime = std::make_shared<Runtime>(adapter, options, engine_options);
+    if (lobby != nullptr) {
+      if (lobby->rank() != rank || lobby->world() != size)
+        throw Error(ErrorKind::kValue, "this process group is not of the ranks that have met");
+      runtime = std::make_shared<Runtime>(rank, lobby->take(), engine_options);
+    } else {
+      StoreAdapter adapter(store, store_prefix(group_id));
+      runtime = std::make_shared<Runtime>(adapter, options, engine_options);
+    }
     {
       std::lock_guard lock(runtime_mutex);
       std::erase_if(runtimes, [](const auto& it) { return it.expired(); });
@@ -98,6 +107,19 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   auto group =
       std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), AlgorithmTable{});
   return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
+}
+
+std::unique_ptr<Lobby> make_lobby(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                  const std::string& hello, std::chrono::milliseconds timeout, double first_notice_s,
+                                  const py::dict& config) {
+  RendezvousOptions options = rendezvous_options(config, rank, size);
+  options.check_interrupt = check_python_signals;
+  options.hello = hello;
+  options.absent_ms = timeout.count();
+  options.first_notice_ms = static_cast<int64_t>(first_notice_s * 1000);
+  py::gil_scoped_release no_gil;
+  StoreAdapter adapter(store, "");
+  return std::make_unique<Lobby>(adapter, options);
 }
 
 // At exit, while Python still lives: a callback that asks for its lock later would end the process in the middle.
@@ -132,7 +154,13 @@ class PythonNamedScope {
 
 void bind_process_group(py::module_& module) {
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
-             py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"));
+             py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
+             py::arg("lobby").none(true) = nullptr);
+  py::class_<Lobby>(module, "Lobby", "The ranks have met and are connected; each has the words of all others.")
+      .def(py::init(&make_lobby), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("hello"),
+           py::arg("timeout"), py::arg("first_notice_s"), py::arg("config"))
+      .def("hellos", &Lobby::hellos)
+      .def("close", &Lobby::close, "Leave, unless a process group has taken the connections over; idempotent.");
   module.def("shut_down_all", &shut_down_all, py::call_guard<py::gil_scoped_release>(),
              "Leave all jobs and end the threads; for the end of the process.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");

@@ -164,43 +164,46 @@ bool SocketAddress::is_loopback() const {
   return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_addr);
 }
 
-TcpListener::TcpListener(const std::string& ip, uint16_t port_low, uint16_t port_high, int backlog) {
-  int last_error = EADDRINUSE;
-  for (int port = port_low; port <= port_high; ++port) {
-    SocketAddress wanted = SocketAddress::from_ip(ip, static_cast<uint16_t>(port));
-    Fd fd(socket(wanted.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!fd) throw_system("create a socket", errno);
-    if (bind(fd.get(), wanted.raw(), wanted.length()) != 0 || listen(fd.get(), backlog) != 0) {
-      last_error = errno;
-      if (last_error == EADDRINUSE || last_error == EACCES) continue;
-      throw_system("listen on " + wanted.text(), last_error);
-    }
-    sockaddr_storage storage;
-    socklen_t length = sizeof(storage);
-    getsockname(fd.get(), reinterpret_cast<sockaddr*>(&storage), &length);
-    address_ = SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length);
-    fd_ = std::move(fd);
-    return;
+std::optional<TcpListener> TcpListener::try_bind(const std::string& ip, uint16_t port, int backlog, int& error_number) {
+  SocketAddress wanted = SocketAddress::from_ip(ip, port);
+  Fd fd(socket(wanted.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  int one = 1;
+  // A port that somebody listens on stays refused; connections of a job that has ended no longer block theirs.
+  if (!fd || (port != 0 && setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)) != 0) ||
+      bind(fd.get(), wanted.raw(), wanted.length()) != 0 || listen(fd.get(), backlog) != 0) {
+    error_number = errno;
+    return std::nullopt;
   }
-  throw_system("listen on " + ip + ", ports " + std::to_string(port_low) + " to " + std::to_string(port_high),
-               last_error);
+  sockaddr_storage storage;
+  socklen_t length = sizeof(storage);
+  getsockname(fd.get(), reinterpret_cast<sockaddr*>(&storage), &length);
+  TcpListener listener;
+  listener.address_ = SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length);
+  listener.fd_ = std::move(fd);
+  return listener;
 }
 
-std::optional<std::pair<Fd, SocketAddress>> TcpListener::accept() {
+std::optional<std::pair<Fd, SocketAddress>> TcpListener::accept(int& error_number) {
   sockaddr_storage storage;
   socklen_t length = sizeof(storage);
   int fd = accept4(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (fd < 0)
-    return std::nullopt;  // nobody, a connection that died waiting, or no descriptor left: the peer tries again
+  if (fd < 0) {
+    // Otherwise nobody is there, or a connection died while it waited.
+    bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+    error_number = short_of ? errno : 0;
+    return std::nullopt;
+  }
   return std::pair(Fd(fd), SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length));
 }
 
-Fd start_connect(const SocketAddress& to) {
+Fd start_connect(const SocketAddress& to, int& error_number) {
   Fd fd(socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd) throw_system("create a socket", errno);
-  while (connect(fd.get(), to.raw(), to.length()) != 0) {
+  error_number = fd ? 0 : errno;
+  while (fd && connect(fd.get(), to.raw(), to.length()) != 0) {
     if (errno == EINPROGRESS) break;
-    if (errno != EINTR) throw_system("connect to " + to.text(), errno);
+    if (errno == EINTR) continue;
+    error_number = errno;
+    return Fd();
   }
   return fd;
 }
@@ -210,16 +213,6 @@ int connect_error(int fd) {
   socklen_t length = sizeof(error_number);
   if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error_number, &length) != 0) return errno;
   return error_number;
-}
-
-std::string local_ip_towards(const SocketAddress& to) {
-  Fd fd(socket(to.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  if (!fd) throw_system("create a socket", errno);
-  if (connect(fd.get(), to.raw(), to.length()) != 0) throw_system("find a route to " + to.text(), errno);
-  sockaddr_storage storage;
-  socklen_t length = sizeof(storage);
-  getsockname(fd.get(), reinterpret_cast<sockaddr*>(&storage), &length);
-  return SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).ip();
 }
 
 std::unique_ptr<Channel> make_tcp_channel(Fd socket) { return std::make_unique<TcpChannel>(std::move(socket)); }

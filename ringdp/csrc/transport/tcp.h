@@ -40,24 +40,25 @@ class SocketAddress {
 
 class TcpListener {
  public:
-  // Binds `ip` on a free port of [low, high], or any port when both are 0. Throws Error(kSystem) naming them.
-  TcpListener(const std::string& ip, uint16_t port_low, uint16_t port_high, int backlog);
+  // On port 0 any. nullopt, with errno's value, where the address or the port cannot be had.
+  static std::optional<TcpListener> try_bind(const std::string& ip, uint16_t port, int backlog, int& error_number);
 
-  std::optional<std::pair<Fd, SocketAddress>> accept();  // nullopt: nobody there now
+  // nullopt: nobody there now; with `error_number` not 0: or nobody can be let in for want of descriptors or memory.
+  std::optional<std::pair<Fd, SocketAddress>> accept(int& error_number);
   SocketAddress address() const { return address_; }
   int poll_fd() const { return fd_.get(); }
 
  private:
+  TcpListener() = default;
+
   Fd fd_;
   SocketAddress address_;
 };
 
 // Starts connecting; the descriptor turns writable when it is decided, `connect_error` then says how (0: connected).
-Fd start_connect(const SocketAddress& to);
+// An empty Fd and errno's value where that fails at once (no route, no descriptor).
+Fd start_connect(const SocketAddress& to, int& error_number);
 int connect_error(int fd);
-
-// The address this host would use to reach `to` (a UDP connect sends nothing); throws Error(kSystem) without a route.
-std::string local_ip_towards(const SocketAddress& to);
 
 // Takes a connected non-blocking socket.
 std::unique_ptr<Channel> make_tcp_channel(Fd socket);

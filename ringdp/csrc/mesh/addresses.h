@@ -1,0 +1,47 @@
+// Where a rank can be reached: the addresses of this host it may publish (RINGDP_IFACE chooses among them), and in which
+// order those of a peer are tried. Reads the interfaces at each call; any thread.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "transport/tcp.h"
+
+namespace ringdp {
+
+struct Interface {
+  std::string name;
+  std::string ip;
+  int prefix_bits = 0;  // of its network
+  bool is_loopback = false;
+  bool running = true;  // has a carrier
+};
+
+// All that are up, those with a carrier first, IPv4 before IPv6; without IPv6 link-local addresses.
+std::vector<Interface> interfaces();
+
+// Those that `spec` names: a list of interface names (or beginnings of names: eth; =eth stands for the whole name),
+// addresses and networks (10.0.0.0/8), in its order; with ^ in front, all but those. An empty one takes all but loopback.
+// Throws Error(kSystem) listing what there is if nothing is left.
+std::vector<Interface> select_interfaces(const std::vector<Interface>& all, const std::string& spec);
+
+// Whether `ip` lies in the network of `bits` leading bits around `network`; false for two families.
+bool in_network(const std::string& ip, const std::string& network, int bits);
+
+// One listener per address, if it can be had all on one port (what firewalls and advertised addresses need).
+// Throws Error(kSystem) when none could be bound.
+std::vector<TcpListener> open_listeners(const std::vector<std::string>& ips, uint16_t port_low, uint16_t port_high,
+                                        int backlog);
+
+// The addresses of a peer in the order to try them, and in words those that make no sense from here.
+struct Candidates {
+  std::vector<SocketAddress> addresses;
+  std::vector<std::string> left_out;  // "172.17.0.1:29600 (an address of this host, too)"
+};
+
+// `published`: "address:port" or "name:port" (looked up here, within `lookup_ms`). `same_network`: the peer shares this
+// host's interfaces.
+Candidates candidates_of_peer(const std::vector<std::string>& published, bool same_network,
+                              const std::vector<Interface>& mine, int lookup_ms);
+
+}  // namespace ringdp

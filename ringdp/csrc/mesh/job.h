@@ -1,0 +1,27 @@
+// Job: what rank 0 publishes so that everybody means the same job, and the comparison by which an honest mistake (another
+// version, world size, restart count, secret) is explained by whoever made it. Value types, any thread.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "mesh/handshake.h"
+#include "mesh/record.h"
+
+namespace ringdp {
+
+struct RendezvousOptions;
+
+struct Job {
+  JobId id{};
+  std::vector<std::byte> secret;
+};
+
+// Rank 0: a new job and its record; the secret itself is in it only if the launcher gave none.
+Job make_job(const RendezvousOptions& options, Record& record);
+
+// Any other rank. On disagreement `problem` says what differs, in words that are true on every rank.
+Job join_job(const Record& record, const RendezvousOptions& options, std::string& problem);
+
+}  // namespace ringdp

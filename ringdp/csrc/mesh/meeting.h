@@ -1,0 +1,78 @@
+// Meeting: the state of one `meet`. A loop that looks into the store, moves the connections on, and watches who dies.
+// Used by one thread.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "mesh/addresses.h"
+#include "mesh/connector.h"
+#include "mesh/host.h"
+#include "mesh/job.h"
+#include "mesh/rendezvous.h"
+
+namespace ringdp {
+
+class Meeting {
+ public:
+  Meeting(Store& store, const RendezvousOptions& options);
+
+  std::vector<MetPeer> run();
+
+  // After an error on this rank: tells the others, or, where they had told it before, turns it into their story.
+  // `stopped`: by something that is no Error (an interrupt). Throws only StoreLost.
+  Error settle_error(const Error& error, bool stopped);
+  Error store_lost(const Error& error) const;
+
+ private:
+  struct Peer {
+    PeerInfo info;
+    ProcessId process;
+    std::string network;
+    std::string identity;
+    std::vector<std::string> ips;
+    std::string hello;
+    bool present = false;  // its `who` was read
+    bool placed = false;   // its `at` was read
+    bool suspected = false;
+  };
+
+  void introduce();
+  bool look();  // into the store, for what is missing; true if something was there
+  void take_job(const std::string& text);
+  void take_who(int peer, const std::string& text);
+  void take_at(int peer, const std::string& text);
+  void listen_if_known();
+  std::vector<std::string> addresses_to_listen_on(bool alone) const;
+  void check_processes();
+  void check_connections();
+  void note_arrivals();
+  void say_who_is_missing();
+  [[noreturn]] void time_out();
+  std::string missing_text() const;
+  void linger(int limit_ms);  // the store may end with this process: the others are to hear first
+
+  // `story` must be true on every rank.
+  Error failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const;
+  std::optional<Error> heard_trouble();  // what another rank told
+
+  Store& store_;
+  const RendezvousOptions& options_;
+  const int rank_;
+  const int world_;
+  Deadline deadline_;
+  const Clock::time_point begin_ = Clock::now();
+  std::vector<Interface> interfaces_;
+  std::vector<Peer> peers_;
+  std::optional<Job> job_;
+  std::optional<Connector> connector_;
+  Clock::time_point check_after_ = begin_;
+  Clock::time_point notice_at_;
+  std::chrono::milliseconds notice_every_;
+  std::size_t next_question_ = 0;
+  bool complete_ = false;  // everybody has come
+  bool heard_ = false;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,90 @@
+#include "mesh/route.h"
+
+#include <algorithm>
+
+namespace ringdp {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kHeadStart{150};  // RFC 8305 advises 250 ms, for the whole internet
+constexpr milliseconds kAgainSoon{100};  // after a failure; later less often
+constexpr milliseconds kAgain{1000};
+constexpr int kSoonTries = 5;
+constexpr milliseconds kUnreachableAfter{8000};  // with what is left everybody is told within ten seconds
+constexpr milliseconds kRefusedAfter{1500};      // everywhere
+constexpr milliseconds kRefusedPartly{4000};     // elsewhere nobody answers: three lost packets are no chance any more
+constexpr int kRefusedTries = 3;
+
+}  // namespace
+
+Route::Route(Candidates candidates, Clock::time_point now) : known_(true), left_out_(std::move(candidates.left_out)) {
+  for (const SocketAddress& address : candidates.addresses)
+    tries_.push_back({.address = address, .begin = {}, .why = {}});
+  restart(now);
+}
+
+void Route::restart(Clock::time_point now) {
+  begin_ = now;
+  for (std::size_t i = 0; i < tries_.size(); ++i)
+    tries_[i] = {.address = tries_[i].address, .begin = now + kHeadStart * i, .why = {}};
+}
+
+std::optional<std::size_t> Route::due(Clock::time_point now) const {
+  for (std::size_t i = 0; i < tries_.size(); ++i)
+    if (!tries_[i].running && !tries_[i].final && now >= tries_[i].begin) return i;
+  return std::nullopt;
+}
+
+void Route::started(std::size_t index, Clock::time_point now) {
+  tries_[index].running = true;
+  tries_[index].begin = now;
+}
+
+void Route::answered(std::size_t index) { tries_[index].answered = true; }
+
+void Route::failed(std::size_t index, const std::string& why, bool refused, bool final, Clock::time_point now) {
+  Try& it = tries_[index];
+  it.running = it.answered = false;
+  it.refused = refused;
+  it.final = final;
+  it.why = why;
+  it.begin = now + (++it.failures < kSoonTries ? kAgainSoon : kAgain);
+  // The head start was for this one.
+  for (Try& next : tries_)
+    if (!next.running && next.failures == 0) {
+      next.begin = std::min(next.begin, now);
+      break;
+    }
+}
+
+Route::Verdict Route::verdict(Clock::time_point now) const {
+  if (!known_) return Verdict::kOpen;
+  auto answered = [](const Try& it) { return it.answered; };
+  auto refused = [](const Try& it) { return it.refused && it.failures >= kRefusedTries; };
+  auto final = [](const Try& it) { return it.final; };
+  if (std::all_of(tries_.begin(), tries_.end(), final)) return Verdict::kUnreachable;  // also without any
+  if (std::any_of(tries_.begin(), tries_.end(), answered)) return Verdict::kOpen;
+  milliseconds took = std::chrono::duration_cast<milliseconds>(now - begin_);
+  if (took >= kRefusedAfter && std::all_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
+  if (took >= kRefusedPartly && std::any_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
+  return took >= kUnreachableAfter ? Verdict::kUnreachable : Verdict::kOpen;
+}
+
+std::string Route::text(Clock::time_point now) const {
+  std::string out;
+  auto add = [&](const std::string& part) { out += (out.empty() ? "" : ", ") + part; };
+  for (const Try& it : tries_) {
+    auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - it.begin).count();
+    std::string state = it.why.empty() ? "not tried" : it.why;
+    if (it.running && it.answered)
+      state = "connected, but nobody spoke for " + std::to_string(seconds) + " s";
+    else if (it.running && it.why.empty())
+      state = "Connection timed out: no answer for " + std::to_string(seconds) + " s";
+    add(it.address.text() + " (" + state + ")");
+  }
+  for (const std::string& it : left_out_) add(it);
+  return out.empty() ? "no address at all" : out;
+}
+
+}  // namespace ringdp

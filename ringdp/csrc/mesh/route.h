@@ -1,0 +1,57 @@
+// Route: the addresses of one peer, tried one after the other with a short head start each, and what became of them; says
+// when to give up. Bookkeeping only, time comes in from outside. Used by the thread that runs the Connector.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "mesh/addresses.h"
+
+namespace ringdp {
+
+class Route {
+ public:
+  enum class Verdict {
+    kOpen,
+    kRefused,     // where anybody answers at all, nothing listens: the process has gone, or a firewall says so
+    kUnreachable  // nobody answers, or not who should
+  };
+
+  Route() = default;
+  Route(Candidates candidates, Clock::time_point now);
+
+  bool known() const { return known_; }
+  std::optional<std::size_t> due(Clock::time_point now) const;  // the candidate to try now
+  const SocketAddress& address(std::size_t index) const { return tries_[index].address; }
+
+  void started(std::size_t index, Clock::time_point now);
+  void answered(std::size_t index);  // connected: somebody is there, who may be slow
+  // `final`: it will never be right (another job, another rank).
+  void failed(std::size_t index, const std::string& why, bool refused, bool final, Clock::time_point now);
+  void restart(Clock::time_point now);
+
+  Verdict verdict(Clock::time_point now) const;
+  std::string text(Clock::time_point now) const;  // "10.0.0.1:29600 (Connection refused), …"
+
+ private:
+  struct Try {
+    SocketAddress address;
+    Clock::time_point begin;  // not before
+    bool running = false;
+    bool answered = false;
+    bool refused = false;  // the last time
+    bool final = false;
+    int failures = 0;
+    std::string why;
+  };
+
+  bool known_ = false;
+  Clock::time_point begin_{};
+  std::vector<Try> tries_;
+  std::vector<std::string> left_out_;
+};
+
+}  // namespace ringdp
