@@ -36,11 +36,11 @@ def lobby(spec: RankSpec, outcome: Outcome) -> None:
 
     config = RingConfig(secret=SECRET, host_name=spec.host_name or socket.gethostname(), connect_timeout_ms=60_000)
     settings = config.as_dict() | {"several_hosts": bool(spec.variables.get("SEVERAL_HOSTS"))}
-    where = {"store": open_store(spec), "rank": spec.rank, "size": spec.world}
-    met = _C.Lobby(**where, hello="", timeout=timedelta(seconds=60), first_notice_s=10.0, config=settings)
+    store, wait = open_store(spec), timedelta(seconds=60)
+    where = {"rank": spec.rank, "size": spec.world}
+    met = _C.Lobby(store=store, **where, hello="", timeout=wait, first_notice_s=10.0, config=settings)
     outcome.value = len(met.hellos())
     outcome.seconds = time.monotonic() - outcome.at
-    store: Store = where["store"]
     store.set(f"through/{spec.rank}", "")
     store.wait([f"through/{rank}" for rank in range(spec.world)], timedelta(seconds=30))
     met.close()
@@ -95,7 +95,7 @@ def victim(spec: RankSpec, outcome: Outcome) -> None:
     if stage == "before it listens":
         die(spec)
     if stage == "connected":
-        store.set("who/2", store.get("who/0"))  # never comes
+        store.set("who/2", store.get("who/0").decode())  # never comes
     listener = socket.create_server((spec.variables.get("IP", "127.0.0.1"), 0))
     address = "{}:{}".format(*listener.getsockname())
     store.set(f"at/{spec.rank}", f"addresses={address}\n")

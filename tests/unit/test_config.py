@@ -75,6 +75,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "spin_us": 0,
         "connect_timeout_ms": 2500,
         "epoch": 3,
+        "several_hosts": False,
     }
     assert set(config._READERS) | {"RINGDP_LOG_LEVEL"} == set(config.VARIABLES), "a variable without a reader"
 
@@ -84,6 +85,42 @@ def test_the_secret_is_not_shown(tmp_path: Path) -> None:
     for text in (repr(settings), repr(settings.as_dict()), str(settings.as_dict())):
         assert SECRET.hex() not in text
         assert repr(SECRET) not in text
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({}, False),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, False),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "many"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
+    ],
+)
+def test_whether_there_are_several_hosts(variables: dict[str, str], expected: bool) -> None:
+    assert RingConfig.from_environment(variables).several_hosts is expected
+
+
+@pytest.mark.parametrize(
+    "text", ["eth0", "eth,ib0", "10.0.0.0/8", "fd00::/8,=eth0", "^docker", "^docker,^br-", "10.1.2.3"]
+)
+def test_interfaces_that_can_be_named(text: str) -> None:
+    assert RingConfig.from_environment({"RINGDP_IFACE": text}).iface == text
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("eth0,,eth1", "empty item"),
+        ("^", "empty item"),
+        ("eth0,^eth1", "mixes"),
+        ("10.0.0.0/33", "a network looks like"),
+        ("eth0/8", "a network looks like"),
+    ],
+)
+def test_interfaces_that_cannot(text: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"RINGDP_IFACE.*{words}"):
+        RingConfig.from_environment({"RINGDP_IFACE": text})
 
 
 @pytest.mark.parametrize("text, expected", [("29600", (29600, 29600)), ("1 - 65535", (1, 65535)), ("5:6", (5, 6))])
