@@ -3,7 +3,6 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
-#include <map>
 #include <mutex>
 
 #include "base/bytes.h"
@@ -13,16 +12,15 @@
 namespace ringdp {
 namespace {
 
-struct CallbackScope {
-  int lane;
-  uint64_t parent_group;
-  uint64_t parent_sequence;
-  std::map<uint64_t, uint64_t> issued;  // operations so far, per group
-};
-
 thread_local CallbackScope* current_scope = nullptr;
 
 }  // namespace
+
+CallbackScope::CallbackScope(uint64_t path, int lane) : path_(path), lane_(lane), outer_(current_scope) {
+  current_scope = this;
+}
+
+CallbackScope::~CallbackScope() { current_scope = outer_; }
 
 struct CompletionQueue::State {
   struct Job {
@@ -45,12 +43,12 @@ CompletionQueue::CompletionQueue() : state_(std::make_shared<State>()) { state_-
 
 std::optional<uint64_t> CompletionQueue::nested_key(uint64_t group) {
   if (current_scope == nullptr) return std::nullopt;
-  uint64_t key =
-      hash_mix(hash_mix(current_scope->parent_group, current_scope->parent_sequence), ++current_scope->issued[group]);
-  return key | kNestedBit;
+  return hash_mix(current_scope->path_, ++current_scope->issued_[group]) | kNestedBit;
 }
 
-int CompletionQueue::current_lane() { return current_scope == nullptr ? -1 : current_scope->lane; }
+uint64_t CompletionQueue::path_of(uint64_t group, uint64_t sequence) { return hash_mix(group, sequence); }
+
+int CompletionQueue::current_lane() { return current_scope == nullptr ? -1 : current_scope->lane_; }
 
 void CompletionQueue::push(int lane, uint64_t group, uint64_t sequence, std::function<void()> job) {
   auto index = static_cast<std::size_t>(lane);
@@ -87,14 +85,12 @@ void CompletionQueue::run_lane(const std::shared_ptr<State>& owned, std::size_t 
     State::Job job = std::move(lane.jobs.front());
     lane.jobs.pop_front();
     lock.unlock();
-    CallbackScope scope{static_cast<int>(index), job.group, job.sequence, {}};
-    current_scope = &scope;
     try {
+      const CallbackScope scope(path_of(job.group, job.sequence), static_cast<int>(index));
       job.run();
     } catch (const std::exception& error) {
       log(LogLevel::kError, std::string("a callback after a collective failed: ") + error.what());
     }
-    current_scope = nullptr;
     job.run = nullptr;  // what it holds may take locks of its own
     lock.lock();
   }

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -27,6 +28,9 @@ class CompletionQueue {
   static int current_lane();                                // of the callback that runs on this thread; -1 outside
   static int issuing_lane() { return current_lane() + 1; }  // of what follows the operations issued here
 
+  // The root of the paths of all callbacks after an operation.
+  static uint64_t path_of(uint64_t group, uint64_t sequence);
+
   static constexpr uint64_t kNestedBit = 1ULL << 63;  // of the sequence number of an operation issued in a callback
 
  private:
@@ -34,6 +38,26 @@ class CompletionQueue {
   static void run_lane(const std::shared_ptr<State>& state, std::size_t lane);
 
   std::shared_ptr<State> state_;  // also held by the lanes' threads, one of which may drop this queue's owner
+};
+
+// CallbackScope: operations that this thread issues while it lives belong to the callback with this path, whichever thread
+// that is: a callback that is attached to a complete future runs at once, where it is attached, on some ranks and on a
+// lane's thread on others. `path`: the same on all ranks for the same callback, and no other's. `lane`: of the
+// operation that is called back for.
+class CallbackScope {
+ public:
+  CallbackScope(uint64_t path, int lane);
+  ~CallbackScope();
+  CallbackScope(const CallbackScope&) = delete;
+  CallbackScope& operator=(const CallbackScope&) = delete;
+
+ private:
+  friend class CompletionQueue;
+
+  const uint64_t path_;
+  const int lane_;
+  CallbackScope* const outer_;
+  std::map<uint64_t, uint64_t> issued_;  // operations so far, by group
 };
 
 }  // namespace ringdp

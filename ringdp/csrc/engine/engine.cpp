@@ -163,6 +163,11 @@ void Engine::wait(Work& work, Deadline deadline) {
       }
     }
   }
+  std::shared_ptr<void> buffers;  // dropped without the lock
+  {
+    std::lock_guard lock(mutex_);
+    buffers = std::move(work.buffers_);
+  }
   if (work.failed()) std::rethrow_exception(work.error());
 }
 
@@ -214,15 +219,25 @@ void Engine::run_as_driver(const std::function<void()>& action) {
 void Engine::finish(Slot& slot, std::exception_ptr error) {
   std::shared_ptr<Work> work = std::move(slot.work);
   auto on_done = std::move(work->on_done_);
+  // The last holder of a tensor may need Python's lock, for which the driver must never wait: a completion thread drops the
+  // buffers, or who waits for the work.
+  slot.operation.reset();
+  std::shared_ptr<void> buffers = std::move(slot.keep_alive);
   {
     std::lock_guard lock(mutex_);
-    work->finish(error);
+    work->finish(error, on_done ? nullptr : std::move(buffers));
     --unfinished_;
     if (waiting_ > 0) waiters_.notify_all();
   }
-  if (on_done)
-    completions_.push(work->lane(), work->group(), work->sequence(),
-                      [on_done = std::move(on_done), error] { on_done(error); });
+  const int lane = work->lane();
+  const uint64_t group = work->group(), sequence = work->sequence();
+  if (on_done) {
+    completions_.push(lane, group, sequence, [on_done = std::move(on_done), error, buffers = std::move(buffers)] {
+      on_done(error);
+    });
+  } else if (work.use_count() == 1) {  // nobody waits for it any more
+    completions_.push(lane, group, sequence, [work = std::move(work)] {});
+  }
 }
 
 void Engine::run_communication_thread() {

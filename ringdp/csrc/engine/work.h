@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <string>
 
 namespace ringdp {
@@ -33,8 +34,9 @@ class Work {
   friend class Engine;
   static constexpr int kRunning = 0, kDone = 1, kFailed = 2;
 
-  void finish(std::exception_ptr error) {
+  void finish(std::exception_ptr error, std::shared_ptr<void> buffers) {
     error_ = std::move(error);
+    buffers_ = std::move(buffers);
     state_.store(error_ ? kFailed : kDone, std::memory_order_release);
   }
 
@@ -45,6 +47,7 @@ class Work {
   const std::string text_;
   std::function<void(std::exception_ptr)> on_done_;  // run once on the completion thread, in operation order
   std::exception_ptr error_;
+  std::shared_ptr<void> buffers_;  // once finished, where nothing follows: dropped by who waits, under the engine's lock
   std::atomic<int> state_{kRunning};
 };
 

@@ -1,3 +1,5 @@
+#include <Python.h>  // first, as Python asks
+
 #include "torch/process_group.h"
 
 #include "base/error.h"
@@ -9,6 +11,24 @@
 
 namespace ringdp {
 
+namespace {
+
+// Gives Python's lock away for a while, if this thread has it.
+class WithoutPythonLock {
+ public:
+  WithoutPythonLock() : state_(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPythonLock() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WithoutPythonLock(const WithoutPythonLock&) = delete;
+  WithoutPythonLock& operator=(const WithoutPythonLock&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace
+
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime,
                                    bool owns_runtime)
     : c10d::Backend(group->view().rank, group->view().size),
@@ -18,7 +38,13 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shar
   init();
 }
 
-ProcessGroupRing::~ProcessGroupRing() { shutdown(); }
+// torch's Python type of a Backend keeps Python's lock while it destroys one; the threads that are waited for here may need it.
+ProcessGroupRing::~ProcessGroupRing() {
+  const WithoutPythonLock no_lock;
+  shutdown();
+  group_.reset();
+  runtime_.reset();
+}
 
 void ProcessGroupRing::shutdown() {
   group_->close();

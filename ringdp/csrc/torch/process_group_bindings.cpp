@@ -72,7 +72,6 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   return options;
 }
 
-// Handed out as torch's Backend, whose Python holder releases the GIL before it destroys: the threads joined then may need it.
 c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                        std::chrono::milliseconds timeout, const std::string& group_id,
                                                        std::vector<int> global_ranks, const py::dict& config,

@@ -39,7 +39,14 @@ void RingWork::settle_future() {
   marked_changed_.wait_for(lock, kFutureGrace, [this] { return marked_ && future_->completed(); });
 }
 
-bool RingWork::isCompleted() { return works_.empty() || works_.back()->finished(); }
+void RingWork::end_event() { finish(works_.back()->error()); }
+
+bool RingWork::isCompleted() {
+  if (works_.empty()) return true;
+  if (!works_.back()->finished()) return false;
+  end_event();
+  return true;
+}
 
 bool RingWork::isSuccess() const { return works_.empty() || (works_.back()->finished() && !works_.back()->failed()); }
 
@@ -47,7 +54,13 @@ std::exception_ptr RingWork::exception() const { return works_.empty() ? nullptr
 
 bool RingWork::wait(std::chrono::milliseconds timeout) {
   if (works_.empty()) return true;
-  engine_->wait(*works_.back(), timeout > kNoTimeout ? Deadline::after_ms(timeout.count()) : Deadline::never());
+  try {
+    engine_->wait(*works_.back(), timeout > kNoTimeout ? Deadline::after_ms(timeout.count()) : Deadline::never());
+  } catch (...) {
+    if (works_.back()->finished()) end_event();
+    throw;
+  }
+  end_event();
   settle_future();
   return true;
 }
@@ -64,6 +77,10 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
 }
 
 int RingWork::sourceRank() const { return works_.empty() ? -1 : works_.back()->source(); }
+
+uint64_t RingWork::callback_path() const {
+  return works_.empty() ? 0 : CompletionQueue::path_of(works_.back()->group(), works_.back()->sequence());
+}
 
 uint64_t RingWork::getSequencenumber() const { return works_.empty() ? 0 : works_.back()->sequence(); }
 

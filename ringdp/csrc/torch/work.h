@@ -2,6 +2,7 @@
 // thread, which marks its future. Any thread, with or without the GIL.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -28,6 +29,11 @@ class RingWork final : public c10d::Work {
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  // The same on all ranks for the same operation: see CallbackScope. 0 where nothing was to be done.
+  uint64_t callback_path() const;
+  int lane() const { return works_.empty() ? 0 : works_.back()->lane(); }
+  // How many callbacks were attached to the future before.
+  uint64_t attach_callback() { return attached_.fetch_add(1); }
   uint64_t getSequencenumber() const override;
   int sourceRank() const override;  // of a message received
 
@@ -36,6 +42,8 @@ class RingWork final : public c10d::Work {
   std::shared_ptr<Engine> engine_;  // shared with the Runtime: a work may outlive its process group
   std::vector<std::shared_ptr<ringdp::Work>> works_;
 
+  // Whoever is told that the work is over may end the profiler next, and with it the memory of this work's event.
+  void end_event();
   // After `wait` the future is complete too, as with torch's own backends; but not where that cannot be waited for.
   void settle_future();
 
@@ -44,6 +52,7 @@ class RingWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for
   bool marked_ = false;
   bool waited_ = false;
+  std::atomic<uint64_t> attached_{0};
   std::exception_ptr error_;
 };
 

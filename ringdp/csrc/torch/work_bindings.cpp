@@ -1,0 +1,83 @@
+// What Python gets of a RingWork: a Work whose future knows which operation it follows, so that collectives issued in its
+// callbacks find each other on all ranks, whether a callback runs at once, where it is attached to a future that is
+// complete already, or later on a completion thread. (torch's own future has no place for that: it cannot be derived from.)
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "base/bytes.h"
+#include "torch/bindings.h"
+#include "torch/work.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+using torch::jit::PythonFutureWrapper;
+
+// A second enable_shared_from_this makes pybind11 leave the first alone, from which it cannot cast down (no virtual function).
+struct NoSharedFromThis : std::enable_shared_from_this<NoSharedFromThis> {};
+
+// torch.futures.Future, but callbacks run in a CallbackScope. The n-th callback's path is made of its future's path and n.
+class RingFuture : public PythonFutureWrapper, public NoSharedFromThis {
+ public:
+  using Attach = std::function<uint64_t()>;  // how many callbacks came before
+
+  static std::shared_ptr<RingFuture> make(c10::intrusive_ptr<c10::ivalue::Future> future, uint64_t path, int lane,
+                                          Attach attach) {
+    auto* made = new RingFuture(std::move(future), path, lane, std::move(attach));
+    // Through a pointer to the base, which then knows its shared_ptr as `then` needs it.
+    std::shared_ptr<PythonFutureWrapper> owner(static_cast<PythonFutureWrapper*>(made),
+                                               [](PythonFutureWrapper* it) { delete static_cast<RingFuture*>(it); });
+    return std::shared_ptr<RingFuture>(owner, made);
+  }
+
+  std::shared_ptr<RingFuture> then_in_scope(py::function callback) {
+    const uint64_t path = next_path();
+    auto following = then(in_scope(std::move(callback), path));
+    auto attached = std::make_shared<std::atomic<uint64_t>>(0);
+    return make(following->fut, path, lane_, [attached] { return attached->fetch_add(1); });
+  }
+
+  void add_in_scope(py::function callback) {
+    const uint64_t path = next_path();
+    add_done_callback(in_scope(std::move(callback), path));
+  }
+
+ private:
+  RingFuture(c10::intrusive_ptr<c10::ivalue::Future> future, uint64_t path, int lane, Attach attach)
+      : PythonFutureWrapper(std::move(future)), path_(path), lane_(lane), attach_(std::move(attach)) {}
+
+  uint64_t next_path() { return hash_mix(path_, ~attach_()); }  // ~: not the number of an operation issued on this path
+
+  py::function in_scope(py::function callback, uint64_t path) const {
+    return py::cpp_function([callback = std::move(callback), path, lane = lane_](const py::object& future) {
+      const CallbackScope scope(path, lane);
+      return callback(future);
+    });
+  }
+
+  const uint64_t path_;
+  const int lane_;
+  const Attach attach_;
+};
+
+std::shared_ptr<RingFuture> future_of(const c10::intrusive_ptr<RingWork>& work) {
+  return RingFuture::make(work->getFuture(), work->callback_path(), work->lane(),
+                          [work] { return work->attach_callback(); });
+}
+
+}  // namespace
+
+void bind_work(py::module_& module) {
+  py::class_<RingFuture, PythonFutureWrapper, std::shared_ptr<RingFuture>>(module, "RingFuture")
+      .def("then", &RingFuture::then_in_scope, py::arg("callback"))
+      .def("add_done_callback", &RingFuture::add_in_scope, py::arg("callback"));
+  py::class_<RingWork, c10d::Work, c10::intrusive_ptr<RingWork>>(module, "RingWork").def("get_future", &future_of);
+}
+
+}  // namespace ringdp
