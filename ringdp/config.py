@@ -30,6 +30,8 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
     "RINGDP_SPIN_US": "microseconds to poll before sleeping while waiting; 0 sleeps at once",
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
+    "RINGDP_STALL_NOTICE": "seconds between two log lines about an operation that does not move; 0 for none",
+    "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables of `RingConfig` with what they mean."""
@@ -62,6 +64,9 @@ class RingConfig:
         port_range: lowest and highest port to listen on; None takes any free one.
         connect_timeout_ms: how long the ranks have to connect to each other.
         spin_us: how long a wait polls before it sleeps.
+        stall_notice_ms: how often a log line says who an operation waits for that does not move; 0 for never.
+        host_silence_ms: how long a rank's host may leave everything unanswered before the rank counts as lost. A
+            stopped or busy process does not: its kernel answers.
         epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
         several_hosts: the launcher says that the job runs on several hosts: a rank need not wait for another to
             know that it must listen on more than loopback.
@@ -78,6 +83,8 @@ class RingConfig:
     port_range: tuple[int, int] | None = None
     connect_timeout_ms: int = 120_000
     spin_us: int = 50
+    stall_notice_ms: int = 10_000
+    host_silence_ms: int = 4_000
     epoch: int = 0
     several_hosts: bool = False
 
@@ -101,6 +108,12 @@ class RingConfig:
             raise InvalidArgumentError(f"connect_timeout_ms must be above 0, not {self.connect_timeout_ms}")
         if not 0 <= self.spin_us <= 1_000_000:
             raise InvalidArgumentError(f"spin_us must be between 0 and 1000000, not {self.spin_us}")
+        if self.stall_notice_ms < 0:
+            raise InvalidArgumentError(f"stall_notice_ms must be 0 or more, not {self.stall_notice_ms}")
+        if not 4_000 <= self.host_silence_ms <= 3_600_000:
+            raise InvalidArgumentError(
+                f"host_silence_ms must be between 4000 and 3600000, not {self.host_silence_ms}"
+            )
         if not 0 <= self.epoch < 2**32:
             raise InvalidArgumentError(f"epoch must be between 0 and {2**32 - 1}, not {self.epoch}")
 
@@ -313,16 +326,18 @@ def _port_range(text: str) -> tuple[int, int]:
     return (int(single), int(single)) if single else (int(low), int(high))
 
 
-def _connect_timeout_ms(text: str) -> int:
-    try:
-        seconds = float(text)
-        return int(seconds * 1000)
-    except (ValueError, OverflowError):
-        raise InvalidArgumentError(f"RINGDP_CONNECT_TIMEOUT={text} is not a number of seconds") from None
-
-
 def _spin_us(text: str) -> int:
     return _integer("RINGDP_SPIN_US", text)
+
+
+def _milliseconds(variable: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            return int(float(text) * 1000)
+        except (ValueError, OverflowError):
+            raise InvalidArgumentError(f"{variable}={text} is not a number of seconds") from None
+
+    return parse
 
 
 def _integer(name: str, text: str) -> int:
@@ -425,5 +440,7 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_ADVERTISE": ("advertise", str),
     "RINGDP_PORT_RANGE": ("port_range", _port_range),
     "RINGDP_SPIN_US": ("spin_us", _spin_us),
-    "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _connect_timeout_ms),
+    "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _milliseconds("RINGDP_CONNECT_TIMEOUT")),
+    "RINGDP_STALL_NOTICE": ("stall_notice_ms", _milliseconds("RINGDP_STALL_NOTICE")),
+    "RINGDP_HOST_TIMEOUT": ("host_silence_ms", _milliseconds("RINGDP_HOST_TIMEOUT")),
 }

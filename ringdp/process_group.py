@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 import urllib.parse
 import weakref
 from collections.abc import Iterator, Sequence
@@ -245,8 +246,8 @@ def _create_process_group(options: Any, pg_options: config.RingConfig | None) ->
     settings = pg_options or config.RingConfig.from_environment()
     extension = _extension()
     extension.set_log_sink(_log_line)
-    atexit.unregister(extension.shut_down_all)
-    atexit.register(extension.shut_down_all)  # callbacks that are still to come need a Python that lives
+    atexit.unregister(_shut_down_extension)
+    atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
     lobby = None if dist.is_initialized() else _lobby  # the default group's alone
     return extension.create_process_group(
         store=options.store,
@@ -258,6 +259,20 @@ def _create_process_group(options: Any, pg_options: config.RingConfig | None) ->
         config=settings.as_dict(),
         lobby=lobby,
     )
+
+
+def _shut_down_extension() -> None:
+    extension = _extension()
+    extension.set_farewell(_farewell())
+    extension.shut_down_all()
+
+
+def _farewell() -> str:
+    """Why this process ends, for the other ranks: what nobody caught, where that is the reason."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return "its program ended"
+    return "its program ended by " + traceback.format_exception_only(type(error), error)[-1].strip()
 
 
 def _log_line(level: int, text: str) -> None:
@@ -498,6 +513,8 @@ def _shutdown_at_exit() -> None:
     if getattr(sys, "last_value", None) is not None and "nccl" in str(dist.get_backend_config()):
         return  # after an unhandled exception NCCL would wait for ranks that have no reason to come
     try:
+        if BACKEND in str(dist.get_backend_config()):
+            _extension().set_farewell(_farewell())
         shutdown()
     except Exception as error:
         _log.warning("leaving the job at exit failed: %s", error)

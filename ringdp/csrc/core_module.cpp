@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "base/log.h"
 #include "base/naming.h"
 #include "engine/group.h"
 #include "kernels/kernels.h"
@@ -51,7 +52,8 @@ void check_interrupt() {
 }
 
 std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store, int rank, int world,
-                                      int64_t timeout_ms, int64_t spin_us, const std::string& secret, uint32_t epoch) {
+                                      int64_t timeout_ms, int64_t spin_us, const std::string& secret, uint32_t epoch,
+                                      int64_t stall_notice_ms) {
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
   rendezvous.world = world;
@@ -62,6 +64,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store,
   rendezvous.secret.assign(bytes.begin(), bytes.end());
   EngineOptions options;
   options.spin_us = spin_us;
+  options.stall_notice_ms = stall_notice_ms;
   options.check_interrupt = check_interrupt;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release meeting;
@@ -238,8 +241,10 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime", "One rank: connections, engine, threads.")
       .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
            py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
-           py::arg("epoch") = 0)
+           py::arg("epoch") = 0, py::arg("stall_notice_ms") = 10'000)
       .def("shut_down", &Runtime::shut_down, NoGil())
+      .def(
+          "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); }, NoGil())
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
   py::class_<PythonWork>(module, "Work", "An operation in flight.")
@@ -270,6 +275,14 @@ PYBIND11_MODULE(_core, module) {
       .def_property_readonly("rank", &PythonGroup::rank)
       .def_property_readonly("size", &PythonGroup::size);
 
+  module.def("set_log_sink", [](py::object sink) {
+    if (sink.is_none()) return set_log_sink({});
+    auto shared = std::make_shared<py::object>(std::move(sink));
+    set_log_sink([shared](LogLevel level, const std::string& text) {
+      py::gil_scoped_acquire gil;
+      (*shared)(static_cast<int>(level), text);
+    });
+  }, "Where log lines go, called with (level, text) and levels 0 to 3 for debug to error; None drops them.");
   module.def("all_reduce_algorithm", &algorithm_for, py::arg("world"), py::arg("dtype"), py::arg("bytes"),
              "Name of the algorithm that the built-in table takes.");
   module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");

@@ -115,6 +115,23 @@ std::string Operation::waiting_for() const {
   return out;
 }
 
+std::vector<int> Operation::missing() const {
+  std::vector<int> peers;
+  auto add = [&](const auto& flow) {
+    if (!flow.complete() && std::find(peers.begin(), peers.end(), flow.peer) == peers.end()) peers.push_back(flow.peer);
+  };
+  for (const RecvFlow& flow : receives_) add(flow);
+  for (const SendFlow& flow : sends_) add(flow);
+  return peers;
+}
+
+uint64_t Operation::progress() const {
+  uint64_t moved = 0;
+  for (const RecvFlow& flow : receives_) moved += flow.received + (flow.opened ? 1 : 0);
+  for (const SendFlow& flow : sends_) moved += flow.sent + (flow.opened ? 1 : 0);
+  return moved;
+}
+
 int Operation::first_missing() const {
   for (const RecvFlow& flow : receives_)
     if (!flow.complete()) return flow.peer;

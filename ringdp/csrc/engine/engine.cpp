@@ -5,13 +5,13 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "engine/hold.h"
 
 namespace ringdp {
 namespace {
 
 constexpr auto kInterruptPeriod = std::chrono::milliseconds(100);
+constexpr auto kIdleLookPeriod = std::chrono::milliseconds(250);
 constexpr int64_t kGoodbyeMs = 1000;
 
 Error forked_error() {
@@ -26,18 +26,23 @@ Error forked_error() {
 }  // namespace
 
 Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
-    : rank_(rank), options_(std::move(options)), links_(peers.size()), writing_(peers.size(), 0) {
+    : rank_(rank), options_(std::move(options)), links_(peers.size()), writing_(peers.size(), 0), farewells_(peers.size()) {
   for (MetPeer& peer : peers) peers_.push_back(peer.info);
   Link::Events events;
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
-  events.mismatched = [this](int, uint64_t group, Error error) { fail_later(group, std::move(error)); };
+  events.mismatched = [this](Link::Disagreement it) { on_mismatched(std::move(it)); };
   events.started = [this](uint64_t group, uint64_t sequence) { return find_started(group, sequence); };
-  events.departed = [this](int from) { on_departed(from); };
+  events.departed = [this](int from, const std::string& reason) { on_departed(from, reason); };
+  events.asked = [this](int from, uint64_t group, uint64_t sequence) { questions_.push_back({from, group, sequence}); };
+  events.answered = [this](int from, uint64_t group, uint64_t sequence, PeerState state) {
+    on_answered(from, group, sequence, std::move(state));
+  };
   for (MetPeer& peer : peers) {
     if (!peer.channel) continue;
     int place = peer.info.rank;
     poller_.add(peer.channel->poll_fd(), static_cast<uint32_t>(place));
     links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(peer.channel), events);
+    links_[place]->watch_host(options_.host_silence_ms);
   }
 }
 
@@ -45,13 +50,15 @@ void Engine::check_usable() const {
   if (closed_) throw Error(ErrorKind::kState, "this process group was shut down");
 }
 
-uint64_t Engine::add_group(uint64_t key, const GroupView& view) {
+uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::string& name) {
   if (fork_generation() != generation_) throw forked_error();
   std::lock_guard lock(mutex_);
   check_usable();
   auto group = std::make_shared<Group>();
   group->id = hash_mix(key, ++made_[key]);
   group->view = view;
+  group->name = name;
+  if (auto early = early_failures_.extract(group->id)) group->failure = early.mapped();
   groups_[group->id] = group;
   return group->id;
 }
@@ -81,6 +88,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   if (found == groups_.end()) throw Error(ErrorKind::kState, "this process group was destroyed");
   Group& group = *found->second;
   if (group.failure) std::rethrow_exception(group.failure);
+  called_at_ = Clock::now();
   FlowIdentity& identity = submission.operation->mutable_identity();
   if (submission.operation->point_to_point() != nullptr)
     identity.sequence = MessageNumbers::kMessageBit;  // numbered when it meets its other end
@@ -240,16 +248,22 @@ void Engine::finish(Slot& slot, std::exception_ptr error) {
   }
 }
 
+// Also looks at the links now and then while nothing is in flight: a peer may ask something, say goodbye or be gone.
 void Engine::run_communication_thread() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_to_do_.wait(lock, [this] { return stopping_ || (!driving_ && (unfinished_ > 0 || flushing_)); });
+    auto wanted = [this] { return stopping_ || (!driving_ && (unfinished_ > 0 || flushing_)); };
+    bool idle = !work_to_do_.wait_for(lock, kIdleLookPeriod, wanted);
     if (stopping_) return;
+    if (driving_) {
+      look_due_.store(true, std::memory_order_relaxed);
+      continue;
+    }
     take_role(lock);
     try {
-      drive(nullptr, Deadline::never(), 0);
+      idle ? look_while_idle() : drive(nullptr, Deadline::never(), 0);
     } catch (const std::exception& error) {
-      log(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
+      notices_.post(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
       failures_.clear();
       Error failure(ErrorKind::kSystem, error.what());
       for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
@@ -274,14 +288,24 @@ void Engine::abort(const std::string& why) {
   });
 }
 
+void Engine::set_farewell(const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  farewell_ = reason;
+}
+
 void Engine::shut_down() {
   if (fork_generation() != generation_) return;
   run_as_driver([this] {
     take_inbox();
     Error failure(ErrorKind::kState, "rank " + std::to_string(rank_) + " shut down while operations were in flight");
     for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
+    std::string reason;
+    {
+      std::lock_guard lock(mutex_);
+      reason = farewell_;
+    }
     for (auto& link : links_)
-      if (link) link->send_bye();
+      if (link) link->send_bye(reason);
     // A peer that does not read must not keep this rank from leaving.
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
     while (anything_outgoing() && !deadline.expired()) {

@@ -6,12 +6,15 @@
 // thread. The engine never takes Python's lock; an interrupt check given to `wait` may.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -20,6 +23,7 @@
 #include "collective/operation.h"
 #include "engine/completion.h"
 #include "engine/matching.h"
+#include "engine/notices.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
@@ -29,6 +33,8 @@ namespace ringdp {
 
 struct EngineOptions {
   int64_t spin_us = 50;                   // how long a waiting caller polls before it sleeps
+  int64_t stall_notice_ms = 10'000;       // how often a log line says who an operation waits for; 0: never
+  int64_t host_silence_ms = 4000;         // after which a peer whose host does not answer is lost
   std::function<void()> check_interrupt;  // called about ten times a second by threads that wait; may throw
 };
 
@@ -37,8 +43,8 @@ class Engine {
   Engine(int rank, std::vector<MetPeer> peers, EngineOptions options);
 
   // Returns the group's number on the wire: from `key`, which is the same on all members, and from how many groups of that
-  // key came before, so that frames of a destroyed group never reach one that is made like it.
-  uint64_t add_group(uint64_t key, const GroupView& view);
+  // key came before, so that frames of a destroyed group never reach one that is made like it. `name` is for messages.
+  uint64_t add_group(uint64_t key, const GroupView& view, const std::string& name);
   // Operations still in flight fail, frames still arriving are dropped.
   void remove_group(uint64_t id);
 
@@ -65,6 +71,9 @@ class Engine {
 
   void run_communication_thread();
   CompletionQueue& completions() { return completions_; }
+  NoticeBoard& notices() { return notices_; }
+  // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
+  void set_farewell(const std::string& reason);
   // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
   void shut_down();
 
@@ -75,18 +84,42 @@ class Engine {
   int world() const { return static_cast<int>(peers_.size()); }
 
  private:
+  struct Answer {  // of a peer that was asked what it knows of an operation
+    Clock::time_point asked_at;
+    bool awaited = true;             // it has not answered that yet
+    std::optional<PeerState> state;  // its last answer
+  };
   struct Slot {
     std::unique_ptr<Operation> operation;
     std::shared_ptr<Work> work;
     std::shared_ptr<void> keep_alive;  // with the caller
     Deadline deadline = Deadline::never();
     int64_t timeout_ms = 0;
+    uint64_t progress = 0;                        // at moved_at
+    Clock::time_point moved_at = Clock::now();    // when a byte of it moved last
+    Clock::time_point asked_at = moved_at;        // when the peers were asked about it last
+    std::map<int, Answer> answers;                // by rank; of the time since moved_at
+  };
+  struct Failure {
+    uint64_t group;
+    Error error;
+    AbortNotice notice;  // what the other members are told
+    bool told = false;   // heard from one of them
+  };
+  // A failure that is not final for a moment: another rank may know an earlier cause, or the other side's name.
+  struct Doom {
+    Failure failure;
+    Deadline end;
+    std::optional<Link::Disagreement> unnamed;
   };
   struct Group {
     uint64_t id = 0;
     GroupView view;
+    std::string name;
     uint64_t next_sequence = 0;               // shared
     std::exception_ptr failure;               // shared
+    std::optional<Doom> doom;                 // driver: nothing starts or ends any more
+    Clock::time_point noticed_at{};           // driver: when the log last said that something waits
     std::deque<Slot> queued;                  // driver
     std::deque<Slot> active;                  // driver: started, retired in order
     std::vector<Slot> nested;                 // driver: messages and what callbacks issued, each on its own
@@ -102,10 +135,14 @@ class Engine {
   };
   using GroupPtr = std::shared_ptr<Group>;  // shared by groups_ and the inbox
 
-  struct Failure {
+  struct Question {
+    int peer;
     uint64_t group;
-    Error error;
-    AbortNotice notice;  // what the other members are told
+    uint64_t sequence;
+  };
+  struct Missing {  // a rank that keeps an operation waiting
+    int rank;
+    std::string why;
   };
 
   // Roles and threads (engine.cpp).
@@ -136,16 +173,33 @@ class Engine {
   void check_deadlines();
   Deadline next_deadline() const;
 
+  // Watching what does not move (watch.cpp), by the driver.
+  void look_while_idle();
+  void look_around();
+  void watch(Group& group, Slot& slot, Clock::time_point now);
+  void ask_members(const Group& group, Slot& slot, Clock::time_point now);
+  void on_answered(int peer, uint64_t group, uint64_t sequence, PeerState state);
+  void answer_questions();
+  PeerState state_of(uint64_t group, uint64_t sequence) const;
+  std::vector<Missing> find_missing(const Slot& slot) const;
+  std::string tell_missing(const std::vector<Missing>& missing) const;
+
   // What goes wrong (failures.cpp), by the driver.
   bool guarded(int peer, const std::function<bool(Link&)>& action);  // what it throws ends the link
   void lose_link(int peer, const Error& error);
-  void on_departed(int peer);
+  void on_departed(int peer, const std::string& reason);
+  void on_mismatched(Link::Disagreement disagreement);
   void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
   void settle_failures();
   void fail_later(uint64_t group, Error error);  // when the link at hand has been pumped
+  void condemn(const GroupPtr& group, Failure failure);
+  void settle_doomed();
+  void tell_members(const Group& group, const AbortNotice& notice);
   void fail_group(Group& group, const Error& error, const AbortNotice& notice);
+  void fail_quietly(Group& group, const Error& error, const AbortNotice& notice);
   static AbortNotice notice_of(const Error& error);
   Error explain_loss(const Group& group, int peer, const Error& cause) const;
+  Error explain_departure(const Group& group, int peer) const;
   Error explain_timeout(const Slot& slot) const;
   GroupPtr find_group(uint64_t id) const;
 
@@ -154,6 +208,8 @@ class Engine {
   const EngineOptions options_;
   std::vector<PeerInfo> peers_;
   CompletionQueue completions_;
+  NoticeBoard notices_;
+  std::atomic<bool> look_due_{false};  // the driver should look at all links once
 
   // shared
   mutable std::mutex mutex_;
@@ -165,12 +221,15 @@ class Engine {
   bool flushing_ = false;  // nothing is in flight, but frames wait for room in a channel
   bool stopping_ = false;
   bool closed_ = false;
+  std::string farewell_;
+  Clock::time_point called_at_{};  // the last submit
   int waiting_ = 0;             // threads on waiters_
   std::size_t unfinished_ = 0;  // works
   std::vector<std::pair<GroupPtr, Slot>> inbox_;
   std::vector<std::function<void()>> requests_;  // to be run by the driver
   std::map<uint64_t, GroupPtr> groups_;
   std::map<uint64_t, uint64_t> made_;  // groups so far, by key
+  std::map<uint64_t, std::exception_ptr> early_failures_;  // of groups that only others have made so far
 
   // driver
   Poller poller_;
@@ -180,6 +239,11 @@ class Engine {
   std::vector<GroupPtr> busy_;     // groups with operations queued or active
   unsigned turns_ = 0;             // of the driver, whoever it was
   std::vector<Failure> failures_;  // found while a link was being pumped
+  std::vector<Question> questions_;      // the same
+  std::vector<GroupPtr> doomed_;
+  std::vector<std::string> farewells_;   // of peers that left
+  Clock::time_point next_look_{};
+  Clock::time_point next_host_check_{};
 };
 
 }  // namespace ringdp

@@ -1,10 +1,27 @@
 // What the driver does when something goes wrong: a peer lost, a disagreement, a deadline. The first failure of a group is
 // kept; everything queued or called later fails with it, and the other members are told.
 #include <algorithm>
+#include <cstdint>
+#include <utility>
 
 #include "engine/engine.h"
 
 namespace ringdp {
+namespace {
+
+constexpr int64_t kListenMs = 20;                // for an earlier cause from another rank
+constexpr int64_t kNameMs = 1000;                // for the other side's name of an operation
+constexpr std::size_t kMostEarlyFailures = 256;  // of groups that this rank has not made yet
+
+bool earlier(const AbortNotice& a, const AbortNotice& b) {
+  auto key = [](const AbortNotice& it) {
+    return std::pair(it.sequence == 0 ? UINT64_MAX : it.sequence,
+                     it.guilty_rank < 0 ? INT32_MAX : it.guilty_rank);
+  };
+  return key(a) < key(b);
+}
+
+}  // namespace
 
 Engine::GroupPtr Engine::find_group(uint64_t id) const {
   std::lock_guard lock(mutex_);
@@ -41,11 +58,28 @@ void Engine::lose_link(int peer, const Error& error) {
 }
 
 // A peer that said goodbye is no failure by itself: only operations that still need it fail.
-void Engine::on_departed(int peer) {
+void Engine::on_departed(int peer, const std::string& reason) {
+  farewells_[peer] = reason;
   for (const GroupPtr& group : busy_) {
     bool needed = group->any_running([&](const Slot& slot) { return slot.operation->needs(peer); });
-    if (needed) fail_later(group->id, explain_loss(*group, peer, Error(ErrorKind::kPeerLost, "it left the job")));
+    if (needed) fail_later(group->id, explain_departure(*group, peer));
   }
+}
+
+void Engine::on_mismatched(Link::Disagreement disagreement) {
+  Error error = disagreement.explain(peers_[rank_], peers_[disagreement.peer], "");
+  GroupPtr group = find_group(disagreement.mine.group);
+  if (!group) return;
+  if (!disagreement.name_unknown()) return fail_later(group->id, std::move(error));
+  if (group->doom) return;  // what is known already says as much
+  {
+    std::lock_guard lock(mutex_);
+    if (group->failure) return;
+  }
+  links_[disagreement.peer]->send_ping(disagreement.mine.group, disagreement.mine.sequence);
+  Failure failure{group->id, error, notice_of(error), false};
+  group->doom = Doom{std::move(failure), Deadline::after_ms(kNameMs), std::move(disagreement)};
+  doomed_.push_back(group);
 }
 
 void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) {
@@ -56,6 +90,7 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
   context.cause = notice.text;
   context.sequence = static_cast<int64_t>(notice.sequence);
   int guilty = notice.guilty_rank;
+  if (guilty == rank_ && notice.kind == ErrorKind::kMismatch) guilty = peer;  // seen from here it is the other one
   if (guilty >= 0 && guilty < world()) {
     context.peer = guilty;
     context.peer_host = peers_[guilty].host;
@@ -66,16 +101,55 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
     context.name = group->active.front().operation->identity().name;
   }
   // Passed on as it is before this rank leaves: a member that hears this rank's goodbye first must not blame it.
-  failures_.push_back(
-      {group_id, Error(notice.kind, notice.text + " (as told by " + peers_[peer].text() + ")", context), notice});
+  Error error(notice.kind, notice.text + " (as told by " + peers_[peer].text() + ")", context);
+  if (group) return failures_.push_back({group_id, std::move(error), notice, true});
+  std::lock_guard lock(mutex_);
+  if (early_failures_.size() >= kMostEarlyFailures) early_failures_.erase(early_failures_.begin());
+  early_failures_[group_id] = std::make_exception_ptr(error);
 }
 
 void Engine::settle_failures() {
   while (!failures_.empty()) {
     std::vector<Failure> found;
     found.swap(failures_);
-    for (const Failure& failure : found)
-      if (GroupPtr group = find_group(failure.group)) fail_group(*group, failure.error, failure.notice);
+    for (Failure& failure : found)
+      if (GroupPtr group = find_group(failure.group)) condemn(group, std::move(failure));
+  }
+}
+
+// The ranks of a group shall tell the same story: of all failures the one of the earliest operation, then of the lowest
+// rank. Each tells the others what it has found at once, and listens for a moment before it lets its callers know.
+void Engine::condemn(const GroupPtr& group, Failure failure) {
+  {
+    std::lock_guard lock(mutex_);
+    if (group->failure) return;
+  }
+  if (group->doom) {
+    Doom& doom = *group->doom;
+    bool better = doom.unnamed ? failure.notice.kind == ErrorKind::kMismatch || earlier(failure.notice, doom.failure.notice)
+                               : earlier(failure.notice, doom.failure.notice);
+    if (!better) return;
+    doom.failure = std::move(failure);
+    if (std::exchange(doom.unnamed, std::nullopt)) doom.end = Deadline::after_ms(kListenMs);
+    tell_members(*group, doom.failure.notice);
+    return;
+  }
+  tell_members(*group, failure.notice);
+  int listening = 0;
+  for (int member : group->view.members)
+    if (Link* link = links_[member].get(); link != nullptr && !link->broken() && !link->departed()) ++listening;
+  bool both_know = group->view.size == 2 && (failure.told || failure.notice.kind == ErrorKind::kMismatch);
+  if (listening == 0 || both_know) return fail_quietly(*group, failure.error, failure.notice);
+  group->doom = Doom{std::move(failure), Deadline::after_ms(kListenMs), std::nullopt};
+  doomed_.push_back(group);
+}
+
+void Engine::settle_doomed() {
+  for (const GroupPtr& group : std::vector<GroupPtr>(doomed_)) {
+    if (!group->doom || !group->doom->end.expired()) continue;
+    Failure failure = std::move(group->doom->failure);
+    if (group->doom->unnamed) tell_members(*group, failure.notice);
+    fail_quietly(*group, failure.error, failure.notice);
   }
 }
 
@@ -90,35 +164,56 @@ AbortNotice Engine::notice_of(const Error& error) {
 
 void Engine::fail_later(uint64_t group, Error error) {
   AbortNotice notice = notice_of(error);
-  failures_.push_back({group, std::move(error), std::move(notice)});
+  failures_.push_back({group, std::move(error), std::move(notice), false});
+}
+
+void Engine::tell_members(const Group& group, const AbortNotice& notice) {
+  for (int member : group.view.members) {
+    Link* link = links_[member].get();
+    if (link == nullptr || link->broken() || link->departed()) continue;
+    link->send_abort(group.id, notice);
+    guarded(member, [](Link& it) { return it.pump_send(); });
+  }
 }
 
 void Engine::fail_group(Group& group, const Error& error, const AbortNotice& notice) {
+  {
+    std::lock_guard lock(mutex_);
+    if (group.failure) return;
+  }
+  tell_members(group, notice);
+  fail_quietly(group, error, notice);
+}
+
+// The members know it already.
+void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& notice) {
   std::exception_ptr failure = std::make_exception_ptr(error);
   {
     std::lock_guard lock(mutex_);
     if (group.failure) return;
     group.failure = failure;
   }
-  std::vector<Slot> slots;
-  for (Slot& slot : group.nested) slots.push_back(std::move(slot));
-  for (Slot& slot : group.active) slots.push_back(std::move(slot));
-  std::size_t started = slots.size();
-  for (Slot& slot : group.unbound) slots.push_back(std::move(slot));
-  for (Slot& slot : group.queued) slots.push_back(std::move(slot));
+  group.doom.reset();
+  std::erase_if(doomed_, [](const GroupPtr& it) { return !it->doom; });
+  // Earlier operations that have all their bytes were not touched by what went wrong.
+  auto survives = [&](const Slot& slot) {
+    return slot.work->sequence() < notice.sequence && slot.operation->complete();
+  };
+  std::vector<Slot> done, failed;
+  for (Slot& slot : group.active) (survives(slot) ? done : failed).push_back(std::move(slot));
+  for (Slot& slot : group.nested) failed.push_back(std::move(slot));
+  for (Slot& slot : failed) slot.operation->abandon();
+  for (Slot& slot : group.unbound) failed.push_back(std::move(slot));
+  for (Slot& slot : group.queued) failed.push_back(std::move(slot));
   group.nested.clear();
   group.active.clear();
   group.unbound.clear();
   group.queued.clear();
-  for (std::size_t i = 0; i < started; ++i) slots[i].operation->abandon();
-  for (int member : group.view.members) {
-    Link* link = links_[member].get();
-    if (link == nullptr || link->broken() || link->departed()) continue;
-    link->discard_group(group.id);
-    link->send_abort(group.id, notice);
-    guarded(member, [](Link& it) { return it.pump_send(); });
-  }
-  for (Slot& slot : slots) finish(slot, failure);
+  for (int member : group.view.members)
+    if (Link* link = links_[member].get(); link != nullptr && !link->broken() && !link->departed())
+      link->discard_group(group.id);
+  for (Slot& slot : done) conclude(slot);
+  for (Slot& slot : failed) finish(slot, failure);
 }
 
 Error Engine::explain_loss(const Group& group, int peer, const Error& cause) const {
@@ -145,6 +240,12 @@ Error Engine::explain_loss(const Group& group, int peer, const Error& cause) con
                context);
 }
 
+Error Engine::explain_departure(const Group& group, int peer) const {
+  const std::string& reason = farewells_[peer];
+  return explain_loss(group, peer,
+                      Error(ErrorKind::kPeerLost, "it left the job" + (reason.empty() ? "" : ": " + reason)));
+}
+
 Error Engine::explain_timeout(const Slot& slot) const {
   ErrorContext context;
   context.rank = rank_;
@@ -152,13 +253,14 @@ Error Engine::explain_timeout(const Slot& slot) const {
   context.operation = slot.work->text();
   context.sequence = static_cast<int64_t>(slot.work->sequence());
   context.name = slot.operation->identity().name;
-  int missing = slot.operation->first_missing();
-  if (missing >= 0) {
-    context.peer = missing;
-    context.peer_host = peers_[missing].host;
-    context.peer_pid = peers_[missing].pid;
+  std::vector<Missing> missing = find_missing(slot);
+  int guilty = missing.empty() ? slot.operation->first_missing() : missing.front().rank;
+  if (guilty >= 0) {
+    context.peer = guilty;
+    context.peer_host = peers_[guilty].host;
+    context.peer_pid = peers_[guilty].pid;
   }
-  context.cause = "waiting for " + slot.operation->waiting_for();
+  context.cause = "waiting for " + (missing.empty() ? slot.operation->waiting_for() : tell_missing(missing));
   context.advice = "look at what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                slot.work->text() + " on rank " + std::to_string(rank_) + " Timed out after " +

@@ -42,7 +42,7 @@ GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& na
     : runtime_(std::move(runtime)),
       engine_(runtime_->share_engine()),
       view_(view_of(engine_->rank(), engine_->world(), members)),
-      id_(engine_->add_group(key_of(name, members), view_)),
+      id_(engine_->add_group(key_of(name, members), view_, name)),
       timeout_ms_(timeout_ms),
       table_(table) {}
 

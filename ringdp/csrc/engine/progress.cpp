@@ -28,6 +28,8 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     if (until != nullptr ? until->finished() : busy_.empty() && !anything_outgoing()) return;
     moved |= pump_links();
     settle_failures();
+    if (!questions_.empty()) answer_questions();
+    if (look_due_.load(std::memory_order_relaxed)) look_while_idle();
     if (++turns_ % kDeadlineTurns == 0) check_deadlines();
     if (moved) {
       spinning = spin_us > 0;
@@ -41,7 +43,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
       continue;
     }
     check_deadlines();
-    if (deadline.expired()) return;
+    if (deadline.expired() || (until != nullptr && until->finished())) return;
     sleep(until, deadline);
     spinning = false;
   }
@@ -77,7 +79,7 @@ void Engine::take_inbox() {
     }
     // Its parent waits for it inside a callback, so it may not wait for its turn behind later operations.
     group->nested.push_back(std::move(slot));
-    start(*group, group->nested.back());
+    if (!group->doom) start(*group, group->nested.back());
   }
   for (auto& request : requests) request();
 }
@@ -103,7 +105,7 @@ bool Engine::advance_groups() {
 
 // Operations of a group overlap as long as they use different memory; two on the same memory keep their order.
 bool Engine::start_next(Group& group) {
-  if (group.queued.empty() || group.active.size() >= kActivePerGroup) return false;
+  if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.doom) return false;
   const Operation& next = *group.queued.front().operation;
   for (const Slot& slot : group.active)
     if (next.conflicts(*slot.operation)) return false;
@@ -117,6 +119,7 @@ void Engine::start(Group& group, Slot& slot) {
   Operation& operation = *slot.operation;
   OperationContext context{group.id, slot.work->sequence(), links_, &scratch_};
   remember(group, operation.identity());
+  slot.moved_at = slot.asked_at = Clock::now();
   try {
     operation.start(context);
     for (int member : group.view.members)
@@ -131,7 +134,7 @@ void Engine::start(Group& group, Slot& slot) {
   for (int member : group.view.members) {
     Link* link = links_[member].get();
     if (link == nullptr || !(link->departed() || link->broken()) || !operation.needs(member)) continue;
-    fail_later(group.id, explain_loss(group, member, Error(ErrorKind::kPeerLost, "it left the job")));
+    fail_later(group.id, explain_departure(group, member));
     return;
   }
 }
@@ -165,6 +168,7 @@ Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
 }
 
 bool Engine::retire(Group& group) {
+  if (group.doom) return false;
   auto nested = std::find_if(group.nested.begin(), group.nested.end(),
                              [](const Slot& slot) { return slot.operation->complete(); });
   if (nested != group.nested.end()) {
@@ -253,7 +257,9 @@ bool Engine::Group::any_running(const std::function<bool(const Slot&)>& look) co
 
 Deadline Engine::next_deadline() const {
   Deadline first = Deadline::never();
+  for (const GroupPtr& group : doomed_) first = std::min(first, group->doom->end);
   for (const GroupPtr& group : busy_) {
+    if (group->doom) continue;
     group->any_running([&](const Slot& slot) {
       first = std::min(first, slot.deadline);
       return false;
@@ -263,15 +269,17 @@ Deadline Engine::next_deadline() const {
 }
 
 void Engine::check_deadlines() {
+  settle_doomed();
   for (const GroupPtr& group : busy_) {
     const Slot* late = nullptr;
     group->any_running([&](const Slot& slot) {
       if (slot.deadline.expired()) late = &slot;
       return late != nullptr;
     });
-    if (late != nullptr) fail_later(group->id, explain_timeout(*late));
+    if (late != nullptr && !group->doom) fail_later(group->id, explain_timeout(*late));
   }
   settle_failures();
+  look_around();
 }
 
 }  // namespace ringdp

@@ -45,9 +45,11 @@ void Runtime::shut_down() {
   if (fork_generation() != generation_) return;
   engine_->shut_down();
   engine_->completions().stop();
+  engine_->notices().stop();
   end_thread(communication_);
   end_thread(completion_);
   engine_->completions().join();
+  engine_->notices().join();
 }
 
 }  // namespace ringdp

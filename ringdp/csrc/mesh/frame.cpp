@@ -3,12 +3,29 @@
 #include <algorithm>
 
 #include "base/bytes.h"
+#include "base/text.h"
+#include "mesh/peer_state.h"
 
 namespace ringdp {
 namespace {
 
 constexpr uint16_t kMagic = 0x4452;  // "RD"
 constexpr std::size_t kAbortFixedBytes = 16;
+
+std::size_t longest_payload(FrameType type) {
+  switch (type) {
+    case FrameType::kData:
+      return kSegmentBytes;
+    case FrameType::kAbort:
+      return kAbortFixedBytes + kAbortTextBytes;
+    case FrameType::kBye:
+      return kReasonBytes;
+    case FrameType::kPong:
+      return kPeerStateBytes;
+    default:
+      return 0;
+  }
+}
 
 }  // namespace
 
@@ -63,10 +80,8 @@ FrameHeader FrameHeader::decode(std::span<const std::byte, kFrameHeaderBytes> ra
   FrameHeader header;
   auto type = take<uint8_t>(at + 2);
   header.length = take<uint32_t>(at + 4);
-  std::size_t limit = type == static_cast<uint8_t>(FrameType::kData)    ? kSegmentBytes
-                      : type == static_cast<uint8_t>(FrameType::kAbort) ? kAbortFixedBytes + kAbortTextBytes
-                                                                        : 0;
-  if (take<uint16_t>(at) != kMagic || type < 1 || type > 6 || header.length > limit)
+  if (take<uint16_t>(at) != kMagic || type < 1 || type > 8 ||
+      header.length > longest_payload(static_cast<FrameType>(type)))
     throw Error(ErrorKind::kHandshake, "received bytes that are no frame of ringdp's protocol");
   header.type = static_cast<FrameType>(type);
   header.eager = (take<uint8_t>(at + 3) & 1) != 0;
@@ -91,7 +106,7 @@ std::string AbortNotice::encode() const {
   put(&fixed[4], guilty_rank);
   put(&fixed[8], sequence);
   std::string out(reinterpret_cast<const char*>(fixed.data()), fixed.size());
-  return out + text.substr(0, kAbortTextBytes);
+  return out + clean_text(text, kAbortTextBytes);
 }
 
 AbortNotice AbortNotice::decode(std::span<const std::byte> raw) {
@@ -101,7 +116,7 @@ AbortNotice AbortNotice::decode(std::span<const std::byte> raw) {
   notice.kind = kind <= static_cast<uint8_t>(ErrorKind::kSystem) ? static_cast<ErrorKind>(kind) : ErrorKind::kPeerLost;
   notice.guilty_rank = take<int32_t>(raw.data() + 4);
   notice.sequence = take<uint64_t>(raw.data() + 8);
-  notice.text.assign(reinterpret_cast<const char*>(raw.data()) + kAbortFixedBytes, raw.size() - kAbortFixedBytes);
+  notice.text = clean_text(text_of(raw.subspan(kAbortFixedBytes)), kAbortTextBytes);
   return notice;
 }
 

@@ -19,6 +19,7 @@ inline constexpr std::size_t kSegmentBytes = 256 * 1024;       // longest payloa
 inline constexpr std::size_t kEagerWindowBytes = 1024 * 1024;  // unasked-for payload a receiver stores per peer
 inline constexpr std::size_t kSmallFlowBytes = 64 * 1024;      // flows up to this size are sent without being asked for
 inline constexpr std::size_t kAbortTextBytes = 2048;           // longest text of an abort frame
+inline constexpr std::size_t kReasonBytes = 512;               // longest text of a goodbye
 
 enum class FrameType : uint8_t {
   kData = 1,     // payload of a flow, in order; `offset` is its place in the flow
@@ -26,7 +27,9 @@ enum class FrameType : uint8_t {
   kRequest = 3,  // sender to receiver: please grant, the eager window is used up
   kCredit = 4,   // carries nothing but `credit`, which every header has
   kAbort = 5,    // the group failed; payload is an AbortNotice
-  kBye = 6       // nothing follows: the sender leaves in good order
+  kBye = 6,      // nothing follows: the sender leaves in good order; the payload says why
+  kPing = 7,     // what do you know of this operation?
+  kPong = 8      // the answer: a PeerState
 };
 
 // What an operation is, as its rank sees it. Equal on all ranks of an operation, or it fails on all of them.

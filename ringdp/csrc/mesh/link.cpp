@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
+#include <cerrno>
 #include <cstring>
+
+#include "base/text.h"
 
 namespace ringdp {
 namespace {
@@ -126,8 +129,27 @@ void Link::send_abort(uint64_t group, const AbortNotice& notice) {
   if (!broken_ && !departed_) append_control(FrameType::kAbort, group, notice.sequence, 0, notice.encode());
 }
 
-void Link::send_bye() {
-  if (!broken_ && !departed_) append_control(FrameType::kBye, 0, 0, 0);
+void Link::send_bye(const std::string& reason) {
+  if (!broken_ && !departed_) append_control(FrameType::kBye, 0, 0, 0, clean_text(reason, kReasonBytes));
+}
+
+void Link::send_ping(uint64_t group, uint64_t sequence) {
+  if (!broken_ && !departed_) append_control(FrameType::kPing, group, sequence, 0);
+}
+
+void Link::send_pong(uint64_t group, uint64_t sequence, const PeerState& state) {
+  if (!broken_ && !departed_) append_control(FrameType::kPong, group, sequence, 0, state.encode());
+}
+
+void Link::watch_host(int64_t silence_ms) {
+  silence_ms_ = silence_ms;
+  channel_->watch_host(silence_ms);
+}
+
+void Link::check_host() {
+  if (broken_ || departed_ || silence_ms_ == 0 || channel_->host_silence_ms() < silence_ms_) return;
+  fail(ErrorKind::kPeerLost, "its host has not answered for " + std::to_string(silence_ms_) + " ms",
+       "look whether that host is up and the network between reaches it");
 }
 
 void Link::close() {
@@ -208,7 +230,7 @@ bool Link::pump_send() {
       // The peer is gone; what it said last may explain it.
       while (!departed_ && pump_receive(kSendBudgetBytes)) {
       }
-      if (!departed_) on_closed(errno_text(result.error_number));
+      if (!departed_) on_closed(result.error_number);
       break;
     }
     moved += result.bytes;
@@ -310,8 +332,7 @@ bool Link::pump_receive(std::size_t budget_bytes) {
     IoResult result = channel_->receive(std::span(pieces.data(), count));
     if (result.status == IoStatus::kWouldBlock) break;
     if (result.status != IoStatus::kOk) {
-      on_closed(result.status == IoStatus::kClosed ? "the connection ended without a goodbye"
-                                                   : errno_text(result.error_number));
+      on_closed(result.status == IoStatus::kClosed ? 0 : result.error_number);
       break;
     }
     moved += result.bytes;
@@ -422,30 +443,39 @@ bool Link::accept(RecvFlow& flow, const FrameHeader& header) {
 }
 
 void Link::report_mismatch(const FlowIdentity& mine, const FrameHeader& header) {
-  std::string theirs = header.shape.text(), own = mine.shape.text();
-  if (theirs == own) {
-    theirs += header.shape.name_hash != mine.shape.name_hash ? " under another name" : " with another layout";
-    if (header.shape.name_hash == 0) theirs += " (without a name)";
-  }
+  discarded_.insert(mine.group);
+  events_.mismatched({mine, header, peer_.rank});
+}
+
+bool Link::Disagreement::name_unknown() const {
+  return theirs.shape.name_hash != 0 && theirs.shape.name_hash != mine.shape.name_hash;
+}
+
+Error Link::Disagreement::explain(const PeerInfo& self, const PeerInfo& peer_info, const std::string& peer_name) const {
+  std::string its = theirs.shape.text(), own = mine.shape.text();
+  bool look_alike = its == own;
   if (!mine.name.empty()) own += " '" + mine.name + "'";
+  if (!name_unknown())
+    its += theirs.shape.name_hash == 0 ? "" : " '" + mine.name + "'";
+  else
+    its += peer_name.empty() ? " under another name" : " '" + peer_name + "'";
+  if (look_alike && theirs.shape.name_hash == mine.shape.name_hash) its += " with another layout";
+  if (look_alike && theirs.shape.name_hash == 0 && mine.shape.name_hash != 0) its += " (without a name)";
   ErrorContext context;
-  context.rank = self_.rank;
-  context.host = self_.host;
-  context.peer = peer_.rank;
-  context.peer_host = peer_.host;
-  context.peer_pid = peer_.pid;
+  context.rank = self.rank;
+  context.host = self.host;
+  context.peer = peer_info.rank;
+  context.peer_host = peer_info.host;
+  context.peer_pid = peer_info.pid;
   context.operation = mine.text();
   context.sequence = static_cast<int64_t>(mine.sequence);
   context.name = mine.name;
   context.cause = "the ranks disagree";
   context.advice = "call the same operations with the same shapes and dtypes in the same order on every rank";
-  events_.mismatched(
-      peer_.rank, mine.group,
-      Error(ErrorKind::kMismatch,
-            "ranks disagree about operation #" + std::to_string(mine.sequence & 0xffffffffULL) + ": " + self_.text() +
-                " does " + own + ", " + peer_.text() + " does " + theirs + "; " + context.advice,
-            context));
-  discarded_.insert(mine.group);
+  return Error(ErrorKind::kMismatch,
+               "ranks disagree about operation #" + std::to_string(mine.sequence & 0xffffffffULL) + ": " + self.text() +
+                   " does " + own + ", " + peer_info.text() + " does " + its + "; " + context.advice,
+               context);
 }
 
 // The peer announces that it takes part in an operation in which it only receives from this rank; or it means another one.
@@ -509,7 +539,13 @@ void Link::finish_payload() {
       break;
     case FrameType::kBye:
       departed_ = true;
-      events_.departed(peer_.rank);
+      events_.departed(peer_.rank, clean_text(text_of(filled), kReasonBytes));
+      break;
+    case FrameType::kPing:
+      events_.asked(peer_.rank, header.group, header.sequence);
+      break;
+    case FrameType::kPong:
+      events_.answered(peer_.rank, header.group, header.sequence, PeerState::decode(filled));
       break;
   }
 }
@@ -560,9 +596,14 @@ void Link::consume(const FrameHeader& header) {
     append_control(FrameType::kCredit, 0, 0, 0);
 }
 
-void Link::on_closed(const std::string& cause) {
+void Link::on_closed(int error_number) {
   if (departed_) return;
-  fail(ErrorKind::kPeerLost, cause,
+  if (error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == EHOSTDOWN ||
+      error_number == ENETUNREACH)
+    fail(ErrorKind::kPeerLost, "its host does not answer any more: " + errno_text(error_number),
+         "look whether that host is up and the network between reaches it");
+  fail(ErrorKind::kPeerLost,
+       error_number == 0 ? "the connection ended without a goodbye" : errno_text(error_number),
        "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
 }
 

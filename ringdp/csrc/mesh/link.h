@@ -17,6 +17,7 @@
 
 #include "mesh/flow.h"
 #include "mesh/frame.h"
+#include "mesh/peer_state.h"
 #include "transport/channel.h"
 
 namespace ringdp {
@@ -38,10 +39,22 @@ class Link {
     const FlowIdentity* identity = nullptr;
   };
 
+  // Two ranks mean different things by one operation. The peer's name for it is not in its frames, only the name's hash.
+  struct Disagreement {
+    FlowIdentity mine;
+    FrameHeader theirs;
+    int peer = -1;
+
+    bool name_unknown() const;  // the peer's operation has a name, and it is not this rank's
+    Error explain(const PeerInfo& self, const PeerInfo& peer_info, const std::string& peer_name) const;
+  };
+
   struct Events {
     std::function<void(int peer, uint64_t group, const AbortNotice&)> aborted;
-    std::function<void(int peer, uint64_t group, Error)> mismatched;  // the payload is dropped, the group must fail
-    std::function<void(int peer)> departed;                           // the peer said goodbye
+    std::function<void(Disagreement)> mismatched;                         // the payload is dropped, the group must fail
+    std::function<void(int peer, const std::string& reason)> departed;    // the peer said goodbye
+    std::function<void(int peer, uint64_t group, uint64_t sequence)> asked;
+    std::function<void(int peer, uint64_t group, uint64_t sequence, PeerState)> answered;
     std::function<Started(uint64_t group, uint64_t sequence)> started;
   };
 
@@ -59,7 +72,14 @@ class Link {
   void discard_group(uint64_t group);  // the group failed or is gone: what still arrives for it is dropped
 
   void send_abort(uint64_t group, const AbortNotice& notice);
-  void send_bye();
+  void send_bye(const std::string& reason);
+  void send_ping(uint64_t group, uint64_t sequence);
+  void send_pong(uint64_t group, uint64_t sequence, const PeerState& state);
+
+  // From now on a peer whose host is gone is an error within about that time, if `check_host` is called now and then.
+  void watch_host(int64_t silence_ms);
+  void check_host();
+  int64_t host_silence_ms() { return channel_->host_silence_ms(); }
 
   // Move what can be moved now; true if anything was. `pump_receive` takes about `budget_bytes` at most.
   bool pump_send();
@@ -106,7 +126,7 @@ class Link {
   void keep_early(const FrameHeader& header);
   void consume(const FrameHeader& header);
   void grant(RecvFlow& flow);
-  void on_closed(const std::string& cause);
+  void on_closed(int error_number);  // 0: in good order, but without a goodbye
   RecvFlow* find_receiver(uint64_t group, uint64_t sequence);
   [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice) const;
 
@@ -116,6 +136,7 @@ class Link {
   Events events_;
   bool departed_ = false;
   bool broken_ = false;
+  int64_t silence_ms_ = 0;  // of its host that is borne; 0: any
 
   // Sending. `head_` holds control frames and the header of the data frame whose payload is `payload_`.
   std::deque<SendFlow*> sending_;  // oldest operation first

@@ -80,6 +80,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   options.check_interrupt = check_python_signals;
   EngineOptions engine_options;
   engine_options.spin_us = config["spin_us"].cast<int64_t>();
+  engine_options.stall_notice_ms = config["stall_notice_ms"].cast<int64_t>();
+  engine_options.host_silence_ms = config["host_silence_ms"].cast<int64_t>();
   engine_options.check_interrupt = check_python_signals;
   py::gil_scoped_release no_gil;
   std::shared_ptr<Runtime> runtime = runtime_for(global_ranks, rank);
@@ -121,15 +123,22 @@ std::unique_ptr<Lobby> make_lobby(const c10::intrusive_ptr<c10d::Store>& store, 
   return std::make_unique<Lobby>(adapter, options);
 }
 
+std::vector<std::shared_ptr<Runtime>> all_runtimes() {
+  std::vector<std::shared_ptr<Runtime>> all;
+  std::lock_guard lock(runtime_mutex);
+  for (const auto& it : runtimes)
+    if (std::shared_ptr<Runtime> runtime = it.lock()) all.push_back(std::move(runtime));
+  return all;
+}
+
+// What the other ranks are told when this one leaves.
+void set_farewell(const std::string& reason) {
+  for (const auto& runtime : all_runtimes()) runtime->engine().set_farewell(reason);
+}
+
 // At exit, while Python still lives: a callback that asks for its lock later would end the process in the middle.
 void shut_down_all() {
-  std::vector<std::weak_ptr<Runtime>> all;
-  {
-    std::lock_guard lock(runtime_mutex);
-    all = runtimes;
-  }
-  for (const auto& it : all)
-    if (std::shared_ptr<Runtime> runtime = it.lock()) runtime->shut_down();
+  for (const auto& runtime : all_runtimes()) runtime->shut_down();
 }
 
 std::pair<uint64_t, uint64_t> traffic() {
@@ -162,6 +171,8 @@ void bind_process_group(py::module_& module) {
       .def("close", &Lobby::close, "Leave, unless a process group has taken the connections over; idempotent.");
   module.def("shut_down_all", &shut_down_all, py::call_guard<py::gil_scoped_release>(),
              "Leave all jobs and end the threads; for the end of the process.");
+  module.def("set_farewell", &set_farewell, py::call_guard<py::gil_scoped_release>(),
+             "Why this process leaves its jobs: the other ranks' errors say so.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
   py::class_<PythonNamedScope>(module, "NamedScope")
       .def(py::init<>())

@@ -7,13 +7,18 @@
 #include <netinet/tcp.h>
 #include <sys/ioctl.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
+#include "base/deadline.h"
 #include "base/error.h"
 
 namespace ringdp {
 namespace {
+
+constexpr int kProbesOwed = 2;                        // one probe without an answer yet is everyday life
+constexpr auto kAbsence = std::chrono::seconds(2);  // between two looks
 
 // One small number at the end of an address, 0..65535.
 uint16_t parse_port(const std::string& text, const std::string& whole) {
@@ -75,6 +80,34 @@ class TcpChannel final : public Channel {
     return ioctl(fd_.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
   }
   void close_send() override { shutdown(fd_.get(), SHUT_WR); }
+
+  // tcp(7): a stopped or busy process does not matter, its kernel answers. TCP_USER_TIMEOUT would end the connection to a
+  // peer that lives and does not read.
+  void watch_host(int64_t silence_ms) override {
+    int on = 1, count = 3, period_s = static_cast<int>(std::max<int64_t>(1, silence_ms / 1000 / (count + 1)));
+    setsockopt(fd_.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+    setsockopt(fd_.get(), IPPROTO_TCP, TCP_KEEPIDLE, &period_s, sizeof(period_s));
+    setsockopt(fd_.get(), IPPROTO_TCP, TCP_KEEPINTVL, &period_s, sizeof(period_s));
+    setsockopt(fd_.get(), IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof(count));
+  }
+
+  // Keepalive rests while bytes are under way, and retransmission gives up after a quarter of an hour only. Bytes that are
+  // held back because the peer's window is shut are not owed: its host answers the probes.
+  int64_t host_silence_ms() override {
+    tcp_info info{};
+    socklen_t length = sizeof(info);
+    if (getsockopt(fd_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return 0;
+    auto now = Clock::now();
+    bool owed = info.tcpi_unacked > 0 || info.tcpi_probes >= kProbesOwed;
+    bool absent = now - looked_at_ > kAbsence;  // this process was stopped itself: begin again
+    looked_at_ = now;
+    if (!owed || absent) {
+      silent_since_ = now;
+      return 0;
+    }
+    silent_since_ = std::max(silent_since_, now - std::chrono::milliseconds(info.tcpi_last_ack_recv));
+    return std::chrono::duration_cast<std::chrono::milliseconds>(now - silent_since_).count();
+  }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return description_; }
 
@@ -86,6 +119,8 @@ class TcpChannel final : public Channel {
 
   Fd fd_;
   std::string description_;
+  Clock::time_point looked_at_ = Clock::now();
+  Clock::time_point silent_since_ = looked_at_;
 };
 
 }  // namespace

@@ -1,0 +1,19 @@
+// Texts that came over the network, or go there with a limit: valid UTF-8 without control characters, never cut inside a
+// character. Pure functions, any thread.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace ringdp {
+
+// At most `max_bytes` of `text`; what is no UTF-8 (RFC 3629) becomes '?', control characters become blanks.
+std::string clean_text(std::string_view text, std::size_t max_bytes);
+
+inline std::string_view text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+}  // namespace ringdp

@@ -1,0 +1,232 @@
+// What the driver does about what does not move: asks the other ranks what they know of an operation, answers their
+// questions, says in the log who is waited for, and looks whether the peers' hosts are there.
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+#include "engine/engine.h"
+#include "kernels/float_mode.h"
+
+namespace ringdp {
+namespace {
+
+constexpr auto kLookPeriod = std::chrono::milliseconds(50);
+constexpr auto kHostPeriod = std::chrono::milliseconds(500);
+constexpr int64_t kAskMs = 1000;          // how often at most the peers are asked about an operation that does not move
+constexpr int64_t kSilentMs = 1000;       // an engine that lives answers sooner, whatever its program does
+constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
+constexpr std::size_t kIdleBudgetBytes = 1024 * 1024;
+
+int64_t ms_between(Clock::time_point from, Clock::time_point to) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(to - from).count();
+}
+
+std::string seconds(int64_t ms) {
+  char text[32];
+  std::snprintf(text, sizeof(text), ms < 10'000 ? "%.1f s" : "%.0f s", static_cast<double>(ms) / 1000.0);
+  return text;
+}
+
+std::string last_call(const PeerState& state) {
+  std::string out = state.last.empty() ? "it has called nothing in this group" : "its last one here was " + state.last;
+  if (state.since_call_ms >= 0) out += ", its last call " + seconds(state.since_call_ms) + " ago";
+  if (!state.elsewhere.empty()) out += "; it is in " + state.elsewhere;
+  return out;
+}
+
+}  // namespace
+
+// One look at everything, by a thread that finds nobody at it, or by a driver that looks at some links only.
+void Engine::look_while_idle() {
+  const FloatModeScope float_mode;
+  look_due_.store(false, std::memory_order_relaxed);
+  take_inbox();
+  advance_groups();
+  for (auto& link : links_)
+    if (link && !link->broken() && !link->departed())
+      guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kIdleBudgetBytes); });
+  check_deadlines();
+  answer_questions();
+  for (auto& link : links_)
+    if (link && link->has_outgoing()) guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
+  settle_failures();
+}
+
+void Engine::look_around() {
+  auto now = Clock::now();
+  if (now < next_look_) return;
+  next_look_ = now + kLookPeriod;
+  for (const GroupPtr& group : busy_) {
+    if (group->doom) continue;
+    if (!group->active.empty()) watch(*group, group->active.front(), now);
+    for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
+      watch(*group, group->nested[i], now);
+  }
+  if (now < next_host_check_) return;
+  next_host_check_ = now + kHostPeriod;
+  for (auto& link : links_) {
+    if (!link || link->broken() || link->departed()) continue;
+    guarded(link->peer().rank, [](Link& it) {
+      it.check_host();
+      return false;
+    });
+  }
+  settle_failures();
+}
+
+void Engine::watch(Group& group, Slot& slot, Clock::time_point now) {
+  if (uint64_t progress = slot.operation->progress(); progress != slot.progress) {
+    slot.progress = progress;
+    slot.moved_at = slot.asked_at = now;
+    slot.answers.clear();
+    return;
+  }
+  int64_t period_ms = options_.stall_notice_ms;
+  int64_t ask_ms = std::min(slot.timeout_ms / 8, period_ms > 0 ? period_ms / 4 : kAskMs);
+  if (ms_between(slot.asked_at, now) >= std::clamp<int64_t>(ask_ms, 50, kAskMs)) ask_members(group, slot, now);
+  int64_t stalled_ms = ms_between(slot.moved_at, now);
+  if (period_ms == 0 || stalled_ms < period_ms || ms_between(group.noticed_at, now) < period_ms) return;
+  std::vector<Missing> missing = find_missing(slot);
+  auto pending = [&](const auto& answer) { return answer.second.awaited; };
+  if (missing.empty() && std::any_of(slot.answers.begin(), slot.answers.end(), pending)) return;  // soon it is known
+  group.noticed_at = now;
+  notices_.post(LogLevel::kWarning,
+                peers_[rank_].text() + " has waited " + seconds(stalled_ms) + " in " + slot.work->text() + " for " +
+                    (missing.empty() ? slot.operation->waiting_for() : tell_missing(missing)));
+}
+
+// Everybody, not only those it waits for directly: these may wait for others themselves.
+void Engine::ask_members(const Group& group, Slot& slot, Clock::time_point now) {
+  slot.asked_at = now;
+  for (int member : group.view.members) {
+    Link* link = links_[member].get();
+    if (link == nullptr || link->broken() || link->departed()) continue;
+    auto [answer, first] = slot.answers.try_emplace(member);
+    if (!first && answer->second.awaited) continue;
+    answer->second.asked_at = now;
+    answer->second.awaited = true;
+    link->send_ping(group.id, slot.work->sequence());
+  }
+}
+
+void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerState state) {
+  GroupPtr group = find_group(group_id);
+  if (!group) return;
+  if (group->doom && group->doom->unnamed) {
+    const Link::Disagreement& it = *group->doom->unnamed;
+    if (it.peer == peer && it.mine.sequence == sequence) {
+      fail_later(group_id, it.explain(peers_[rank_], peers_[peer], state.name));
+      return;
+    }
+  }
+  auto take = [&](Slot& slot) {
+    if (slot.work->sequence() != sequence) return;
+    auto answer = slot.answers.find(peer);
+    if (answer == slot.answers.end()) return;
+    answer->second.awaited = false;
+    answer->second.state = state;
+  };
+  for (Slot& slot : group->active) take(slot);
+  for (Slot& slot : group->nested) take(slot);
+}
+
+void Engine::answer_questions() {
+  std::vector<Question> asked;
+  asked.swap(questions_);
+  for (const Question& it : asked) links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.group, it.sequence));
+}
+
+PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
+  PeerState state;
+  GroupPtr group = find_group(group_id);
+  bool failed = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (called_at_ != Clock::time_point{}) state.since_call_ms = ms_between(called_at_, Clock::now());
+    failed = group && group->failure;
+  }
+  for (const GroupPtr& other : busy_) {
+    const Slot* slot = !other->active.empty() ? &other->active.front() : nullptr;
+    if (other == group || slot == nullptr) continue;
+    state.elsewhere = slot->work->text() + " of group '" + other->name + "'";
+    break;
+  }
+  if (!group) return state;
+  if (!group->queued.empty())
+    state.last = group->queued.back().work->text();
+  else if (group->started_upto > 0)
+    state.last = group->history[group->started_upto % group->history.size()].text();
+
+  auto running = [&](const Slot& slot) {
+    state.progress = PeerState::Progress::kRunning;
+    state.waits_for = slot.operation->missing();
+    state.name = slot.operation->identity().name;
+  };
+  auto is_it = [&](const Slot& slot) { return slot.work->sequence() == sequence; };
+  state.progress = PeerState::Progress::kNotCalled;
+  if (Link::Started known = find_started(group_id, sequence); known.started) {
+    state.progress = PeerState::Progress::kDone;
+    if (known.identity != nullptr) state.name = known.identity->name;
+  }
+  if (auto queued = std::find_if(group->queued.begin(), group->queued.end(), is_it); queued != group->queued.end()) {
+    if (!group->active.empty()) running(group->active.front());  // what it waits for first
+    state.progress = PeerState::Progress::kQueued;
+    state.name = queued->operation->identity().name;
+  }
+  if (auto it = std::find_if(group->active.begin(), group->active.end(), is_it); it != group->active.end()) running(*it);
+  if (auto it = std::find_if(group->nested.begin(), group->nested.end(), is_it); it != group->nested.end()) running(*it);
+  if (failed) state.progress = PeerState::Progress::kFailed;
+  return state;
+}
+
+// Follows who waits for whom, as far as the ranks have said, to those that have not come.
+std::vector<Engine::Missing> Engine::find_missing(const Slot& slot) const {
+  std::vector<Missing> found;
+  std::vector<int> next = slot.operation->missing();
+  std::set<int> seen{rank_};
+  auto now = Clock::now();
+  int64_t silent_ms = std::min<int64_t>(kSilentMs, slot.timeout_ms / 4);
+  for (std::size_t i = 0; i < next.size(); ++i) {
+    int peer = next[i];
+    if (peer < 0 || peer >= world() || !seen.insert(peer).second) continue;
+    auto answer = slot.answers.find(peer);
+    if (answer == slot.answers.end()) continue;
+    const auto& [asked_at, awaited, state] = answer->second;
+    if (awaited && ms_between(asked_at, now) >= silent_ms) {
+      int64_t host_ms = links_[peer] && !links_[peer]->broken() ? links_[peer]->host_silence_ms() : 0;
+      found.push_back({peer, host_ms < silent_ms ? "its host answers, its process does not: stopped or overloaded?"
+                                                 : "its host has not answered for " + seconds(host_ms)});
+      continue;
+    }
+    if (!state) continue;
+    switch (state->progress) {
+      case PeerState::Progress::kNoGroup:
+        found.push_back({peer, "its process answers; it has no such group (yet, or any more)"});
+        break;
+      case PeerState::Progress::kNotCalled:
+        found.push_back({peer, "its process answers; it has not called this yet, " + last_call(*state)});
+        break;
+      case PeerState::Progress::kQueued:
+      case PeerState::Progress::kRunning:
+        next.insert(next.end(), state->waits_for.begin(), state->waits_for.end());
+        break;
+      case PeerState::Progress::kDone:
+      case PeerState::Progress::kFailed:
+        break;
+    }
+  }
+  std::sort(found.begin(), found.end(), [](const Missing& a, const Missing& b) { return a.rank < b.rank; });
+  return found;
+}
+
+std::string Engine::tell_missing(const std::vector<Missing>& missing) const {
+  std::string out;
+  for (const Missing& it : missing) {
+    std::string peer = peers_[it.rank].text();
+    peer.insert(peer.size() - 1, "; " + it.why);
+    out += (out.empty() ? "" : ", ") + peer;
+  }
+  return out;
+}
+
+}  // namespace ringdp

@@ -1,0 +1,37 @@
+// PeerState: what a rank answers when another asks what it knows of an operation (ping and pong, docs/wire_format.md).
+// The answer comes from the peer's engine, so it says that the process lives even where its Python is stuck.
+// Value type, any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace ringdp {
+
+inline constexpr std::size_t kPeerStateBytes = 2048;  // longest encoding
+
+struct PeerState {
+  enum class Progress : uint8_t {
+    kNoGroup = 0,    // it has no such group (yet, or any more)
+    kNotCalled = 1,  // it has not called this operation
+    kQueued = 2,     // called; earlier operations of the group have their turn first
+    kRunning = 3,    // under way
+    kDone = 4,       // over
+    kFailed = 5      // its group has failed
+  };
+
+  Progress progress = Progress::kNoGroup;
+  int64_t since_call_ms = -1;    // since it last called any operation; -1: never
+  std::vector<int> waits_for;    // of kRunning: ranks it needs bytes from, or room at
+  std::string name;              // what it calls the operation that was asked for; empty without a name
+  std::string last;              // what it called last in that group; empty if nothing
+  std::string elsewhere;         // what it has under way in another group; empty if nothing
+
+  std::string encode() const;
+  static PeerState decode(std::span<const std::byte> raw);  // throws Error(kHandshake) if it is too short
+};
+
+}  // namespace ringdp

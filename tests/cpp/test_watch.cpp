@@ -1,0 +1,265 @@
+// What ranks say of each other while nothing moves: notices, who is blamed for a timeout, names in disagreements, news
+// that reaches idle ranks; and the texts that carry it.
+#include <mutex>
+
+#include "base/log.h"
+#include "base/naming.h"
+#include "base/text.h"
+#include "job.h"
+#include "mesh/peer_state.h"
+
+namespace ringdp::testing {
+namespace {
+
+const AlgorithmTable kAlwaysRing{0, 0, 0, 0};
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Whether `text` speaks of a rank as somebody: "rank 3 (host …)".
+bool names(const std::string& text, int rank) { return contains(text, "rank " + std::to_string(rank) + " (host "); }
+
+// Waits for another thread of the test, not for the network.
+template <typename Condition>
+void await(Condition condition) {
+  auto end = Clock::now() + std::chrono::seconds(20);
+  while (!condition() && Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(condition());
+}
+
+// The log lines of all ranks while this lives.
+class Listener {
+ public:
+  Listener() {
+    set_log_sink([this](LogLevel, const std::string& text) {
+      std::lock_guard lock(mutex_);
+      lines_.push_back(text);
+    });
+  }
+  ~Listener() { set_log_sink({}); }
+  std::vector<std::string> lines() {
+    std::lock_guard lock(mutex_);
+    return lines_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::string> lines_;
+};
+
+std::shared_ptr<Work> reduce(Rank& self, std::vector<float>& data) {
+  return self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {});
+}
+
+}  // namespace
+
+CASE("a rank that has not called is told of in the log, with what it did last, and nothing fails") {
+  Listener listener;
+  EngineOptions options;
+  options.stall_notice_ms = 400;
+  std::atomic<int> ready{0};
+  auto noticed = [&] {
+    int ranks = 0;
+    for (int rank : {0, 1, 3})
+      for (const std::string& line : listener.lines())
+        if (line.starts_with("rank " + std::to_string(rank) + " (host ") && contains(line, "its process answers")) {
+          ++ranks;
+          break;
+        }
+    return ranks == 3;
+  };
+  auto body = [&](Rank& self) {
+    std::vector<float> data(1000, 1.0F);
+    self.wait(self.group->barrier({}));
+    ++ready;
+    if (self.rank == 2) await(noticed);  // busy with something else
+    self.wait(reduce(self, data));
+    CHECK_EQ(data[999], 4.0F);
+    self.wait(self.group->barrier({}));
+  };
+  run_job(4, kAlwaysRing, body, 30'000, options);
+  for (const std::string& line : listener.lines()) {
+    CHECK(contains(line, "all_reduce #2 (float32[1000], SUM)"));
+    std::string about = line.substr(line.find(" for "));
+    CHECK(names(about, 2));
+    CHECK(!names(about, 0) && !names(about, 1) && !names(about, 3));
+    if (contains(line, "its process answers")) CHECK(contains(line, "its last one here was barrier #1"));
+  }
+}
+
+CASE("while bytes move nothing is said, however long it takes") {
+  Listener listener;
+  EngineOptions options;
+  options.stall_notice_ms = 400;
+  run_job(
+      2, kAlwaysRing,
+      [&](Rank& self) {
+        std::vector<float> data(1 << 20, 1.0F);
+        auto end = Clock::now() + std::chrono::milliseconds(900);
+        int32_t more = 1;
+        while (more != 0) {
+          self.wait(reduce(self, data));
+          more = self.rank == 0 && Clock::now() < end ? 1 : 0;
+          self.wait(self.group->broadcast(std::as_writable_bytes(std::span(&more, 1)), DType::kInt32, 0, {}));
+        }
+      },
+      30'000, options);
+  CHECK(listener.lines().empty());
+}
+
+CASE("at a timeout everybody names the rank that has not come, and nobody else") {
+  std::atomic<int> heard{0};
+  run_job(
+      4, kAlwaysRing,
+      [&](Rank& self) {
+        std::vector<float> data(100'000, 1.0F);
+        self.wait(self.group->barrier({}));
+        if (self.rank == 2) return await([&] { return heard == 3; });
+        std::string message = CHECK_THROWS(ErrorKind::kTimeout, self.wait(reduce(self, data)));
+        std::string about = message.substr(0, message.find(" (as told by "));
+        about = about.substr(about.find("waiting for "));
+        CHECK(names(about, 2));
+        CHECK(contains(about, "it has not called this yet"));
+        for (int other : {0, 1, 3}) CHECK(!names(about, other));
+        ++heard;
+      },
+      1200);
+}
+
+CASE("a rank that waits in another group is found there") {
+  std::atomic<int> heard{0};
+  run_job(
+      2, kAlwaysRing,
+      [&](Rank& self) {
+        GroupHandle other(self.runtime, "other", everybody(2), 1200, AlgorithmTable{});
+        self.wait(self.group->barrier({}));
+        std::vector<float> data(10);
+        GroupHandle& group = self.rank == 0 ? *self.group : other;
+        std::string message = CHECK_THROWS(
+            ErrorKind::kTimeout, group.wait(*group.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
+        CHECK(contains(message, self.rank == 0 ? "of group 'other'" : "of group 'everybody'"));
+        ++heard;
+        await([&] { return heard == 2; });
+      },
+      1200);
+}
+
+CASE("operations under different names fail with both names on every rank") {
+  for (int world : {2, 3}) {
+    std::atomic<int> heard{0};
+    run_job(world, AlgorithmTable{}, [&](Rank& self) {
+      std::vector<float> data(100, 1.0F);
+      self.wait(self.group->barrier({}));
+      NamedScope name(self.rank == 1 ? "bucket 1: b.weight" : "bucket 0: a.weight");
+      auto begin = Clock::now();
+      std::string message = CHECK_THROWS(ErrorKind::kMismatch, self.wait(reduce(self, data)));
+      CHECK(Clock::now() - begin < std::chrono::seconds(1));
+      CHECK(contains(message, "'bucket 0: a.weight'"));
+      CHECK(contains(message, "'bucket 1: b.weight'"));
+      CHECK(names(message, 1));
+      ++heard;
+      await([&] { return heard == world; });
+    });
+  }
+}
+
+CASE("a failure in a group reaches a rank that has not made the group yet") {
+  std::atomic<bool> failed{false};
+  run_job(3, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> data(10);
+    self.wait(self.group->barrier({}));
+    if (self.rank == 2) {
+      await([&] { return failed.load(); });
+      self.wait(self.group->barrier({}));
+    }
+    GroupHandle late(self.runtime, "late", everybody(3), 30'000, AlgorithmTable{});
+    auto begin = Clock::now();
+    auto call = [&] {
+      // Rank 1 is the odd one.
+      DType dtype = self.rank == 1 ? DType::kInt32 : DType::kFloat32;
+      late.wait(*late.all_reduce(bytes_of(data), dtype, ReduceOp::kSum, {}));
+    };
+    std::string message = CHECK_THROWS(ErrorKind::kMismatch, call());
+    CHECK(contains(message, "int32[10]") && contains(message, "float32[10]"));
+    CHECK(Clock::now() - begin < std::chrono::seconds(2));
+    failed = true;
+    if (self.rank != 2) self.wait(self.group->barrier({}));
+    self.wait(self.group->barrier({}));
+  });
+}
+
+CASE("the first cause is everybody's") {
+  // Rank 3 does something else in operation 5, rank 0 in operation 2 of the same group: the earlier one is what counts.
+  std::mutex mutex;
+  std::vector<std::string> causes;
+  run_job(4, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<std::vector<float>> data(5, std::vector<float>(64));
+    self.wait(self.group->barrier({}));
+    GroupHandle group(self.runtime, "g", everybody(4), 30'000, AlgorithmTable{});
+    std::vector<std::shared_ptr<Work>> works;
+    std::string message = CHECK_THROWS(ErrorKind::kMismatch, [&] {
+      for (int i = 1; i <= 5; ++i) {
+        bool odd = (self.rank == 3 && i == 5) || (self.rank == 0 && i == 2);
+        works.push_back(group.all_reduce(bytes_of(data[static_cast<std::size_t>(i) - 1]),
+                                         odd ? DType::kInt32 : DType::kFloat32, ReduceOp::kSum, {}));
+      }
+      for (auto& work : works) group.wait(*work);
+    }());
+    {
+      std::lock_guard lock(mutex);
+      causes.push_back(message.substr(0, message.find(" (as told by ")));
+    }
+    self.wait(self.group->barrier({}));
+  });
+  for (const std::string& cause : causes) CHECK(contains(cause, "operation #2:"));
+}
+
+CASE("why a rank leaves is told to those that miss it, also when they hear it while idle") {
+  std::atomic<bool> gone{false};
+  run_job(2, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> data(10);
+    self.wait(self.group->barrier({}));
+    if (self.rank == 1) {
+      self.runtime->engine().set_farewell("its program ended by ValueError: mine");
+      self.runtime->shut_down();
+      gone = true;
+      return;
+    }
+    await([&] { return gone.load(); });
+    std::string message = CHECK_THROWS(ErrorKind::kPeerLost, self.wait(reduce(self, data)));
+    CHECK(contains(message, "it left the job: its program ended by ValueError: mine"));
+    CHECK(names(message, 1));
+  });
+}
+
+CASE("a peer's state survives the wire, and a mutilated one is refused") {
+  PeerState state;
+  state.progress = PeerState::Progress::kRunning;
+  state.since_call_ms = 12'345;
+  state.waits_for = {3, 0, 7};
+  state.name = "bucket 3: layer1.weight";
+  state.last = "all_reduce #7";
+  state.elsewhere = std::string(5000, 'x');
+  std::string raw = state.encode();
+  CHECK(raw.size() <= kPeerStateBytes);
+  PeerState got = PeerState::decode(std::as_bytes(std::span(raw)));
+  CHECK(got.progress == state.progress);
+  CHECK_EQ(got.since_call_ms, state.since_call_ms);
+  CHECK(got.waits_for == state.waits_for);
+  CHECK_EQ(got.name, state.name);
+  CHECK_EQ(got.last, state.last);
+  CHECK(!got.elsewhere.empty() && got.elsewhere.size() < 600);
+  for (std::size_t length = 0; length < raw.size(); length += 7)
+    CHECK_THROWS(ErrorKind::kHandshake, PeerState::decode(std::as_bytes(std::span(raw.data(), length))));
+}
+
+CASE("texts from the network are valid UTF-8 of bounded length") {
+  CHECK_EQ(clean_text("grün", 100), std::string("grün"));
+  CHECK_EQ(clean_text("grün", 3), std::string("gr"));  // not half a character
+  CHECK_EQ(clean_text("a\xff\xc0\x80z", 100), std::string("a???z"));
+  CHECK_EQ(clean_text("\xed\xa0\x80", 100), std::string("???"));  // half of a surrogate pair
+  CHECK_EQ(clean_text("\xf0\x9f\x98\x80", 100), std::string("\xf0\x9f\x98\x80"));
+  CHECK_EQ(clean_text(std::string_view("a\0b\x1b[2J\nc", 9), 100), std::string("a b [2J\nc"));
+  CHECK_EQ(clean_text("\xe2\x82", 100), std::string("??"));
+}
+
+}  // namespace ringdp::testing
