@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -119,6 +120,7 @@ class Engine {
     uint64_t next_sequence = 0;               // shared
     std::exception_ptr failure;               // shared
     std::optional<Doom> doom;                 // driver: nothing starts or ends any more
+    std::set<int> told_by;                    // driver: ranks that told of a failure of it
     Clock::time_point noticed_at{};           // driver: when the log last said that something waits
     std::deque<Slot> queued;                  // driver
     std::deque<Slot> active;                  // driver: started, retired in order

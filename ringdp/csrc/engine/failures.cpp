@@ -102,7 +102,10 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
   }
   // Passed on as it is before this rank leaves: a member that hears this rank's goodbye first must not blame it.
   Error error(notice.kind, notice.text + " (as told by " + peers_[peer].text() + ")", context);
-  if (group) return failures_.push_back({group_id, std::move(error), notice, true});
+  if (group) {
+    group->told_by.insert(peer);
+    return failures_.push_back({group_id, std::move(error), notice, true});
+  }
   std::lock_guard lock(mutex_);
   if (early_failures_.size() >= kMostEarlyFailures) early_failures_.erase(early_failures_.begin());
   early_failures_[group_id] = std::make_exception_ptr(error);
@@ -125,6 +128,8 @@ void Engine::condemn(const GroupPtr& group, Failure failure) {
     if (group->failure) return;
   }
   if (group->doom) {
+    // Who has told of a failure leaves because of it: that is no cause of its own.
+    if (failure.notice.kind == ErrorKind::kPeerLost && group->told_by.contains(failure.notice.guilty_rank)) return;
     Doom& doom = *group->doom;
     bool better = doom.unnamed ? failure.notice.kind == ErrorKind::kMismatch || earlier(failure.notice, doom.failure.notice)
                                : earlier(failure.notice, doom.failure.notice);
