@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         findings = []
         for backend in backends:
-            if fault == "another order (named)" and backend != "ring":
-                print(f"{fault}: {backend} has no names", file=sys.stderr)
             finding = measure(backend, fault)
             findings.append(finding)
             print(f"{fault} | {backend} | {cell(finding)}\n    {finding.words[:600]}", file=sys.stderr, flush=True)
@@ -104,7 +102,7 @@ def measure(backend: str, fault: str) -> Finding:
 def started(backend: str, fault: str, folder: Path, hosts: Hosts | None) -> Iterator[list[subprocess.Popen[bytes]]]:
     script = Path(__file__).with_name("failures_rank.py")
     words = [sys.executable, str(script), backend, fault, str(folder), str(TIMEOUT_S)]
-    ranks = []
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(WORLD_SIZE):
             if hosts is None:
@@ -119,20 +117,22 @@ def started(backend: str, fault: str, folder: Path, hosts: Hosts | None) -> Iter
                 )
         yield ranks
     finally:
-        for rank in ranks:
+        for process in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def fault_time(fault: str, folder: Path, ranks: list[subprocess.Popen[bytes]]) -> float:
     if fault in ONE_CALL:
-        return max((folder / f"met-{rank}").stat().st_mtime for rank in range(WORLD_SIZE)) - time.time() + time.monotonic()
+        return (
+            max((folder / f"met-{rank}").stat().st_mtime for rank in range(WORLD_SIZE)) - time.time() + time.monotonic()
+        )
     until((folder / "injured").exists, ranks, "the fault")
     return float((folder / "injured").read_text())
 
 
-def until(condition, ranks: list[subprocess.Popen[bytes]], what: str) -> None:  # type: ignore[no-untyped-def]
+def until(condition: Callable[[], bool], ranks: list[subprocess.Popen[bytes]], what: str) -> None:
     end = time.monotonic() + 60.0
     while not condition():
         if time.monotonic() > end:

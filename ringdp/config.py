@@ -111,9 +111,7 @@ class RingConfig:
         if self.stall_notice_ms < 0:
             raise InvalidArgumentError(f"stall_notice_ms must be 0 or more, not {self.stall_notice_ms}")
         if not 4_000 <= self.host_silence_ms <= 3_600_000:
-            raise InvalidArgumentError(
-                f"host_silence_ms must be between 4000 and 3600000, not {self.host_silence_ms}"
-            )
+            raise InvalidArgumentError(f"host_silence_ms must be between 4000 and 3600000, not {self.host_silence_ms}")
         if not 0 <= self.epoch < 2**32:
             raise InvalidArgumentError(f"epoch must be between 0 and {2**32 - 1}, not {self.epoch}")
 

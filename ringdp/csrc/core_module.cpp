@@ -275,14 +275,17 @@ PYBIND11_MODULE(_core, module) {
       .def_property_readonly("rank", &PythonGroup::rank)
       .def_property_readonly("size", &PythonGroup::size);
 
-  module.def("set_log_sink", [](py::object sink) {
-    if (sink.is_none()) return set_log_sink({});
-    auto shared = std::make_shared<py::object>(std::move(sink));
-    set_log_sink([shared](LogLevel level, const std::string& text) {
-      py::gil_scoped_acquire gil;
-      (*shared)(static_cast<int>(level), text);
-    });
-  }, "Where log lines go, called with (level, text) and levels 0 to 3 for debug to error; None drops them.");
+  module.def(
+      "set_log_sink",
+      [](py::object sink) {
+        if (sink.is_none()) return set_log_sink({});
+        auto shared = std::make_shared<py::object>(std::move(sink));
+        set_log_sink([shared](LogLevel level, const std::string& text) {
+          py::gil_scoped_acquire gil;
+          (*shared)(static_cast<int>(level), text);
+        });
+      },
+      "Where log lines go, called with (level, text) and levels 0 to 3 for debug to error; None drops them.");
   module.def("all_reduce_algorithm", &algorithm_for, py::arg("world"), py::arg("dtype"), py::arg("bytes"),
              "Name of the algorithm that the built-in table takes.");
   module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");

@@ -26,7 +26,11 @@ Error forked_error() {
 }  // namespace
 
 Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
-    : rank_(rank), options_(std::move(options)), links_(peers.size()), writing_(peers.size(), 0), farewells_(peers.size()) {
+    : rank_(rank),
+      options_(std::move(options)),
+      links_(peers.size()),
+      writing_(peers.size(), 0),
+      farewells_(peers.size()) {
   for (MetPeer& peer : peers) peers_.push_back(peer.info);
   Link::Events events;
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };

@@ -96,10 +96,10 @@ class Engine {
     std::shared_ptr<void> keep_alive;  // with the caller
     Deadline deadline = Deadline::never();
     int64_t timeout_ms = 0;
-    uint64_t progress = 0;                        // at moved_at
-    Clock::time_point moved_at = Clock::now();    // when a byte of it moved last
-    Clock::time_point asked_at = moved_at;        // when the peers were asked about it last
-    std::map<int, Answer> answers;                // by rank; of the time since moved_at
+    uint64_t progress = 0;                      // at moved_at
+    Clock::time_point moved_at = Clock::now();  // when a byte of it moved last
+    Clock::time_point asked_at = moved_at;      // when the peers were asked about it last
+    std::map<int, Answer> answers;              // by rank; of the time since moved_at
   };
   struct Failure {
     uint64_t group;
@@ -225,12 +225,12 @@ class Engine {
   bool closed_ = false;
   std::string farewell_;
   Clock::time_point called_at_{};  // the last submit
-  int waiting_ = 0;             // threads on waiters_
-  std::size_t unfinished_ = 0;  // works
+  int waiting_ = 0;                // threads on waiters_
+  std::size_t unfinished_ = 0;     // works
   std::vector<std::pair<GroupPtr, Slot>> inbox_;
   std::vector<std::function<void()>> requests_;  // to be run by the driver
   std::map<uint64_t, GroupPtr> groups_;
-  std::map<uint64_t, uint64_t> made_;  // groups so far, by key
+  std::map<uint64_t, uint64_t> made_;                      // groups so far, by key
   std::map<uint64_t, std::exception_ptr> early_failures_;  // of groups that only others have made so far
 
   // driver
@@ -238,12 +238,12 @@ class Engine {
   std::vector<std::unique_ptr<Link>> links_;
   std::vector<char> writing_;  // the poller watches for room to write
   ScratchPool scratch_;
-  std::vector<GroupPtr> busy_;     // groups with operations queued or active
-  unsigned turns_ = 0;             // of the driver, whoever it was
-  std::vector<Failure> failures_;  // found while a link was being pumped
-  std::vector<Question> questions_;      // the same
+  std::vector<GroupPtr> busy_;       // groups with operations queued or active
+  unsigned turns_ = 0;               // of the driver, whoever it was
+  std::vector<Failure> failures_;    // found while a link was being pumped
+  std::vector<Question> questions_;  // the same
   std::vector<GroupPtr> doomed_;
-  std::vector<std::string> farewells_;   // of peers that left
+  std::vector<std::string> farewells_;  // of peers that left
   Clock::time_point next_look_{};
   Clock::time_point next_host_check_{};
 };

@@ -15,8 +15,7 @@ constexpr std::size_t kMostEarlyFailures = 256;  // of groups that this rank has
 
 bool earlier(const AbortNotice& a, const AbortNotice& b) {
   auto key = [](const AbortNotice& it) {
-    return std::pair(it.sequence == 0 ? UINT64_MAX : it.sequence,
-                     it.guilty_rank < 0 ? INT32_MAX : it.guilty_rank);
+    return std::pair(it.sequence == 0 ? UINT64_MAX : it.sequence, it.guilty_rank < 0 ? INT32_MAX : it.guilty_rank);
   };
   return key(a) < key(b);
 }
@@ -131,8 +130,9 @@ void Engine::condemn(const GroupPtr& group, Failure failure) {
     // Who has told of a failure leaves because of it: that is no cause of its own.
     if (failure.notice.kind == ErrorKind::kPeerLost && group->told_by.contains(failure.notice.guilty_rank)) return;
     Doom& doom = *group->doom;
-    bool better = doom.unnamed ? failure.notice.kind == ErrorKind::kMismatch || earlier(failure.notice, doom.failure.notice)
-                               : earlier(failure.notice, doom.failure.notice);
+    bool better = doom.unnamed
+                      ? failure.notice.kind == ErrorKind::kMismatch || earlier(failure.notice, doom.failure.notice)
+                      : earlier(failure.notice, doom.failure.notice);
     if (!better) return;
     doom.failure = std::move(failure);
     if (std::exchange(doom.unnamed, std::nullopt)) doom.end = Deadline::after_ms(kListenMs);

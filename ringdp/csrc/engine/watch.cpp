@@ -12,8 +12,8 @@ namespace {
 
 constexpr auto kLookPeriod = std::chrono::milliseconds(50);
 constexpr auto kHostPeriod = std::chrono::milliseconds(500);
-constexpr int64_t kAskMs = 1000;          // how often at most the peers are asked about an operation that does not move
-constexpr int64_t kSilentMs = 1000;       // an engine that lives answers sooner, whatever its program does
+constexpr int64_t kAskMs = 1000;     // how often at most the peers are asked about an operation that does not move
+constexpr int64_t kSilentMs = 1000;  // an engine that lives answers sooner, whatever its program does
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
 constexpr std::size_t kIdleBudgetBytes = 1024 * 1024;
 
@@ -61,6 +61,7 @@ void Engine::look_around() {
     if (!group->active.empty()) watch(*group, group->active.front(), now);
     for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
       watch(*group, group->nested[i], now);
+    if (!group->unbound.empty()) watch(*group, group->unbound.front(), now);
   }
   if (now < next_host_check_) return;
   next_host_check_ = now + kHostPeriod;
@@ -90,9 +91,9 @@ void Engine::watch(Group& group, Slot& slot, Clock::time_point now) {
   auto pending = [&](const auto& answer) { return answer.second.awaited; };
   if (missing.empty() && std::any_of(slot.answers.begin(), slot.answers.end(), pending)) return;  // soon it is known
   group.noticed_at = now;
-  notices_.post(LogLevel::kWarning,
-                peers_[rank_].text() + " has waited " + seconds(stalled_ms) + " in " + slot.work->text() + " for " +
-                    (missing.empty() ? slot.operation->waiting_for() : tell_missing(missing)));
+  notices_.post(LogLevel::kWarning, peers_[rank_].text() + " has waited " + seconds(stalled_ms) + " in " +
+                                        slot.work->text() + " for " +
+                                        (missing.empty() ? slot.operation->waiting_for() : tell_missing(missing)));
 }
 
 // Everybody, not only those it waits for directly: these may wait for others themselves.
@@ -173,8 +174,10 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
     state.progress = PeerState::Progress::kQueued;
     state.name = queued->operation->identity().name;
   }
-  if (auto it = std::find_if(group->active.begin(), group->active.end(), is_it); it != group->active.end()) running(*it);
-  if (auto it = std::find_if(group->nested.begin(), group->nested.end(), is_it); it != group->nested.end()) running(*it);
+  if (auto it = std::find_if(group->active.begin(), group->active.end(), is_it); it != group->active.end())
+    running(*it);
+  if (auto it = std::find_if(group->nested.begin(), group->nested.end(), is_it); it != group->nested.end())
+    running(*it);
   if (failed) state.progress = PeerState::Progress::kFailed;
   return state;
 }

@@ -602,8 +602,7 @@ void Link::on_closed(int error_number) {
       error_number == ENETUNREACH)
     fail(ErrorKind::kPeerLost, "its host does not answer any more: " + errno_text(error_number),
          "look whether that host is up and the network between reaches it");
-  fail(ErrorKind::kPeerLost,
-       error_number == 0 ? "the connection ended without a goodbye" : errno_text(error_number),
+  fail(ErrorKind::kPeerLost, error_number == 0 ? "the connection ended without a goodbye" : errno_text(error_number),
        "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
 }
 

@@ -51,8 +51,8 @@ class Link {
 
   struct Events {
     std::function<void(int peer, uint64_t group, const AbortNotice&)> aborted;
-    std::function<void(Disagreement)> mismatched;                         // the payload is dropped, the group must fail
-    std::function<void(int peer, const std::string& reason)> departed;    // the peer said goodbye
+    std::function<void(Disagreement)> mismatched;                       // the payload is dropped, the group must fail
+    std::function<void(int peer, const std::string& reason)> departed;  // the peer said goodbye
     std::function<void(int peer, uint64_t group, uint64_t sequence)> asked;
     std::function<void(int peer, uint64_t group, uint64_t sequence, PeerState)> answered;
     std::function<Started(uint64_t group, uint64_t sequence)> started;

@@ -18,8 +18,7 @@ static_assert(kFixedBytes + kMaxWaits * 4 + 3 * kTextBytes <= kPeerStateBytes);
 }  // namespace
 
 std::string PeerState::encode() const {
-  const std::array texts{clean_text(name, kTextBytes), clean_text(last, kTextBytes),
-                         clean_text(elsewhere, kTextBytes)};
+  const std::array texts{clean_text(name, kTextBytes), clean_text(last, kTextBytes), clean_text(elsewhere, kTextBytes)};
   std::size_t waits = std::min(waits_for.size(), kMaxWaits);
   std::array<std::byte, kFixedBytes> fixed{};
   put(&fixed[0], static_cast<uint8_t>(progress));

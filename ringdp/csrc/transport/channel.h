@@ -29,12 +29,13 @@ class Channel {
 
   virtual IoResult send(std::span<const iovec> pieces) = 0;
   virtual IoResult receive(std::span<const iovec> pieces) = 0;
-  virtual bool drained() const = 0;          // everything sent has reached the peer's host: closing now loses nothing
-  virtual void close_send() = 0;             // no more bytes will be sent; the peer sees kClosed after the last one
-  virtual int poll_fd() const = 0;           // for the Poller
+  virtual bool drained() const = 0;  // everything sent has reached the peer's host: closing now loses nothing
+  virtual void close_send() = 0;     // no more bytes will be sent; the peer sees kClosed after the last one
+  virtual int poll_fd() const = 0;   // for the Poller
 
   // Whether the peer's host is there at all, whatever its process does; a transport inside one host has nothing to add.
-  virtual void watch_host(int64_t) {}               // ask it while nothing moves: one that is gone breaks the channel in that many ms
+  virtual void watch_host(int64_t) {
+  }  // ask it while nothing moves: one that is gone breaks the channel in that many ms
   virtual int64_t host_silence_ms() { return 0; }  // how long it has owed an acknowledgement; 0: it owes none
 
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"

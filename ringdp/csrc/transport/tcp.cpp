@@ -17,7 +17,7 @@
 namespace ringdp {
 namespace {
 
-constexpr int kProbesOwed = 2;                        // one probe without an answer yet is everyday life
+constexpr int kProbesOwed = 2;                      // one probe without an answer yet is everyday life
 constexpr auto kAbsence = std::chrono::seconds(2);  // between two looks
 
 // One small number at the end of an address, 0..65535.
