@@ -61,6 +61,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "RINGDP_PORT_RANGE": "29600-29699",
             "RINGDP_SPIN_US": "0",
             "RINGDP_CONNECT_TIMEOUT": "2.5",
+            "RINGDP_STALL_NOTICE": "0.5",
+            "RINGDP_HOST_TIMEOUT": "30",
             "RINGDP_LOG_LEVEL": "info",
             "TORCHELASTIC_RESTART_COUNT": "3",
         }
@@ -74,6 +76,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "port_range": (29600, 29699),
         "spin_us": 0,
         "connect_timeout_ms": 2500,
+        "stall_notice_ms": 500,
+        "host_silence_ms": 30_000,
         "epoch": 3,
         "several_hosts": False,
     }
@@ -141,6 +145,8 @@ def test_port_range_forms(text: str, expected: tuple[int, int]) -> None:
         ("RINGDP_CONNECT_TIMEOUT", "0"),
         ("RINGDP_CONNECT_TIMEOUT", "inf"),
         ("RINGDP_CONNECT_TIMEOUT", "nan"),
+        ("RINGDP_STALL_NOTICE", "-1"),
+        ("RINGDP_HOST_TIMEOUT", "3"),
         ("RINGDP_HOST_ID", "two words"),
         ("RINGDP_IFACE", "x" * 513),
         ("RINGDP_ADVERTISE", "a\nb"),

@@ -61,7 +61,9 @@ Meeting::Meeting(Store& store, const RendezvousOptions& options)
 std::vector<MetPeer> Meeting::run() {
   introduce();
   auto last_news = begin_, next_look = begin_;
-  while (!connector_ || !connector_->complete()) {
+  // A peer may have connected before its words in the store were read.
+  auto present = [](const Peer& peer) { return peer.present; };
+  while (!connector_ || !connector_->complete() || !std::all_of(peers_.begin(), peers_.end(), present)) {
     auto now = Clock::now();
     if (now >= next_look) {
       if (look()) last_news = now;
