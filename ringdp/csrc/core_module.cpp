@@ -9,6 +9,7 @@
 #include "kernels/kernels.h"
 #include "mesh/store.h"
 #include "python_errors.h"
+#include "transport/faulty.h"
 
 namespace ringdp {
 namespace {
@@ -53,7 +54,7 @@ void check_interrupt() {
 
 std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store, int rank, int world,
                                       int64_t timeout_ms, int64_t spin_us, const std::string& secret, uint32_t epoch,
-                                      int64_t stall_notice_ms) {
+                                      int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed) {
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
   rendezvous.world = world;
@@ -66,6 +67,14 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store,
   options.spin_us = spin_us;
   options.stall_notice_ms = stall_notice_ms;
   options.check_interrupt = check_interrupt;
+  if (segment_bytes < kGranuleBytes || segment_bytes > kSegmentBytes)
+    throw Error(ErrorKind::kValue, "segment_bytes must be " + std::to_string(kGranuleBytes) + " to " +
+                                       std::to_string(kSegmentBytes) + ", not " + std::to_string(segment_bytes));
+  options.segment_bytes = segment_bytes;
+  if (fault_seed != 0)
+    options.wrap_channel = [fault_seed, rank](std::unique_ptr<Channel> channel, int peer) -> std::unique_ptr<Channel> {
+      return std::make_unique<FaultyChannel>(std::move(channel), fault_seed * 1'000'003 + rank * 1009 + peer);
+    };
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release meeting;
   // Destroyed without the GIL: a thread that is joined then may be asking for it.
@@ -241,7 +250,9 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime", "One rank: connections, engine, threads.")
       .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
            py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
-           py::arg("epoch") = 0, py::arg("stall_notice_ms") = 10'000)
+           py::arg("epoch") = 0, py::arg("stall_notice_ms") = 10'000, py::arg("segment_bytes") = kSegmentBytes,
+           py::arg("fault_seed") = 0,
+           "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.")
       .def("shut_down", &Runtime::shut_down, NoGil())
       .def(
           "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); }, NoGil())

@@ -41,8 +41,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "half an element left": (lambda group: group.reduce_scatter([odd_bytes()], odd_bytes(), "int64"), "7 bytes"),
     "root beyond": (lambda group: group.broadcast(floats(), "float32", 1), "root 1"),
     "root below": (lambda group: group.broadcast(floats(), "float32", -1), "root -1"),
-    "too many outputs": (lambda group: group.all_gather(floats(), [floats(), floats()], "float32"), "2 outputs for 1"),
-    "too few inputs": (lambda group: group.reduce_scatter([], floats(), "float32"), "0 inputs for 1"),
+    "too many outputs": (lambda group: group.all_gather(floats(), [floats(), floats()], "float32"), "outputs: 2 for 1"),
+    "too few inputs": (lambda group: group.reduce_scatter([], floats(), "float32"), "inputs: 0 for 1"),
     "an output of another size": (lambda group: group.all_gather(floats(), [floats(5)], "float32"), "20 bytes"),
     "an input of another size": (lambda group: group.reduce_scatter([floats(5)], floats(), "float32"), "20"),
 }

@@ -45,7 +45,10 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     if (!peer.channel) continue;
     int place = peer.info.rank;
     poller_.add(peer.channel->poll_fd(), static_cast<uint32_t>(place));
-    links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(peer.channel), events);
+    std::unique_ptr<Channel> channel = std::move(peer.channel);
+    if (options_.wrap_channel) channel = options_.wrap_channel(std::move(channel), place);
+    links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(channel), events);
+    links_[place]->limit_segments(options_.segment_bytes);
     links_[place]->watch_host(options_.host_silence_ms);
   }
 }

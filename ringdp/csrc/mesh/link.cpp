@@ -173,7 +173,7 @@ bool Link::stage_next() {
   if (next == sending_.end()) return !head_.empty();
   SendFlow& flow = **next;
   FrameHeader header;
-  std::size_t limit = std::min<uint64_t>({kSegmentBytes, allowance(flow), flow.ready - flow.sent});
+  std::size_t limit = std::min<uint64_t>({segment_bytes_, allowance(flow), flow.ready - flow.sent});
   if (flow.total > 0) payload_ = flow.handler->outgoing(flow, flow.sent, limit);
   if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
   payload_flow_ = &flow;

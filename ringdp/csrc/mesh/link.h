@@ -60,6 +60,8 @@ class Link {
 
   Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Events events);
 
+  void limit_segments(std::size_t bytes) { segment_bytes_ = bytes; }  // of the frames sent; at most kSegmentBytes
+
   void attach(SendFlow& flow);
   void attach(RecvFlow& flow);  // takes in what arrived early; may throw Error(kMismatch)
   void widen(RecvFlow& flow);   // flow.window has grown
@@ -137,6 +139,7 @@ class Link {
   bool departed_ = false;
   bool broken_ = false;
   int64_t silence_ms_ = 0;  // of its host that is borne; 0: any
+  std::size_t segment_bytes_ = kSegmentBytes;
 
   // Sending. `head_` holds control frames and the header of the data frame whose payload is `payload_`.
   std::deque<SendFlow*> sending_;  // oldest operation first

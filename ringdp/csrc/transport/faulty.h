@@ -1,0 +1,35 @@
+// A Channel that behaves as badly as a network may while losing nothing: short reads and writes, and "would block" where
+// there was room, as a seed says. For tests.
+// Used as any Channel is.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <random>
+
+#include "transport/channel.h"
+
+namespace ringdp {
+
+class FaultyChannel final : public Channel {
+ public:
+  FaultyChannel(std::unique_ptr<Channel> inner, uint64_t seed) : inner_(std::move(inner)), random_(seed) {}
+
+  IoResult send(std::span<const iovec> pieces) override;
+  IoResult receive(std::span<const iovec> pieces) override;
+  bool drained() const override { return inner_->drained(); }
+  void close_send() override { inner_->close_send(); }
+  int poll_fd() const override { return inner_->poll_fd(); }
+  void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
+  int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
+  std::string describe() const override { return "faulty " + inner_->describe(); }
+
+ private:
+  bool refuses() { return random_() % 4 == 0; }
+  std::size_t some() { return random_() % 3 == 0 ? 1 + random_() % 200 : 1 + random_() % 100'000; }
+
+  std::unique_ptr<Channel> inner_;
+  std::mt19937_64 random_;
+};
+
+}  // namespace ringdp

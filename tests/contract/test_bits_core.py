@@ -1,0 +1,102 @@
+"""The bits of a result depend on inputs, type, world and table, and on nothing else: not on how the bytes are cut into
+segments, nor on how the network hands them over. Hashed over a grid of both."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contract.core_checks import (
+    Case,
+    check_all_gather,
+    check_all_reduce,
+    check_all_to_all,
+    check_broadcast,
+    check_gather_and_scatter,
+    check_reduce,
+    check_reduce_scatter,
+)
+from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, NEVER_SMALL, World
+from tests.contract.reduction_order import random_input
+
+SEGMENTS = (64, 4096, 65_536 - 64, 262_144)
+FAULTS = (0, 1, 2)  # 0: none
+COUNTS = {"float32": 100_003, "bfloat16": 70_001, "float64": 9_999, "complex64": 5_000}
+
+
+@contextlib.contextmanager
+def made(size: int, **options: Any) -> Iterator[World]:
+    ranks = World(size, **options)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def digest(ranks: World) -> str:
+    """Of what every rank gets from all reductions of all types over both tables, several of them in flight at once."""
+    buffers = [
+        [random_input(dtype, op, count, (rank, index)) for rank in range(ranks.size)]
+        for index, (dtype, count) in enumerate(COUNTS.items())
+        for op in ("SUM", "AVG", "PRODUCT")
+    ]
+    names = [(dtype, op) for dtype in COUNTS for op in ("SUM", "AVG", "PRODUCT")]
+    result = hashlib.sha256()
+    for table in (NEVER_SMALL, ALWAYS_SMALL):
+        work = [[x.copy() for x in each] for each in buffers]
+
+        def body(rank: int, group: Any, work: list[list[Any]] = work) -> None:
+            works = [group.all_reduce(mine[rank].view(np.uint8), *name) for mine, name in zip(work, names, strict=True)]
+            for one in works:
+                one.wait()
+
+        ranks.run(body, table)
+        for each in work:
+            alike = {hashlib.sha256(x.tobytes()).digest() for x in each}
+            assert len(alike) == 1, "ranks differ"
+            result.update(alike.pop())
+    return result.hexdigest()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_neither_segments_nor_delays_show(size: int) -> None:
+    digests = {}
+    for segment_bytes in SEGMENTS:
+        for seed in FAULTS:
+            if segment_bytes == 64 and (seed != 1 or size == 4):
+                continue  # a frame per 16 elements: once is enough
+            with made(size, segment_bytes=segment_bytes, fault_seed=seed) as ranks:
+                digests[segment_bytes, seed] = digest(ranks)
+                digests[segment_bytes, seed, "again"] = digest(ranks)
+    assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_collective_on_a_bad_network(size: int) -> None:
+    dtypes = ("float32", "float16", "int64", "bool")
+    cases = [Case(dtype, "SUM", count, seed=i) for i, dtype in enumerate(dtypes) for count in (0, 1, 1009, 40_000)]
+    with made(size, segment_bytes=4096, fault_seed=5 + size) as ranks:
+        for table in (BUILT_IN, NEVER_SMALL):
+            for check in (
+                check_all_reduce,
+                check_reduce_scatter,
+                check_all_gather,
+                check_broadcast,
+                check_reduce,
+                check_gather_and_scatter,
+                check_all_to_all,
+            ):
+                check(ranks, table, cases)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    from ringdp.errors import InvalidArgumentError
+
+    for segment_bytes in (0, 63, 262_145):
+        with pytest.raises(InvalidArgumentError, match="segment_bytes must be 64 to 262144"):
+            World(1, segment_bytes=segment_bytes)
