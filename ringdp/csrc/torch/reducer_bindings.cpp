@@ -22,6 +22,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::v
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
   options.average = average;
+  // Not by a call guard: pybind11 would then register the new object without the GIL, too.
+  py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
   return std::make_shared<Reducer>(std::move(parameters), std::move(names), std::move(sparse), std::move(group),
                                    std::move(options));
@@ -75,8 +77,7 @@ std::shared_ptr<PythonFuture> run_sum(Reducer& reducer, const c10d::GradBucket& 
 void bind_reducer(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("sparse"),
-           py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
-           NoGil())
+           py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"))
       .def("prepare_for_forward", &Reducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), py::arg("sync"), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
