@@ -1,5 +1,6 @@
 # make train   train the example on two ranks, after setting everything up
 # make test    the test suite;  ARGS="-k ring -x" goes to pytest
+# make test-all   the slow tests too: every world size, type and size, long soaks
 # make build   the set-up alone
 #
 # PYTHON names the Python to use (make test PYTHON=python3.12). One that has torch 2.11 or newer is used as it is;
@@ -11,13 +12,16 @@ NPROC ?= 2
 SETUP = $(PYTHON) tools/environment.py
 CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh'
 
-.PHONY: build test train lint format clean distclean python
+.PHONY: build test test-all train lint format clean distclean python
 
 build: python
 	@$(SETUP)
 
 test: python
 	@$(SETUP) -- python -m pytest $(ARGS)
+
+test-all: python
+	@$(SETUP) -- python -m pytest -m '' $(ARGS)
 
 train: python
 	@$(SETUP) -- python launch.py --nproc-per-node $(NPROC) examples/digits.py $(ARGS)
