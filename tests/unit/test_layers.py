@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "compression": {"errors"},
     "process_group": {"", "errors", "config", "_build", "_C"},
+    "barrier": {"errors"},
     "hooks": {"errors", "compression", "process_group"},
     "amp": {"errors", "process_group"},
     "model_check": {"errors"},
@@ -49,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"errors", "config", "compression", "process_group", "hooks", "model_check", "reducer_log", "_C"},
     "launch": {"", "errors", "config"},
     "_autoload": {"process_group"},
-    "__init__": {"errors", "process_group", "parallel", "_autoload", "_build"},
+    "__init__": {"errors", "process_group", "barrier", "parallel", "_autoload", "_build"},
 }
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing"}
