@@ -8,6 +8,7 @@
 #include "base/bytes.h"
 #include "base/log.h"
 #include "engine/thread.h"
+#include "mesh/frame.h"
 
 namespace ringdp {
 namespace {
@@ -43,7 +44,7 @@ CompletionQueue::CompletionQueue() : state_(std::make_shared<State>()) { state_-
 
 std::optional<uint64_t> CompletionQueue::nested_key(uint64_t group) {
   if (current_scope == nullptr) return std::nullopt;
-  return hash_mix(current_scope->path_, ++current_scope->issued_[group]) | kNestedBit;
+  return hash_mix(current_scope->path_, ++current_scope->issued_[group]) | kCallbackBit;
 }
 
 uint64_t CompletionQueue::path_of(uint64_t group, uint64_t sequence) { return hash_mix(group, sequence); }

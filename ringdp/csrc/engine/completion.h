@@ -31,8 +31,6 @@ class CompletionQueue {
   // The root of the paths of all callbacks after an operation.
   static uint64_t path_of(uint64_t group, uint64_t sequence);
 
-  static constexpr uint64_t kNestedBit = 1ULL << 63;  // of the sequence number of an operation issued in a callback
-
  private:
   struct State;
   static void run_lane(const std::shared_ptr<State>& state, std::size_t lane);

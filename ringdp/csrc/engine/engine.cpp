@@ -98,7 +98,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   called_at_ = Clock::now();
   FlowIdentity& identity = submission.operation->mutable_identity();
   if (submission.operation->point_to_point() != nullptr)
-    identity.sequence = MessageNumbers::kMessageBit;  // numbered when it meets its other end
+    identity.sequence = kMessageBit;  // numbered when it meets its other end
   else if (auto nested = CompletionQueue::nested_key(group_id))
     identity.sequence = *nested;
   else
@@ -247,9 +247,8 @@ void Engine::finish(Slot& slot, std::exception_ptr error) {
   const int lane = work->lane();
   const uint64_t group = work->group(), sequence = work->sequence();
   if (on_done) {
-    completions_.push(lane, group, sequence, [on_done = std::move(on_done), error, buffers = std::move(buffers)] {
-      on_done(error);
-    });
+    completions_.push(lane, group, sequence,
+                      [on_done = std::move(on_done), error, buffers = std::move(buffers)] { on_done(error); });
   } else if (work.use_count() == 1) {  // nobody waits for it any more
     completions_.push(lane, group, sequence, [work = std::move(work)] {});
   }

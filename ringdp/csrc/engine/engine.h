@@ -33,10 +33,10 @@
 namespace ringdp {
 
 struct EngineOptions {
-  int64_t spin_us = 50;                   // how long a waiting caller polls before it sleeps
-  int64_t stall_notice_ms = 10'000;       // how often a log line says who an operation waits for; 0: never
-  int64_t host_silence_ms = 4000;         // after which a peer whose host does not answer is lost
-  std::function<void()> check_interrupt;  // called about ten times a second by threads that wait; may throw
+  int64_t spin_us = 50;                       // how long a waiting caller polls before it sleeps
+  int64_t stall_notice_ms = 10'000;           // how often a log line says who an operation waits for; 0: never
+  int64_t host_silence_ms = 4000;             // after which a peer whose host does not answer is lost
+  std::function<void()> check_interrupt;      // called about ten times a second by threads that wait; may throw
   std::size_t segment_bytes = kSegmentBytes;  // longest payload of a frame sent; for tests
   std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel;  // the same
 };

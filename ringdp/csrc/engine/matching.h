@@ -8,14 +8,11 @@
 #include <tuple>
 
 #include "collective/operation.h"
-#include "engine/completion.h"
 
 namespace ringdp {
 
 class MessageNumbers {
  public:
-  static constexpr uint64_t kMessageBit = 1ULL << 62;
-
   uint64_t peek(const PointToPoint& ends) const;  // what `next` would answer
   uint64_t next(const PointToPoint& ends);
 
@@ -25,8 +22,6 @@ class MessageNumbers {
 };
 
 // Whether an operation has a place in the order of its group's collectives.
-inline bool in_order(uint64_t sequence) {
-  return (sequence & (CompletionQueue::kNestedBit | MessageNumbers::kMessageBit)) == 0;
-}
+inline bool in_order(uint64_t sequence) { return (sequence & (kCallbackBit | kMessageBit)) == 0; }
 
 }  // namespace ringdp

@@ -26,7 +26,7 @@ class Work {
   uint64_t sequence() const { return sequence_.load(std::memory_order_acquire); }
   int source() const {
     return source_.load(std::memory_order_acquire);
-  }                                   // of a message received: its sender, once known
+  }  // of a message received: its sender, once known
   int lane() const { return lane_; }  // of CompletionQueue: where `on_done` runs
   const std::string& text() const { return text_; }
 
@@ -47,7 +47,8 @@ class Work {
   const std::string text_;
   std::function<void(std::exception_ptr)> on_done_;  // run once on the completion thread, in operation order
   std::exception_ptr error_;
-  std::shared_ptr<void> buffers_;  // once finished, where nothing follows: dropped by who waits, under the engine's lock
+  std::shared_ptr<void>
+      buffers_;  // once finished, where nothing follows: dropped by who waits, under the engine's lock
   std::atomic<int> state_{kRunning};
 };
 

@@ -21,6 +21,11 @@ inline constexpr std::size_t kSmallFlowBytes = 64 * 1024;      // flows up to th
 inline constexpr std::size_t kAbortTextBytes = 2048;           // longest text of an abort frame
 inline constexpr std::size_t kReasonBytes = 512;               // longest text of a goodbye
 
+// In an operation's sequence number: it has no place in the order of its group, but was issued inside a callback, or is a
+// message.
+inline constexpr uint64_t kCallbackBit = 1ULL << 63;
+inline constexpr uint64_t kMessageBit = 1ULL << 62;
+
 enum class FrameType : uint8_t {
   kData = 1,     // payload of a flow, in order; `offset` is its place in the flow
   kGrant = 2,    // receiver to sender: the flow may be sent up to `offset`

@@ -28,11 +28,16 @@ std::string PeerInfo::text() const {
   return "rank " + std::to_string(rank) + " (host " + host + ", pid " + std::to_string(pid) + ")";
 }
 
+std::string FlowIdentity::place() const {
+  if (!between.empty()) return between;
+  return (sequence & kCallbackBit) != 0 ? "in a callback" : "#" + std::to_string(sequence);
+}
+
 std::string FlowIdentity::text() const {
   std::string whole = shape.text();
   auto paren = whole.find('(');
   std::string out = whole.substr(0, paren);
-  out += between.empty() ? " #" + std::to_string(sequence & 0xffffffffULL) : " " + between;
+  out += " " + place();
   if (paren != std::string::npos) out += " " + whole.substr(paren);
   if (!name.empty()) out += " '" + name + "'";
   return out;
@@ -473,8 +478,9 @@ Error Link::Disagreement::explain(const PeerInfo& self, const PeerInfo& peer_inf
   context.cause = "the ranks disagree";
   context.advice = "call the same operations with the same shapes and dtypes in the same order on every rank";
   return Error(ErrorKind::kMismatch,
-               "ranks disagree about operation #" + std::to_string(mine.sequence & 0xffffffffULL) + ": " + self.text() +
-                   " does " + own + ", " + peer_info.text() + " does " + its + "; " + context.advice,
+               std::string("ranks disagree about ") + (mine.between.empty() ? "operation " : "a message ") +
+                   mine.place() + ": " + self.text() + " does " + own + ", " + peer_info.text() + " does " + its +
+                   "; " + context.advice,
                context);
 }
 
