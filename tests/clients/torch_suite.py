@@ -146,13 +146,13 @@ class _Result(unittest.TestResult):
 
     verdict = ("passed", "")
 
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         self.verdict = ("skipped", reason)
 
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
         self.verdict = ("failed", self._exc_info_to_string(err, test)[-4000:])  # type: ignore[attr-defined]
 
-    addError = addFailure  # noqa: N815
+    addError = addFailure
 
 
 def _run_one(test: unittest.TestCase) -> Verdict:

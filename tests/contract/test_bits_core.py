@@ -65,7 +65,7 @@ def digest(ranks: World) -> str:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_neither_segments_nor_delays_show(size: int) -> None:
-    digests = {}
+    digests: dict[Any, str] = {}
     for segment_bytes in SEGMENTS:
         for seed in FAULTS:
             if segment_bytes == 64 and (seed != 1 or size == 4):
