@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Barrier
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from ringdp.errors import MismatchError, RingError
-from tests.contract.core_ranks import core
+from tests.contract.core_ranks import close_worlds, core, world
 
 SMALL, LARGE = 12, 400_000
 BOUND_S = 3.0
@@ -23,7 +24,35 @@ def zeros(count: int, dtype: Any = np.float32) -> Any:
     return np.zeros(count, dtype)
 
 
-# What a rank may do, and how messages call it. `n` is the size of the group.
+def blocks(n: int, count: int = SMALL) -> list[Any]:
+    return [zeros(count) for _ in range(n)]
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    scope = core.NamedScope()
+    scope.enter(name)
+    try:
+        yield
+    finally:
+        scope.exit()
+
+
+def named_reduce(group: Any, name: str, count: int = SMALL) -> Any:
+    with named(name):
+        return group.all_reduce(zeros(count), "float32")
+
+
+def gather(group: Any, n: int, root: int) -> Any:
+    return group.gather(zeros(SMALL), blocks(n) if group.rank == root else [], "float32", root)
+
+
+def scatter(group: Any, n: int, root: int) -> Any:
+    return group.scatter(blocks(n) if group.rank == root else [], zeros(SMALL), "float32", root)
+
+
+# What a rank may do, and how messages call it (of an all-to-all some give one pair's elements, some all of them). `n` is the
+# size of the group.
 CALLS: dict[str, Callable[[Any, int], Any]] = {
     "all_reduce(float32[12], SUM)": lambda group, n: group.all_reduce(zeros(SMALL), "float32"),
     "all_reduce(float32[12], MAX)": lambda group, n: group.all_reduce(zeros(SMALL), "float32", "MAX"),
@@ -33,30 +62,43 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "all_reduce(float32[400000], SUM)": lambda group, n: group.all_reduce(zeros(LARGE), "float32"),
     "all_reduce(float32[400001], SUM)": lambda group, n: group.all_reduce(zeros(LARGE + 1), "float32"),
     "all_reduce(float16[400000], SUM)": lambda group, n: group.all_reduce(zeros(LARGE, np.float16), "float16"),
+    "all_reduce(float32[12], SUM) 'bucket 0: a'": lambda group, n: named_reduce(group, "bucket 0: a"),
+    "all_reduce(float32[12], SUM) 'bucket 1: b'": lambda group, n: named_reduce(group, "bucket 1: b"),
+    "all_reduce(float32[400000], SUM) 'bucket 2: c'": lambda group, n: named_reduce(group, "bucket 2: c", LARGE),
     "broadcast(float32[12], root 0)": lambda group, n: group.broadcast(zeros(SMALL), "float32", 0),
     "broadcast(float32[12], root 1)": lambda group, n: group.broadcast(zeros(SMALL), "float32", 1),
     "broadcast(float32[400000], root 0)": lambda group, n: group.broadcast(zeros(LARGE), "float32", 0),
     "broadcast(float32[400000], root 1)": lambda group, n: group.broadcast(zeros(LARGE), "float32", 1),
-    "all_gather(float32[12])": lambda group, n: group.all_gather(
-        zeros(SMALL), [zeros(SMALL) for _ in range(n)], "float32"
-    ),
-    "all_gather(float32[400000])": lambda group, n: group.all_gather(
-        zeros(LARGE), [zeros(LARGE) for _ in range(n)], "float32"
-    ),
-    "reduce_scatter(float32[12], SUM)": lambda group, n: group.reduce_scatter(
-        [zeros(SMALL) for _ in range(n)], zeros(SMALL), "float32"
-    ),
+    "reduce(float32[12], SUM, root 0)": lambda group, n: group.reduce(zeros(SMALL), "float32", 0),
+    "reduce(float32[12], SUM, root 1)": lambda group, n: group.reduce(zeros(SMALL), "float32", 1),
+    "reduce(float32[400000], SUM, root 1)": lambda group, n: group.reduce(zeros(LARGE), "float32", 1),
+    "gather(float32[12], root 0)": lambda group, n: gather(group, n, 0),
+    "gather(float32[12], root 1)": lambda group, n: gather(group, n, 1),
+    "scatter(float32[12], root 0)": lambda group, n: scatter(group, n, 0),
+    "scatter(float32[12], root 1)": lambda group, n: scatter(group, n, 1),
+    "all_gather(float32[12])": lambda group, n: group.all_gather(zeros(SMALL), blocks(n), "float32"),
+    "all_gather(float32[400000])": lambda group, n: group.all_gather(zeros(LARGE), blocks(n, LARGE), "float32"),
+    "reduce_scatter(float32[12], SUM)": lambda group, n: group.reduce_scatter(blocks(n), zeros(SMALL), "float32"),
+    "all_to_all(float32": lambda group, n: group.all_to_all(blocks(n), blocks(n), "float32"),
     "barrier": lambda group, n: group.barrier(),
 }
+
+plays = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtimes_end() -> Iterator[None]:
+    yield
+    close_worlds()
 
 
 def play(size: int, calls: list[str]) -> list[tuple[RingError | None, float]]:
     """What each rank gets from its call and from one that all agree on, and how long that took."""
-    store, together = core.MemoryStore(), Barrier(size, timeout=30)
+    together = Barrier(size, timeout=30)
+    runtimes, name = world(size).runtimes, f"play {next(plays)}"
 
     def rank(me: int) -> tuple[RingError | None, float]:
-        runtime = core.Runtime(store, me, size)
-        group = core.Group(runtime, "all", list(range(size)), timeout_ms=10_000)
+        group = core.Group(runtimes[me], name, list(range(size)), timeout_ms=10_000)
         group.barrier().wait()
         together.wait()  # who is still in the barrier when the group fails hears it there
         found, start = None, time.monotonic()
@@ -66,34 +108,37 @@ def play(size: int, calls: list[str]) -> list[tuple[RingError | None, float]]:
         except RingError as error:
             found = error
         took = time.monotonic() - start
-        together.wait()  # a goodbye would be another reason to fail
+        together.wait()
         with pytest.raises(RingError) as later:
             group.barrier().wait()
         assert str(later.value) == str(found)
         group.close()
-        runtime.shut_down()
         return found, took
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
 
 
+def check(calls: list[str], odd: int) -> None:
+    first, second = calls[odd - 1], calls[odd]
+    for rank, (error, took) in enumerate(play(len(calls), calls)):
+        what = f"{calls} on rank {rank}"
+        assert isinstance(error, MismatchError), f"{what}: {error}"
+        assert first in str(error), f"{what}: {error}"
+        assert second in str(error), f"{what}: {error}"
+        assert f"rank {odd} (host " in str(error), f"{what}: {error}"
+        assert error.operation, what
+        assert took < BOUND_S, what
+
+
 @pytest.mark.parametrize("size", (2, 3))
 @pytest.mark.parametrize("first", CALLS)
 def test_any_two_things_are_told_apart(size: int, first: str) -> None:
     for second in CALLS:
-        if second == first:
-            continue
-        calls = [first] * size
-        calls[1] = second
-        for rank, (error, took) in enumerate(play(size, calls)):
-            what = f"{calls} on rank {rank}"
-            assert isinstance(error, MismatchError), f"{what}: {error}"
-            assert first in str(error), what
-            assert second in str(error), what
-            assert "rank 1 (host " in str(error), what
-            assert error.operation, what
-            assert took < BOUND_S, what
+        if second != first:
+            calls = [first] * size
+            calls[1] = second
+            check(calls, 1)
 
 
 @pytest.mark.parametrize("odd", range(4))
@@ -103,18 +148,84 @@ def test_whichever_rank_it_is(odd: int) -> None:
     ):
         calls = [first] * 4
         calls[odd] = second
-        for error, took in play(4, calls):
-            assert isinstance(error, MismatchError), f"{calls}: {error}"
-            assert first in str(error)
-            assert second in str(error)
-            assert took < BOUND_S
+        check(calls, odd)
+
+
+def test_named_ones_in_swapped_order() -> None:
+    """Both in flight at once: neither succeeds anywhere, and the error is about the first."""
+    runtimes, together = world(3).runtimes, Barrier(3, timeout=30)
+
+    def rank(me: int) -> None:
+        group = core.Group(runtimes[me], "swapped", [0, 1, 2], timeout_ms=10_000)
+        group.barrier().wait()
+        together.wait()
+        order = ("right", "left") if me == 2 else ("left", "right")
+        works = [named_reduce(group, name, LARGE) for name in order]
+        for work in works:
+            with pytest.raises(MismatchError, match="operation #2: ") as caught:
+                work.wait()
+            assert "'left'" in str(caught.value)
+            assert "'right'" in str(caught.value)
+        together.wait()
+        group.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(rank, range(3)))
+
+
+def test_one_call_too_few() -> None:
+    """A rank that has left out a step is found where the next two differ."""
+    runtimes, together = world(2).runtimes, Barrier(2, timeout=30)
+
+    def run(group: Any, steps: list[int]) -> None:
+        for step in steps:
+            named_reduce(group, f"step {step}").wait()
+
+    def rank(me: int) -> None:
+        group = core.Group(runtimes[me], "steps", [0, 1], timeout_ms=10_000)
+        group.barrier().wait()
+        with pytest.raises(MismatchError) as caught:
+            run(group, [0, 1, 3, 4] if me == 1 else [0, 1, 2, 3, 4])
+        assert "operation #4: " in str(caught.value)
+        assert "'step 2'" in str(caught.value)
+        assert "'step 3'" in str(caught.value)
+        together.wait()
+        group.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, range(2)))
+
+
+@pytest.mark.parametrize("count, dtype", ((13, np.float32), (12, np.int32), (LARGE, np.float32)))
+def test_a_message_and_a_receiver_that_expects_another(count: int, dtype: Any) -> None:
+    runtimes, together = world(2).runtimes, Barrier(2, timeout=30)
+
+    def exchange(group: Any, me: int) -> None:
+        if me == 1:
+            return group.receive(zeros(count, dtype), np.dtype(dtype).name, 0).wait()
+        group.send(zeros(SMALL), "float32", 1).wait()
+        return group.barrier().wait()  # the sender of few bytes may be done before it hears of it
+
+    def rank(me: int) -> None:
+        group = core.Group(runtimes[me], f"message {count} {dtype}", [0, 1], timeout_ms=10_000)
+        group.barrier().wait()
+        together.wait()
+        with pytest.raises(MismatchError) as caught:
+            exchange(group, me)
+        assert "float32[12]" in str(caught.value)
+        assert f"{np.dtype(dtype).name}[{count}]" in str(caught.value)
+        together.wait()
+        group.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, range(2)))
 
 
 def test_groups_beside_it_go_on() -> None:
-    store, heard = core.MemoryStore(), Barrier(2, timeout=30)
+    runtimes, heard = world(2).runtimes, Barrier(2, timeout=30)
 
     def rank(me: int) -> float:
-        runtime = core.Runtime(store, me, 2)
+        runtime = runtimes[me]
         wrong = core.Group(runtime, "wrong", [0, 1])
         right = core.Group(runtime, "right", [0, 1])
         with pytest.raises(MismatchError):
@@ -122,7 +233,6 @@ def test_groups_beside_it_go_on() -> None:
         buffer = np.ones(LARGE, np.float32)
         right.all_reduce(buffer, "float32").wait()
         heard.wait()
-        runtime.shut_down()
         return float(buffer[-1])
 
     with ThreadPoolExecutor(2) as pool:

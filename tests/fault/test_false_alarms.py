@@ -1,0 +1,37 @@
+"""Ranks that fight for cores, beside a process that never rests: nobody is called lost, stuck or late."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.fault.launch_jobs import ROOT
+from tests.helpers import need
+from tests.train import harness
+
+need("torch")
+
+pytestmark = pytest.mark.skipif(not harness.ring_is_built(), reason="ringdp is not built (make build)")
+
+
+def run(minutes: float) -> dict[str, float]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "false_alarms.py"), "--minutes", str(minutes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=minutes * 60 + 90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, float] = json.loads(done.stdout)
+    return report
+
+
+def test_busy_cores_raise_no_alarm() -> None:
+    report = run(1 / 6)
+    assert report["calls"] >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_busy_cores_raise_no_alarm_for_half_an_hour() -> None:
+    report = run(30)
+    assert report["calls"] >= 20
