@@ -1,8 +1,8 @@
 """Every environment variable ringdp reads at run time, and nothing else reads one.
 
-`RingConfig` holds what the ring itself wants to know (the ``RINGDP_*`` variables), `LaunchEnvironment` what
-a launcher told this process about its place in the job. Both validate themselves and say what is wrong in
-words.
+`RingConfig` holds what the ring itself wants to know (the ``RINGDP_*`` variables), `LaunchEnvironment`
+(ringdp/launchers.py) what a launcher told this process about its place in the job. Both validate themselves and
+say what is wrong in words.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import re
 import socket
 import stat
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringdp.errors import InvalidArgumentError, SystemResourceError
+from ringdp.launchers import LaunchEnvironment as LaunchEnvironment
+from ringdp.launchers import optional_integer, several_hosts, whole_number
 
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
@@ -128,8 +129,8 @@ class RingConfig:
         environ = os.environ if environ is None else environ
         warn_about_unknown(environ)
         fields: dict[str, Any] = {
-            "epoch": _optional_integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
-            "several_hosts": _several_hosts(environ),
+            "epoch": optional_integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
+            "several_hosts": several_hosts(environ),
         }
         for variable, (field, parse) in _READERS.items():
             if text := environ.get(variable, "").strip():
@@ -144,69 +145,6 @@ class RingConfig:
     def as_dict(self) -> dict[str, Any]:
         """The fields as the C++ side takes them; its repr leaves the secret out, so that no traceback shows it."""
         return _Fields({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchEnvironment:
-    """This process's place in the job, as its launcher put it into the environment.
-
-    Attributes:
-        launcher: which family of variables was read: ``torchrun`` (and everything that sets the same),
-            ``mpirun``, ``srun``.
-        rank: rank in the job.
-        world_size: number of ranks in the job.
-        local_rank: rank on this host; None where the launcher does not say.
-        local_world_size: ranks on this host; None where the launcher does not say.
-        init_method: where the ranks meet, ``tcp://host:port``.
-        agent_store: the launcher itself keeps the store there; otherwise rank 0 does.
-    """
-
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int | None
-    local_world_size: int | None
-    init_method: str
-    agent_store: bool = False
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise InvalidArgumentError(
-                f"{self.launcher} says rank {self.rank} of {self.world_size}: a rank lies between 0 and the world size"
-            )
-        if self.local_rank is not None and self.local_rank < 0:
-            raise InvalidArgumentError(f"{self.launcher} says local rank {self.local_rank}, which is below 0")
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
-        """What the launcher said, or None where there is no launcher.
-
-        torchrun's variables come first, then Open MPI's, then those of a Slurm job step.
-
-        Raises:
-            InvalidArgumentError: only some of a family's variables are set (the message names the missing
-                ones), one is no number, or the ranks cannot know where to meet.
-        """
-        environ = os.environ if environ is None else environ
-        family = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if "RANK" in environ or "WORLD_SIZE" in environ:
-            _require_all(environ, family, also=("LOCAL_RANK",))
-            return cls(
-                launcher="torchrun",
-                rank=_integer("RANK", environ["RANK"]),
-                world_size=_integer("WORLD_SIZE", environ["WORLD_SIZE"]),
-                local_rank=_optional_integer(environ, "LOCAL_RANK"),
-                local_world_size=_optional_integer(environ, "LOCAL_WORLD_SIZE"),
-                init_method=_tcp(environ["MASTER_ADDR"], _integer("MASTER_PORT", environ["MASTER_PORT"])),
-                agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            )
-        if "OMPI_COMM_WORLD_SIZE" in environ:
-            return _from_open_mpi(environ)
-        if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-            return _from_slurm(environ)
-        if any(name in environ for name in (*family, "LOCAL_RANK")):
-            _require_all(environ, family, also=("LOCAL_RANK",))
-        return None
 
 
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:
@@ -307,15 +245,6 @@ def _check_iface(text: str) -> None:
                 raise InvalidArgumentError(f"iface {text!r}: {error}; a network looks like 10.0.0.0/8") from None
 
 
-def _several_hosts(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher put fewer ranks on this host than the job has; False where it does not say."""
-    for local, world in (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")):
-        counts = environ.get(local, ""), environ.get(world, "")
-        if all(count.isdigit() for count in counts):
-            return int(counts[0]) < int(counts[1])
-    return False
-
-
 def _port_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,5})\s*[-:]\s*(\d{1,5})|(\d{1,5})", text)
     if match is None:
@@ -325,7 +254,7 @@ def _port_range(text: str) -> tuple[int, int]:
 
 
 def _spin_us(text: str) -> int:
-    return _integer("RINGDP_SPIN_US", text)
+    return whole_number("RINGDP_SPIN_US", text)
 
 
 def _milliseconds(variable: str) -> Callable[[str], int]:
@@ -336,99 +265,6 @@ def _milliseconds(variable: str) -> Callable[[str], int]:
             raise InvalidArgumentError(f"{variable}={text} is not a number of seconds") from None
 
     return parse
-
-
-def _integer(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidArgumentError(f"{name}={text} is not a whole number") from None
-
-
-def _optional_integer(environ: Mapping[str, str], name: str) -> int | None:
-    return _integer(name, environ[name]) if environ.get(name) else None
-
-
-def _require_all(environ: Mapping[str, str], names: tuple[str, ...], *, also: tuple[str, ...] = ()) -> None:
-    missing = [name for name in names if not environ.get(name)]
-    if missing:
-        present = [f"{name}={environ[name]}" for name in (*names, *also) if environ.get(name)]
-        raise InvalidArgumentError(
-            f"the environment says {', '.join(present) or 'nothing usable'} but lacks {', '.join(missing)}:"
-            " start the script with ringrun or torchrun, set all of them, or unset them all to run on one"
-            " rank"
-        )
-
-
-def _from_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment:
-    names = (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    )
-    _require_all(environ, names)
-    rank, world_size, local_rank, local_size = (_integer(name, environ[name]) for name in names)
-    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
-    return LaunchEnvironment(
-        launcher="mpirun",
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_size,
-        init_method=_meeting_point(
-            environ,
-            first_host="127.0.0.1" if local_size == world_size else None,
-            job=job,
-            advice="pass -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port> to mpirun",
-        ),
-    )
-
-
-def _from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
-    # SLURM_STEP_NUM_TASKS is set by srun only; SLURM_NTASKS is also there in a batch script that runs as one
-    # process.
-    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    _require_all(environ, names)
-    rank, world_size, local_rank = (_integer(name, environ[name]) for name in names)
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    return LaunchEnvironment(
-        launcher="srun",
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=None,
-        init_method=_meeting_point(
-            environ,
-            first_host=_first_slurm_host(nodes),
-            job=f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}",
-            advice="export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<free port> before srun",
-        ),
-    )
-
-
-def _meeting_point(environ: Mapping[str, str], *, first_host: str | None, job: str, advice: str) -> str:
-    """``tcp://host:port`` for launchers without a store: what the user set, else the first host and a port that
-    every rank computes from the job's name (20000 to 29999, below the ports the kernel hands out)."""
-    host = environ.get("MASTER_ADDR") or first_host
-    port = environ.get("MASTER_PORT")
-    if not host or not (port or job.strip(".")):
-        missing = [n for n, v in (("MASTER_ADDR", host), ("MASTER_PORT", port or job.strip("."))) if not v]
-        raise InvalidArgumentError(f"the ranks cannot know where to meet, {' and '.join(missing)} is not set: {advice}")
-    number = _integer("MASTER_PORT", port) if port else 20000 + zlib.crc32(job.encode()) % 10000
-    return _tcp(host, number)
-
-
-def _tcp(host: str, port: int) -> str:
-    if not 0 < port < 65536:
-        raise InvalidArgumentError(f"MASTER_PORT={port} is not between 1 and 65535")
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _first_slurm_host(nodes: str) -> str | None:
-    """The first name in Slurm's list notation: ``node[003-005,9],gpu1`` is ``node003``."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else None
 
 
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {

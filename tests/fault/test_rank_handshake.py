@@ -119,6 +119,8 @@ class Waiting:
         for it in done:
             it.result(timeout=20)
         assert buffers[0][-1] == buffers[1][-1] == 3.0
+        with pytest.raises(ConnectionRefusedError):  # closed to newcomers
+            socket.create_connection(self.address, timeout=10.0)
         for it in [self.pool.submit(runtime.shut_down) for runtime in (first, second)]:
             it.result(timeout=20)
         return took

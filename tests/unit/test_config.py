@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdp import config
+from ringdp import config, launchers
 from ringdp.config import LaunchEnvironment, RingConfig
 from ringdp.errors import InvalidArgumentError, SystemResourceError
 
@@ -30,6 +30,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "prterun-host-42@1",
 }
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SRUN = {
     "SLURM_PROCID": "5",
     "SLURM_STEP_NUM_TASKS": "6",
@@ -284,26 +285,89 @@ def test_open_mpi_on_several_hosts_is_told_the_meeting_point() -> None:
     assert told.init_method == "tcp://[fd00::1]:29500"
 
 
-def test_srun_meets_on_the_first_node() -> None:
-    place = LaunchEnvironment.read(SRUN)
-    assert place is not None
-    assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("srun", 5, 6, 2)
-    assert place.init_method.startswith("tcp://gpu08:")
+def test_srun_on_one_node_needs_nothing_more() -> None:
+    one = SRUN | {"SLURM_STEP_NODELIST": "gpu08"}
+    places = [LaunchEnvironment.read(one | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(6)]
+    assert [place and (place.rank, place.world_size, place.local_rank) for place in places] == [
+        (r, 6, r) for r in range(6)
+    ]
+    assert len({place and place.init_method for place in places}) == 1
+    first = places[0]
+    assert first is not None
+    assert (first.launcher, first.local_world_size) == ("srun", 6)
+    assert first.init_method.startswith("tcp://127.0.0.1:")
+    other = LaunchEnvironment.read(one | {"SLURM_STEP_ID": "1"})
+    assert other is not None
+    assert other.init_method != first.init_method, "another step of the same job meets elsewhere"
+
+
+@pytest.mark.parametrize("change", [{}, {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "a,b"}])
+def test_srun_on_several_nodes_is_told_the_meeting_point(change: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"several hosts.*MASTER_ADDR is not set: .*scontrol show hostnames"):
+        LaunchEnvironment.read(SRUN | change)
+    told = LaunchEnvironment.read(SRUN | change | {"MASTER_ADDR": "gpu08", "MASTER_PORT": "29500"})
+    assert told is not None
+    assert (told.rank, told.world_size, told.local_rank) == (5, 6, 2)
+    assert told.init_method == "tcp://gpu08:29500"
+    derived = LaunchEnvironment.read(SRUN | change | {"MASTER_ADDR": "gpu08"})
+    assert derived is not None
+    assert derived.init_method.startswith("tcp://gpu08:2"), "the port is computed from the job's number"
 
 
 @pytest.mark.parametrize(
-    "nodes, first",
+    "variables, expected",
     [
-        ("one", "one"),
-        ("a,b", "a"),
-        ("n[3,7-9]", "n3"),
-        ("n[003-005,9],x", "n003"),
-        ("r1n[2-4]-ib", "r1n2-ib"),
-        ("", None),
+        ({}, None),
+        ({"SLURM_NTASKS_PER_NODE": "3"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "4"}, None),
+        ({"SLURM_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "many", "SLURM_NODEID": "0"}, None),
     ],
 )
-def test_first_slurm_host(nodes: str, first: str | None) -> None:
-    assert config._first_slurm_host(nodes) == first
+def test_how_many_ranks_slurm_put_on_this_node(variables: dict[str, str], expected: int | None) -> None:
+    place = LaunchEnvironment.read(SRUN | {"MASTER_ADDR": "gpu08"} | variables)
+    assert place is not None
+    assert place.local_world_size == expected
+
+
+def test_srun_without_the_number_of_tasks_of_the_step() -> None:
+    """As some versions set them: the allocation's number then."""
+    variables = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NUM_TASKS"}
+    with pytest.raises(InvalidArgumentError, match="lacks SLURM_NTASKS"):
+        LaunchEnvironment.read(variables)
+    place = LaunchEnvironment.read(variables | {"SLURM_NTASKS": "6", "MASTER_ADDR": "gpu08"})
+    assert place is not None
+    assert place.world_size == 6
+
+
+def test_hydra_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "_ancestors", lambda _: iter([(12, "sh"), (11, "hydra_pmi_proxy"), (10, "mpiexec")]))
+    place = LaunchEnvironment.read(HYDRA)
+    assert place is not None
+    assert (place.launcher, place.rank, place.world_size) == ("mpiexec", 1, 2)
+    assert (place.local_rank, place.local_world_size) == (1, 2)
+    assert place.init_method.startswith("tcp://127.0.0.1:")
+    monkeypatch.setattr(launchers, "_ancestors", lambda _: iter([]))
+    with pytest.raises(InvalidArgumentError, match="MASTER_PORT is not set: pass -genv MASTER_ADDR"):
+        LaunchEnvironment.read(HYDRA)
+
+
+def test_hydra_on_several_hosts_is_told_the_meeting_point() -> None:
+    spread = HYDRA | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+    with pytest.raises(InvalidArgumentError, match=r"several hosts.*MASTER_ADDR.*-genv MASTER_ADDR"):
+        LaunchEnvironment.read(spread)
+    told = LaunchEnvironment.read(spread | {"MASTER_ADDR": "h0", "MASTER_PORT": "29500"})
+    assert told is not None
+    assert told.init_method == "tcp://h0:29500"
+
+
+def test_the_ancestors_of_a_process() -> None:
+    found = list(launchers._ancestors(os.getpid()))
+    assert found[0][0] == os.getppid()
+    assert all(name for _, name in found)
+    assert list(launchers._ancestors(2**30)) == []
 
 
 def test_host_identity_is_stable_and_tells_names_apart() -> None:

@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_build_info": set(),
     "_build": {"_build_info"},
-    "config": {"errors"},
+    "launchers": {"errors"},
+    "config": {"errors", "launchers"},
     "compression": {"errors"},
     "process_group": {"", "errors", "config", "_build", "_C"},
     "barrier": {"errors"},
@@ -55,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing"}
 # The launcher makes the environment of the ranks; everything else asks config.
-MAY_READ_ENVIRONMENT = {"config", "launch"}
+MAY_READ_ENVIRONMENT = {"config", "launch", "launchers"}
 
 
 def cpp_files(root: Path) -> list[Path]:
