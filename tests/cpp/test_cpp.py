@@ -19,6 +19,17 @@ from tests.helpers import need_command
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build" / "cpp"
 TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
+FUZZERS = sorted(path.stem for path in HERE.glob("fuzz_*.cpp"))
+# A length from outside that is believed shows as an allocation above this.
+FUZZ_OPTIONS = {
+    "ASAN_OPTIONS": "detect_stack_use_after_return=1:strict_string_checks=1:max_allocation_size_mb=16"
+    ":hard_rss_limit_mb=2048"
+}
+SEEN = {
+    "fuzz_handshake": ["let in", "took an answer", "messages believed", "messages not believed", "addresses read"],
+    "fuzz_link": ["operations received", "mismatches", "aborts", "goodbyes", "read to the end", "ended in an error"],
+}
+FUZZ_S = 30  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
 RUN_TIME_OPTIONS = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1:strict_string_checks=1",
@@ -39,9 +50,17 @@ def environment() -> dict[str, str]:
     return kept | {"CXX": shlex.join(COMPILER)} | RUN_TIME_OPTIONS
 
 
-def run(command: list[str], *, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], *, timeout_s: float = 280, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=HERE, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+        command,
+        cwd=HERE,
+        env=environment() | (variables or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
 
 
@@ -103,6 +122,18 @@ def test_passes(build: str, test: str) -> None:
     prefix = launch_prefix(build)
     done = run([*prefix, str(built(build, test)), "--limit-s", "60"])
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.mark.parametrize("fuzzer", FUZZERS)
+def test_nothing_from_the_network_does_harm(fuzzer: str) -> None:
+    need_command(COMPILER[0], "g++")
+    prefix = launch_prefix("asan")
+    seconds = FUZZ_S / len(FUZZERS)
+    done = run([*prefix, str(built("asan", fuzzer)), "--seconds", str(seconds)], variables=FUZZ_OPTIONS)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    # It must have got somewhere: past the door, into the flows.
+    seen = {what: int(times) for times, what in re.findall(r"^ *(\d+) (.+)$", done.stdout, re.MULTILINE)}
+    assert all(seen.get(what, 0) > 10 for what in SEEN[fuzzer]), done.stdout
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the wide kernels are for x86-64")
