@@ -2,9 +2,9 @@
 
     python benchmarks/strangers.py [--size 1m] [--blocks 10] [--rate 1000]
 
-Two ranks on this host; a third process tries to connect to the port on which rank 0 listened while the ranks met, `--rate`
-times a second, in every other block. Prints the median time of both and their ratio. The port is closed by then, so every
-attempt must be refused: if one is not, the benchmark fails.
+Two ranks on this host; a third process tries to connect to the port on which rank 0 listened while the ranks met,
+`--rate` times a second, in every other block. Prints the median time of both and their ratio. The port is closed by
+then, so every attempt must be refused: if one is not, the benchmark fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 // What a peer may send once it was let in: frames that are right, frames that were changed, in any order and any pieces,
 // while operations come and go on this side.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <deque>
 #include <list>
@@ -9,6 +10,7 @@
 #include "base/error.h"
 #include "fuzz.h"
 #include "mesh/link.h"
+#include "mesh/peer_state.h"
 
 namespace ringdp::fuzz {
 namespace {
@@ -99,10 +101,24 @@ std::vector<std::byte> frame(Random& random, const Operation& about, uint64_t& o
   header.fingerprint = about.id.fingerprint;
   header.shape = about.id.shape;
   std::size_t payload = 0;
+  std::string control;
   if (random.one_in(4)) {
-    header.type = static_cast<FrameType>(2 + random.below(random.one_in(20) ? 5 : 3));
+    constexpr std::array kOften{FrameType::kGrant, FrameType::kRequest, FrameType::kCredit, FrameType::kPing,
+                                FrameType::kPong};
+    header.type = random.one_in(20) ? static_cast<FrameType>(2 + random.below(7)) : kOften[random.below(kOften.size())];
     header.offset = random.one_in(4) ? random.odd_number() : about.memory.size();
-    if (header.type == FrameType::kAbort) payload = random.below(100);
+    if (header.type == FrameType::kAbort || header.type == FrameType::kBye) payload = random.below(100);
+    if (header.type == FrameType::kPong) {
+      PeerState state;
+      state.waits_for = {1, 2, 3};
+      state.last = "all_reduce #1";
+      control = state.encode();
+      std::vector<std::byte> changed(control.size());
+      std::memcpy(changed.data(), control.data(), control.size());
+      if (random.one_in(2)) mutate(changed, random);
+      control.assign(reinterpret_cast<const char*>(changed.data()), changed.size());
+      payload = control.size();
+    }
   } else {
     payload = std::min<std::size_t>({about.memory.size() - offset, kSegmentBytes, 1 + random.below(kSegmentBytes)});
     header.offset = offset;
@@ -113,6 +129,7 @@ std::vector<std::byte> frame(Random& random, const Operation& about, uint64_t& o
   header.length = static_cast<uint32_t>(payload);
   std::vector<std::byte> out(kFrameHeaderBytes + payload);
   header.encode(std::span<std::byte, kFrameHeaderBytes>(out.data(), kFrameHeaderBytes));
+  std::memcpy(out.data() + kFrameHeaderBytes, control.data(), control.size());
   if (random.one_in(12)) {
     std::vector<std::byte> head(out.begin(), out.begin() + kFrameHeaderBytes);
     mutate(head, random);
@@ -140,16 +157,36 @@ void round(Random& random) {
   if (random.one_in(10)) mutate(input, random);
   auto owned = std::make_unique<ScriptedChannel>(std::move(input), random);
   const ScriptedChannel& channel = *owned;
-  std::size_t reported = 0;
   Link::Events events;
   events.aborted = [&](int, uint64_t, const AbortNotice& notice) {
     require(notice.text.size() <= kAbortTextBytes, "a notice is short");
     count("aborts");
   };
-  events.mismatched = [&](int, uint64_t, const Error&) { ++reported, count("mismatches"); };
-  events.departed = [](int) { count("goodbyes"); };
+  events.mismatched = [&](const Link::Disagreement& about) {
+    Error error = about.explain({0, "here", 1}, {1, "there", 2}, about.name_unknown() ? "theirs" : "");
+    require(error.kind() == ErrorKind::kMismatch, "a disagreement is explained");
+    count("mismatches");
+  };
+  events.departed = [](int, const std::string& reason) {
+    require(reason.size() <= kReasonBytes, "a reason is short");
+    count("goodbyes");
+  };
+  Link* answering = nullptr;
+  events.asked = [&](int, uint64_t group, uint64_t sequence) {
+    PeerState state;
+    state.progress = PeerState::Progress::kRunning;
+    state.waits_for.assign(random.below(2000), 1);
+    state.last = std::string(random.below(3000), 'x');
+    answering->send_pong(group, sequence, state);
+    count("questions");
+  };
+  events.answered = [](int, uint64_t, uint64_t, const PeerState& state) {
+    require(state.waits_for.size() <= kPeerStateBytes && state.last.size() <= kPeerStateBytes, "an answer is short");
+    count("answers");
+  };
   events.started = [&](uint64_t, uint64_t) { return Link::Started{random.one_in(20), nullptr}; };
   Link link({0, "here", 1}, {1, "there", 2}, std::move(owned), events);
+  answering = &link;
   for (int step = 0; step < 60 && !link.departed(); ++step) {
     auto it = std::next(operations.begin(), static_cast<std::ptrdiff_t>(random.below(operations.size())));
     switch (random.below(9)) {
@@ -169,6 +206,9 @@ void round(Random& random) {
         break;
       case 4:
         if (random.one_in(4)) link.announce(it->id);
+        if (random.one_in(8)) link.send_ping(it->id.group, it->id.sequence);
+        if (random.one_in(30)) link.send_bye("done");
+        link.check_host();
         (void)link.has_outgoing();
         break;
       case 5:

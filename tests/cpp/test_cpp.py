@@ -27,7 +27,16 @@ FUZZ_OPTIONS = {
 }
 SEEN = {
     "fuzz_handshake": ["let in", "took an answer", "messages believed", "messages not believed", "addresses read"],
-    "fuzz_link": ["operations received", "mismatches", "aborts", "goodbyes", "read to the end", "ended in an error"],
+    "fuzz_link": [
+        "operations received",
+        "mismatches",
+        "aborts",
+        "goodbyes",
+        "questions",
+        "answers",
+        "read to the end",
+        "ended in an error",
+    ],
 }
 FUZZ_S = 30  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}

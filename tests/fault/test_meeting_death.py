@@ -194,7 +194,7 @@ def test_a_rank_that_raises_tells_why(server: RankServer, tmp_path: Path) -> Non
 def test_a_stopped_rank_is_not_dead(server: RankServer, tmp_path: Path) -> None:
     """It counts as slow: the others wait, and go on when it does."""
     ranks = specs(tmp_path, "", world=3, present=[0, 1, 2], dead=-1)
-    ranks[1].body = f"{HERE}:stop_in_the_middle"
+    ranks[1].body, ranks[2].body = f"{HERE}:stop_in_the_middle", f"{HERE}:after_the_stop"
     server.start(ranks, tmp_path)
     path = tmp_path / "stopped"
     wait_until(path.exists, "rank 1 to stop")
@@ -205,6 +205,11 @@ def test_a_stopped_rank_is_not_dead(server: RankServer, tmp_path: Path) -> None:
     outcomes = server.finish()
     assert [it.text for it in outcomes] == ["", "", ""]
     assert [it.value for it in outcomes] == [3, 3, 3]
+
+
+def after_the_stop(spec: RankSpec, outcome: Outcome) -> None:
+    wait_until((Path(spec.variables["FOLDER"]) / "stopped").exists, "rank 1 to stop")
+    lobby(spec, outcome)
 
 
 def stop_in_the_middle(spec: RankSpec, outcome: Outcome) -> None:
