@@ -205,7 +205,8 @@ def test_a_second_process_of_a_rank_is_refused_by_the_rank_it_calls() -> None:
             peer.sendall(message(CONFIRM, job, transcript=hello + reply, **fields))
             impostor = message(HELLO, job, **fields)
             _, answer = call(impostor)
-            while Answer.read(answer, impostor).kind != REFUSAL:  # the confirm was still on its way
+            # Until the confirm has been read there are replies, and then silence for want of a confirm.
+            while not answer or Answer.read(answer, impostor).kind != REFUSAL:
                 _, answer = call(impostor)
             assert Answer.read(answer, impostor).reason == 6
             # The same process by another of its addresses is no news, and not worth a word.
