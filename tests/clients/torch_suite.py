@@ -5,8 +5,8 @@
     python -m tests.clients.torch_suite --backend ring --outsider       # as a backend that the suite has never heard of
 
 The suite (`torch.testing._internal.distributed.distributed_test`) skips what a backend is not listed for, by comparing
-its name with "gloo", "nccl" and "mpi". Here the name `ring` also equals "gloo" while the decorators look at it, so every
-test that runs on gloo runs on ring; `--like mpi` does the same for the all-to-all tests, which are for MPI only.
+its name with "gloo", "nccl" and "mpi". Here the name `ring` also equals "gloo" while the decorators look at it, so
+every test that runs on gloo runs on ring; `--like mpi` does the same for the all-to-all tests, which are for MPI only.
 Ranks are forked instead of spawned: importing torch for each rank of 300 tests would take most of an hour.
 """
 
@@ -30,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "torch.testing._internal.distributed.distributed_test"
 BACKENDS = ("gloo", "ring")
+_log = logging.getLogger("torch_suite")
 _BACKEND_LINE = 'BACKEND = os.environ["BACKEND"]\n'
 
 
@@ -115,12 +116,12 @@ def run_suite(backend: str, world_size: int, *, like: str | None, pattern: str, 
         out: dict[str, Verdict] = {}
         for index, name in enumerate(names):
             out[name] = verdict = _run_one(case(name))
-            logging.info("%3d/%d %s %s %.1f s", index + 1, len(names), verdict.outcome, name, verdict.seconds)
+            _log.info("%3d/%d %s %s %.1f s", index + 1, len(names), verdict.outcome, name, verdict.seconds)
         return out
 
 
 def _test_class(module: types.ModuleType) -> type[unittest.TestCase]:
-    class TestOnForkedRanks(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+    class TestOnForkedRanks(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[name-defined]
         def setUp(self) -> None:
             super().setUp()
             import torch
