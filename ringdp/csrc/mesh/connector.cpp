@@ -96,7 +96,7 @@ void Connector::watch(int peer) {
   watched_[peer] = 0;
   // Who has sent something was through with meeting, and may have left in good order since.
   if (got > 0 || lost_) return;
-  lost_ = Trouble{peer, true, got == 0 ? "its connection was closed" : errno_text(errno)};
+  lost_ = Trouble{peer, true, false, got == 0 ? "its connection was closed" : errno_text(errno)};
 }
 
 std::optional<Connector::Trouble> Connector::trouble() {
@@ -109,7 +109,7 @@ std::optional<Connector::Trouble> Connector::trouble() {
     Route::Verdict verdict = routes_[peer].verdict(now);
     if (verdict == Route::Verdict::kOpen || confirming) continue;
     if (peer > rank() && verdict != Route::Verdict::kRefused) continue;  // it need not be reached from here
-    return Trouble{peer, false, routes_[peer].text(now)};
+    return Trouble{peer, false, verdict == Route::Verdict::kRefused, routes_[peer].text(now)};
   }
   return std::nullopt;
 }

@@ -38,7 +38,8 @@ class Connector {
   // A peer that cannot be had any more, and why in words that are true on every rank; nullopt while there is hope.
   struct Trouble {
     int peer = -1;
-    bool lost = false;  // its process has ended; otherwise it may live, but not be reached
+    bool lost = false;     // its process has ended; otherwise it may live, but not be reached
+    bool refused = false;  // where it listened, nothing does
     std::string text;
   };
   std::optional<Trouble> trouble();

@@ -18,7 +18,7 @@ constexpr std::size_t kQuestionsPerLook = 32;  // to the store
 constexpr milliseconds kLongestPause{250};     // between looks into the store
 constexpr milliseconds kCheckEvery{200};       // whether the processes of this host live
 constexpr int kLookUpMs = 3000;
-constexpr int kLingerMs = 1000;
+constexpr int kLingerMs = 600;
 constexpr int kLingerStoppedMs = 300;  // somebody sits at the keyboard
 
 std::string key(const char* what, int rank) { return std::string(what) + "/" + std::to_string(rank); }
@@ -259,11 +259,16 @@ void Meeting::check_connections() {
   if (trouble->lost)
     throw failure(ErrorKind::kPeerLost, trouble->peer, peer + " died while the ranks met: " + trouble->text,
                   "look at its log for the reason");
+  if (trouble->refused)
+    throw failure(ErrorKind::kHandshake, trouble->peer,
+                  me + " cannot reach " + peer + ", nothing listens there any more: tried " + trouble->text,
+                  "most likely it died or gave up: look at its log; or a firewall refuses connections "
+                  "(RINGDP_PORT_RANGE), or the address is another machine's (RINGDP_IFACE, RINGDP_ADVERTISE)");
   std::string advice =
       "set RINGDP_IFACE where rank " + std::to_string(trouble->peer) +
       " runs to the interface that leads to the other hosts, or RINGDP_ADVERTISE to an address they can reach; behind "
       "a "
-      "firewall set RINGDP_PORT_RANGE to ports that it lets through; or the process that listened there has died";
+      "firewall set RINGDP_PORT_RANGE to ports that it lets through";
   throw failure(ErrorKind::kHandshake, trouble->peer, me + " cannot reach " + peer + ": tried " + trouble->text,
                 advice);
 }
@@ -361,16 +366,17 @@ Error Meeting::settle_error(const Error& error, bool stopped) {
                                         {"advice", context.advice}}));
     store_.set(key("heard", rank_), "");
   }
-  linger(stopped ? kLingerStoppedMs : kLingerMs);
+  linger(stopped ? kLingerStoppedMs : kLingerMs, out.kind() == ErrorKind::kPeerLost ? out.context().peer : -1);
   return out;
 }
 
-void Meeting::linger(int limit_ms) {
+void Meeting::linger(int limit_ms, int dead) {
   if (rank_ != 0) return;
   for (Deadline deadline = Deadline::after_ms(limit_ms); !deadline.expired(); poll(nullptr, 0, 20)) {
     bool all = true;
     for (int rank = 1; rank < world_ && all; ++rank)
-      all = !peers_[rank].present || certainly_gone(peers_[rank].process) || store_.find(key("heard", rank));
+      all = rank == dead || !peers_[rank].present || certainly_gone(peers_[rank].process) ||
+            store_.find(key("heard", rank));
     if (all) return;
   }
 }

@@ -51,7 +51,7 @@ class Meeting {
   void say_who_is_missing();
   [[noreturn]] void time_out();
   std::string missing_text() const;
-  void linger(int limit_ms);  // the store may end with this process: the others are to hear first
+  void linger(int limit_ms, int dead);  // the store may end with this process: the others are to hear first
 
   // `story` must be true on every rank.
   Error failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const;
