@@ -134,6 +134,11 @@ class Engine {
     uint64_t started_upto = 0;                // driver
 
     bool idle() const { return queued.empty() && active.empty() && nested.empty() && unbound.empty(); }
+    const Slot* oldest() const {  // of what has begun, collectives first
+      if (!active.empty()) return &active.front();
+      if (!nested.empty()) return &nested.front();
+      return unbound.empty() ? nullptr : &unbound.front();
+    }
     // Everything that has begun: calls `look` until it answers true.
     bool any_running(const std::function<bool(const Slot&)>& look) const;
   };

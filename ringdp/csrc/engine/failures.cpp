@@ -95,9 +95,9 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
     context.peer_host = peers_[guilty].host;
     context.peer_pid = peers_[guilty].pid;
   }
-  if (group && !group->active.empty()) {
-    context.operation = group->active.front().work->text();
-    context.name = group->active.front().operation->identity().name;
+  if (const Slot* oldest = group ? group->oldest() : nullptr; oldest != nullptr) {
+    context.operation = oldest->work->text();
+    context.name = oldest->operation->identity().name;
   }
   // Passed on as it is before this rank leaves: a member that hears this rank's goodbye first must not blame it.
   Error error(notice.kind, notice.text + " (as told by " + peers_[peer].text() + ")", context);
@@ -231,8 +231,8 @@ Error Engine::explain_loss(const Group& group, int peer, const Error& cause) con
   if (context.cause.empty()) context.cause = cause.what();
   if (context.advice.empty()) context.advice = "look at that rank's own log for the reason";
   std::string during = "between operations";
-  if (!group.active.empty()) {
-    const Slot& slot = group.active.front();
+  if (const Slot* oldest = group.oldest(); oldest != nullptr) {
+    const Slot& slot = *oldest;
     context.operation = slot.work->text();
     context.sequence = static_cast<int64_t>(slot.work->sequence());
     context.name = slot.operation->identity().name;

@@ -129,6 +129,7 @@ void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerSta
   };
   for (Slot& slot : group->active) take(slot);
   for (Slot& slot : group->nested) take(slot);
+  for (Slot& slot : group->unbound) take(slot);
 }
 
 void Engine::answer_questions() {
@@ -147,7 +148,7 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
     failed = group && group->failure;
   }
   for (const GroupPtr& other : busy_) {
-    const Slot* slot = !other->active.empty() ? &other->active.front() : nullptr;
+    const Slot* slot = other->oldest();
     if (other == group || slot == nullptr) continue;
     state.elsewhere = slot->work->text() + " of group '" + other->name + "'";
     break;

@@ -38,6 +38,7 @@ struct FlowIdentity {
   std::string between = {};    // of a message: "from rank 1 to rank 2"
   bool counts_differ = false;  // every pair of ranks has a count of its own: compared per flow, not in the fingerprint
 
+  uint64_t elements(uint64_t bytes) const;
   std::string place() const;  // "#17", "in a callback", "from rank 1 to rank 2"
   std::string text() const;   // "all_reduce #17 (float32[10], SUM)"
 };

@@ -1,0 +1,197 @@
+// What a Link sends: control frames, and flows in frames as far as they may go.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "base/text.h"
+#include "mesh/link.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
+constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and may be less than operations can cut
+
+}  // namespace
+
+void Link::attach(SendFlow& flow) {
+  auto grant = early_grants_.find({flow.identity->group, flow.identity->sequence});
+  if (grant != early_grants_.end()) {
+    flow.granted = std::min(grant->second, flow.total);
+    early_grants_.erase(grant);
+  }
+  sending_.push_back(&flow);
+}
+
+void Link::detach(SendFlow& flow) {
+  std::erase(sending_, &flow);
+  if (payload_flow_ != &flow) return;
+  // Half a frame is out: the peer must get the other half, from a copy, or it would read the next header as payload.
+  payload_flow_ = nullptr;
+  orphan_.assign(payload_.begin(), payload_.end());
+  payload_ = orphan_;
+}
+
+// What may go now beyond flow.sent. Beyond the grant it is eager: within the flow's first kSmallFlowBytes and within the
+// peer's window. A flow above that size never ends before its last grant has come, so no grant arrives too late.
+std::size_t Link::allowance(const SendFlow& flow) const {
+  if (flow.sent < flow.granted) return flow.granted - flow.sent;
+  if (flow.requested) return 0;
+  uint64_t eager_end = std::min<uint64_t>(flow.total, kSmallFlowBytes);
+  if (flow.sent >= eager_end) return 0;
+  std::size_t window = kEagerWindowBytes - static_cast<uint32_t>(eager_sent_ - eager_credited_);
+  std::size_t rest = eager_end - flow.sent;
+  if (window < rest && window < kLeastEagerBytes) return 0;
+  return std::min(rest, window);
+}
+
+bool Link::sendable(const SendFlow& flow) const {
+  if (flow.total == 0) return !flow.opened;
+  return flow.ready > flow.sent && allowance(flow) > 0;
+}
+
+// A small flow that finds the window used up asks for its grant. Once asked, it waits for that, so none comes too late.
+bool Link::must_request(const SendFlow& flow) const {
+  bool small = flow.total > 0 && flow.total <= kSmallFlowBytes;
+  return small && !flow.requested && flow.granted == 0 && flow.ready > flow.sent && allowance(flow) == 0;
+}
+
+bool Link::has_outgoing() const {
+  if (broken_ || departed_) return false;
+  if (head_sent_ < head_.size() || payload_sent_ < payload_.size() || !control_.empty()) return true;
+  return std::any_of(sending_.begin(), sending_.end(),
+                     [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
+}
+
+void Link::append_control(FrameHeader header, const std::string& payload) {
+  header.length = static_cast<uint32_t>(payload.size());
+  header.credit = consumed_told_ = consumed_;
+  std::size_t at = control_.size();
+  control_.resize(at + kFrameHeaderBytes + payload.size());
+  header.encode(std::span<std::byte, kFrameHeaderBytes>(control_.data() + at, kFrameHeaderBytes));
+  if (!payload.empty()) std::memcpy(control_.data() + at + kFrameHeaderBytes, payload.data(), payload.size());
+}
+
+void Link::append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
+                          const std::string& payload) {
+  FrameHeader header;
+  header.type = type;
+  header.group = group;
+  header.sequence = sequence;
+  header.offset = offset;
+  append_control(header, payload);
+}
+
+void Link::announce(const FlowIdentity& identity) {
+  if (broken_ || departed_) return;
+  FrameHeader header;
+  header.group = identity.group;
+  header.sequence = identity.sequence;
+  header.fingerprint = identity.fingerprint;
+  header.shape = identity.shape;
+  append_control(header);
+}
+
+void Link::send_abort(uint64_t group, const AbortNotice& notice) {
+  if (!broken_ && !departed_) append_control(FrameType::kAbort, group, notice.sequence, 0, notice.encode());
+}
+
+void Link::send_bye(const std::string& reason) {
+  if (!broken_ && !departed_) append_control(FrameType::kBye, 0, 0, 0, clean_text(reason, kReasonBytes));
+}
+
+void Link::send_ping(uint64_t group, uint64_t sequence) {
+  if (!broken_ && !departed_) append_control(FrameType::kPing, group, sequence, 0);
+}
+
+void Link::send_pong(uint64_t group, uint64_t sequence, const PeerState& state) {
+  if (!broken_ && !departed_) append_control(FrameType::kPong, group, sequence, 0, state.encode());
+}
+
+bool Link::stage_next() {
+  head_.clear();
+  head_sent_ = 0;
+  payload_ = {};
+  payload_sent_ = 0;
+  payload_flow_ = nullptr;
+  for (SendFlow* flow : sending_) {
+    if (!must_request(*flow)) continue;
+    flow->requested = true;
+    append_control(FrameType::kRequest, flow->identity->group, flow->identity->sequence, 0);
+  }
+  std::swap(head_, control_);
+  auto next = std::find_if(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return sendable(*flow); });
+  if (next == sending_.end()) return !head_.empty();
+  SendFlow& flow = **next;
+  FrameHeader header;
+  std::size_t limit = std::min<uint64_t>({segment_bytes_, allowance(flow), flow.ready - flow.sent});
+  if (flow.total > 0) payload_ = flow.handler->outgoing(flow, flow.sent, limit);
+  if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
+  payload_flow_ = &flow;
+  header.eager = flow.sent >= flow.granted;
+  if (header.eager) eager_sent_ += static_cast<uint32_t>(payload_.size());
+  header.length = static_cast<uint32_t>(payload_.size());
+  header.group = flow.identity->group;
+  header.sequence = flow.identity->sequence;
+  header.offset = flow.sent;
+  header.fingerprint = flow.identity->fingerprint;
+  header.shape = flow.identity->shape;
+  if (flow.identity->counts_differ) header.shape.count = flow.identity->elements(flow.total);
+  header.credit = consumed_told_ = consumed_;
+  std::size_t at = head_.size();
+  head_.resize(at + kFrameHeaderBytes);
+  header.encode(std::span<std::byte, kFrameHeaderBytes>(head_.data() + at, kFrameHeaderBytes));
+  return true;
+}
+
+void Link::finish_frame_sent() {
+  SendFlow* flow = std::exchange(payload_flow_, nullptr);
+  std::size_t sent = payload_.size();
+  payload_ = {};
+  payload_sent_ = 0;
+  head_.clear();
+  head_sent_ = 0;
+  orphan_.clear();
+  if (flow == nullptr) return;
+  flow->sent += sent;
+  flow->opened = true;
+  if (flow->complete()) std::erase(sending_, flow);
+  flow->handler->flushed(*flow);
+}
+
+bool Link::pump_send() {
+  blocked_ = false;
+  std::size_t moved = 0;
+  while (!broken_ && !departed_ && moved < kSendBudgetBytes) {
+    if (head_sent_ == head_.size() && payload_sent_ == payload_.size()) {
+      finish_frame_sent();
+      if (!stage_next()) break;
+    }
+    std::array<iovec, 2> pieces;
+    std::size_t count = 0;
+    if (head_sent_ < head_.size()) pieces[count++] = {head_.data() + head_sent_, head_.size() - head_sent_};
+    if (payload_sent_ < payload_.size())
+      pieces[count++] = {const_cast<std::byte*>(payload_.data()) + payload_sent_, payload_.size() - payload_sent_};
+    IoResult result = channel_->send(std::span(pieces.data(), count));
+    if (result.status == IoStatus::kWouldBlock) {
+      blocked_ = true;
+      break;
+    }
+    if (result.status != IoStatus::kOk) {
+      // The peer is gone; what it said last may explain it.
+      while (!departed_ && pump_receive(kSendBudgetBytes)) {
+      }
+      if (!departed_) on_closed(result.error_number);
+      break;
+    }
+    moved += result.bytes;
+    bytes_sent_.fetch_add(result.bytes, std::memory_order_relaxed);
+    std::size_t of_head = std::min(result.bytes, head_.size() - head_sent_);
+    head_sent_ += of_head;
+    payload_sent_ += result.bytes - of_head;
+  }
+  if (!broken_ && head_sent_ == head_.size() && payload_sent_ == payload_.size()) finish_frame_sent();
+  return moved > 0;
+}
+
+}  // namespace ringdp
