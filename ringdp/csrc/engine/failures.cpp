@@ -202,7 +202,8 @@ void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& n
   std::erase_if(doomed_, [](const GroupPtr& it) { return !it->doom; });
   // Earlier operations that have all their bytes were not touched by what went wrong.
   auto survives = [&](const Slot& slot) {
-    return slot.work->sequence() < notice.sequence && slot.operation->complete();
+    bool before = notice.sequence == 0 || slot.work->sequence() < notice.sequence;  // 0: the cause is no operation
+    return before && slot.operation->complete();
   };
   std::vector<Slot> done, failed;
   for (Slot& slot : group.active) (survives(slot) ? done : failed).push_back(std::move(slot));
