@@ -43,8 +43,9 @@ bool Engine::guarded(int peer, const std::function<bool(Link&)>& action) {
 
 void Engine::lose_link(int peer, const Error& error) {
   Link& link = *links_[peer];
-  link.mark_broken();
+  // Closed, so that a peer which lives after all hears of it.
   poller_.remove(link.channel().poll_fd());
+  link.close();
   std::vector<GroupPtr> concerned;
   {
     std::lock_guard lock(mutex_);

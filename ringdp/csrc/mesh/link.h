@@ -92,9 +92,8 @@ class Link {
   bool expects() const { return !receiving_.empty() || !sending_.empty(); }  // bytes, or grants
   bool departed() const { return departed_; }
   bool broken() const { return broken_; }
-  void mark_broken() { broken_ = true; }
   bool drained() const { return broken_ || channel_->drained(); }
-  void close();  // for good: the descriptor goes, counters stay
+  void close();  // for good: the link is broken, the descriptor goes, counters stay
   Channel& channel() { return *channel_; }
   const PeerInfo& peer() const { return peer_; }
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }          // any thread

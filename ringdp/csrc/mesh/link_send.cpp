@@ -10,6 +10,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
+constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
 constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and may be less than operations can cut
 
 }  // namespace
@@ -101,11 +102,12 @@ void Link::send_bye(const std::string& reason) {
 }
 
 void Link::send_ping(uint64_t group, uint64_t sequence) {
-  if (!broken_ && !departed_) append_control(FrameType::kPing, group, sequence, 0);
+  if (!broken_ && !departed_ && control_.size() < kMaxTalkBytes) append_control(FrameType::kPing, group, sequence, 0);
 }
 
 void Link::send_pong(uint64_t group, uint64_t sequence, const PeerState& state) {
-  if (!broken_ && !departed_) append_control(FrameType::kPong, group, sequence, 0, state.encode());
+  if (!broken_ && !departed_ && control_.size() < kMaxTalkBytes)
+    append_control(FrameType::kPong, group, sequence, 0, state.encode());
 }
 
 bool Link::stage_next() {
