@@ -96,6 +96,30 @@ def test_killed_while_the_others_wait_in_a_small_one(world_size: int, victim: in
         expect_peer_lost(story, tmp_path, victim, "all_reduce #")
 
 
+def ends_otherwise(folder: str, how: str) -> Story:
+    with job(folder) as story:
+        dist.all_reduce(torch.ones(3))
+        if me()[0] == 1:
+            told(folder, "waiting", 0)
+            Path(folder, "died").write_text(f"{time.monotonic()} {os.getpid()}")
+            if how == "exit":
+                os._exit(3)
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # pytest and the harness would write their stacks first
+            os.kill(os.getpid(), signal.SIGSEGV)
+        tell(folder, "waiting")
+        suffer(story, lambda: dist.all_reduce(torch.ones(3)))
+    return story
+
+
+@pytest.mark.parametrize(("how", "code"), (("crash", "-11"), ("exit", "3")))
+def test_crashes_and_sudden_exits_are_no_different(how: str, code: str, tmp_path: Path) -> None:
+    survivor, victim = run_outcomes(ends_otherwise, str(tmp_path), how)
+    assert victim.text is not None
+    assert f"code {code}" in victim.text
+    assert survivor.text is None, survivor.text
+    expect_peer_lost(survivor.value, tmp_path, 1, "all_reduce #")
+
+
 def with_works_pending(folder: str, victim: int) -> Story:
     rank, world = me()
     with job(folder) as story:

@@ -51,8 +51,8 @@ def scatter(group: Any, n: int, root: int) -> Any:
     return group.scatter(blocks(n) if group.rank == root else [], zeros(SMALL), "float32", root)
 
 
-# What a rank may do, and how messages call it (of an all-to-all some give one pair's elements, some all of them). `n` is the
-# size of the group.
+# What a rank may do, and how messages call it (of an all-to-all some give one pair's elements, some all of them).
+# `n` is the size of the group.
 CALLS: dict[str, Callable[[Any, int], Any]] = {
     "all_reduce(float32[12], SUM)": lambda group, n: group.all_reduce(zeros(SMALL), "float32"),
     "all_reduce(float32[12], MAX)": lambda group, n: group.all_reduce(zeros(SMALL), "float32", "MAX"),
