@@ -137,10 +137,13 @@ void call_a_rank(Random& random) {
     if (!peer) return;
     set_linger_reset(peer.get());
     auto from = static_cast<uint32_t>(1 + random.below(2));
+    uint32_t claimed = from;  // by a hello that is authentic, whoever it says it is
     bool honest = true;
     std::vector<std::byte> transcript;
     for (HandshakeType type : {HandshakeType::kHello, HandshakeType::kConfirm}) {
-      auto sent = message(random, fields(random, type, from, 0), transcript);
+      HandshakeFields said = fields(random, type, from, 0);
+      if (type == HandshakeType::kHello) claimed = said.from;
+      auto sent = message(random, said, transcript);
       auto right = sent;
       if (random.one_in(3)) mutate(sent, random);
       honest = honest && begins_with(sent, right);
@@ -152,7 +155,8 @@ void call_a_rank(Random& random) {
     }
     for (int i = 0; i < 3; ++i) connector.step(0);
     if (connector.connected(static_cast<int>(from))) count("let in");
-    honest_ever[from] = honest_ever[from] || honest;  // an honest call may only be heard of during the next one
+    if (claimed < kWorld && honest)
+      honest_ever[claimed] = true;  // an honest call may only be heard of during the next one
     require(honest_ever[from] || !connector.connected(static_cast<int>(from)), "who is not honest stays outside");
     (void)connector.trouble();
     (void)connector.problem(static_cast<int>(from));
