@@ -198,13 +198,15 @@ void Buffers::repeat(const at::Tensor& from, const std::vector<at::Tensor>& to) 
     if (!tensor.is_same(from)) at_end_.emplace_back([from, tensor] { tensor.detach().copy_(from); });
 }
 
+// The threads that drive are outside of the caller's inference_mode, in which alone its tensors may be changed; those of
+// others may be changed in it, too.
 void Buffers::before() {
-  at::NoGradGuard no_grad;
+  const c10::InferenceMode inference;
   for (auto& step : at_start_) step();
 }
 
 void Buffers::after() {
-  at::NoGradGuard no_grad;
+  const c10::InferenceMode inference;
   for (auto& step : at_end_) step();
 }
 

@@ -18,6 +18,8 @@ class Call {
 
   // Options for the next operation; with `last` its end is the end of the call.
   CallOptions options(std::shared_ptr<Buffers> buffers, bool last = true);
+  // As gloo: with several lists of outputs the future's value is the list of them.
+  void set_output_lists(const std::vector<std::vector<at::Tensor>>& lists) { work_->set_output_lists(lists); }
   void add(std::shared_ptr<Work> operation) { operations_.push_back(std::move(operation)); }
   c10::intrusive_ptr<c10d::Work> done();
 

@@ -1,6 +1,6 @@
-#include <Python.h>  // first, as Python asks
-
 #include "torch/process_group.h"
+
+#include <Python.h>  // first, as Python asks
 
 #include "base/error.h"
 #include "base/naming.h"
@@ -66,11 +66,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
   require_not_empty("allreduce", tensors);
   require_all_like("allreduce", tensors, tensors[0]);
   if (tensors[0].layout() == at::kSparse) {
-    require_one("allreduce", tensors);
     if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
       refuse("allreduce", "unsupported reduction operation (allreduce of sparse tensors only works with ReduceOp.SUM)");
     ++calls_;
-    return all_reduce_sparse(group_, tensors[0], opts.timeout, opts.asyncOp);
+    return all_reduce_sparse(group_, tensors, opts.timeout, opts.asyncOp);
   }
   ReduceOp op = reduce_op_of(opts.reduceOp, "all_reduce");
   DType dtype = dtype_of(tensors[0], "all_reduce");
@@ -157,6 +156,8 @@ void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool /
   NamedScope name("monitored_barrier");
   c10d::BarrierOptions waiting = opts;
   waiting.asyncOp = false;
+  if (waiting.timeout == std::chrono::milliseconds(0))
+    waiting.timeout = std::chrono::milliseconds(1);  // 0: the group's
   barrier(waiting);
 }
 

@@ -29,6 +29,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vect
   for (std::size_t list = 1; list < outputs.size(); ++list)
     for (std::size_t i = 0; i < all; ++i) buffers->repeat(outputs[0][i], {outputs[list][i]});
   Call call(counted(), c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs, outputs[0]);
+  if (outputs.size() > 1) call.set_output_lists(outputs);
   call.add(group_->all_gather(input, std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
 }

@@ -17,7 +17,7 @@ constexpr int64_t kHeaderNumbers = 3 + kMaxDims;  // elements, sparse dimensions
 struct Exchange {
   std::shared_ptr<GroupHandle> group;  // shared with the process group, which may be destroyed in between
   int64_t timeout_ms;
-  at::Tensor tensor;                        // the caller's
+  std::vector<at::Tensor> tensors;          // the caller's
   at::Tensor mine;                          // coalesced
   at::Tensor headers;                       // [world, kHeaderNumbers]
   std::vector<at::Tensor> indices, values;  // per rank
@@ -41,14 +41,16 @@ std::vector<int64_t> sizes_in(const at::Tensor& header) {
 }
 
 void sum_up(const ExchangePtr& it) {
-  at::NoGradGuard no_grad;
+  const c10::InferenceMode as_tensors(it->tensors[0].is_inference());
+  const at::NoGradGuard no_grad;
   at::Tensor sum;
   for (std::size_t rank = 0; rank < it->indices.size(); ++rank) {
     at::Tensor part =
         at::sparse_coo_tensor(it->indices[rank], it->values[rank], it->mine.sizes(), it->mine.options(), true);
     sum = sum.defined() ? sum + part : part;
   }
-  it->tensor.copy_(sum.coalesce());
+  sum = sum.coalesce();
+  for (at::Tensor& tensor : it->tensors) tensor.copy_(sum);
   it->work->end(nullptr);
 }
 
@@ -70,7 +72,8 @@ std::shared_ptr<Work> gather(const ExchangePtr& it, const std::vector<at::Tensor
 }
 
 void exchange_elements(const ExchangePtr& it) {
-  at::NoGradGuard no_grad;
+  const c10::InferenceMode as_tensors(it->tensors[0].is_inference());
+  const at::NoGradGuard no_grad;
   std::vector<int64_t> sizes = it->mine.sizes().vec();
   at::Tensor values = it->mine.values();
   for (int64_t rank = 0; rank < it->group->view().size; ++rank) {
@@ -96,15 +99,18 @@ void exchange_elements(const ExchangePtr& it) {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group, const at::Tensor& tensor,
+c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group,
+                                                 const std::vector<at::Tensor>& tensors,
                                                  std::chrono::milliseconds timeout, bool async_op) {
-  if (tensor.dim() > kMaxDims)
+  at::NoGradGuard no_grad;
+  at::Tensor mine = tensors[0].detach();
+  for (std::size_t i = 1; i < tensors.size(); ++i) mine = mine + tensors[i].detach();
+  if (mine.dim() > kMaxDims)
     refuse("allreduce", "sparse tensors of more than " + std::to_string(kMaxDims) + " dimensions");
   auto it = std::make_shared<Exchange>(Exchange{.group = group,
-
                                                 .timeout_ms = timeout > kNoTimeout ? timeout.count() : 0,
-                                                .tensor = tensor,
-                                                .mine = tensor.detach().coalesce(),
+                                                .tensors = tensors,
+                                                .mine = mine.coalesce(),
                                                 .headers = {},
                                                 .indices = {},
                                                 .values = {},
@@ -112,7 +118,7 @@ c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> gr
   DType dtype = dtype_of(it->mine.values(), "all_reduce");
   require_reduction("allreduce", dtype, ReduceOp::kSum);
   it->work = c10::make_intrusive<StagedWork>(group->engine(), group->view().rank, c10d::OpType::_ALLREDUCE_SPARSE,
-                                             "ring:all_reduce", std::vector<at::Tensor>{tensor});
+                                             "ring:all_reduce", tensors);
   it->headers = at::empty({group->view().size, kHeaderNumbers}, at::kLong);
   auto buffers = std::make_shared<Buffers>("all_reduce of a sparse tensor");
   auto header = buffers->input(header_of(it->mine));

@@ -10,8 +10,10 @@
 
 namespace ringdp {
 
-// `tensor` receives the coalesced sum. Ranks may hold different numbers of elements; shapes and types must agree.
-c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group, const at::Tensor& tensor,
+// All `tensors`, at least one, are added up, and all receive the coalesced sum. Ranks may hold different numbers of
+// elements; shapes and types must agree.
+c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group,
+                                                 const std::vector<at::Tensor>& tensors,
                                                  std::chrono::milliseconds timeout, bool async_op);
 
 }  // namespace ringdp

@@ -27,7 +27,7 @@ void RingWork::mark(std::exception_ptr error) {
   }
   finish(error);  // ends the profiler's event
   if (future && error) future->setError(error);
-  if (future && !error) future->markCompleted(c10::IValue(outputs_));
+  if (future && !error) future->markCompleted(value());
   marked_changed_.notify_all();
 }
 
@@ -68,11 +68,12 @@ bool RingWork::wait(std::chrono::milliseconds timeout) {
 c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
   std::lock_guard lock(future_mutex_);
   if (future_) return future_;
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  c10::TypePtr list = c10::ListType::create(c10::TensorType::get());
+  future_ = c10::make_intrusive<c10::ivalue::Future>(output_lists_.empty() ? list : c10::ListType::create(list));
   // Waited for already: nobody can have attached anything, so there is no order to keep.
   if (waited_ && !marked_ && works_.back()->finished() && !works_.back()->failed()) marked_ = true;
   if (marked_ && error_) future_->setError(error_);
-  if (marked_ && !error_) future_->markCompleted(c10::IValue(outputs_));
+  if (marked_ && !error_) future_->markCompleted(value());
   return future_;
 }
 

@@ -19,6 +19,8 @@ class RingWork final : public c10d::Work {
 
   // `works`: the operations in order; the last one's end is the end of all (operations of a group end in order).
   void set_operations(std::shared_ptr<Engine> engine, std::vector<std::shared_ptr<ringdp::Work>> works);
+  // The future's value is a list of these lists instead of the list of outputs. Before anybody has the work.
+  void set_output_lists(std::vector<std::vector<at::Tensor>> lists) { output_lists_ = std::move(lists); }
   // Called once when the last operation is over, on the completion thread, or by the thread of a synchronous call.
   void mark(std::exception_ptr error);
 
@@ -38,7 +40,10 @@ class RingWork final : public c10d::Work {
   int sourceRank() const override;  // of a message received
 
  private:
+  c10::IValue value() const { return output_lists_.empty() ? c10::IValue(outputs_) : c10::IValue(output_lists_); }
+
   std::vector<at::Tensor> outputs_;
+  std::vector<std::vector<at::Tensor>> output_lists_;
   std::shared_ptr<Engine> engine_;  // shared with the Runtime: a work may outlive its process group
   std::vector<std::shared_ptr<ringdp::Work>> works_;
 

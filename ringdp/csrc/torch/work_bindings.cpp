@@ -1,12 +1,12 @@
 // What Python gets of a RingWork: a Work whose future knows which operation it follows, so that collectives issued in its
 // callbacks find each other on all ranks, whether a callback runs at once, where it is attached to a future that is
 // complete already, or later on a completion thread. (torch's own future has no place for that: it cannot be derived from.)
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "base/bytes.h"
