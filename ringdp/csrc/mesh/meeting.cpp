@@ -18,6 +18,8 @@ constexpr std::size_t kQuestionsPerLook = 32;  // to the store
 constexpr milliseconds kLongestPause{250};     // between looks into the store
 constexpr milliseconds kCheckEvery{200};       // whether the processes of this host live
 constexpr int kLookUpMs = 3000;
+constexpr int kBacklog =
+    1024;  // in the kernel: with less, a burst of strangers makes one of ours wait for a second SYN
 constexpr int kLingerMs = 600;
 constexpr int kLingerStoppedMs = 300;  // somebody sits at the keyboard
 
@@ -195,7 +197,7 @@ void Meeting::listen_if_known() {
   mine.to = static_cast<uint32_t>(rank_);
   mine.world = static_cast<uint32_t>(world_);
   auto listeners =
-      open_listeners(addresses_to_listen_on(!away), options_.port_low, options_.port_high, std::max(128, world_));
+      open_listeners(addresses_to_listen_on(!away), options_.port_low, options_.port_high, std::max(kBacklog, world_));
   std::vector<std::string> published;
   if (away && !options_.advertise.empty())
     published.push_back(advertised(options_.advertise, listeners.front().address().port()));
