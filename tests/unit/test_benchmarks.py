@@ -34,6 +34,7 @@ import mpi  # noqa: E402
 import ranks  # noqa: E402
 import session  # noqa: E402
 import step  # noqa: E402
+import strangers  # noqa: E402
 
 
 def run_tool(name: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -265,13 +266,24 @@ def test_what_makes_no_sense_is_refused(
 
 @pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
 def test_the_commands_in_the_documents_parse(document: str) -> None:
-    parsers = {"allreduce.py": allreduce.parse, "step.py": step.parse, "hosts.py": hosts.parse}
+    parsers = {
+        "allreduce.py": allreduce.parse,
+        "step.py": step.parse,
+        "hosts.py": hosts.parse,
+        "strangers.py": strangers.parse,
+    }
     lines = re.findall(
         r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", (FOLDER.parent / document).read_text(), re.MULTILINE
     )
     assert len(lines) >= 3
     for tool, options in lines:
         parsers[tool](shlex.split(options))
+
+
+def test_strangers_at_a_running_job_are_all_refused() -> None:
+    done = run_tool("strangers.py", "--size", "4k", "--blocks", "1", "--rate", "200")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"under [1-9]\d* attempts .*, ratio \d", done.stdout)
 
 
 # --- hosts.py
