@@ -232,8 +232,9 @@ def traffic() -> Traffic:
 def register_backend() -> None:
     """Make torch.distributed know the backend ``ring``; calling it again changes nothing."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        # A list: torch 2.13 iterates a plain string by its characters.
-        dist.Backend.register_backend(BACKEND, _create_process_group, extended_api=True, devices=["cpu", "cuda"])
+        # A list: torch 2.13 iterates a plain string by its characters. What asks a group for its device prefers cuda.
+        devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+        dist.Backend.register_backend(BACKEND, _create_process_group, extended_api=True, devices=devices)
 
 
 def _create_process_group(options: Any, pg_options: config.RingConfig | None) -> Any:

@@ -140,6 +140,27 @@ CASE("reduce, gather, scatter and all-to-all from every root, in flight together
           30'000, bad ? bad_network(3) : EngineOptions{});
 }
 
+CASE("what cannot copy its buffers fails, at the start and at the end, and never counts as done") {
+  for (bool at_start : {true, false})
+    for (bool barrier : {true, false})
+      run_job(2, {}, [&](Rank& self) {
+        std::vector<int32_t> data(1000, 1);
+        CallOptions options;
+        auto fail = [] { throw std::runtime_error("no memory for a copy"); };
+        if (self.rank == 0) (at_start ? options.before : options.after) = fail;
+        std::string text;
+        try {
+          auto work = barrier
+                          ? self.group->barrier(std::move(options))
+                          : self.group->all_reduce(bytes_of(data), DType::kInt32, ReduceOp::kSum, std::move(options));
+          self.wait(work);
+        } catch (const std::exception& error) {
+          text = error.what();
+        }
+        if (at_start || self.rank == 0) CHECK(text.find("no memory for a copy") != std::string::npos);
+      });
+}
+
 CASE("a receive whose sender leaves fails and names it") {
   run_job(2, {}, [&](Rank& self) {
     if (self.rank == 1) return;

@@ -37,6 +37,7 @@ void Operation::start(const OperationContext& context) {
   if (before_) before_();
   for (auto& [to, from] : copies_) std::memmove(to.data(), from.data(), from.size());
   prepare();
+  prepared_ = true;
   // Receivers first: what a peer sent early may already complete this, and set what can be sent.
   for (RecvFlow& flow : receives_) context_.links[flow.peer]->attach(flow);
   for (SendFlow& flow : sends_) context_.links[flow.peer]->attach(flow);
@@ -73,8 +74,8 @@ void Operation::widen(RecvFlow& flow, uint64_t window) {
 
 bool Operation::complete() const {
   auto ended = [](const auto& flow) { return flow.complete(); };
-  return std::all_of(receives_.begin(), receives_.end(), ended) && std::all_of(sends_.begin(), sends_.end(), ended) &&
-         finished();
+  return prepared_ && std::all_of(receives_.begin(), receives_.end(), ended) &&
+         std::all_of(sends_.begin(), sends_.end(), ended) && finished();
 }
 
 void Operation::abandon() {

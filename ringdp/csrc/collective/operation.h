@@ -108,6 +108,7 @@ class Operation : public FlowHandler {
   std::function<void()> after_;
   std::vector<int> announce_to_;
   bool started_ = false;
+  bool prepared_ = false;  // false for good if what the start needs has failed: then it never completes
 };
 
 }  // namespace ringdp
