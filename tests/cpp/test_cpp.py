@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
-import shlex
 import shutil
-import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.cpp.building import BUILD, COMPILER, HERE, make, run
 from tests.helpers import need_command
 
-HERE = Path(__file__).resolve().parent
-BUILD = HERE.parents[1] / "build" / "cpp"
 TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
 FUZZERS = sorted(path.stem for path in HERE.glob("fuzz_*.cpp"))
 # A length from outside that is believed shows as an allocation above this.
@@ -39,38 +37,12 @@ SEEN = {
     ],
 }
 FUZZ_S = 30  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
+WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
-RUN_TIME_OPTIONS = {
-    "ASAN_OPTIONS": "detect_stack_use_after_return=1:strict_string_checks=1",
-    "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": "second_deadlock_stack=1:history_size=4",
-}
 # A thread, because that is where a sanitizer's run time fails to start if it does.
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
-COMPILER = shlex.split(os.environ.get("CXX") or "c++")
 
 pytestmark = pytest.mark.timeout(300)  # the first test of each build waits for the compiler
-
-
-def environment() -> dict[str, str]:
-    """Ours without what an outer make sets: its job server is not handed on."""
-    outer = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
-    kept = {name: value for name, value in os.environ.items() if name not in outer}
-    return kept | {"CXX": shlex.join(COMPILER)} | RUN_TIME_OPTIONS
-
-
-def run(
-    command: list[str], *, timeout_s: float = 280, variables: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=HERE,
-        env=environment() | (variables or {}),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 @cache
@@ -99,20 +71,11 @@ def launch_prefix(build: str) -> list[str]:
         binary.unlink(missing_ok=True)
 
 
-def make(*goals: str) -> subprocess.CompletedProcess[str]:
-    """Build what is older than its sources. One at a time, also between test runs."""
-    make_program = need_command("make", "make")
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        jobs = len(os.sched_getaffinity(0))
-        return run([make_program, "--keep-going", "--no-print-directory", f"-j{jobs}", *goals])
-
-
 @cache
 def build_all(build: str) -> None:
     """All binaries of a build at once, which keeps the cores busy. What fails is reported by the test it belongs to."""
-    make(build)
+    if build != "plain":
+        make(build)
 
 
 def built(build: str, test: str) -> Path:
@@ -124,8 +87,15 @@ def built(build: str, test: str) -> Path:
     return binary
 
 
-@pytest.mark.parametrize("test", TESTS)
-@pytest.mark.parametrize("build", SANITIZERS)
+def passes() -> Iterator[Any]:
+    """Kernels as they are shipped; whatever has threads or bytes from others, under the sanitizers."""
+    for build in SANITIZERS:
+        for test in TESTS:
+            twice = build == "plain" and test not in WITHOUT_THE_CORE
+            yield pytest.param(build, test, marks=[pytest.mark.slow] if twice else [])
+
+
+@pytest.mark.parametrize(("build", "test"), passes())
 def test_passes(build: str, test: str) -> None:
     need_command(COMPILER[0], "g++")
     prefix = launch_prefix(build)

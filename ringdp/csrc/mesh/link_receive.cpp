@@ -292,8 +292,13 @@ void Link::keep_early(const FrameHeader& header) {
     return;
   }
   if (nobody_waits_for(header)) return consume(header);
+  auto& frames = early_[{header.group, header.sequence}].frames;
+  // Empty frames use up no window, so there may be one only: it says that the peer takes part, or is all there is to say.
+  bool again = std::any_of(frames.begin(), frames.end(), [](const auto& it) { return it.second.empty(); });
+  if (spare_.empty() && again)
+    fail(ErrorKind::kPeerLost, "it announced an operation twice", "report this as a bug of ringdp");
   early_bytes_ += spare_.size();
-  early_[{header.group, header.sequence}].frames.emplace_back(header, std::move(spare_));
+  frames.emplace_back(header, std::move(spare_));
   spare_ = {};
 }
 
