@@ -87,7 +87,7 @@ def built(build: str, test: str) -> Path:
     return binary
 
 
-def passes() -> Iterator[Any]:
+def passing() -> Iterator[Any]:
     """Kernels as they are shipped; whatever has threads or bytes from others, under the sanitizers."""
     for build in SANITIZERS:
         for test in TESTS:
@@ -95,7 +95,7 @@ def passes() -> Iterator[Any]:
             yield pytest.param(build, test, marks=[pytest.mark.slow] if twice else [])
 
 
-@pytest.mark.parametrize(("build", "test"), passes())
+@pytest.mark.parametrize(("build", "test"), list(passing()))
 def test_passes(build: str, test: str) -> None:
     need_command(COMPILER[0], "g++")
     prefix = launch_prefix(build)
