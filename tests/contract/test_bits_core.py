@@ -63,7 +63,7 @@ def digest(ranks: World) -> str:
     return result.hexdigest()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_neither_segments_nor_delays_show(size: int) -> None:
     digests: dict[Any, str] = {}
     for segment_bytes in SEGMENTS:

@@ -133,8 +133,13 @@ def check(calls: list[str], odd: int) -> None:
         assert took < BOUND_S, what
 
 
-@pytest.mark.parametrize("size", (2, 3))
-@pytest.mark.parametrize("first", CALLS)
+def pairings() -> list[Any]:
+    """All on two ranks; on three a quarter by default, the rest by marker."""
+    on_three = [pytest.param(3, first, marks=[pytest.mark.slow] if i % 4 else []) for i, first in enumerate(CALLS)]
+    return [*((2, first) for first in CALLS), *on_three]
+
+
+@pytest.mark.parametrize(("size", "first"), pairings())
 def test_any_two_things_are_told_apart(size: int, first: str) -> None:
     for second in CALLS:
         if second != first:

@@ -180,7 +180,7 @@ while not (folder / "end").exists():
 """
 
 
-@pytest.mark.parametrize("state", ("busy", "idle"))
+@pytest.mark.parametrize("state", ("busy", pytest.param("idle", marks=pytest.mark.slow)))
 def test_a_lost_host_is_named_within_five_seconds(state: str, tmp_path: Path) -> None:
     hosts = hosts_module()
     if (reason := hosts.why_not()) is not None:

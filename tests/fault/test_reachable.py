@@ -126,6 +126,7 @@ def test_a_firewall_that_drops_and_ports_that_it_lets_through(server: RankServer
     expect_met(meet(server, lab, tmp_path / "open", RINGDP_PORT_RANGE="29600-29699"), "")
 
 
+@pytest.mark.slow  # as long as the firewall above, of which it says the same
 def test_no_way_between_the_hosts(server: RankServer, lab: Lab, tmp_path: Path) -> None:
     """Each has a network of its own; the address of the other is unknown to the kernel, which says so at once."""
     lab.bridge(0, "lan0", "10.8.0.1/24")

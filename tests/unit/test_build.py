@@ -239,6 +239,7 @@ def answers(project: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_built_again(small_project: Path) -> None:
     if shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") is None:
         pytest.skip("ninja is not installed (pip install ninja)")
