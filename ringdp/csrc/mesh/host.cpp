@@ -1,21 +1,31 @@
 #include "mesh/host.h"
 
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
-#include <fstream>
-#include <iterator>
 #include <sstream>
+
+#include "base/fd.h"
 
 namespace ringdp {
 namespace {
 
+// The first bytes of a file of the kernel's; empty where it cannot be read. A stream would throw where reading fails after
+// opening has not: a process may end in between.
+std::string read_proc(const std::string& path) {
+  Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  std::array<char, 4096> text;
+  ssize_t count = file ? read(file.get(), text.data(), text.size()) : 0;
+  return count > 0 ? std::string(text.data(), static_cast<std::size_t>(count)) : "";
+}
+
 std::string boot_id() {
   std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::istringstream(read_proc("/proc/sys/kernel/random/boot_id")) >> boot;
   return boot;
 }
 
@@ -35,8 +45,7 @@ struct ProcessStatus {
 // number of threads and the time of the start.
 ProcessStatus read_status(int64_t pid) {
   ProcessStatus status;
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  std::string text = read_proc("/proc/" + std::to_string(pid) + "/stat");
   auto bracket = text.rfind(')');
   if (bracket == std::string::npos) return status;
   std::istringstream rest(text.substr(bracket + 1));
