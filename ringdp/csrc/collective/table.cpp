@@ -87,6 +87,11 @@ std::vector<Exchange::Piece> to_others(const GroupView& group, std::span<std::by
   return out;
 }
 
+// A word to everybody and nothing more; alone, complete at once.
+std::unique_ptr<Operation> empty_exchange(const GroupView& group, const OperationShape& shape, std::string name) {
+  return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+}
+
 void announce_to_others(Operation& operation, const GroupView& group) {
   for (int step = 1; step < group.size; ++step) operation.announces_to((group.rank + step) % group.size);
 }
@@ -102,22 +107,9 @@ std::vector<Exchange::Piece> pieces_of_others(const GroupView& group, const std:
 
 }  // namespace
 
-std::string_view algorithm_name(Algorithm algorithm) {
-  constexpr std::string_view kNames[] = {"exchange", "ring", "fold", "pairwise", "chain"};
-  auto i = static_cast<std::size_t>(algorithm);
-  return i < std::size(kNames) ? kNames[i] : "unknown";
-}
-
-Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes) {
-  std::size_t fold_limit = world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / std::max(1, world - 1);
-  if (bytes <= fold_limit) return Algorithm::kFold;
-  bool half = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
-  return half ? Algorithm::kPairwise : Algorithm::kRing;
-}
-
 std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name) {
   OperationShape shape = shape_of(Collective::kBarrier, DType::kUint8, ReduceOp::kSum, Algorithm::kExchange, 0);
-  return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+  return empty_exchange(group, shape, std::move(name));
 }
 
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
@@ -125,8 +117,7 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
   check_reduction(dtype, op);
   Algorithm algorithm = choose_all_reduce(table, group.size, dtype, memory.size());
   OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm, memory.size());
-  if (group.size == 1)
-    return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+  if (group.size == 1) return empty_exchange(group, shape, std::move(name));
   switch (algorithm) {
     case Algorithm::kFold:
       return std::make_unique<Fold>(group, shape, std::move(name), memory);
@@ -142,11 +133,9 @@ std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupV
                                        DType dtype, ReduceOp op, int root, std::string name) {
   check_reduction(dtype, op);
   check_member(group, root, "reduce: root");
-  Algorithm algorithm = choose_all_reduce(table, group.size, dtype, memory.size());
-  if (algorithm == Algorithm::kRing) algorithm = Algorithm::kPairwise;  // a ring's sum would end at the wrong rank
+  Algorithm algorithm = choose_reduce(table, group.size, dtype, memory.size());
   OperationShape shape = shape_of(Collective::kReduce, dtype, op, algorithm, memory.size(), root);
-  if (group.size == 1)
-    return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+  if (group.size == 1) return empty_exchange(group, shape, std::move(name));
   if (algorithm == Algorithm::kPairwise)
     return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
                                       std::span<std::byte>{});
@@ -158,9 +147,9 @@ std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupV
 std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,
                                           std::span<std::byte> memory, DType dtype, int root, std::string name) {
   check_member(group, root, "broadcast: root");
-  bool flat = memory.size() <= table.flat_broadcast_bytes || group.size <= 2;
-  OperationShape shape = shape_of(Collective::kBroadcast, dtype, ReduceOp::kSum,
-                                  flat ? Algorithm::kExchange : Algorithm::kChain, memory.size(), root);
+  Algorithm algorithm = choose_broadcast(table, group.size, memory.size());
+  bool flat = algorithm == Algorithm::kExchange;
+  OperationShape shape = shape_of(Collective::kBroadcast, dtype, ReduceOp::kSum, algorithm, memory.size(), root);
   std::unique_ptr<Operation> operation;
   if (flat) {
     std::vector<Exchange::Piece> out, in;
@@ -180,12 +169,11 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
                                            std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
                                            DType dtype, std::string name) {
   check_pieces(group, blocks, input.size(), "all_gather: output");
-  bool direct = input.size() <= table.direct_gather_bytes || group.size <= 2;
+  Algorithm algorithm = choose_all_gather(table, group.size, input.size());
   std::span<std::byte> own = blocks[group.rank];
-  OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum,
-                                  direct ? Algorithm::kExchange : Algorithm::kRing, input.size());
+  OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum, algorithm, input.size());
   std::unique_ptr<Operation> operation;
-  if (direct) {
+  if (algorithm == Algorithm::kExchange) {
     operation = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, own),
                                            pieces_of_others(group, blocks));
   } else {
@@ -203,7 +191,7 @@ std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vect
   check_pieces(group, chunks, output.size(), "reduce_scatter: input");
   OperationShape shape = shape_of(Collective::kReduceScatter, dtype, op, Algorithm::kPairwise, output.size());
   if (group.size == 1) {
-    auto alone = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+    auto alone = empty_exchange(group, shape, std::move(name));
     alone->copy_at_start(output, chunks[0]);
     return alone;
   }

@@ -1,0 +1,34 @@
+#include "collective/choice.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace ringdp {
+
+std::string_view algorithm_name(Algorithm algorithm) {
+  constexpr std::string_view kNames[] = {"exchange", "ring", "fold", "pairwise", "chain"};
+  auto i = static_cast<std::size_t>(algorithm);
+  return i < std::size(kNames) ? kNames[i] : "unknown";
+}
+
+Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes) {
+  std::size_t fold_limit = world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / std::max(1, world - 1);
+  if (bytes <= fold_limit) return Algorithm::kFold;
+  bool half = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
+  return half ? Algorithm::kPairwise : Algorithm::kRing;
+}
+
+Algorithm choose_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes) {
+  Algorithm algorithm = choose_all_reduce(table, world, dtype, bytes);
+  return algorithm == Algorithm::kFold ? algorithm : Algorithm::kPairwise;  // a ring's sum would end at the wrong rank
+}
+
+Algorithm choose_broadcast(const AlgorithmTable& table, int world, std::size_t bytes) {
+  return bytes <= table.flat_broadcast_bytes || world <= 2 ? Algorithm::kExchange : Algorithm::kChain;
+}
+
+Algorithm choose_all_gather(const AlgorithmTable& table, int world, std::size_t bytes) {
+  return bytes <= table.direct_gather_bytes || world <= 2 ? Algorithm::kExchange : Algorithm::kRing;
+}
+
+}  // namespace ringdp
