@@ -79,7 +79,7 @@ void Engine::take_inbox() {
     }
     // Its parent waits for it inside a callback, so it may not wait for its turn behind later operations.
     group->nested.push_back(std::move(slot));
-    if (!group->doom) start(*group, group->nested.back());
+    start(*group, group->nested.back());
   }
   for (auto& request : requests) request();
 }
@@ -115,7 +115,9 @@ bool Engine::start_next(Group& group) {
   return true;
 }
 
+// Not in a group that is about to fail: what has not started then fails with it.
 void Engine::start(Group& group, Slot& slot) {
+  if (group.doom) return;
   Operation& operation = *slot.operation;
   OperationContext context{group.id, slot.work->sequence(), links_, &scratch_};
   remember(group, operation.identity());
