@@ -133,12 +133,4 @@ uint64_t Operation::progress() const {
   return moved;
 }
 
-int Operation::first_missing() const {
-  for (const RecvFlow& flow : receives_)
-    if (!flow.complete()) return flow.peer;
-  for (const SendFlow& flow : sends_)
-    if (!flow.complete()) return flow.peer;
-  return -1;
-}
-
 }  // namespace ringdp

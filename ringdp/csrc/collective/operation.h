@@ -75,8 +75,7 @@ class Operation : public FlowHandler {
   bool conflicts(const Operation& other) const;  // both use the same memory
   bool needs(int world_rank) const;              // bytes to or from that rank are still missing
   std::string waiting_for() const;               // "rank 2 (host b, pid 7; 0 of 4096 bytes received)"
-  int first_missing() const;                     // that rank's place in the world, or -1
-  std::vector<int> missing() const;              // all ranks bytes to or from which are missing
+  std::vector<int> missing() const;              // ranks of the world bytes to or from which are missing
   uint64_t progress() const;                     // grows with every byte moved
   const FlowIdentity& identity() const { return identity_; }
   FlowIdentity& mutable_identity() { return identity_; }

@@ -261,7 +261,8 @@ Error Engine::explain_timeout(const Slot& slot) const {
   context.sequence = static_cast<int64_t>(slot.work->sequence());
   context.name = slot.operation->identity().name;
   std::vector<Missing> missing = find_missing(slot);
-  int guilty = missing.empty() ? slot.operation->first_missing() : missing.front().rank;
+  std::vector<int> open = slot.operation->missing();
+  int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
   if (guilty >= 0) {
     context.peer = guilty;
     context.peer_host = peers_[guilty].host;
