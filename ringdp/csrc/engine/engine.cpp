@@ -169,8 +169,7 @@ void Engine::wait(Work& work, Deadline deadline) {
       }
       if (!work.finished() && deadline.expired()) {
         ErrorContext context;
-        context.rank = rank_;
-        context.host = peers_[rank_].host;
+        peers_[rank_].fill_self(context);
         context.operation = work.text();
         throw Error(ErrorKind::kTimeout,
                     work.text() + ": wait Timed out on rank " + std::to_string(rank_) + "; the operation goes on",

@@ -85,17 +85,12 @@ void Engine::on_mismatched(Link::Disagreement disagreement) {
 void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) {
   GroupPtr group = find_group(group_id);
   ErrorContext context;
-  context.rank = rank_;
-  context.host = peers_[rank_].host;
+  peers_[rank_].fill_self(context);
   context.cause = notice.text;
   context.sequence = static_cast<int64_t>(notice.sequence);
   int guilty = notice.guilty_rank;
   if (guilty == rank_ && notice.kind == ErrorKind::kMismatch) guilty = peer;  // seen from here it is the other one
-  if (guilty >= 0 && guilty < world()) {
-    context.peer = guilty;
-    context.peer_host = peers_[guilty].host;
-    context.peer_pid = peers_[guilty].pid;
-  }
+  if (guilty >= 0 && guilty < world()) peers_[guilty].fill_peer(context);
   if (const Slot* oldest = group ? group->oldest() : nullptr; oldest != nullptr) {
     context.operation = oldest->work->text();
     context.name = oldest->operation->identity().name;
@@ -225,11 +220,8 @@ void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& n
 
 Error Engine::explain_loss(const Group& group, int peer, const Error& cause) const {
   ErrorContext context = cause.context();
-  context.rank = rank_;
-  context.host = peers_[rank_].host;
-  context.peer = peer;
-  context.peer_host = peers_[peer].host;
-  context.peer_pid = peers_[peer].pid;
+  peers_[rank_].fill_self(context);
+  peers_[peer].fill_peer(context);
   if (context.cause.empty()) context.cause = cause.what();
   if (context.advice.empty()) context.advice = "look at that rank's own log for the reason";
   std::string during = "between operations";
@@ -255,19 +247,14 @@ Error Engine::explain_departure(const Group& group, int peer) const {
 
 Error Engine::explain_timeout(const Slot& slot) const {
   ErrorContext context;
-  context.rank = rank_;
-  context.host = peers_[rank_].host;
+  peers_[rank_].fill_self(context);
   context.operation = slot.work->text();
   context.sequence = static_cast<int64_t>(slot.work->sequence());
   context.name = slot.operation->identity().name;
   std::vector<Missing> missing = find_missing(slot);
   std::vector<int> open = slot.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
-  if (guilty >= 0) {
-    context.peer = guilty;
-    context.peer_host = peers_[guilty].host;
-    context.peer_pid = peers_[guilty].pid;
-  }
+  if (guilty >= 0) peers_[guilty].fill_peer(context);
   context.cause = "waiting for " + (missing.empty() ? slot.operation->waiting_for() : tell_missing(missing));
   context.advice = "look at what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,

@@ -14,6 +14,17 @@ std::string PeerInfo::text() const {
   return "rank " + std::to_string(rank) + " (host " + host + ", pid " + std::to_string(pid) + ")";
 }
 
+void PeerInfo::fill_self(ErrorContext& context) const {
+  context.rank = rank;
+  context.host = host;
+}
+
+void PeerInfo::fill_peer(ErrorContext& context) const {
+  context.peer = rank;
+  context.peer_host = host;
+  context.peer_pid = pid;
+}
+
 uint64_t FlowIdentity::elements(uint64_t bytes) const {
   return bytes / std::max<std::size_t>(1, dtype_size(shape.dtype));
 }
@@ -76,11 +87,8 @@ Error Link::Disagreement::explain(const PeerInfo& self, const PeerInfo& peer_inf
   if (look_alike && theirs.shape.name_hash == mine.shape.name_hash) its += " with another layout";
   if (look_alike && theirs.shape.name_hash == 0 && mine.shape.name_hash != 0) its += " (without a name)";
   ErrorContext context;
-  context.rank = self.rank;
-  context.host = self.host;
-  context.peer = peer_info.rank;
-  context.peer_host = peer_info.host;
-  context.peer_pid = peer_info.pid;
+  self.fill_self(context);
+  peer_info.fill_peer(context);
   context.operation = mine.text();
   context.sequence = static_cast<int64_t>(mine.sequence);
   context.name = mine.name;
@@ -105,11 +113,8 @@ void Link::on_closed(int error_number) {
 
 void Link::fail(ErrorKind kind, const std::string& what, const std::string& advice) const {
   ErrorContext context;
-  context.rank = self_.rank;
-  context.host = self_.host;
-  context.peer = peer_.rank;
-  context.peer_host = peer_.host;
-  context.peer_pid = peer_.pid;
+  self_.fill_self(context);
+  peer_.fill_peer(context);
   context.cause = what;
   context.advice = advice;
   throw Error(kind, peer_.text() + ": " + what, context);

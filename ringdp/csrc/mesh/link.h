@@ -28,7 +28,9 @@ struct PeerInfo {
   std::string host;
   int64_t pid = -1;
 
-  std::string text() const;  // "rank 3 (host node7, pid 4711)"
+  std::string text() const;                     // "rank 3 (host node7, pid 4711)"
+  void fill_self(ErrorContext& context) const;  // rank, host: of who raises
+  void fill_peer(ErrorContext& context) const;  // peer, peer_host, peer_pid: of whom it is about
 };
 
 class Link {

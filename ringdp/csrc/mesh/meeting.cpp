@@ -324,11 +324,8 @@ void Meeting::time_out() {
 
 Error Meeting::failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const {
   ErrorContext context;
-  context.rank = rank_;
-  context.host = peers_[rank_].info.host;
-  context.peer = peer;
-  context.peer_host = peers_[peer].info.host;
-  context.peer_pid = peers_[peer].info.pid;
+  peers_[rank_].info.fill_self(context);
+  peers_[peer].info.fill_peer(context);
   context.cause = story;
   context.advice = advice;
   std::string self = "rank " + std::to_string(rank_);
