@@ -14,6 +14,8 @@ namespace ringdp {
 class PairMemory {
  public:
   static constexpr std::size_t kControlBytes = 4096;  // zero at first
+  static constexpr std::size_t kMinRingBytes = std::size_t{64} << 10;  // a page, on some machines
+  static constexpr std::size_t kMaxRingBytes = std::size_t{64} << 20;
 
   PairMemory() = default;
   ~PairMemory() { reset(); }
@@ -22,7 +24,7 @@ class PairMemory {
   PairMemory(const PairMemory&) = delete;
   PairMemory& operator=(const PairMemory&) = delete;
 
-  // A descriptor to be handed to the peer, and to `map`. `ring_bytes`: a power of two, at least 64 KiB.
+  // A descriptor to be handed to the peer, and to `map`. `ring_bytes`: a power of two from kMinRingBytes to kMaxRingBytes.
   // Empty, and in words why, where limits or filters of this process or host refuse.
   static Fd create(std::size_t ring_bytes, std::string& problem);
 
@@ -39,6 +41,7 @@ class PairMemory {
 
   std::byte* base_ = nullptr;
   std::size_t ring_bytes_ = 0;
+  unsigned generation_ = fork_generation();
 };
 
 }  // namespace ringdp
