@@ -113,64 +113,32 @@ bool share_memory(const std::vector<at::Tensor>& tensors) {
   });
 }
 
-std::span<std::byte> Buffers::input(const at::Tensor& tensor) { return add(tensor, true, false); }
-std::span<std::byte> Buffers::output(const at::Tensor& tensor) { return add(tensor, false, true); }
-std::span<std::byte> Buffers::in_place(const at::Tensor& tensor) { return add(tensor, true, true); }
-
 std::span<std::byte> Buffers::keep(const at::Tensor& flat) {
   kept_.push_back(flat);
   return {static_cast<std::byte*>(flat.data_ptr()), flat.nbytes()};
 }
 
-std::span<std::byte> Buffers::add(const at::Tensor& tensor, bool read, bool write) {
-  dtype_of(tensor, what_);
-  bool scale = read && premultiplier_.defined();
-  if (tensor.is_contiguous() && !scale) return keep(tensor);
-  at::Tensor flat =
-      at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous).requires_grad(false));
-  if (read)
-    at_start_.emplace_back([flat, tensor, scale, factor = premultiplier_] {
-      flat.copy_(tensor);
-      if (scale) flat.mul_(factor);
-    });
-  if (write) at_end_.emplace_back([flat, tensor] { tensor.detach().copy_(flat); });
-  return keep(flat);
-}
-
-std::span<std::byte> Buffers::join(const std::vector<at::Tensor>& tensors, bool read, bool write) {
+std::span<std::byte> Buffers::join(at::TensorList tensors, bool read, bool write) {
   int64_t count = 0;
   for (const at::Tensor& tensor : tensors) {
     dtype_of(tensor, what_);
     count += tensor.numel();
   }
+  bool scale = read && premultiplier_.defined();
+  if (tensors.size() == 1 && tensors[0].is_contiguous() && !scale) return keep(tensors[0]);
   at::Tensor flat = at::empty({count}, tensors[0].options().requires_grad(false));
   int64_t at = 0;
   for (const at::Tensor& tensor : tensors) {
     at::Tensor part = flat.narrow(0, at, tensor.numel()).view(tensor.sizes());
     at += tensor.numel();
     if (read)
-      at_start_.emplace_back([part, tensor, factor = premultiplier_] {
+      at_start_.emplace_back([part, tensor, scale, factor = premultiplier_] {
         part.copy_(tensor);
-        if (factor.defined()) part.mul_(factor);
+        if (scale) part.mul_(factor);
       });
     if (write) at_end_.emplace_back([part, tensor] { tensor.detach().copy_(part); });
   }
   return keep(flat);
-}
-
-std::span<std::byte> Buffers::joined_input(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() == 1) return input(tensors[0]);
-  return join(tensors, true, false);
-}
-
-std::span<std::byte> Buffers::joined_output(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() == 1) return output(tensors[0]);
-  return join(tensors, false, true);
-}
-
-std::span<std::byte> Buffers::joined_in_place(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() == 1) return in_place(tensors[0]);
-  return join(tensors, true, true);
 }
 
 std::span<std::byte> Buffers::merged(const std::vector<at::Tensor>& tensors, ReduceOp op) {

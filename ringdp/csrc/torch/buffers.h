@@ -31,14 +31,11 @@ class Buffers {
   explicit Buffers(const char* what, at::Tensor premultiplier = {})
       : what_(what), premultiplier_(std::move(premultiplier)) {}
 
-  std::span<std::byte> input(const at::Tensor& tensor);
-  std::span<std::byte> output(const at::Tensor& tensor);
-  std::span<std::byte> in_place(const at::Tensor& tensor);
-
-  // Several tensors as one: their concatenation, read or written; or their reduction, which goes into all of them.
-  std::span<std::byte> joined_input(const std::vector<at::Tensor>& tensors);
-  std::span<std::byte> joined_output(const std::vector<at::Tensor>& tensors);
-  std::span<std::byte> joined_in_place(const std::vector<at::Tensor>& tensors);
+  // One tensor, or the concatenation of several.
+  std::span<std::byte> input(at::TensorList tensors) { return join(tensors, true, false); }
+  std::span<std::byte> output(at::TensorList tensors) { return join(tensors, false, true); }
+  std::span<std::byte> in_place(at::TensorList tensors) { return join(tensors, true, true); }
+  // The reduction of several, which goes into all of them.
   std::span<std::byte> merged(const std::vector<at::Tensor>& tensors, ReduceOp op);
   void repeat(const at::Tensor& from, const std::vector<at::Tensor>& to);  // when it is complete
 
@@ -47,8 +44,7 @@ class Buffers {
   bool copies() const { return !at_start_.empty() || !at_end_.empty(); }
 
  private:
-  std::span<std::byte> add(const at::Tensor& tensor, bool read, bool write);
-  std::span<std::byte> join(const std::vector<at::Tensor>& tensors, bool read, bool write);
+  std::span<std::byte> join(at::TensorList tensors, bool read, bool write);
   std::span<std::byte> keep(const at::Tensor& flat);
 
   const char* what_;

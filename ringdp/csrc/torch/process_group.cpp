@@ -100,7 +100,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
             tensors);
   if (share_memory(tensors)) {  // each stands for what it was before the call: all are read first
     auto buffers = std::make_shared<Buffers>("all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
-    auto memory = buffers->joined_in_place(tensors);
+    auto memory = buffers->in_place(tensors);
     call.add(group_->all_reduce(memory, dtype_of(tensors[0], "all_reduce"), op, call.options(std::move(buffers))));
     return call.done();
   }

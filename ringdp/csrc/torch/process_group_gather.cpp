@@ -21,11 +21,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vect
   require_all_like("allgather", inputs, inputs[0]);
   for (const auto& list : outputs) require_all_like("allgather", list, inputs[0]);
   auto buffers = std::make_shared<Buffers>("all_gather");
-  auto input = buffers->joined_input(inputs);
+  auto input = buffers->input(inputs);
   std::vector<std::span<std::byte>> blocks;
   for (std::size_t at = 0; at < all; at += each)
-    blocks.push_back(buffers->joined_output({outputs[0].begin() + static_cast<std::ptrdiff_t>(at),
-                                             outputs[0].begin() + static_cast<std::ptrdiff_t>(at + each)}));
+    blocks.push_back(buffers->output(at::TensorList(outputs[0]).slice(at, each)));
   for (std::size_t list = 1; list < outputs.size(); ++list)
     for (std::size_t i = 0; i < all; ++i) buffers->repeat(outputs[0][i], {outputs[list][i]});
   Call call(counted(), c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs, outputs[0]);
