@@ -40,6 +40,19 @@ std::vector<int64_t> sizes_in(const at::Tensor& header) {
   return {at + 3, at + 3 + std::min(kMaxDims, at[1] + at[2])};
 }
 
+// Options of one of the operations; when it is over, `next` runs, if there is one: its end, or an error, ends the work.
+CallOptions options_of(const ExchangePtr& it, std::shared_ptr<Buffers> buffers, void (*next)(const ExchangePtr&)) {
+  CallOptions options;
+  options.timeout_ms = it->timeout_ms;
+  options.keep_alive = std::move(buffers);
+  if (next != nullptr)
+    options.on_done = [it, next](std::exception_ptr error) {
+      if (error) return it->work->end(std::move(error));
+      it->work->attempt([&] { next(it); });
+    };
+  return options;
+}
+
 void sum_up(const ExchangePtr& it) {
   const c10::InferenceMode as_tensors(it->tensors[0].is_inference());
   const at::NoGradGuard no_grad;
@@ -54,21 +67,14 @@ void sum_up(const ExchangePtr& it) {
   it->work->end(nullptr);
 }
 
-std::shared_ptr<Work> gather(const ExchangePtr& it, const std::vector<at::Tensor>& blocks, bool last) {
+void gather(const ExchangePtr& it, const std::vector<at::Tensor>& blocks, void (*next)(const ExchangePtr&)) {
   auto buffers = std::make_shared<Buffers>("all_reduce of a sparse tensor");
   auto rank = static_cast<std::size_t>(it->group->view().rank);
   auto own = buffers->input(blocks[rank]);
   std::vector<std::span<std::byte>> to(blocks.size(), own), from;
   for (const at::Tensor& block : blocks) from.push_back(buffers->output(block));
-  CallOptions options;
-  options.timeout_ms = it->timeout_ms;
-  options.keep_alive = buffers;
-  if (last)
-    options.on_done = [it](std::exception_ptr error) {
-      if (error) return it->work->end(std::move(error));
-      it->work->attempt([&] { sum_up(it); });
-    };
-  return it->group->all_to_all(std::move(to), std::move(from), dtype_of(blocks[0], "all_reduce"), std::move(options));
+  it->group->all_to_all(std::move(to), std::move(from), dtype_of(blocks[0], "all_reduce"),
+                        options_of(it, std::move(buffers), next));
 }
 
 void exchange_elements(const ExchangePtr& it) {
@@ -93,8 +99,8 @@ void exchange_elements(const ExchangePtr& it) {
     it->indices.push_back(own ? it->mine.indices().contiguous() : at::empty({numbers[1], numbers[0]}, at::kLong));
     it->values.push_back(own ? values.contiguous() : at::empty(shape, values.options()));
   }
-  gather(it, it->indices, false);
-  gather(it, it->values, true);
+  gather(it, it->indices, nullptr);
+  gather(it, it->values, sum_up);
 }
 
 }  // namespace
@@ -123,14 +129,7 @@ c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> gr
   auto buffers = std::make_shared<Buffers>("all_reduce of a sparse tensor");
   auto header = buffers->input(header_of(it->mine));
   auto blocks = cut(buffers->output(it->headers), group->view().size);
-  CallOptions options;
-  options.timeout_ms = it->timeout_ms;
-  options.keep_alive = buffers;
-  options.on_done = [it](std::exception_ptr error) {
-    if (error) return it->work->end(std::move(error));
-    it->work->attempt([&] { exchange_elements(it); });
-  };
-  group->all_gather(header, std::move(blocks), DType::kInt64, std::move(options));
+  group->all_gather(header, std::move(blocks), DType::kInt64, options_of(it, std::move(buffers), exchange_elements));
   c10::intrusive_ptr<StagedWork> work = it->work;
   if (!async_op) work->wait(kNoTimeout);
   return work;
