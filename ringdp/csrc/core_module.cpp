@@ -4,11 +4,11 @@
 #include <pybind11/stl.h>
 
 #include "base/log.h"
-#include "base/naming.h"
 #include "engine/group.h"
 #include "kernels/kernels.h"
 #include "mesh/store.h"
 #include "python_errors.h"
+#include "python_naming.h"
 #include "transport/faulty.h"
 
 namespace ringdp {
@@ -224,16 +224,6 @@ class PythonGroup {
   std::unique_ptr<GroupHandle> group_;
 };
 
-// The name of what this thread issues between `enter` and `exit`.
-class PythonNamedScope {
- public:
-  void enter(std::string name) { scope_ = std::make_unique<NamedScope>(std::move(name)); }
-  void exit() { scope_.reset(); }
-
- private:
-  std::unique_ptr<NamedScope> scope_;
-};
-
 std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes) {
   return std::string(algorithm_name(choose_all_reduce(AlgorithmTable{}, world, dtype_from(dtype), bytes)));
 }
@@ -268,10 +258,7 @@ PYBIND11_MODULE(_core, module) {
           "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); }, NoGil())
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
-  py::class_<PythonNamedScope>(module, "NamedScope", "A name for the operations of this thread, see ringdp.named.")
-      .def(py::init<>())
-      .def("enter", &PythonNamedScope::enter)
-      .def("exit", &PythonNamedScope::exit);
+  bind_named_scope(module);
   py::class_<PythonWork>(module, "Work", "An operation in flight.")
       .def("wait", &PythonWork::wait, py::arg("timeout_ms") = 0, NoGil())
       .def("done", &PythonWork::done)

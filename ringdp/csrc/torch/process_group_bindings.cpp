@@ -8,8 +8,8 @@
 
 #include "base/error.h"
 #include "base/log.h"
-#include "base/naming.h"
 #include "mesh/lobby.h"
+#include "python_naming.h"
 #include "torch/bindings.h"
 #include "torch/process_group.h"
 #include "torch/store_adapter.h"
@@ -148,16 +148,6 @@ std::pair<uint64_t, uint64_t> traffic() {
   return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
 }
 
-// `with ringdp.named("x")`: enter and exit on the same thread.
-class PythonNamedScope {
- public:
-  void enter(std::string name) { scope_ = std::make_unique<NamedScope>(std::move(name)); }
-  void exit() { scope_.reset(); }
-
- private:
-  std::unique_ptr<NamedScope> scope_;
-};
-
 }  // namespace
 
 void bind_process_group(py::module_& module) {
@@ -174,10 +164,7 @@ void bind_process_group(py::module_& module) {
   module.def("set_farewell", &set_farewell, py::call_guard<py::gil_scoped_release>(),
              "Why this process leaves its jobs: the other ranks' errors say so.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
-  py::class_<PythonNamedScope>(module, "NamedScope")
-      .def(py::init<>())
-      .def("enter", &PythonNamedScope::enter)
-      .def("exit", &PythonNamedScope::exit);
+  bind_named_scope(module);
   module.def("set_log_sink", [](py::function sink) {
     auto shared = std::make_shared<py::function>(std::move(sink));
     set_log_sink([shared](LogLevel level, const std::string& text) {
