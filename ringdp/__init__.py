@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ringdp.backend import named, traffic
     from ringdp.barrier import monitored_barrier
     from ringdp.errors import (
         HandshakeError,
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
         init,
         is_initialized,
         local_rank,
-        named,
         rank,
         shutdown,
-        traffic,
         world_size,
     )
 
@@ -57,7 +56,7 @@ __all__ = [
 
 _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors")
-_HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier"}
+_HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier", "named": "backend", "traffic": "backend"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import logging
 def register() -> None:
     """Register the backend ``ring``; never raises, as an error would break ``import torch`` for everybody."""
     try:
-        from ringdp.process_group import register_backend
+        from ringdp.backend import register_backend
 
         register_backend()
     except Exception as error:

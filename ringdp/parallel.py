@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from ringdp.backend import named
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.names import remember_names
 from ringdp.model_check import check_same_model
-from ringdp.process_group import named
 from ringdp.reducer_log import ReducerLog
 
 _log = logging.getLogger("ringdp.parallel")

@@ -1,7 +1,6 @@
-"""Joining a job: `init`, who and where this rank is, and how torch.distributed learns of ``ring``.
+"""Joining a job: `init`, and who and where this rank is.
 
 Everything here sits on torch's own default process group, so after `init` all of torch.distributed works.
-The C++ extension is imported by the backend's creator only, which keeps registering cheap.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 import urllib.parse
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from ringdp import backend as ring
 from ringdp import config
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
 
-BACKEND = "ring"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _FIRST_NOTICE_S = 10.0
 _log = logging.getLogger("ringdp.process_group")
@@ -73,7 +71,6 @@ class _Membership:
 
 
 _membership: _Membership | None = None
-_lobby: Any = None  # where the ranks have met, between that and the process group that takes the connections over
 _generation = 0  # how often init joined a job: keys in a store that outlives a group must differ
 
 
@@ -128,8 +125,8 @@ def init(
         place = _pick_device(kind, hellos, rank, local_rank, device)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        if chosen == BACKEND:
-            register_backend()
+        if chosen == ring.BACKEND:
+            ring.register_backend()
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
     atexit.unregister(_shutdown_at_exit)
@@ -150,13 +147,13 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """This rank's number in the job, from 0. Raises InvalidStateError before `init`."""
-    _require_initialized("rank")
+    ring.require_initialized("rank")
     return dist.get_rank()
 
 
 def world_size() -> int:
     """The number of ranks in the job. Raises InvalidStateError before `init`."""
-    _require_initialized("world_size")
+    ring.require_initialized("world_size")
     return dist.get_world_size()
 
 
@@ -167,7 +164,7 @@ def local_rank() -> int:
         InvalidStateError: before `init`; or torch.distributed was initialised without `init` and no launcher
             said it.
     """
-    _require_initialized("local_rank")
+    ring.require_initialized("local_rank")
     if (membership := _current_membership()) is not None:
         return membership.local_rank
     launch = config.LaunchEnvironment.read()
@@ -183,7 +180,7 @@ def local_rank() -> int:
 
 def device() -> torch.device:
     """The device `init` picked: ``cuda:<index>`` or ``cpu``. Raises InvalidStateError before `init`."""
-    _require_initialized("device")
+    ring.require_initialized("device")
     if (membership := _current_membership()) is not None:
         return membership.device
     if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
@@ -191,116 +188,11 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-@contextlib.contextmanager
-def named(name: str) -> Iterator[None]:
-    """Give the operations this thread issues inside the block a name, which their errors carry.
-
-    Ranks compare it: two all-reduces of equal shape issued in different order on two ranks are told apart by
-        their
-    names and fail with `MismatchError`, where unnamed ones would add up the wrong tensors.
-    """
-    if not name:
-        raise InvalidArgumentError("ringdp.named needs a name that is not empty")
-    scope = _extension().NamedScope()
-    scope.enter(name)
-    try:
-        yield
-    finally:
-        scope.exit()
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Bytes that crossed this process's ring connections since it joined, over all groups, frame headers included."""
-
-    bytes_sent: int
-    bytes_received: int
-
-
-def traffic() -> Traffic:
-    """What this rank sent to and received from the others over ``ring`` so far.
-
-    Raises:
-        InvalidStateError: before `init`, or the default process group does not use ``ring``.
-    """
-    _require_initialized("traffic")
-    if BACKEND not in str(dist.get_backend_config()):
-        raise InvalidStateError(f"the backend is {dist.get_backend()}: only {BACKEND} counts its traffic")
-    return Traffic(*_extension().traffic())
-
-
-def register_backend() -> None:
-    """Make torch.distributed know the backend ``ring``; calling it again changes nothing."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        # A list: torch 2.13 iterates a plain string by its characters. What asks a group for its device prefers cuda.
-        devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
-        dist.Backend.register_backend(BACKEND, _create_process_group, extended_api=True, devices=devices)
-
-
-def _create_process_group(options: Any, pg_options: config.RingConfig | None) -> Any:
-    """torch's creator: once for the default group and for each new group this rank belongs to."""
-    if pg_options is not None and not isinstance(pg_options, config.RingConfig):
-        raise InvalidArgumentError(
-            f"the backend ring takes ringdp.config.RingConfig as pg_options, not {type(pg_options).__name__}"
-        )
-    config.apply_log_level()
-    settings = pg_options or config.RingConfig.from_environment()
-    extension = _extension()
-    extension.set_log_sink(_log_line)
-    atexit.unregister(_shut_down_extension)
-    atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
-    lobby = None if dist.is_initialized() else _lobby  # the default group's alone
-    return extension.create_process_group(
-        store=options.store,
-        rank=options.group_rank,
-        size=options.group_size,
-        timeout=options.timeout,
-        group_id=options.group_id,
-        global_ranks=list(options.global_ranks_in_group),
-        config=settings.as_dict(),
-        lobby=lobby,
-    )
-
-
-def _shut_down_extension() -> None:
-    extension = _extension()
-    extension.set_farewell(_farewell())
-    extension.shut_down_all()
-
-
-def _farewell() -> str:
-    """Why this process ends, for the other ranks: what nobody caught, where that is the reason."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
-        return "its program ended"
-    return "its program ended by " + traceback.format_exception_only(type(error), error)[-1].strip()
-
-
-def _log_line(level: int, text: str) -> None:
-    """A line of the core; its levels are 0 to 3 for debug to error. Any thread."""
-    logging.getLogger("ringdp.core").log(10 * (level + 1), text)
-
-
-def _extension() -> Any:
-    """``ringdp._C``, or the sentence that says why it cannot be used."""
-    from ringdp import _build
-
-    _build.check()
-    from ringdp import _C
-
-    return _C
-
-
 def _current_membership() -> _Membership | None:
     """What `init` found out, unless the user has replaced the process group since."""
     if _membership is not None and dist.is_initialized() and _membership.group() is dist.group.WORLD:
         return _membership
     return None
-
-
-def _require_initialized(what: str) -> None:
-    if not is_initialized():
-        raise InvalidStateError(f"ringdp.{what}() is known after ringdp.init() only: call that first")
 
 
 def _refuse_second_call() -> None:
@@ -372,7 +264,7 @@ def _device_kind(backend: str | None, wanted: torch.device | str | None) -> str:
 
 
 def _default_backend(kind: str) -> str:
-    return "cpu:ring,cuda:nccl" if kind == "cuda" and dist.is_nccl_available() else BACKEND
+    return "cpu:ring,cuda:nccl" if kind == "cuda" and dist.is_nccl_available() else ring.BACKEND
 
 
 def _meeting_store(
@@ -435,13 +327,12 @@ def _met(
 ) -> Iterator[list[_Hello]]:
     """All ranks' hellos, once all are there and connected to each other; the first process group of ``ring`` made
     inside the block takes the connections over, without one they are closed at its end."""
-    global _lobby
     if world_size == 1:
         yield [mine]
         return
-    extension = _extension()
-    extension.set_log_sink(_log_line)
-    _lobby = extension.Lobby(
+    extension = ring.load_extension()
+    extension.set_log_sink(ring.log_line)
+    lobby = extension.Lobby(
         store=store,
         rank=rank,
         size=world_size,
@@ -450,11 +341,8 @@ def _met(
         first_notice_s=_FIRST_NOTICE_S,
         config=settings.as_dict(),
     )
-    try:
-        yield [_Hello.decode(text, rank=r) for r, text in enumerate(_lobby.hellos())]
-    finally:
-        _lobby.close()
-        _lobby = None
+    with ring.handing_over(lobby):
+        yield [_Hello.decode(text, rank=r) for r, text in enumerate(lobby.hellos())]
 
 
 def _require_agreement(hellos: Sequence[_Hello]) -> None:
@@ -514,8 +402,8 @@ def _shutdown_at_exit() -> None:
     if getattr(sys, "last_value", None) is not None and "nccl" in str(dist.get_backend_config()):
         return  # after an unhandled exception NCCL would wait for ranks that have no reason to come
     try:
-        if BACKEND in str(dist.get_backend_config()):
-            _extension().set_farewell(_farewell())
+        if ring.BACKEND in str(dist.get_backend_config()):
+            ring.say_farewell()
         shutdown()
     except Exception as error:
         _log.warning("leaving the job at exit failed: %s", error)

@@ -107,7 +107,7 @@ def destroyed_in_use(folder: str) -> None:
     import os
     import types
 
-    from ringdp import process_group
+    from ringdp import backend as ring
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for turn in range(8):
@@ -119,7 +119,7 @@ def destroyed_in_use(folder: str) -> None:
             group_id=f"destroyed{turn}",
             global_ranks_in_group=list(range(world)),
         )
-        backend = process_group._create_process_group(options, None)
+        backend = ring.create_process_group(options, None)
         futures = [
             backend.allgather(
                 [[torch.zeros(1) for _ in range(world)]], [torch.ones(1)], AllgatherOptions()

@@ -116,11 +116,11 @@ class Lines(logging.Handler):
 
 
 def besieged(spec: RankSpec, outcome: Outcome) -> None:
-    from ringdp import _C, process_group
+    from ringdp import _C, backend
 
     lines = Lines()
     logging.getLogger("ringdp.core").addHandler(lines)
-    _C.set_log_sink(process_group._log_line)
+    _C.set_log_sink(backend.log_line)
     before = resources()
     lobby(spec, outcome)
     outcome.text = json.dumps({"before": before, "after": resources(), "lines": lines.times})

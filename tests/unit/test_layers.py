@@ -42,16 +42,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launchers": {"errors"},
     "config": {"errors", "launchers"},
     "compression": {"errors"},
-    "process_group": {"", "errors", "config", "_build", "_C"},
+    "backend": {"errors", "config", "_build", "_C"},
+    "process_group": {"", "errors", "config", "backend"},
     "barrier": {"errors"},
-    "hooks": {"errors", "compression", "process_group"},
+    "hooks": {"errors", "compression", "process_group", "backend"},
     "amp": {"errors", "process_group"},
     "model_check": {"errors"},
     "reducer_log": {"errors"},
-    "parallel": {"errors", "config", "compression", "process_group", "hooks", "model_check", "reducer_log", "_C"},
+    "parallel": {"errors", "config", "compression", "backend", "hooks", "model_check", "reducer_log", "_C"},
     "launch": {"", "errors", "config"},
-    "_autoload": {"process_group"},
-    "__init__": {"errors", "process_group", "barrier", "parallel", "_autoload", "_build"},
+    "_autoload": {"backend"},
+    "__init__": {"errors", "backend", "process_group", "barrier", "parallel", "_autoload", "_build"},
 }
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing"}

@@ -1,0 +1,148 @@
+"""The backend ``ring`` of torch.distributed: registering it, making its process groups, and what the extension tells.
+
+`import torch` loads this file where ringdp is installed (ringdp/_autoload.py), so it imports next to nothing: the
+settings and the C++ extension come with the first process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ringdp.errors import InvalidArgumentError, InvalidStateError
+
+if TYPE_CHECKING:
+    from ringdp.config import RingConfig
+
+BACKEND = "ring"
+
+_lobby: Any = None  # where the ranks have met, between that and the process group that takes the connections over
+
+
+def register_backend() -> None:
+    """Make torch.distributed know the backend ``ring``; calling it again changes nothing."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        # A list: torch 2.13 iterates a plain string by its characters. What asks a group for its device prefers cuda.
+        devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+        dist.Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=devices)
+
+
+def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
+    """torch's creator: once for the default group and for each new group this rank belongs to."""
+    from ringdp import config
+
+    if pg_options is not None and not isinstance(pg_options, config.RingConfig):
+        raise InvalidArgumentError(
+            f"the backend ring takes ringdp.config.RingConfig as pg_options, not {type(pg_options).__name__}"
+        )
+    config.apply_log_level()
+    settings = pg_options or config.RingConfig.from_environment()
+    extension = load_extension()
+    extension.set_log_sink(log_line)
+    atexit.unregister(_shut_down_extension)
+    atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
+    lobby = None if dist.is_initialized() else _lobby  # the default group's alone
+    return extension.create_process_group(
+        store=options.store,
+        rank=options.group_rank,
+        size=options.group_size,
+        timeout=options.timeout,
+        group_id=options.group_id,
+        global_ranks=list(options.global_ranks_in_group),
+        config=settings.as_dict(),
+        lobby=lobby,
+    )
+
+
+@contextlib.contextmanager
+def handing_over(lobby: Any) -> Iterator[None]:
+    """Inside the block the default group of ``ring`` takes over the connections of `lobby` (``ringdp._C.Lobby``); where
+    none was made, they are closed at the end."""
+    global _lobby
+    _lobby = lobby
+    try:
+        yield
+    finally:
+        _lobby.close()
+        _lobby = None
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Give the operations this thread issues inside the block a name, which their errors carry.
+
+    Ranks compare it: two all-reduces of equal shape issued in different order on two ranks are told apart by their
+    names and fail with `MismatchError`, where unnamed ones would add up the wrong tensors.
+    """
+    if not name:
+        raise InvalidArgumentError("ringdp.named needs a name that is not empty")
+    scope = load_extension().NamedScope()
+    scope.enter(name)
+    try:
+        yield
+    finally:
+        scope.exit()
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that crossed this process's ring connections since it joined, over all groups, frame headers included."""
+
+    bytes_sent: int
+    bytes_received: int
+
+
+def traffic() -> Traffic:
+    """What this rank sent to and received from the others over ``ring`` so far.
+
+    Raises:
+        InvalidStateError: before `init`, or the default process group does not use ``ring``.
+    """
+    require_initialized("traffic")
+    if BACKEND not in str(dist.get_backend_config()):
+        raise InvalidStateError(f"the backend is {dist.get_backend()}: only {BACKEND} counts its traffic")
+    return Traffic(*load_extension().traffic())
+
+
+def require_initialized(what: str) -> None:
+    """Raise InvalidStateError where this process has not joined a job; `what` is the function that was called."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidStateError(f"ringdp.{what}() is known after ringdp.init() only: call that first")
+
+
+def say_farewell() -> None:
+    """Tell the other ranks why this process ends: what nobody caught, where that is the reason."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    reason = "its program ended"
+    if error is not None:
+        reason += " by " + traceback.format_exception_only(type(error), error)[-1].strip()
+    load_extension().set_farewell(reason)
+
+
+def log_line(level: int, text: str) -> None:
+    """A line of the core; its levels are 0 to 3 for debug to error. Any thread."""
+    logging.getLogger("ringdp.core").log(10 * (level + 1), text)
+
+
+def load_extension() -> Any:
+    """``ringdp._C``, or the sentence that says why it cannot be used."""
+    from ringdp import _build
+
+    _build.check()
+    from ringdp import _C
+
+    return _C
+
+
+def _shut_down_extension() -> None:
+    say_farewell()
+    load_extension().shut_down_all()
