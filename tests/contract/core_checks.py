@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,3 +283,15 @@ def check_all_to_all(ranks: World, table: Mapping[str, int], cases: Sequence[Cas
         for rank in range(n):
             wanted = [before[a][rank] for a in range(n)]
             expect_equal(after[rank], wanted, f"all_to_all of {case} on {n} ranks, rank {rank}'s blocks")
+
+
+CHECKS: Sequence[Callable[[World, Mapping[str, int], Sequence[Case]], None]] = (
+    check_all_reduce,
+    check_reduce_scatter,
+    check_all_gather,
+    check_broadcast,
+    check_reduce,
+    check_gather_and_scatter,
+    check_all_to_all,
+)
+"""Of every collective, for tests that take them all."""

@@ -26,7 +26,7 @@ class World:
         self.size = size
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=f"rank-of-{size}")
         store = core.MemoryStore()
-        self.runtimes = self._on_all(lambda rank: core.Runtime(store, rank, size, **options))
+        self.runtimes = self.each(lambda rank: core.Runtime(store, rank, size, **options))
         self._groups: dict[str, list[Any]] = {}
 
     def groups(self, table: Mapping[str, int]) -> list[Any]:
@@ -42,9 +42,10 @@ class World:
     def run(self, body: Callable[[int, Any], Result], table: Mapping[str, int] = BUILT_IN) -> list[Result]:
         """Call ``body(rank, group)`` on all ranks at the same time; results in rank order."""
         groups = self.groups(table)
-        return self._on_all(lambda rank: body(rank, groups[rank]))
+        return self.each(lambda rank: body(rank, groups[rank]))
 
-    def _on_all(self, body: Callable[[int], Result]) -> list[Result]:
+    def each(self, body: Callable[[int], Result]) -> list[Result]:
+        """Call ``body(rank)`` on all ranks at the same time; results in rank order."""
         # A thread per rank and never more calls than ranks, so all of them run at once.
         futures = [self._threads.submit(body, rank) for rank in range(self.size)]
         wait(futures)
@@ -55,7 +56,7 @@ class World:
             for group in groups:
                 group.close()
         self._groups.clear()
-        self._on_all(lambda rank: self.runtimes[rank].shut_down())
+        self.each(lambda rank: self.runtimes[rank].shut_down())
         self.runtimes.clear()
         self._threads.shutdown()
 

@@ -11,16 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contract.core_checks import (
-    Case,
-    check_all_gather,
-    check_all_reduce,
-    check_all_to_all,
-    check_broadcast,
-    check_gather_and_scatter,
-    check_reduce,
-    check_reduce_scatter,
-)
+from tests.contract.core_checks import CHECKS, Case
 from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, NEVER_SMALL, World
 from tests.contract.reduction_order import random_input
 
@@ -82,15 +73,7 @@ def test_every_collective_on_a_bad_network(size: int) -> None:
     cases = [Case(dtype, "SUM", count, seed=i) for i, dtype in enumerate(dtypes) for count in (0, 1, 1009, 40_000)]
     with made(size, segment_bytes=4096, fault_seed=5 + size) as ranks:
         for table in (BUILT_IN, NEVER_SMALL):
-            for check in (
-                check_all_reduce,
-                check_reduce_scatter,
-                check_all_gather,
-                check_broadcast,
-                check_reduce,
-                check_gather_and_scatter,
-                check_all_to_all,
-            ):
+            for check in CHECKS:
                 check(ranks, table, cases)
 
 

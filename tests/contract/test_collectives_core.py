@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.contract.core_checks import (
+    CHECKS,
     SEGMENT_BYTES,
     Case,
     algorithm_is_ring,
@@ -158,16 +159,7 @@ def test_any_mixture(data: st.DataObject) -> None:
     ranks = world(data.draw(st.sampled_from(WORLDS[:5]), label="world"))
     limit = data.draw(st.sampled_from((0, 1, 1000, 65_536, 2**40)), label="limits")
     table = dict.fromkeys(LIMITS, limit)
-    checks = (
-        check_all_reduce,
-        check_reduce_scatter,
-        check_all_gather,
-        check_broadcast,
-        check_reduce,
-        check_gather_and_scatter,
-        check_all_to_all,
-    )
-    check = data.draw(st.sampled_from(checks), label="collective")
+    check = data.draw(st.sampled_from(CHECKS), label="collective")
     cases = []
     for seed in range(data.draw(st.integers(1, 10), label="in flight")):
         dtype, op = data.draw(st.sampled_from(pairs()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Barrier
 from typing import Any
@@ -117,8 +116,7 @@ def play(size: int, calls: list[str]) -> list[tuple[RingError | None, float]]:
         group.close()
         return found, took
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(rank, range(size)))
+    return world(size).each(rank)
 
 
 def check(calls: list[str], odd: int) -> None:
@@ -176,8 +174,7 @@ def test_named_ones_in_swapped_order() -> None:
         together.wait()
         group.close()
 
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(rank, range(3)))
+    world(3).each(rank)
 
 
 def test_one_call_too_few() -> None:
@@ -199,8 +196,7 @@ def test_one_call_too_few() -> None:
         together.wait()
         group.close()
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(rank, range(2)))
+    world(2).each(rank)
 
 
 @pytest.mark.parametrize("count, dtype", ((13, np.float32), (12, np.int32), (LARGE, np.float32)))
@@ -224,8 +220,7 @@ def test_a_message_and_a_receiver_that_expects_another(count: int, dtype: Any) -
         together.wait()
         group.close()
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(rank, range(2)))
+    world(2).each(rank)
 
 
 def test_groups_beside_it_go_on() -> None:
@@ -242,5 +237,4 @@ def test_groups_beside_it_go_on() -> None:
         heard.wait()
         return float(buffer[-1])
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(rank, range(2))) == [2.0, 2.0]
+    assert world(2).each(rank) == [2.0, 2.0]
