@@ -48,6 +48,7 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     std::unique_ptr<Channel> channel = std::move(peer.channel);
     if (options_.wrap_channel) channel = options_.wrap_channel(std::move(channel), place);
     links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(channel), events);
+    some_streams_ |= !links_[place]->direct();
     links_[place]->limit_segments(options_.segment_bytes);
     links_[place]->watch_host(options_.host_silence_ms);
   }

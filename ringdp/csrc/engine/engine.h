@@ -176,6 +176,8 @@ class Engine {
   bool bind_receives(Group& group);
   int find_sender(const Group& group, PointToPoint ends);
   bool pump_links();
+  bool serve(const std::vector<Poller::Event>& events);
+  bool lie_down();
   void sleep(const Work* until, Deadline deadline);
   void watch_blocked();  // tells the poller which channels are full
   bool anything_outgoing() const;
@@ -243,6 +245,7 @@ class Engine {
   // driver
   Poller poller_;
   std::vector<std::unique_ptr<Link>> links_;
+  bool some_streams_ = false;  // not all links are direct
   std::vector<char> writing_;  // the poller watches for room to write
   ScratchPool scratch_;
   std::vector<GroupPtr> busy_;       // groups with operations queued or active

@@ -30,7 +30,10 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     settle_failures();
     if (!questions_.empty()) answer_questions();
     if (look_due_.load(std::memory_order_relaxed)) look_while_idle();
-    if (++turns_ % kDeadlineTurns == 0) check_deadlines();
+    if (++turns_ % kDeadlineTurns == 0) {
+      serve(poller_.wait(0));  // whoever never sleeps would not hear that a direct channel's peer is gone
+      check_deadlines();
+    }
     if (moved) {
       spinning = spin_us > 0;
       if (spinning) last_move = Clock::now();
@@ -205,16 +208,26 @@ bool Engine::pump_links() {
   bool few = world() <= kPolledLinks;
   for (auto& link : links_) {
     if (!link || link->broken() || link->departed()) continue;
-    if (link->has_outgoing() && (few || !link->wants_write()))
+    bool ask = few || link->direct();
+    if (link->has_outgoing() && (ask || !link->wants_write()))
       moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
-    if (few && link->expects() && !link->broken())
+    if (ask && link->expects() && !link->broken())
       moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
   }
-  if (few) return moved;
+  if (few || !some_streams_) return moved;
   watch_blocked();
-  for (const Poller::Event& event : poller_.wait(0)) {
+  return moved | serve(poller_.wait(0));
+}
+
+bool Engine::serve(const std::vector<Poller::Event>& events) {
+  bool moved = false;
+  for (const Poller::Event& event : events) {
     int peer = static_cast<int>(event.token);
-    if (event.readable) moved |= guarded(peer, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+    if (event.readable)
+      moved |= guarded(peer, [](Link& it) {
+        it.channel().noticed();
+        return it.pump_receive(kReceiveBudgetBytes);
+      });
     if (event.writable) moved |= guarded(peer, [](Link& it) { return it.pump_send(); });
   }
   return moved;
@@ -222,7 +235,7 @@ bool Engine::pump_links() {
 
 void Engine::watch_blocked() {
   for (auto& link : links_) {
-    if (!link || link->broken() || link->departed()) continue;
+    if (!link || link->direct() || link->broken() || link->departed()) continue;
     int peer = link->peer().rank;
     if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
     writing_[peer] = link->wants_write();
@@ -238,18 +251,30 @@ void Engine::sleep(const Work* until, Deadline deadline) {
     sleeping_ = true;
   }
   int timeout_ms = std::min(deadline.remaining_ms(kSleepMs), next_deadline().remaining_ms(kSleepMs));
+  if (!lie_down()) timeout_ms = 0;
   const auto& events = poller_.wait(timeout_ms);
   {
     std::lock_guard lock(mutex_);
     sleeping_ = false;
   }
-  for (const Poller::Event& event : events) {
-    int peer = static_cast<int>(event.token);
-    if (event.readable) guarded(peer, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
-    if (event.writable) guarded(peer, [](Link& it) { return it.pump_send(); });
-  }
+  for (auto& link : links_)
+    if (link && link->direct() && !link->broken()) link->channel().after_sleep();
+  serve(events);
   settle_failures();
   if (events.empty() && until != nullptr && options_.check_interrupt) options_.check_interrupt();
+}
+
+// Direct channels are told that this thread is about to sleep. False if something waits in one of them: it is taken in, for
+// the driver asks only those of which an operation expects something.
+bool Engine::lie_down() {
+  bool quiet = true;
+  for (auto& link : links_) {
+    if (!link || !link->direct() || link->broken() || link->departed()) continue;
+    if (link->channel().before_sleep(link->wants_write())) continue;
+    quiet = false;
+    guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+  }
+  return quiet;
 }
 
 bool Engine::Group::any_running(const std::function<bool(const Slot&)>& look) const {

@@ -42,6 +42,7 @@ void Engine::look_while_idle() {
   look_due_.store(false, std::memory_order_relaxed);
   take_inbox();
   advance_groups();
+  serve(poller_.wait(0));
   for (auto& link : links_)
     if (link && !link->broken() && !link->departed())
       guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kIdleBudgetBytes); });

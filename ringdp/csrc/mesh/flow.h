@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 
@@ -23,6 +24,15 @@ class FlowHandler {
   // Where the bytes at `offset` go: exactly `length` bytes of room, used until `arrived`. An empty span: no such place.
   virtual std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) = 0;
   virtual void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) = 0;
+  // In place of these two where the bytes lie in memory already and are gone afterwards: whole elements, not beyond a
+  // block's end. False: no such place.
+  virtual bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
+    std::span<std::byte> room = incoming(flow, offset, data.size());
+    if (room.size() != data.size()) return false;
+    std::memcpy(room.data(), data.data(), data.size());
+    arrived(flow, offset, room);
+    return true;
+  }
 
  protected:
   ~FlowHandler() = default;

@@ -49,7 +49,12 @@ Link::Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Event
       peer_(std::move(peer)),
       channel_(std::move(channel)),
       events_(std::move(events)),
-      stage_(kStageBytes) {}
+      direct_(channel_->direct()),
+      stage_(direct_ ? 0 : kStageBytes) {}
+
+std::size_t Link::padding_of(std::size_t payload) const {
+  return direct_ ? (Channel::kDirectAlignment - payload % Channel::kDirectAlignment) % Channel::kDirectAlignment : 0;
+}
 
 void Link::watch_host(int64_t silence_ms) {
   silence_ms_ = silence_ms;

@@ -97,6 +97,7 @@ class Link {
   bool drained() const { return broken_ || channel_->drained(); }
   void close();  // for good: the link is broken, the descriptor goes, counters stay
   Channel& channel() { return *channel_; }
+  bool direct() const { return direct_; }  // see Channel
   const PeerInfo& peer() const { return peer_; }
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }          // any thread
   uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }  // any thread
@@ -115,8 +116,14 @@ class Link {
   void append_control(FrameHeader header, const std::string& payload = {});
   void append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
                       const std::string& payload = {});
+  bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }
   void finish_frame_sent();
   bool take_from_stage();  // false: more bytes are needed
+  bool pump_direct(std::size_t budget_bytes);
+  std::size_t take_direct(std::span<const std::byte> bytes);  // how many it has used up
+  std::size_t padding_of(std::size_t payload) const;
+  void hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes);
+  FrameHeader read_header(std::span<const std::byte> raw) const;
   void begin_frame(const FrameHeader& header);
   void begin_data(const FrameHeader& header);
   void finish_payload();
@@ -137,6 +144,7 @@ class Link {
   PeerInfo peer_;
   std::unique_ptr<Channel> channel_;
   Events events_;
+  const bool direct_;
   bool departed_ = false;
   bool broken_ = false;
   int64_t silence_ms_ = 0;  // of its host that is borne; 0: any
@@ -148,7 +156,8 @@ class Link {
   std::vector<std::byte> head_;
   std::size_t head_sent_ = 0;
   std::span<const std::byte> payload_;
-  std::size_t payload_sent_ = 0;
+  std::size_t payload_sent_ = 0;  // with its padding
+  std::size_t padding_ = 0;       // behind `payload_`, of a direct channel
   SendFlow* payload_flow_ = nullptr;
   std::vector<std::byte> orphan_;  // owns `payload_` when its operation is gone
   bool blocked_ = false;

@@ -1,6 +1,7 @@
 // What a Link receives: frames put back into flows, early ones kept within bounds, and compared with what this rank means.
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 
 #include "base/text.h"
@@ -9,7 +10,8 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kMaxEarlyOperations = 65536;  // how many operations a peer may be ahead
+constexpr std::size_t kMaxEarlyOperations = 65536;      // how many operations a peer may be ahead
+constexpr std::size_t kDirectStretchBytes = 64 * 1024;  // used up between two words to the sender that there is room
 
 std::span<const std::byte> as_const(std::span<std::byte> bytes) { return bytes; }
 
@@ -86,6 +88,7 @@ void Link::discard_group(uint64_t group) {
 }
 
 bool Link::pump_receive(std::size_t budget_bytes) {
+  if (direct_) return pump_direct(budget_bytes);
   std::size_t moved = 0;
   bool drained = false;
   while (!broken_ && !departed_) {
@@ -125,13 +128,7 @@ bool Link::take_from_stage() {
       stage_end_ = staged;
       return false;
     }
-    FrameHeader header;
-    try {
-      header = FrameHeader::decode(
-          std::span<const std::byte, kFrameHeaderBytes>(stage_.data() + stage_begin_, kFrameHeaderBytes));
-    } catch (const Error& error) {
-      fail(ErrorKind::kPeerLost, error.what(), "run the same version of ringdp on all ranks");
-    }
+    FrameHeader header = read_header({stage_.data() + stage_begin_, kFrameHeaderBytes});
     stage_begin_ += kFrameHeaderBytes;
     eager_credited_ = header.credit;
     begin_frame(header);
@@ -151,6 +148,83 @@ bool Link::take_from_stage() {
   return false;
 }
 
+FrameHeader Link::read_header(std::span<const std::byte> raw) const {
+  try {
+    return FrameHeader::decode(raw.first<kFrameHeaderBytes>());
+  } catch (const Error& error) {
+    fail(ErrorKind::kPeerLost, error.what(), "run the same version of ringdp on all ranks");
+  }
+}
+
+bool Link::pump_direct(std::size_t budget_bytes) {
+  std::size_t moved = 0;
+  while (!broken_ && !departed_ && moved < budget_bytes) {
+    std::span<const std::byte> bytes;
+    IoStatus status = channel_->peek(bytes);
+    if (status == IoStatus::kWouldBlock) break;
+    if (status != IoStatus::kOk) {
+      on_closed(status == IoStatus::kClosed ? 0 : EPROTO);
+      break;
+    }
+    std::size_t used = take_direct(bytes);
+    if (used == 0) break;
+    moved += used;
+    bytes_received_.fetch_add(used, std::memory_order_relaxed);
+    channel_->consume(used);
+  }
+  return moved > 0;
+}
+
+// Frames, or parts of one, straight out of the transport's memory; a stretch at a time, so that its room is soon free.
+std::size_t Link::take_direct(std::span<const std::byte> bytes) {
+  std::size_t used = 0;
+  while (used < kDirectStretchBytes && !departed_) {
+    std::size_t rest = bytes.size() - used;
+    if (!current_) {
+      if (rest < kFrameHeaderBytes) break;
+      FrameHeader header = read_header(bytes.subspan(used, kFrameHeaderBytes));
+      used += kFrameHeaderBytes;
+      eager_credited_ = header.credit;
+      begin_frame(header);
+      continue;
+    }
+    const FrameHeader& header = *current_;
+    std::size_t length = header.length, whole = length + padding_of(length);
+    std::size_t part = std::min({rest, whole - target_filled_, kDirectStretchBytes});
+    if (part < whole - target_filled_) part -= part % Channel::kDirectAlignment;
+    if (part == 0) break;
+    std::size_t payload = target_filled_ < length ? std::min(part, length - target_filled_) : 0;
+    std::span<const std::byte> data = bytes.subspan(used, payload);
+    const uint64_t offset = header.offset + target_filled_;
+    used += part;
+    target_filled_ += part;
+    const bool last = target_filled_ == whole;
+    if (target_flow_ == nullptr) {
+      if (!dropping_ && payload > 0) std::memcpy(spare_.data() + (target_filled_ - part), data.data(), payload);
+      if (last) finish_payload();
+      continue;
+    }
+    RecvFlow& flow = *target_flow_;
+    flow.received += payload;
+    if (last) {
+      flow.opened = true;
+      if (flow.complete()) std::erase(receiving_, &flow);
+      consume(header);
+      current_.reset();
+      target_flow_ = nullptr;
+    }
+    hand_over(flow, offset, data);
+  }
+  return used;
+}
+
+void Link::hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes) {
+  if (bytes.empty())
+    flow.handler->arrived(flow, offset, {});
+  else if (!flow.handler->take(flow, offset, bytes))
+    fail(ErrorKind::kPeerLost, "it sent a segment that crosses a block's end", "report this as a bug of ringdp");
+}
+
 void Link::begin_frame(const FrameHeader& header) {
   current_ = header;
   target_filled_ = 0;
@@ -162,21 +236,18 @@ void Link::begin_frame(const FrameHeader& header) {
     spare_.resize(header.length);
     target_ = spare_;
   }
-  if (target_.empty()) finish_payload();
+  if (header.length == 0) finish_payload();
 }
 
 void Link::begin_data(const FrameHeader& header) {
   RecvFlow* flow = find_receiver(header.group, header.sequence);
   if (flow != nullptr && accept(*flow, header)) {
-    if (header.length == 0) {
-      target_ = {};
-      target_flow_ = flow;
-      return;
-    }
+    target_ = {};
+    target_flow_ = flow;
+    if (direct_ || header.length == 0) return;
     target_ = flow->handler->incoming(*flow, header.offset, header.length);
     if (target_.size() != header.length)
       fail(ErrorKind::kPeerLost, "it sent a segment that crosses a block's end", "report this as a bug of ringdp");
-    target_flow_ = flow;
     return;
   }
   dropping_ = flow != nullptr || discarded_.contains(header.group) || nobody_waits_for(header);
@@ -223,20 +294,10 @@ bool Link::nobody_waits_for(const FrameHeader& header) {
 
 // Bytes that waited in a buffer of ours, in as many parts as the operation has blocks for them.
 void Link::deliver(RecvFlow& flow, const FrameHeader& header, std::span<const std::byte> bytes) {
-  if (!bytes.empty()) {
-    std::span<std::byte> room = flow.handler->incoming(flow, header.offset, bytes.size());
-    if (room.size() != bytes.size())
-      fail(ErrorKind::kPeerLost, "it sent a segment that crosses a block's end", "report this as a bug of ringdp");
-    std::memcpy(room.data(), bytes.data(), bytes.size());
-    flow.received += bytes.size();
-    flow.opened = true;
-    if (flow.complete()) std::erase(receiving_, &flow);
-    flow.handler->arrived(flow, header.offset, room);
-    return;
-  }
+  flow.received += bytes.size();
   flow.opened = true;
   if (flow.complete()) std::erase(receiving_, &flow);
-  flow.handler->arrived(flow, header.offset, {});
+  hand_over(flow, header.offset, bytes);
 }
 
 void Link::finish_payload() {

@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
+constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
 constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and may be less than operations can cut
 
 }  // namespace
@@ -59,7 +60,7 @@ bool Link::must_request(const SendFlow& flow) const {
 
 bool Link::has_outgoing() const {
   if (broken_ || departed_) return false;
-  if (head_sent_ < head_.size() || payload_sent_ < payload_.size() || !control_.empty()) return true;
+  if (frame_under_way() || !control_.empty()) return true;
   return std::any_of(sending_.begin(), sending_.end(),
                      [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
 }
@@ -68,7 +69,7 @@ void Link::append_control(FrameHeader header, const std::string& payload) {
   header.length = static_cast<uint32_t>(payload.size());
   header.credit = consumed_told_ = consumed_;
   std::size_t at = control_.size();
-  control_.resize(at + kFrameHeaderBytes + payload.size());
+  control_.resize(at + kFrameHeaderBytes + payload.size() + padding_of(payload.size()));
   header.encode(std::span<std::byte, kFrameHeaderBytes>(control_.data() + at, kFrameHeaderBytes));
   if (!payload.empty()) std::memcpy(control_.data() + at + kFrameHeaderBytes, payload.data(), payload.size());
 }
@@ -115,6 +116,7 @@ bool Link::stage_next() {
   head_sent_ = 0;
   payload_ = {};
   payload_sent_ = 0;
+  padding_ = 0;
   payload_flow_ = nullptr;
   for (SendFlow* flow : sending_) {
     if (!must_request(*flow)) continue;
@@ -130,6 +132,7 @@ bool Link::stage_next() {
   if (flow.total > 0) payload_ = flow.handler->outgoing(flow, flow.sent, limit);
   if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
   payload_flow_ = &flow;
+  padding_ = padding_of(payload_.size());
   header.eager = flow.sent >= flow.granted;
   if (header.eager) eager_sent_ += static_cast<uint32_t>(payload_.size());
   header.length = static_cast<uint32_t>(payload_.size());
@@ -151,6 +154,7 @@ void Link::finish_frame_sent() {
   std::size_t sent = payload_.size();
   payload_ = {};
   payload_sent_ = 0;
+  padding_ = 0;
   head_.clear();
   head_sent_ = 0;
   orphan_.clear();
@@ -165,15 +169,19 @@ bool Link::pump_send() {
   blocked_ = false;
   std::size_t moved = 0;
   while (!broken_ && !departed_ && moved < kSendBudgetBytes) {
-    if (head_sent_ == head_.size() && payload_sent_ == payload_.size()) {
+    if (!frame_under_way()) {
       finish_frame_sent();
       if (!stage_next()) break;
     }
-    std::array<iovec, 2> pieces;
+    std::array<iovec, 3> pieces;
     std::size_t count = 0;
     if (head_sent_ < head_.size()) pieces[count++] = {head_.data() + head_sent_, head_.size() - head_sent_};
     if (payload_sent_ < payload_.size())
       pieces[count++] = {const_cast<std::byte*>(payload_.data()) + payload_sent_, payload_.size() - payload_sent_};
+    if (padding_ > 0) {
+      std::size_t sent = payload_sent_ > payload_.size() ? payload_sent_ - payload_.size() : 0;
+      pieces[count++] = {const_cast<std::byte*>(kPadding.data()), padding_ - sent};
+    }
     IoResult result = channel_->send(std::span(pieces.data(), count));
     if (result.status == IoStatus::kWouldBlock) {
       blocked_ = true;
@@ -192,7 +200,7 @@ bool Link::pump_send() {
     head_sent_ += of_head;
     payload_sent_ += result.bytes - of_head;
   }
-  if (!broken_ && head_sent_ == head_.size() && payload_sent_ == payload_.size()) finish_frame_sent();
+  if (!broken_ && !frame_under_way()) finish_frame_sent();
   return moved > 0;
 }
 

@@ -16,10 +16,16 @@ class FaultyChannel final : public Channel {
   FaultyChannel(std::unique_ptr<Channel> inner, uint64_t seed) : inner_(std::move(inner)), random_(seed) {}
 
   IoResult send(std::span<const iovec> pieces) override;
+  bool direct() const override { return inner_->direct(); }
   IoResult receive(std::span<const iovec> pieces) override;
+  IoStatus peek(std::span<const std::byte>& bytes) override;
+  void consume(std::size_t bytes) override { inner_->consume(bytes); }
   bool drained() const override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   int poll_fd() const override { return inner_->poll_fd(); }
+  bool before_sleep(bool) override { return false; }  // what it refused a moment ago may be there: never sleep long
+  void after_sleep() override { inner_->after_sleep(); }
+  void noticed() override { inner_->noticed(); }
   void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
   std::string describe() const override { return "faulty " + inner_->describe(); }

@@ -1,0 +1,193 @@
+#include "transport/shm.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kLineBytes = 64;            // what two cores should not both write
+constexpr std::size_t kPublishBytes = 64 * 1024;  // the peer may read so much while the rest is still being copied
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+// One direction. Counters only grow; their difference is what waits in the ring.
+struct Direction {
+  alignas(kLineBytes) std::atomic<uint64_t> written;
+  std::atomic<uint32_t> ended;  // nothing follows
+  alignas(kLineBytes) std::atomic<uint64_t> read;
+};
+
+constexpr uint32_t kWantsBytes = 1, kWantsRoom = 2;
+
+// At the beginning of the shared memory, which is zero at first.
+struct Control {
+  Direction directions[2];
+  struct alignas(kLineBytes) Sleeper {
+    std::atomic<uint32_t> wants;  // not 0: that side sleeps, or is about to, and wants its bell rung for these
+  } sleepers[2];
+};
+static_assert(sizeof(Control) <= PairMemory::kControlBytes);
+
+// Single producer, single consumer per direction. A side that is about to sleep first says so, then looks once more; the
+// other first moves its counter, then looks whether anybody sleeps. Both in sequentially consistent order, so one of the
+// two sees the other.
+class ShmChannel final : public Channel {
+ public:
+  explicit ShmChannel(SharedPair pair)
+      : memory_(std::move(pair.memory)),
+        socket_(std::move(pair.socket)),
+        description_("shm " + pair.peer),
+        control_(*std::launder(reinterpret_cast<Control*>(memory_.control()))),
+        out_(control_.directions[pair.side]),
+        in_(control_.directions[1 - pair.side]),
+        own_sleep_(control_.sleepers[pair.side]),
+        peer_sleep_(control_.sleepers[1 - pair.side]),
+        out_ring_(memory_.ring(pair.side)),
+        in_ring_(memory_.ring(1 - pair.side)),
+        size_(memory_.ring_bytes()) {}
+
+  IoResult send(std::span<const iovec> pieces) override {
+    std::size_t moved = 0;
+    for (const iovec& piece : pieces) {
+      const auto* from = static_cast<const std::byte*>(piece.iov_base);
+      for (std::size_t done = 0; done < piece.iov_len;) {
+        std::size_t room = room_for(piece.iov_len - done);
+        if (room == 0) {
+          if (moved == 0) return broken_ ? IoResult{IoStatus::kBroken, 0, EPROTO} : IoResult{IoStatus::kWouldBlock};
+          publish();
+          return {IoStatus::kOk, moved};
+        }
+        std::size_t part = std::min({piece.iov_len - done, room, kPublishBytes - (written_ - published_)});
+        std::memcpy(out_ring_ + written_ % size_, from + done, part);
+        written_ += part;
+        moved += part;
+        done += part;
+        if (written_ - published_ == kPublishBytes) publish();
+      }
+    }
+    publish();
+    return {IoStatus::kOk, moved};
+  }
+
+  bool direct() const override { return true; }
+  IoResult receive(std::span<const iovec>) override { return {IoStatus::kBroken, 0, ENOTSUP}; }
+
+  IoStatus peek(std::span<const std::byte>& bytes) override {
+    uint64_t written = in_.written.load(std::memory_order_acquire);
+    if (written == read_) {
+      bytes = {};
+      return nothing_there();
+    }
+    if (written - read_ > size_) {
+      broken_ = true;
+      return IoStatus::kBroken;
+    }
+    bytes = {in_ring_ + read_ % size_, static_cast<std::size_t>(written - read_)};
+    return IoStatus::kOk;
+  }
+
+  void consume(std::size_t bytes) override {
+    read_ += bytes;
+    in_.read.store(read_, std::memory_order_seq_cst);
+    ring_if(kWantsRoom);
+  }
+
+  bool drained() const override {
+    return gone_ || out_.read.load(std::memory_order_acquire) == written_;  // a peer that is gone reads no more
+  }
+  void close_send() override {
+    out_.ended.store(1, std::memory_order_release);
+    shutdown(socket_.get(), SHUT_WR);
+  }
+  int poll_fd() const override { return socket_.get(); }
+
+  bool before_sleep(bool for_room) override {
+    own_sleep_.wants.store(for_room ? kWantsBytes | kWantsRoom : kWantsBytes, std::memory_order_seq_cst);
+    bool bytes_there = in_.written.load(std::memory_order_seq_cst) != read_;
+    bool room_there = for_room && out_.read.load(std::memory_order_seq_cst) != read_by_peer_;
+    return !bytes_there && !room_there;
+  }
+  void after_sleep() override { own_sleep_.wants.store(0, std::memory_order_relaxed); }
+  void noticed() override { look_at_socket_ = true; }
+
+  std::string describe() const override { return description_; }
+
+ private:
+  std::size_t room_for(std::size_t wanted) {
+    std::size_t room = size_ - static_cast<std::size_t>(written_ - read_by_peer_);
+    if (room >= wanted) return room;
+    uint64_t read = out_.read.load(std::memory_order_acquire);
+    if (read < read_by_peer_ || read > written_) broken_ = true;
+    if (broken_) return 0;
+    read_by_peer_ = read;
+    return size_ - static_cast<std::size_t>(written_ - read_by_peer_);
+  }
+
+  void publish() {
+    if (published_ == written_) return;
+    published_ = written_;
+    out_.written.store(written_, std::memory_order_seq_cst);
+    ring_if(kWantsBytes);
+  }
+
+  void ring_if(uint32_t what) {
+    if ((peer_sleep_.wants.load(std::memory_order_seq_cst) & what) == 0) return;
+    if ((peer_sleep_.wants.exchange(0, std::memory_order_seq_cst) & what) == 0) return;
+    char bell = 1;
+    // A full socket rings already; a broken one is seen when it is read.
+    [[maybe_unused]] auto ignored = ::send(socket_.get(), &bell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+
+  // The ring is empty. What the peer wrote before it ended its stream, or died, was read first: that is seen only here.
+  IoStatus nothing_there() {
+    if (in_.ended.load(std::memory_order_acquire) != 0)
+      return in_.written.load(std::memory_order_acquire) == read_ ? IoStatus::kClosed : IoStatus::kWouldBlock;
+    if (!look_at_socket_) return IoStatus::kWouldBlock;
+    look_at_socket_ = false;
+    std::array<char, 64> bells;
+    for (;;) {
+      ssize_t count = recv(socket_.get(), bells.data(), bells.size(), MSG_DONTWAIT);
+      if (count > 0) return IoStatus::kWouldBlock;  // an end behind that shows at the next look
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return IoStatus::kWouldBlock;
+      break;
+    }
+    gone_ = true;
+    look_at_socket_ = true;  // the end stays the end
+    return in_.written.load(std::memory_order_acquire) == read_ ? IoStatus::kClosed : IoStatus::kWouldBlock;
+  }
+
+  PairMemory memory_;
+  Fd socket_;
+  std::string description_;
+  Control& control_;
+  Direction& out_;
+  Direction& in_;
+  Control::Sleeper& own_sleep_;
+  Control::Sleeper& peer_sleep_;
+  std::byte* out_ring_;
+  const std::byte* in_ring_;
+  std::size_t size_;
+
+  uint64_t written_ = 0;
+  uint64_t published_ = 0;
+  uint64_t read_by_peer_ = 0;  // as last seen
+  uint64_t read_ = 0;
+  bool look_at_socket_ = false;
+  bool gone_ = false;
+  bool broken_ = false;  // the counters make no sense
+};
+
+}  // namespace
+
+std::unique_ptr<Channel> make_shm_channel(SharedPair pair) { return std::make_unique<ShmChannel>(std::move(pair)); }
+
+}  // namespace ringdp
