@@ -1,0 +1,203 @@
+// The channel through shared memory: bytes in order through a small ring, sleeping and waking, ends and deaths.
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.h"
+#include "testing.h"
+#include "transport/shm.h"
+
+namespace ringdp::testing {
+namespace {
+
+constexpr std::size_t kRingBytes = 64 * 1024;
+constexpr int kBellMs = 5000;  // nobody who sleeps may have to wait for so long
+
+struct Ends {
+  std::unique_ptr<Channel> a, b;
+  std::optional<PairMemory> memory;  // a third mapping of the same, to look at and to spoil
+};
+
+Ends make_ends() {
+  std::string problem;
+  Fd memory = PairMemory::create(kRingBytes, problem);
+  REQUIRE(memory);
+  int sockets[2];
+  REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, sockets) == 0);
+  auto map = [&] {
+    auto mapped = PairMemory::map(memory, kRingBytes, problem);
+    REQUIRE(mapped.has_value());
+    return std::move(*mapped);
+  };
+  Ends ends;
+  ends.a = make_shm_channel({map(), Fd(sockets[0]), 0, "rank 1"});
+  ends.b = make_shm_channel({map(), Fd(sockets[1]), 1, "rank 0"});
+  ends.memory = map();
+  return ends;
+}
+
+// Byte i of the stream.
+std::byte byte_at(uint64_t i) { return static_cast<std::byte>((i * 2654435761ULL) >> 13); }
+
+void wait_for(Channel& channel, bool for_room) {
+  if (channel.before_sleep(for_room)) {
+    pollfd bell{channel.poll_fd(), POLLIN, 0};
+    CHECK(poll(&bell, 1, kBellMs) == 1);
+    channel.noticed();
+  }
+  channel.after_sleep();
+}
+
+void send_stream(Channel& channel, uint64_t total, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::byte> bytes;
+  for (uint64_t at = 0; at < total;) {
+    std::size_t length = std::min<uint64_t>(total - at, 1 + random() % (random() % 8 == 0 ? 200'000 : 700));
+    bytes.resize(length);
+    for (std::size_t i = 0; i < length; ++i) bytes[i] = byte_at(at + i);
+    for (std::size_t done = 0; done < length;) {
+      std::size_t middle = done + (length - done) / 3;
+      iovec pieces[2] = {{bytes.data() + done, middle - done}, {bytes.data() + middle, length - middle}};
+      IoResult result = channel.send(pieces);
+      if (result.status == IoStatus::kWouldBlock) {
+        wait_for(channel, true);
+        std::span<const std::byte> none;
+        CHECK(channel.peek(none) == IoStatus::kWouldBlock);  // takes the bell
+        continue;
+      }
+      REQUIRE(result.status == IoStatus::kOk);
+      done += result.bytes;
+    }
+    at += length;
+    if (random() % 64 == 0) std::this_thread::yield();
+  }
+}
+
+uint64_t receive_stream(Channel& channel, uint64_t total, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  uint64_t at = 0, wrong = 0;
+  while (at < total) {
+    std::span<const std::byte> bytes;
+    IoStatus status = channel.peek(bytes);
+    if (status == IoStatus::kWouldBlock) {
+      wait_for(channel, false);
+      continue;
+    }
+    REQUIRE(status == IoStatus::kOk);
+    std::size_t used = 1 + random() % bytes.size();
+    for (std::size_t i = 0; i < used; ++i) wrong += bytes[i] != byte_at(at + i);
+    at += used;
+    channel.consume(used);
+  }
+  return wrong;
+}
+
+IoStatus look(Channel& channel) {
+  channel.noticed();
+  std::span<const std::byte> bytes;
+  return channel.peek(bytes);
+}
+
+}  // namespace
+
+CASE("bytes come out as they went in, both ways at once, and nobody who sleeps is forgotten") {
+  for (uint64_t seed : {1, 2, 3}) {
+    Ends ends = make_ends();
+    constexpr uint64_t kTotal = 6'000'000;
+    std::atomic<uint64_t> wrong{0};
+    // A channel belongs to one thread: each side sends a stretch, then receives one.
+    auto run = [&](Channel& channel, bool first, uint64_t own) {
+      for (uint64_t turn = 0; turn < 2; ++turn) {
+        if (first == (turn == 0))
+          send_stream(channel, kTotal, own);
+        else
+          wrong += receive_stream(channel, kTotal, own + 17);
+      }
+    };
+    std::thread other([&] { run(*ends.b, false, seed * 100); });
+    run(*ends.a, true, seed);
+    other.join();
+    CHECK_EQ(wrong.load(), uint64_t{0});
+    CHECK(ends.a->drained());
+    CHECK(ends.b->drained());
+  }
+}
+
+CASE("a full ring takes no more, and room is told to who waits for it only") {
+  Ends ends = make_ends();
+  std::vector<std::byte> bytes(kRingBytes + 1000);
+  iovec piece{bytes.data(), bytes.size()};
+  CHECK_EQ(ends.a->send({&piece, 1}).bytes, kRingBytes);
+  CHECK(ends.a->send({&piece, 1}).status == IoStatus::kWouldBlock);
+  CHECK(!ends.a->drained());
+  CHECK(ends.a->before_sleep(false));
+  std::span<const std::byte> there;
+  CHECK(ends.b->peek(there) == IoStatus::kOk);
+  CHECK_EQ(there.size(), kRingBytes);
+  pollfd bell{ends.a->poll_fd(), POLLIN, 0};
+  ends.b->consume(64);
+  CHECK_EQ(poll(&bell, 1, 0), 0);
+  ends.a->after_sleep();
+  CHECK(!ends.a->before_sleep(true));  // room was made meanwhile: no sleep
+  ends.a->after_sleep();
+  CHECK_EQ(ends.a->send({&piece, 1}).bytes, std::size_t{64});
+  CHECK(ends.a->before_sleep(true));
+  ends.b->consume(64);
+  CHECK_EQ(poll(&bell, 1, kBellMs), 1);
+}
+
+CASE("what was sent before a side ended is read, then the end is seen") {
+  for (bool orderly : {true, false}) {
+    Ends ends = make_ends();
+    std::byte byte{7};
+    iovec piece{&byte, 1};
+    CHECK_EQ(ends.a->send({&piece, 1}).bytes, std::size_t{1});
+    if (orderly) ends.a->close_send();
+    ends.a.reset();  // its process has ended
+    std::span<const std::byte> bytes;
+    ends.b->noticed();
+    CHECK(ends.b->peek(bytes) == IoStatus::kOk);
+    CHECK_EQ(bytes.size(), std::size_t{1});
+    pollfd bell{ends.b->poll_fd(), POLLIN, 0};
+    CHECK_EQ(poll(&bell, 1, kBellMs), 1);
+    ends.b->consume(1);
+    CHECK(look(*ends.b) == IoStatus::kClosed);
+    CHECK(look(*ends.b) == IoStatus::kClosed);
+    CHECK(ends.b->drained());
+  }
+}
+
+CASE("a sleeper hears at once that its peer has died") {
+  Ends ends = make_ends();
+  CHECK(ends.b->before_sleep(false));
+  std::thread killer([&] { ends.a.reset(); });
+  auto begin = Clock::now();
+  pollfd bell{ends.b->poll_fd(), POLLIN, 0};
+  CHECK_EQ(poll(&bell, 1, kBellMs), 1);
+  CHECK(Clock::now() - begin < std::chrono::milliseconds(1000));
+  killer.join();
+  CHECK(look(*ends.b) == IoStatus::kClosed);
+}
+
+CASE("counters that make no sense break the channel and read nothing") {
+  Ends ends = make_ends();
+  // The first counter is how much side 0 has written, the first of the next line how much of it was read.
+  auto* counters = reinterpret_cast<std::atomic<uint64_t>*>(ends.memory->control());
+  counters[0].store(kRingBytes + 1);
+  std::span<const std::byte> bytes;
+  CHECK(ends.b->peek(bytes) == IoStatus::kBroken);
+  Ends others = make_ends();
+  std::vector<std::byte> full(kRingBytes);
+  iovec piece{full.data(), full.size()};
+  CHECK_EQ(others.a->send({&piece, 1}).bytes, kRingBytes);
+  reinterpret_cast<std::atomic<uint64_t>*>(others.memory->control())[8].store(kRingBytes * 3);
+  CHECK(others.a->send({&piece, 1}).status == IoStatus::kBroken);
+}
+
+}  // namespace ringdp::testing
