@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ringdp import tuning
 from ringdp.errors import InvalidArgumentError, SystemResourceError
 from ringdp.launchers import LaunchEnvironment as LaunchEnvironment
 from ringdp.launchers import optional_integer, several_hosts, whole_number
@@ -33,6 +34,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
     "RINGDP_STALL_NOTICE": "seconds between two log lines about an operation that does not move; 0 for none",
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
+    "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables of `RingConfig` with what they mean."""
@@ -68,6 +70,7 @@ class RingConfig:
         stall_notice_ms: how often a log line says who an operation waits for that does not move; 0 for never.
         host_silence_ms: how long a rank's host may leave everything unanswered before the rank counts as lost. A
             stopped or busy process does not: its kernel answers.
+        tuning: which algorithm runs from which size on, `ringdp.tuning`; the same on all ranks.
         epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
         several_hosts: the launcher says that the job runs on several hosts: a rank need not wait for another to
             know that it must listen on more than loopback.
@@ -86,6 +89,7 @@ class RingConfig:
     spin_us: int = 50
     stall_notice_ms: int = 10_000
     host_silence_ms: int = 4_000
+    tuning: tuning.Tuning = dataclasses.field(default_factory=tuning.Tuning)
     epoch: int = 0
     several_hosts: bool = False
 
@@ -144,7 +148,9 @@ class RingConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as the C++ side takes them; its repr leaves the secret out, so that no traceback shows it."""
-        return _Fields({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        table: tuning.Tuning = fields.pop("tuning")
+        return _Fields(fields, table=dict(table.limits), table_source=table.source)
 
 
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:
@@ -277,4 +283,5 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _milliseconds("RINGDP_CONNECT_TIMEOUT")),
     "RINGDP_STALL_NOTICE": ("stall_notice_ms", _milliseconds("RINGDP_STALL_NOTICE")),
     "RINGDP_HOST_TIMEOUT": ("host_silence_ms", _milliseconds("RINGDP_HOST_TIMEOUT")),
+    "RINGDP_TUNING": ("tuning", tuning.read),
 }

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "base/log.h"
+#include "collective/tuning.h"
 #include "engine/group.h"
 #include "kernels/kernels.h"
 #include "mesh/store.h"
@@ -54,12 +55,18 @@ void check_interrupt() {
 
 std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store, int rank, int world,
                                       int64_t timeout_ms, int64_t spin_us, const std::string& secret, uint32_t epoch,
-                                      int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed) {
+                                      int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed,
+                                      const std::string& host_id, const TuningLimits& table,
+                                      const std::string& table_source) {
+  const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
   rendezvous.world = world;
   rendezvous.timeout_ms = timeout_ms;
   rendezvous.epoch = epoch;
+  rendezvous.host_id = host_id;
+  rendezvous.tables = tables_text(tables);
+  rendezvous.tables_source = table_source;
   rendezvous.check_interrupt = check_interrupt;
   auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
   rendezvous.secret.assign(bytes.begin(), bytes.end());
@@ -78,7 +85,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store,
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release meeting;
   // Destroyed without the GIL: a thread that is joined then may be asking for it.
-  return std::shared_ptr<Runtime>(new Runtime(*store, rendezvous, std::move(options)), [](Runtime* runtime) {
+  return std::shared_ptr<Runtime>(new Runtime(*store, rendezvous, std::move(options), tables), [](Runtime* runtime) {
     if (PyGILState_Check() == 0) return delete runtime;
     py::gil_scoped_release no_gil;
     delete runtime;
@@ -104,9 +111,10 @@ class PythonWork {
 class PythonGroup {
  public:
   PythonGroup(std::shared_ptr<Runtime> runtime, const std::string& name, std::vector<int> members, int64_t timeout_ms,
-              const std::map<std::string, std::size_t>& limits)
-      : group_(std::make_unique<GroupHandle>(std::move(runtime), name, std::move(members), timeout_ms,
-                                             table_from(limits))) {}
+              const std::optional<TuningLimits>& table) {
+    const AlgorithmTables tables = table ? tables_from(*table) : runtime->tables();
+    group_ = std::make_unique<GroupHandle>(std::move(runtime), name, std::move(members), timeout_ms, tables);
+  }
 
   ~PythonGroup() {
     py::gil_scoped_release no_gil;
@@ -190,23 +198,6 @@ class PythonGroup {
   int size() const { return group_->view().size; }
 
  private:
-  static AlgorithmTable table_from(const std::map<std::string, std::size_t>& limits) {
-    AlgorithmTable table;
-    for (const auto& [name, bytes] : limits) {
-      if (name == "fold_two_ranks_bytes")
-        table.fold_two_ranks_bytes = bytes;
-      else if (name == "fold_sent_bytes")
-        table.fold_sent_bytes = bytes;
-      else if (name == "flat_broadcast_bytes")
-        table.flat_broadcast_bytes = bytes;
-      else if (name == "direct_gather_bytes")
-        table.direct_gather_bytes = bytes;
-      else
-        throw Error(ErrorKind::kValue, "the algorithm table has no '" + name + "'");
-    }
-    return table;
-  }
-
   static std::vector<std::span<std::byte>> bytes_of(const std::vector<py::buffer>& buffers, std::vector<View>& views) {
     std::vector<std::span<std::byte>> out;
     for (const py::buffer& buffer : buffers) out.push_back(views.emplace_back(buffer).bytes());
@@ -224,8 +215,14 @@ class PythonGroup {
   std::unique_ptr<GroupHandle> group_;
 };
 
-std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes) {
-  return std::string(algorithm_name(choose_all_reduce(AlgorithmTable{}, world, dtype_from(dtype), bytes)));
+std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes, const TuningLimits& table,
+                          std::optional<std::vector<int>> hosts) {
+  if (!hosts) hosts.emplace(static_cast<std::size_t>(world), 0);
+  if (hosts->size() != static_cast<std::size_t>(world))
+    throw Error(ErrorKind::kValue,
+                "hosts has " + std::to_string(hosts->size()) + " entries for " + std::to_string(world) + " ranks");
+  const AlgorithmTable& limits = tables_from(table).of(layout_of(*hosts));
+  return std::string(algorithm_name(choose_all_reduce(limits, world, dtype_from(dtype), bytes)));
 }
 
 }  // namespace
@@ -251,7 +248,8 @@ PYBIND11_MODULE(_core, module) {
       .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
            py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
            py::arg("epoch") = 0, py::arg("stall_notice_ms") = 10'000, py::arg("segment_bytes") = kSegmentBytes,
-           py::arg("fault_seed") = 0,
+           py::arg("fault_seed") = 0, py::arg("host_id") = "", py::arg("table") = TuningLimits{},
+           py::arg("table_source") = "built in",
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.")
       .def("shut_down", &Runtime::shut_down, NoGil())
       .def(
@@ -266,9 +264,9 @@ PYBIND11_MODULE(_core, module) {
            "Of a message received: the sender's rank in the group; -1 before it is known.");
   py::class_<PythonGroup>(module, "Group", "Collectives of some ranks of a Runtime.")
       .def(py::init<std::shared_ptr<Runtime>, const std::string&, std::vector<int>, int64_t,
-                    const std::map<std::string, std::size_t>&>(),
+                    const std::optional<TuningLimits>&>(),
            py::arg("runtime"), py::arg("name"), py::arg("members"), py::kw_only(), py::arg("timeout_ms") = 30'000,
-           py::arg("table") = std::map<std::string, std::size_t>{})
+           py::arg("table") = py::none(), "`table`: the Runtime's, unless another is given.")
       .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM")
       .def("broadcast", &PythonGroup::broadcast, py::arg("buffer"), py::arg("dtype"), py::arg("root"))
       .def("all_gather", &PythonGroup::all_gather, py::arg("input"), py::arg("outputs"), py::arg("dtype"))
@@ -299,7 +297,11 @@ PYBIND11_MODULE(_core, module) {
       },
       "Where log lines go, called with (level, text) and levels 0 to 3 for debug to error; None drops them.");
   module.def("all_reduce_algorithm", &algorithm_for, py::arg("world"), py::arg("dtype"), py::arg("bytes"),
-             "Name of the algorithm that the built-in table takes.");
+             py::kw_only(), py::arg("table") = TuningLimits{}, py::arg("hosts") = py::none(),
+             "Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one.");
+  module.def(
+      "built_in_table", [] { return limits_of(AlgorithmTables{}); },
+      "The limits of the built-in algorithm table: {'one_host.fold_sent_bytes': bytes, …}.");
   module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");
   module.def("reduction_supported", [](const std::string& dtype, const std::string& op) {
     return reduction_supported(dtype_from(dtype), op_from(op));

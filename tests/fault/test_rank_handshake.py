@@ -321,6 +321,12 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tupl
     "world": ({}, {}, (2, 3), ("world size", "2 at rank 0", "3 at rank 1")),
     "epoch": ({"epoch": 4}, {"epoch": 5}, (2, 2), ("restart count", "4 at rank 0", "5 at rank 1")),
     "secret": ({"secret": b"a" * 32}, {"secret": b"b" * 32}, (2, 2), ("rank 1's secret is not rank 0's",)),
+    "table": (
+        {"table": {"fold_sent_bytes": 1}, "table_source": "built in"},
+        {"table": {"fold_sent_bytes": 2}, "table_source": "RINGDP_TUNING=b.json"},
+        (2, 2),
+        ("one_host.fold_sent_bytes=1", "at rank 0 (built in)", "=2 at rank 1 (RINGDP_TUNING=b.json)"),
+    ),
     "no secret at rank 1": ({"secret": b"a" * 32}, {}, (2, 2), ("rank 0 has a secret", "rank 1 has none")),
     "no secret at rank 0": ({}, {"secret": b"a" * 32}, (2, 2), ("rank 1 has a secret", "rank 0 has none")),
 }

@@ -53,6 +53,8 @@ def test_nothing_set_gives_the_defaults() -> None:
 
 
 def test_every_variable_is_read(tmp_path: Path) -> None:
+    table = tmp_path / "tuning.json"
+    table.write_text('{"ringdp_tuning": 1, "layouts": {"one_host": {"fold_sent_bytes": 1}}}')
     settings = RingConfig.from_environment(
         {
             "RINGDP_SECRET_FILE": secret_file(tmp_path),
@@ -64,6 +66,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "RINGDP_CONNECT_TIMEOUT": "2.5",
             "RINGDP_STALL_NOTICE": "0.5",
             "RINGDP_HOST_TIMEOUT": "30",
+            "RINGDP_TUNING": str(table),
             "RINGDP_LOG_LEVEL": "info",
             "TORCHELASTIC_RESTART_COUNT": "3",
         }
@@ -81,6 +84,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "host_silence_ms": 30_000,
         "epoch": 3,
         "several_hosts": False,
+        "table": {"one_host.fold_sent_bytes": 1},
+        "table_source": f"RINGDP_TUNING={table}",
     }
     assert set(config._READERS) | {"RINGDP_LOG_LEVEL"} == set(config.VARIABLES), "a variable without a reader"
 

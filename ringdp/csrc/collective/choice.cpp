@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 
 namespace ringdp {
 
@@ -9,6 +10,22 @@ std::string_view algorithm_name(Algorithm algorithm) {
   constexpr std::string_view kNames[] = {"exchange", "ring", "fold", "pairwise", "chain"};
   auto i = static_cast<std::size_t>(algorithm);
   return i < std::size(kNames) ? kNames[i] : "unknown";
+}
+
+std::string_view layout_name(Layout layout) {
+  constexpr std::string_view kNames[] = {"one_host", "one_rank_per_host", "several_ranks_per_host"};
+  return kNames[static_cast<std::size_t>(layout)];
+}
+
+Layout layout_of(std::span<const int> hosts) {
+  std::set<int> distinct(hosts.begin(), hosts.end());
+  if (distinct.size() <= 1) return Layout::kOneHost;
+  return distinct.size() == hosts.size() ? Layout::kOneRankPerHost : Layout::kSeveralRanksPerHost;
+}
+
+const AlgorithmTable& AlgorithmTables::of(Layout layout) const {
+  if (layout == Layout::kOneHost) return one_host;
+  return layout == Layout::kOneRankPerHost ? one_rank_per_host : several_ranks_per_host;
 }
 
 Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes) {

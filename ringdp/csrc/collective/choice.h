@@ -1,9 +1,11 @@
-// What is chosen: which algorithm runs for which collective, size, dtype and world. A fixed table (docs/algorithms.md),
-// because the order of summation, and so the bits, follow from it: never from timing. Any thread.
+// What is chosen: which algorithm runs for which collective, size, dtype, number of ranks and layout of hosts. A table, fixed
+// here or read from a file (tuning.h), because the order of summation, and so the bits, follow from it: never from timing.
+// The cost model behind the numbers is ringdp/cost_model.py. Any thread.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "base/types.h"
@@ -15,12 +17,35 @@ enum class Algorithm : uint8_t { kExchange = 0, kRing = 1, kFold = 2, kPairwise 
 
 std::string_view algorithm_name(Algorithm algorithm);
 
+// How the ranks of a group are spread over hosts.
+enum class Layout : uint8_t { kOneHost = 0, kOneRankPerHost = 1, kSeveralRanksPerHost = 2 };
+inline constexpr int kLayoutCount = 3;
+
+std::string_view layout_name(Layout layout);
+// `hosts[i]`: the number of member i's host. Several ranks on any of several hosts make kSeveralRanksPerHost.
+Layout layout_of(std::span<const int> hosts);
+
 // Sizes in bytes up to which an algorithm is taken.
 struct AlgorithmTable {
   std::size_t fold_two_ranks_bytes = 1024 * 1024;  // two ranks: a fold sends no more than a ring and takes one step
   std::size_t fold_sent_bytes = 128 * 1024;        // more ranks: what each would send, (n-1)·S
   std::size_t flat_broadcast_bytes = 64 * 1024;
   std::size_t direct_gather_bytes = 64 * 1024;  // of one rank's block
+
+  bool operator==(const AlgorithmTable&) const = default;
+};
+
+// One for each layout.
+struct AlgorithmTables {
+  AlgorithmTables() = default;
+  AlgorithmTables(const AlgorithmTable& all) : one_host(all), one_rank_per_host(all), several_ranks_per_host(all) {}
+
+  const AlgorithmTable& of(Layout layout) const;
+  bool operator==(const AlgorithmTables&) const = default;
+
+  AlgorithmTable one_host;
+  AlgorithmTable one_rank_per_host;
+  AlgorithmTable several_ranks_per_host;
 };
 
 // `bytes`: of the whole buffer; of an all-gather, of one rank's block.

@@ -22,6 +22,7 @@ struct GroupView {
   int rank = 0;
   int size = 1;
   std::vector<int> members;
+  std::vector<int> hosts;  // hosts[i]: number of member i's host; hosts are numbered as they first appear
 };
 
 // The n-th send from a member to another under a tag meets the n-th receive of that kind.

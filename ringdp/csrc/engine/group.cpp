@@ -1,6 +1,7 @@
 #include "engine/group.h"
 
 #include <algorithm>
+#include <map>
 
 #include "base/bytes.h"
 #include "base/error.h"
@@ -9,7 +10,8 @@
 namespace ringdp {
 namespace {
 
-GroupView view_of(int world_rank, int world, std::vector<int> members) {
+GroupView view_of(int world_rank, const std::vector<int>& hosts, std::vector<int> members) {
+  int world = static_cast<int>(hosts.size());
   for (std::size_t i = 0; i < members.size(); ++i) {
     if (members[i] < 0 || members[i] >= world)
       throw Error(ErrorKind::kValue,
@@ -24,6 +26,10 @@ GroupView view_of(int world_rank, int world, std::vector<int> members) {
   GroupView view;
   view.rank = static_cast<int>(found - members.begin());
   view.size = static_cast<int>(members.size());
+  std::map<int, int> seen;
+  for (int member : members)
+    view.hosts.push_back(
+        seen.emplace(hosts[static_cast<std::size_t>(member)], static_cast<int>(seen.size())).first->second);
   view.members = std::move(members);
   return view;
 }
@@ -38,13 +44,13 @@ uint64_t key_of(const std::string& name, const std::vector<int>& members) {
 }  // namespace
 
 GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, std::vector<int> members,
-                         int64_t timeout_ms, const AlgorithmTable& table)
+                         int64_t timeout_ms, const AlgorithmTables& tables)
     : runtime_(std::move(runtime)),
       engine_(runtime_->share_engine()),
-      view_(view_of(engine_->rank(), engine_->world(), members)),
+      view_(view_of(engine_->rank(), runtime_->hosts(), members)),
       id_(engine_->add_group(key_of(name, members), view_, name)),
       timeout_ms_(timeout_ms),
-      table_(table) {}
+      table_(tables.of(layout_of(view_.hosts))) {}
 
 GroupHandle::~GroupHandle() { close(); }
 

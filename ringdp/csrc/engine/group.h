@@ -25,7 +25,7 @@ class GroupHandle {
  public:
   // `members[i]`: rank of group rank i in the Runtime's world. `name` must be the same on all members.
   GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, std::vector<int> members, int64_t timeout_ms,
-              const AlgorithmTable& table);
+              const AlgorithmTables& tables);
   ~GroupHandle();
   GroupHandle(const GroupHandle&) = delete;
   GroupHandle& operator=(const GroupHandle&) = delete;
@@ -68,7 +68,7 @@ class GroupHandle {
   GroupView view_;
   uint64_t id_;
   std::atomic<int64_t> timeout_ms_;
-  const AlgorithmTable table_;
+  const AlgorithmTable table_;  // of this group's layout
   std::atomic<bool> open_{true};
 };
 

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <map>
 
 #include "engine/thread.h"
 
@@ -14,15 +15,23 @@ int cores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+std::vector<int> host_numbers(const std::vector<MetPeer>& peers) {
+  std::map<std::string, int> seen;
+  std::vector<int> out;
+  for (const MetPeer& peer : peers)
+    out.push_back(seen.emplace(peer.host_identity, static_cast<int>(seen.size())).first->second);
+  return out;
+}
+
 }  // namespace
 
-Runtime::Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options)
-    : Runtime(rendezvous.rank, meet(store, rendezvous), std::move(options)) {}
+Runtime::Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options, AlgorithmTables tables)
+    : Runtime(rendezvous.rank, meet(store, rendezvous), std::move(options), tables) {}
 
-Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options) {
-  const std::string here = peers[static_cast<std::size_t>(rank)].host_identity;
-  ranks_on_this_host_ = static_cast<int>(
-      std::count_if(peers.begin(), peers.end(), [&](const MetPeer& peer) { return peer.host_identity == here; }));
+Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, AlgorithmTables tables)
+    : hosts_(host_numbers(peers)), tables_(tables) {
+  ranks_on_this_host_ =
+      static_cast<int>(std::count(hosts_.begin(), hosts_.end(), hosts_[static_cast<std::size_t>(rank)]));
   // More ranks than cores: polling would take the core from the rank that is waited for.
   if (ranks_on_this_host_ > cores()) options.spin_us = std::min<int64_t>(options.spin_us, 10);
   engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));

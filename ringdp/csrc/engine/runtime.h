@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "collective/choice.h"
 #include "engine/engine.h"
 #include "mesh/rendezvous.h"
 
@@ -15,9 +16,9 @@ namespace ringdp {
 class Runtime {
  public:
   // Meets the other ranks (blocking, see `meet`) and starts the threads.
-  Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options);
-  // The ranks have met already.
-  Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options);
+  Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options, AlgorithmTables tables = {});
+  // The ranks have met already. `tables`: the job's; its ranks compare them when they meet (RendezvousOptions::tables).
+  Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, AlgorithmTables tables = {});
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -25,6 +26,8 @@ class Runtime {
   Engine& engine() { return *engine_; }
   std::shared_ptr<Engine> share_engine() { return engine_; }
   int ranks_on_this_host() const { return ranks_on_this_host_; }
+  const std::vector<int>& hosts() const { return hosts_; }  // the number of each rank's host, in order of appearance
+  const AlgorithmTables& tables() const { return tables_; }
 
   void shut_down();  // idempotent
 
@@ -34,6 +37,8 @@ class Runtime {
   std::unique_ptr<std::thread> completion_;
   const unsigned generation_ = fork_generation();
   int ranks_on_this_host_ = 1;
+  std::vector<int> hosts_;
+  const AlgorithmTables tables_;
 };
 
 }  // namespace ringdp

@@ -9,6 +9,18 @@
 namespace ringdp {
 namespace {
 
+// The words of `theirs` and `mine` ("name=value", one per name) that differ: {"a=1 b=2", "a=3 b=4"}.
+std::pair<std::string, std::string> different_words(const std::string& theirs, const std::string& mine) {
+  auto missing_in = [](const std::vector<std::string>& other, const std::vector<std::string>& words) {
+    std::vector<std::string> out;
+    for (const std::string& word : words)
+      if (std::find(other.begin(), other.end(), word) == other.end()) out.push_back(word);
+    return join(out, " ");
+  };
+  auto left = split(theirs, ' '), right = split(mine, ' ');
+  return {missing_in(right, left), missing_in(left, right)};
+}
+
 // Proves in the store that a rank holds the same secret, without showing it.
 std::string secret_check(const std::vector<std::byte>& secret) {
   return hex_encode(hmac_sha256(secret, std::as_bytes(std::span("ringdp secret check", 19))));
@@ -23,7 +35,9 @@ Job make_job(const RendezvousOptions& options, Record& record) {
   record = {{"version", std::to_string(kProtocolVersion)},
             {"world", std::to_string(options.world)},
             {"epoch", std::to_string(options.epoch)},
-            {"job", hex_encode(job.id)}};
+            {"job", hex_encode(job.id)},
+            {"tables", options.tables},
+            {"tables_source", options.tables_source}};
   if (job.secret.empty()) {
     job.secret.resize(32);
     random_bytes(job.secret);
@@ -43,6 +57,11 @@ Job join_job(const Record& record, const RendezvousOptions& options, std::string
   same("version", "the protocol version", kProtocolVersion);
   same("world", "the world size", options.world);
   same("epoch", "the restart count", options.epoch);
+  if (problem.empty() && field(record, "tables") != options.tables) {
+    auto [theirs, mine] = different_words(field(record, "tables"), options.tables);
+    problem = "the algorithm table differs: " + theirs + " at rank 0 (" + field(record, "tables_source") + "), " +
+              mine + " at " + self + " (" + options.tables_source + "); give all ranks the same RINGDP_TUNING";
+  }
   Job job;
   auto id = hex_decode(field(record, "job"));
   bool published = record.contains("secret");

@@ -26,6 +26,8 @@ struct RendezvousOptions {
   uint16_t port_high = 0;
   bool several_hosts = false;  // known beforehand: listen on more than loopback at once
   std::string hello;           // a line for all others, see MetPeer
+  std::string tables;          // "name=value" words that must be the same on all ranks: the algorithm tables
+  std::string tables_source;   // where they are from, for messages
   int64_t timeout_ms = 60'000;
   int64_t absent_ms =
       0;  // how long to wait for ranks that have not come at all; `timeout_ms` then counts from when all

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "collective/tuning.h"
 #include "mesh/lobby.h"
 #include "python_naming.h"
 #include "torch/bindings.h"
@@ -48,6 +49,8 @@ std::shared_ptr<Runtime> runtime_for(const std::vector<int>& global_ranks, int r
   return global_ranks[static_cast<std::size_t>(rank)] == runtime->engine().rank() ? runtime : nullptr;
 }
 
+AlgorithmTables tables_of(const py::dict& config) { return tables_from(config["table"].cast<TuningLimits>()); }
+
 RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size) {
   RendezvousOptions options;
   options.rank = rank;
@@ -58,6 +61,8 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.interface = config["iface"].cast<std::string>();
   options.advertise = config["advertise"].cast<std::string>();
   options.several_hosts = config["several_hosts"].cast<bool>();
+  options.tables = tables_text(tables_of(config));
+  options.tables_source = config["table_source"].cast<std::string>();
   options.timeout_ms = config["connect_timeout_ms"].cast<int64_t>();
   if (!config["secret"].is_none()) {
     auto text = config["secret"].cast<std::string>();
@@ -83,6 +88,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   engine_options.stall_notice_ms = config["stall_notice_ms"].cast<int64_t>();
   engine_options.host_silence_ms = config["host_silence_ms"].cast<int64_t>();
   engine_options.check_interrupt = check_python_signals;
+  const AlgorithmTables tables = tables_of(config);
   py::gil_scoped_release no_gil;
   std::shared_ptr<Runtime> runtime = runtime_for(global_ranks, rank);
   bool owns = runtime == nullptr;
@@ -91,11 +97,13 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
     if (lobby != nullptr) {
       if (lobby->rank() != rank || lobby->world() != size)
         throw Error(ErrorKind::kValue, "this process group is not of the ranks that have met");
-      runtime = std::make_shared<Runtime>(rank, lobby->take(), engine_options);
+      runtime = std::make_shared<Runtime>(rank, lobby->take(), engine_options, tables);
     } else {
       StoreAdapter adapter(store, store_prefix(group_id));
-      runtime = std::make_shared<Runtime>(adapter, options, engine_options);
+      runtime = std::make_shared<Runtime>(adapter, options, engine_options, tables);
     }
+    if (rank == 0 && size > 1)
+      log(LogLevel::kInfo, all_reduce_in_words(tables, runtime->hosts(), options.tables_source));
     {
       std::lock_guard lock(runtime_mutex);
       std::erase_if(runtimes, [](const auto& it) { return it.expired(); });
@@ -104,9 +112,13 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
     }
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);
+  } else if (tables != runtime->tables()) {
+    throw Error(ErrorKind::kValue,
+                "the algorithm table is the job's, fixed when its ranks met, and this group asks for another (" +
+                    options.tables_source + "): leave RINGDP_TUNING and its file as they were");
   }
   auto group =
-      std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), AlgorithmTable{});
+      std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), runtime->tables());
   return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
 }
 

@@ -1,0 +1,107 @@
+#include "collective/tuning.h"
+
+#include <set>
+#include <vector>
+
+#include "base/error.h"
+
+namespace ringdp {
+namespace {
+
+struct Limit {
+  std::string_view name;
+  std::size_t AlgorithmTable::* bytes;
+};
+
+constexpr Limit kLimits[] = {
+    {"fold_two_ranks_bytes", &AlgorithmTable::fold_two_ranks_bytes},
+    {"fold_sent_bytes", &AlgorithmTable::fold_sent_bytes},
+    {"flat_broadcast_bytes", &AlgorithmTable::flat_broadcast_bytes},
+    {"direct_gather_bytes", &AlgorithmTable::direct_gather_bytes},
+};
+
+std::string limit_name(Layout layout, const Limit& limit) {
+  return std::string(layout_name(layout)) + "." + std::string(limit.name);
+}
+
+AlgorithmTable& table_of(AlgorithmTables& tables, Layout layout) {
+  if (layout == Layout::kOneHost) return tables.one_host;
+  return layout == Layout::kOneRankPerHost ? tables.one_rank_per_host : tables.several_ranks_per_host;
+}
+
+template <typename Visit>
+void for_each_limit(Visit visit) {
+  for (int i = 0; i < kLayoutCount; ++i)
+    for (const Limit& limit : kLimits) visit(static_cast<Layout>(i), limit);
+}
+
+std::string size_text(std::size_t bytes) {
+  for (auto [unit, name] : {std::pair<std::size_t, const char*>{1 << 20, " MiB"}, {1 << 10, " KiB"}})
+    if (bytes >= unit && bytes % unit == 0) return std::to_string(bytes / unit) + name;
+  return std::to_string(bytes) + " B";
+}
+
+// "fold up to 1 MiB, ring above": the sizes at which the choice changes are found by bisection, so that this cannot say
+// anything else than what is chosen.
+std::string ranges_in_words(const AlgorithmTable& table, int ranks, DType dtype) {
+  auto choice = [&](std::size_t bytes) { return choose_all_reduce(table, ranks, dtype, bytes); };
+  constexpr std::size_t kTop = std::size_t{1} << 50;
+  std::string out;
+  for (std::size_t from = 0; choice(from) != choice(kTop);) {
+    std::size_t low = from, high = kTop;  // at `low` it is what it is at `from`, at `high` another
+    while (high - low > 1) {
+      std::size_t middle = low + (high - low) / 2;
+      (choice(middle) == choice(from) ? low : high) = middle;
+    }
+    out += std::string(algorithm_name(choice(from))) + " up to " + size_text(low) + ", ";
+    from = high;
+  }
+  return out + std::string(algorithm_name(choice(kTop))) + (out.empty() ? "" : " above");
+}
+
+}  // namespace
+
+AlgorithmTables tables_from(const TuningLimits& limits) {
+  AlgorithmTables tables;
+  for (const auto& [name, bytes] : limits) {
+    bool known = false;
+    for_each_limit([&](Layout layout, const Limit& limit) {
+      if (name != limit.name && name != limit_name(layout, limit)) return;
+      table_of(tables, layout).*limit.bytes = bytes;
+      known = true;
+    });
+    if (!known) throw Error(ErrorKind::kValue, "the algorithm table has no '" + name + "'");
+  }
+  return tables;
+}
+
+TuningLimits limits_of(const AlgorithmTables& tables) {
+  TuningLimits limits;
+  for_each_limit(
+      [&](Layout layout, const Limit& limit) { limits[limit_name(layout, limit)] = tables.of(layout).*limit.bytes; });
+  return limits;
+}
+
+std::string tables_text(const AlgorithmTables& tables) {
+  std::string text;
+  for (const auto& [name, bytes] : limits_of(tables))
+    text += (text.empty() ? "" : " ") + name + "=" + std::to_string(bytes);
+  return text;
+}
+
+std::string all_reduce_in_words(const AlgorithmTables& tables, std::span<const int> hosts, const std::string& source) {
+  Layout layout = layout_of(hosts);
+  int ranks = static_cast<int>(hosts.size());
+  std::string where = std::to_string(std::set<int>(hosts.begin(), hosts.end()).size());
+  std::string place = layout == Layout::kOneHost          ? "on one host"
+                      : layout == Layout::kOneRankPerHost ? "on as many hosts"
+                                                          : "on " + where + " hosts";
+  std::string exact = ranges_in_words(tables.of(layout), ranks, DType::kFloat32);
+  std::string half = ranges_in_words(tables.of(layout), ranks, DType::kBfloat16);
+  std::string out = "all-reduce of " + std::to_string(ranks) + " ranks " + place + " (layout " +
+                    std::string(layout_name(layout)) + "): " + exact;
+  if (half != exact) out += "; float16 and bfloat16: " + half;
+  return out + "; table: " + source;
+}
+
+}  // namespace ringdp
