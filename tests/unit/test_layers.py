@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launchers": {"errors"},
     "config": {"errors", "launchers", "tuning"},
     "tuning": {"errors"},
+    "cost_model": {"errors"},
     "compression": {"errors"},
     "backend": {"errors", "config", "_build", "_C"},
     "process_group": {"", "errors", "config", "backend"},

@@ -1,0 +1,111 @@
+"""Which algorithm runs for which size, and what it should take: the table and the cost model in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ringdp import _core, cost_model
+from ringdp.cost_model import Costs, Place
+from ringdp.tools.words import format_size, format_time, table
+from ringdp.tuning import LAYOUTS, Tuning
+
+SLACK = 1.25  # a choice that the model finds this much slower than its best one is pointed out
+_TOP = 1 << 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Sizes in bytes, both ends included, for which the same algorithm runs; ``last`` is None for "and above"."""
+
+    first: int
+    last: int | None
+    algorithm: str
+
+
+def algorithm(place: Place, dtype: str, size_bytes: int, tuning: Tuning) -> str:
+    """What an all-reduce of that size uses there. Raises InvalidArgumentError for a type that does not exist."""
+    return str(_core.all_reduce_algorithm(place.ranks, dtype, size_bytes, table=dict(tuning.limits), hosts=place.hosts))
+
+
+def layout(place: Place) -> str:
+    """The layout whose limits hold there, one of `ringdp.tuning.LAYOUTS`."""
+    if len(place.per_host) == 1:
+        return "one_host"
+    return "one_rank_per_host" if max(place.per_host) == 1 else "several_ranks_per_host"
+
+
+def ranges(place: Place, dtype: str, tuning: Tuning) -> list[Range]:
+    """The table for that place and type, from the core itself: sizes at which its choice changes, by bisection."""
+
+    def chosen(size_bytes: int) -> str:
+        return algorithm(place, dtype, size_bytes, tuning)
+
+    found, first = [], 0
+    while chosen(first) != chosen(_TOP):
+        low, high = first, _TOP
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if chosen(middle) == chosen(first) else (low, middle)
+        found.append(Range(first, low, chosen(first)))
+        first = high
+    return [*found, Range(first, None, chosen(_TOP))]
+
+
+def explain(place: Place, dtype: str, sizes: Sequence[int], tuning: Tuning) -> str:
+    """The whole explanation as text, for an all-reduce; sizes in bytes."""
+    costs = Costs(**tuning.costs)
+    several = len(place.per_host) > 1
+    lines = [
+        f"all-reduce of {dtype}, {_place_in_words(place)}",
+        f"layout {layout(place)}: {LAYOUTS[layout(place)]}; table: {tuning.source}",
+        "",
+    ]
+    lines += [f"  {_range_in_words(one)}: {one.algorithm}" for one in ranges(place, dtype, tuning)]
+    columns = ["size", "algorithm", "predicted", "sent by a rank", "over a host's link", "the model's best"]
+    rows = []
+    for size in sizes:
+        taken = algorithm(place, dtype, size, tuning)
+        work = cost_model.work(taken, place, size)
+        seconds = {
+            name: cost_model.work(name, place, size).seconds(costs, place)
+            for name in {*cost_model.candidates(place, dtype), taken}
+        }
+        best = min(seconds, key=lambda name: seconds[name])
+        better = f"{best}, {format_time(seconds[best])}" if seconds[taken] > SLACK * seconds[best] else ""
+        link = format_size(work.link_bytes) if several else "–"
+        cells = [format_size(size), taken, format_time(seconds[taken]), format_size(work.rank_bytes), link, better]
+        rows.append(cells)
+    columns, rows = _without_empty(columns, rows)
+    lines += ["", table(columns, rows), "", _costs_in_words(costs, several=several, measured=bool(tuning.costs))]
+    return "\n".join(lines)
+
+
+def _place_in_words(place: Place) -> str:
+    ranks = f"{place.ranks} rank{'s' if place.ranks > 1 else ''}"
+    cores = f"{place.cores} core{'s' if place.cores > 1 else ''}"
+    if len(place.per_host) == 1:
+        return f"{ranks} on one host with {cores}"
+    spread = sorted({str(count) for count in place.per_host}, reverse=True)
+    return f"{ranks} on {len(place.per_host)} hosts ({' or '.join(spread)} on each) with {cores}"
+
+
+def _range_in_words(one: Range) -> str:
+    if one.last is None:
+        return "every size" if one.first == 0 else "above"
+    return f"up to {format_size(one.last)}"
+
+
+def _without_empty(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    kept = [i for i in range(len(columns)) if any(row[i] not in ("", "–") for row in rows)]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def _costs_in_words(costs: Costs, *, several: bool, measured: bool) -> str:
+    words = f"a message {costs.alpha_local_us:g} µs within a host"
+    words += f" and {costs.alpha_remote_us:g} µs between hosts" if several else ""
+    words += f", a byte {costs.beta_local_ns_per_byte:g} ns"
+    words += f" and {costs.beta_remote_ns_per_byte:g} ns" if several else ""
+    words += f", adding a byte {costs.gamma_ns_per_byte:g} ns"
+    origin = "from the file" if measured else "built in, of a machine with 2 cores; benchmarks/tune.py measures yours"
+    return f"The model's constants ({origin}):\n{words}."

@@ -1,0 +1,42 @@
+"""Sizes, times and tables as people read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4096``, ``4k``, ``25m`` or ``1g``, units being powers of 1024. Raises ValueError."""
+    word = text.strip().lower().removesuffix("ib").removesuffix("b")
+    digits = word.rstrip("kmg")
+    if not digits.isdigit() or word[len(digits) :] not in _UNITS:
+        raise ValueError(f"{text!r} is no size: write it like 4k, 1m, 100m or 4096")
+    return int(digits) * _UNITS[word[len(digits) :]]
+
+
+def format_size(size_bytes: float) -> str:
+    """``25 MiB``, ``4 KiB``, ``10 B``."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.4g} {name}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_time(seconds: float) -> str:
+    """Three digits in the unit that suits: ``12.3 µs``, ``4.56 ms``, ``1.2 s``."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned text: the first column to the left, the others to the right."""
+    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(columns)]
+    lines = []
+    for row in [list(columns), ["-" * width for width in widths], *map(list, rows)]:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

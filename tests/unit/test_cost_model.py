@@ -1,0 +1,81 @@
+"""The cost model says what the papers' formulas say, and the built-in table is what the model answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ringdp.cost_model import Costs, Place, candidates, work
+from ringdp.errors import InvalidArgumentError
+from tests.helpers import need
+
+core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
+
+MIB = 1 << 20
+# How much slower than the model's best the table's choice may be, by the model. Near the size at which two algorithms
+# are equally fast it does not matter which one runs, and a limit holds for every number of ranks.
+SLACK = 1.5
+CORES = 2
+
+
+def test_ring_and_pairwise_send_the_least_there_is() -> None:
+    """2(n-1)/n of the buffer (Patarasuk and Yuan, theorem 1)."""
+    for ranks in (2, 3, 8):
+        place = Place((ranks,), CORES)
+        for name in ("ring", "pairwise"):
+            assert work(name, place, 24 * MIB).rank_bytes == pytest.approx(2 * (ranks - 1) / ranks * 24 * MIB)
+        assert work("ring", place, MIB).local_messages == 2 * (ranks - 1)
+        assert work("fold", place, MIB).rank_bytes == (ranks - 1) * MIB
+
+
+@pytest.mark.parametrize("per_host", [(2, 2), (3, 1), (4, 4, 4), (1, 2, 3)])
+def test_two_levels_send_the_least_over_each_hosts_link(per_host: tuple[int, ...]) -> None:
+    place, hosts = Place(per_host, CORES), len(per_host)
+    least = 2 * (hosts - 1) / hosts * MIB
+    assert work("two_level", place, MIB).link_bytes == pytest.approx(least)
+    for name in ("fold", "ring", "pairwise"):
+        assert work(name, place, MIB).link_bytes > least
+
+
+def test_the_time_is_the_sum_of_the_terms() -> None:
+    costs = Costs(
+        alpha_local_us=1,
+        alpha_remote_us=10,
+        beta_local_ns_per_byte=0.5,
+        beta_remote_ns_per_byte=8,
+        gamma_ns_per_byte=0.25,
+    )
+    # Ring of 4 on one host with cores for all: 6 messages, 1.5 S sent, 0.75 S added.
+    assert work("ring", Place((4,), 4), 1000).seconds(costs, Place((4,), 4)) == pytest.approx(6e-6 + 937.5e-9)
+    # Two ranks per core take twice as long.
+    assert work("ring", Place((4,), 2), 1000).seconds(costs, Place((4,), 2)) == pytest.approx(2 * (6e-6 + 937.5e-9))
+    # Two hosts: one message there, S over the link, S added.
+    place = Place((1, 1), 4)
+    assert work("fold", place, 1000).seconds(costs, place) == pytest.approx(10e-6 + 8e-6 + 0.25e-6)
+    assert work("fold", Place((1,), 1), 1000).seconds(costs, Place((1,), 1)) == 0.0
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"the model knows fold, .*, not tree"):
+        work("tree", Place((2,), 1), 8)
+    with pytest.raises(InvalidArgumentError, match="2 ranks cannot be on 3 hosts"):
+        Place.spread(ranks=2, hosts=3, cores=1)
+    assert Place.spread(ranks=5, hosts=2, cores=1).per_host == (3, 2)
+    assert Place((3, 2), 1).hosts == [0, 0, 0, 1, 1]
+
+
+PLACES = [Place((n,), CORES) for n in (2, 3, 4, 8)]
+PLACES += [Place((1,) * n, CORES) for n in (2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: "+".join(map(str, place.per_host)))
+def test_the_built_in_table_is_what_the_model_answers(place: Place) -> None:
+    costs, dtype = Costs(), "float32"
+    for exponent in range(10, 28):
+        size = 1 << exponent
+        taken = core.all_reduce_algorithm(place.ranks, dtype, size, hosts=place.hosts)
+        seconds = {name: work(name, place, size).seconds(costs, place) for name in candidates(place, dtype)}
+        assert taken in seconds
+        best = min(seconds, key=lambda name: seconds[name])
+        assert seconds[taken] <= SLACK * seconds[best], f"{size} bytes: {taken}, where the model says {best}: {seconds}"
