@@ -196,6 +196,7 @@ class PythonGroup {
   void close() { group_->close(); }
   int rank() const { return group_->view().rank; }
   int size() const { return group_->view().size; }
+  std::vector<int> hosts() const { return group_->view().hosts; }
 
  private:
   static std::vector<std::span<std::byte>> bytes_of(const std::vector<py::buffer>& buffers, std::vector<View>& views) {
@@ -222,7 +223,7 @@ std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes
     throw Error(ErrorKind::kValue,
                 "hosts has " + std::to_string(hosts->size()) + " entries for " + std::to_string(world) + " ranks");
   const AlgorithmTable& limits = tables_from(table).of(layout_of(*hosts));
-  return std::string(algorithm_name(choose_all_reduce(limits, world, dtype_from(dtype), bytes)));
+  return std::string(algorithm_name(choose_all_reduce(limits, *hosts, dtype_from(dtype), bytes)));
 }
 
 }  // namespace
@@ -255,6 +256,7 @@ PYBIND11_MODULE(_core, module) {
       .def(
           "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); }, NoGil())
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
+      .def("bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); })
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
   bind_named_scope(module);
   py::class_<PythonWork>(module, "Work", "An operation in flight.")
@@ -283,7 +285,9 @@ PYBIND11_MODULE(_core, module) {
       .def("barrier", &PythonGroup::barrier)
       .def("close", &PythonGroup::close, NoGil())
       .def_property_readonly("rank", &PythonGroup::rank)
-      .def_property_readonly("size", &PythonGroup::size);
+      .def_property_readonly("size", &PythonGroup::size)
+      .def_property_readonly("hosts", &PythonGroup::hosts,
+                             "hosts[r]: number of rank r's host; hosts are numbered as they first appear.");
 
   module.def(
       "set_log_sink",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -20,13 +20,19 @@ BUILT_IN: Mapping[str, int] = {}
 
 
 class World:
-    """`size` ranks, each with a Runtime, and the groups of all of them that tests asked for."""
+    """`size` ranks, each with a Runtime, and the groups of all of them that tests asked for.
 
-    def __init__(self, size: int, **options: Any) -> None:
+    With `hosts`, `hosts[rank]` is the number of the rank's host: they say so when they meet, and are all here.
+    """
+
+    def __init__(self, size: int, *, hosts: Sequence[int] | None = None, **options: Any) -> None:
         self.size = size
+        self.hosts = list(hosts or [0] * size)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=f"rank-of-{size}")
         store = core.MemoryStore()
-        self.runtimes = self.each(lambda rank: core.Runtime(store, rank, size, **options))
+        self.runtimes = self.each(
+            lambda rank: core.Runtime(store, rank, size, host_id=f"host {self.hosts[rank]}", **options)
+        )
         self._groups: dict[str, list[Any]] = {}
 
     def groups(self, table: Mapping[str, int]) -> list[Any]:
@@ -62,9 +68,9 @@ class World:
 
 
 @functools.cache
-def world(size: int) -> World:
-    """The world of this size that all tests share; `close_worlds` ends it."""
-    made = World(size)
+def world(size: int, hosts: tuple[int, ...] | None = None) -> World:
+    """The world of this size, and with these hosts, that all tests share; `close_worlds` ends it."""
+    made = World(size, hosts=hosts)
     _made.append(made)
     return made
 

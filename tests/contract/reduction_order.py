@@ -5,6 +5,7 @@ Arrays are flat. bfloat16, which numpy does not have, is an array of uint16 with
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,21 +98,21 @@ def widen(x: Array, dtype: str) -> Array:
     return x.astype(np.complex128 if dtype in COMPLEX else np.float64)
 
 
-def in_rank_order(inputs: Sequence[Array], dtype: str, op: str) -> Array:
-    """x_0 op x_1 op …; half types in float32, rounded once."""
-    world = len(inputs)
-    if world == 1:
+def in_rank_order(inputs: Sequence[Array], dtype: str, op: str, *, divisor: int | None = None) -> Array:
+    """x_0 op x_1 op …; half types in float32, rounded once. A mean divides by `divisor`, or by how many there are."""
+    divisor = len(inputs) if divisor is None else divisor
+    if len(inputs) == 1 and (divisor == 1 or op != "AVG"):
         return inputs[0].copy()
     if dtype in HALF:
         total: Array = _to_float32(inputs[0], dtype)
         for x in inputs[1:]:
             total = _combine(total, _to_float32(x, dtype), "float32", op)
         with np.errstate(all="ignore"):
-            return _from_float32(np.divide(total, np.float32(world)) if op == "AVG" else total, dtype)
+            return _from_float32(np.divide(total, np.float32(divisor)) if op == "AVG" else total, dtype)
     result = inputs[0].copy()
     for x in inputs[1:]:
         result = _combine(result, x, dtype, op)
-    return _divide(result, world, dtype) if op == "AVG" else result
+    return _divide(result, divisor, dtype) if op == "AVG" and divisor > 1 else result
 
 
 def in_ring_order(inputs: Sequence[Array], dtype: str, op: str) -> Array:
@@ -123,13 +124,47 @@ def in_ring_order(inputs: Sequence[Array], dtype: str, op: str) -> Array:
     slab = 2 * 256 * 1024 // inputs[0].itemsize if world == 2 else max(count, 1)
     result = inputs[0].copy()
     for begin in range(0, count, slab):
-        end = min(begin + slab, count)
-        each = -(-(end - begin) // world)
-        each = -(-each // _GRANULE) * _GRANULE
-        for block in range(world):
-            part = slice(min(begin + block * each, end), min(begin + (block + 1) * each, end))
+        for block, part in enumerate(_chunks(begin, min(begin + slab, count), world)):
             result[part] = in_rank_order([inputs[(block + step) % world][part] for step in range(world)], dtype, op)
     return result
+
+
+def in_two_levels(inputs: Sequence[Array], dtype: str, op: str, hosts: Sequence[int]) -> Array:
+    """The sum of each host in rank order, then these, host after host; `hosts[r]` is rank r's, any numbers.
+
+    The buffer is cut into shares, and each share into a block per host. Block c begins at host c and goes round the
+    hosts. Half types: each host's sum is rounded, and these are added from the first host on, in float32, and rounded
+    again; a mean is divided inside the host. Other types are divided last.
+    """
+    count, numbers = len(inputs[0]), list(dict.fromkeys(hosts))
+    members = [[rank for rank, host in enumerate(hosts) if host == number] for number in numbers]
+    result = inputs[0].copy()
+    for share in _chunks(0, count, _share_count(inputs[0].nbytes, members)):
+        for first, part in enumerate(_chunks(share.start, share.stop, len(members))):
+            of_host = [[inputs[rank][part] for rank in ranks] for ranks in members]
+            if dtype in HALF:
+                sums = [in_rank_order(each, dtype, op, divisor=len(inputs)) for each in of_host]
+                result[part] = in_rank_order(sums, dtype, op, divisor=1)
+            else:
+                sums = [in_rank_order(each, dtype, op, divisor=1) for each in of_host]
+                result[part] = in_rank_order(sums[first:] + sums[:first], dtype, op, divisor=len(inputs))
+    return result
+
+
+def _share_count(nbytes: int, members: Sequence[Sequence[int]]) -> int:
+    """Blocks of at most 128 KiB; four shares for each rank of the largest host, where blocks stay above 16 KiB."""
+    hosts, most = len(members), max(len(ranks) for ranks in members)
+    needed = -(-nbytes // (hosts * 128 * 1024))
+    wanted = min(4 * most, nbytes // (hosts * 16 * 1024))
+    return -(-max(needed, wanted, 1) // most) * most
+
+
+def _chunks(begin: int, end: int, parts: int) -> list[slice]:
+    """Equal parts, but that they begin at multiples of 16 elements; the last ones may be shorter or empty."""
+    each = -(-(end - begin) // parts)
+    each = -(-each // _GRANULE) * _GRANULE
+    edges = [min(begin + part * each, end) for part in range(parts + 1)]
+    return [slice(*edge) for edge in itertools.pairwise(edges)]
 
 
 def same_bits(a: Array, b: Array) -> bool:

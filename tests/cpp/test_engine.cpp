@@ -40,7 +40,7 @@ void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count,
     CallOptions options;
     options.caller_waits = synchronous;
     self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, op, options));
-    bool ring = choose_all_reduce(table, world, DType::kFloat32, count * 4) == Algorithm::kRing && world > 1;
+    bool ring = choose_all_reduce(table, std::vector<int>(world), DType::kFloat32, count * 4) == Algorithm::kRing && world > 1;
     std::size_t wrong = 0;
     for (std::size_t i = 0; i < count; ++i) {
       float wanted = sum_from(ring ? first_rank(i, count, world) : 0, world, i);

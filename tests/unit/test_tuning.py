@@ -129,10 +129,10 @@ def sums(tables: list[dict[str, int]], host_ids: list[str], sources: list[str] |
 
 @pytest.mark.parametrize(
     ("host_ids", "layout"),
-    [("aaa", "one_host"), ("abc", "one_rank_per_host"), ("aab", "several_ranks_per_host")],
+    [("aaa", "one_host"), ("abc", "one_rank_per_host"), ("abb", "several_ranks_per_host")],
 )
 def test_the_table_of_the_layout_decides_the_bits(host_ids: str, layout: str) -> None:
-    """Three ranks: a fold adds in rank order, the ring rotated."""
+    """Three ranks: a fold adds in rank order, the ring rotated, two levels each host first."""
     x = [numpy.random.default_rng(rank).standard_normal(100_000).astype(numpy.float32) for rank in range(3)]
     in_rank_order = ((x[0] + x[1]) + x[2]).tobytes()
     hosts = list(host_ids)

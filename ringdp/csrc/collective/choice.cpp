@@ -7,7 +7,7 @@
 namespace ringdp {
 
 std::string_view algorithm_name(Algorithm algorithm) {
-  constexpr std::string_view kNames[] = {"exchange", "ring", "fold", "pairwise", "chain"};
+  constexpr std::string_view kNames[] = {"exchange", "ring", "fold", "pairwise", "chain", "two_level"};
   auto i = static_cast<std::size_t>(algorithm);
   return i < std::size(kNames) ? kNames[i] : "unknown";
 }
@@ -28,16 +28,24 @@ const AlgorithmTable& AlgorithmTables::of(Layout layout) const {
   return layout == Layout::kOneRankPerHost ? one_rank_per_host : several_ranks_per_host;
 }
 
-Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes) {
-  std::size_t fold_limit = world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / std::max(1, world - 1);
-  if (bytes <= fold_limit) return Algorithm::kFold;
+namespace {
+
+bool folds(const AlgorithmTable& table, int world, std::size_t bytes) {
+  return bytes <= (world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / std::max(1, world - 1));
+}
+
+}  // namespace
+
+Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes) {
+  if (folds(table, static_cast<int>(hosts.size()), bytes)) return Algorithm::kFold;
+  if (layout_of(hosts) == Layout::kSeveralRanksPerHost) return Algorithm::kTwoLevel;
   bool half = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
   return half ? Algorithm::kPairwise : Algorithm::kRing;
 }
 
-Algorithm choose_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes) {
-  Algorithm algorithm = choose_all_reduce(table, world, dtype, bytes);
-  return algorithm == Algorithm::kFold ? algorithm : Algorithm::kPairwise;  // a ring's sum would end at the wrong rank
+Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t bytes) {
+  return folds(table, world, bytes) ? Algorithm::kFold
+                                    : Algorithm::kPairwise;  // a ring's sum would end at the wrong rank
 }
 
 Algorithm choose_broadcast(const AlgorithmTable& table, int world, std::size_t bytes) {

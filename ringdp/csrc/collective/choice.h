@@ -13,7 +13,7 @@
 namespace ringdp {
 
 // On the wire as OperationShape::algorithm: append, never renumber.
-enum class Algorithm : uint8_t { kExchange = 0, kRing = 1, kFold = 2, kPairwise = 3, kChain = 4 };
+enum class Algorithm : uint8_t { kExchange = 0, kRing = 1, kFold = 2, kPairwise = 3, kChain = 4, kTwoLevel = 5 };
 
 std::string_view algorithm_name(Algorithm algorithm);
 
@@ -45,12 +45,13 @@ struct AlgorithmTables {
 
   AlgorithmTable one_host;
   AlgorithmTable one_rank_per_host;
-  AlgorithmTable several_ranks_per_host;
+  AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 48 * 1024};  // a fold sends the same to a host several times
 };
 
 // `bytes`: of the whole buffer; of an all-gather, of one rank's block.
-Algorithm choose_all_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes);
-Algorithm choose_reduce(const AlgorithmTable& table, int world, DType dtype, std::size_t bytes);
+// `hosts` as in layout_of, one entry for each rank.
+Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes);
+Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t bytes);
 Algorithm choose_broadcast(const AlgorithmTable& table, int world, std::size_t bytes);
 Algorithm choose_all_gather(const AlgorithmTable& table, int world, std::size_t bytes);
 

@@ -10,7 +10,7 @@ Pairwise::Pairwise(GroupView group, OperationShape shape, std::string name, std:
       chunks_(std::move(chunks)),
       scratch_(nullptr, {}),
       own_out_(shape.what == Collective::kReduceScatter ? out : chunks_[group_.rank]),
-      fold_(group_.rank, group_.size, shape.dtype, shape.op) {
+      fold_(group_.rank, group_.size, shape.dtype, shape.op, group_.size) {
   for (auto chunk : chunks_) uses(chunk);
   uses(out);
 }

@@ -9,11 +9,11 @@ constexpr std::size_t kPieceBytes = 16 * 1024;  // what is summed at a time: sta
 
 }  // namespace
 
-RankOrderFold::RankOrderFold(int rank, int size, DType dtype, ReduceOp op)
+RankOrderFold::RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor)
     : rank_(rank),
       size_(size),
-      op_(op),
       element_bytes_(dtype_size(dtype)),
+      divisor_(op == ReduceOp::kAvg ? static_cast<std::size_t>(divisor) : 1),
       kernels_(reduce_kernels(dtype, op)),
       upto_(size) {}
 
@@ -70,7 +70,7 @@ void RankOrderFold::fold_wide(uint64_t begin, std::size_t bytes) {
     kernels_.combine(to, left, source(member, begin), count);
     left = to;
   }
-  if (op_ == ReduceOp::kAvg && kernels_.divide != nullptr) kernels_.divide(out, static_cast<std::size_t>(size_), count);
+  if (divisor_ > 1 && kernels_.divide != nullptr) kernels_.divide(out, divisor_, count);
 }
 
 void RankOrderFold::fold_half(uint64_t begin, std::size_t bytes) {
@@ -78,7 +78,7 @@ void RankOrderFold::fold_half(uint64_t begin, std::size_t bytes) {
   auto* sum = reinterpret_cast<float*>(sum_.get());
   kernels_.load(sum, source(0, begin), count);
   for (int member = 1; member < size_; ++member) kernels_.accumulate(sum, source(member, begin), count);
-  kernels_.store(out_.data() + begin, sum, op_ == ReduceOp::kAvg ? static_cast<float>(size_) : 1.0F, count);
+  kernels_.store(out_.data() + begin, sum, static_cast<float>(divisor_), count);
 }
 
 }  // namespace ringdp

@@ -17,9 +17,11 @@ class RankOrderFold {
   // Frames never cross a multiple of this, so that each has its place in one of a peer's two blocks.
   static constexpr std::size_t kBlockBytes = 128 * 1024;
 
-  RankOrderFold(int rank, int size, DType dtype, ReduceOp op);
+  // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here).
+  RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor);
 
-  // `own` and `out` may be the same memory. Both [bytes].
+  // `own` and `out` may be the same memory, and are it if there is nobody else. Both [bytes]. All of `own` counts as there;
+  // what comes later is told by `received` like everybody's.
   void begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out);
 
   // Room for `length` bytes of rank `member` at `offset`; empty if they cross a block's end.
@@ -38,8 +40,8 @@ class RankOrderFold {
 
   int rank_;
   int size_;
-  ReduceOp op_;
   std::size_t element_bytes_;
+  std::size_t divisor_;
   const ReduceKernels& kernels_;
   std::span<const std::byte> own_;
   std::span<std::byte> out_;

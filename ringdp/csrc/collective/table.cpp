@@ -5,28 +5,24 @@
 
 #include "base/error.h"
 #include "collective/chain.h"
+#include "collective/chunks.h"
 #include "collective/exchange.h"
 #include "collective/fold.h"
+#include "collective/host_map.h"
 #include "collective/pairwise.h"
 #include "collective/point_to_point.h"
 #include "collective/ring.h"
+#include "collective/two_level.h"
 
 namespace ringdp {
 namespace {
 
 constexpr std::size_t kRingBlockBytes = 256 * 1024;  // a few of them fit into a core's cache
-constexpr std::size_t kChunkElements = 16;           // chunks begin at multiples of it, so loads stay aligned
 
-// Chunk c of n: equal, but for rounding up to kChunkElements; the last ones may be shorter or empty.
 std::vector<std::span<std::byte>> split(std::span<std::byte> memory, int parts, DType dtype) {
-  std::size_t size = dtype_size(dtype), count = memory.size() / size;
-  std::size_t each = (count + parts - 1) / parts;
-  each = (each + kChunkElements - 1) / kChunkElements * kChunkElements * size;
+  Chunks chunks(memory.size(), parts, dtype_size(dtype));
   std::vector<std::span<std::byte>> out;
-  for (int part = 0; part < parts; ++part) {
-    std::size_t begin = std::min(part * each, memory.size());
-    out.push_back(memory.subspan(begin, std::min(each, memory.size() - begin)));
-  }
+  for (int part = 0; part < parts; ++part) out.push_back(memory.subspan(chunks.begin(part), chunks.size(part)));
   return out;
 }
 
@@ -115,8 +111,9 @@ std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name) {
   check_reduction(dtype, op);
-  Algorithm algorithm = choose_all_reduce(table, group.size, dtype, memory.size());
+  Algorithm algorithm = choose_all_reduce(table, group.hosts, dtype, memory.size());
   OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm, memory.size());
+  shape.layout_hash = host_digest(group.hosts);
   if (group.size == 1) return empty_exchange(group, shape, std::move(name));
   switch (algorithm) {
     case Algorithm::kFold:
@@ -124,6 +121,8 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
     case Algorithm::kPairwise:
       return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
                                         std::span<std::byte>{});
+    case Algorithm::kTwoLevel:
+      return std::make_unique<TwoLevel>(group, shape, std::move(name), memory);
     default:
       return std::make_unique<Ring>(group, shape, std::move(name), slabs_of(memory, group.size, dtype), true);
   }
@@ -133,7 +132,7 @@ std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupV
                                        DType dtype, ReduceOp op, int root, std::string name) {
   check_reduction(dtype, op);
   check_member(group, root, "reduce: root");
-  Algorithm algorithm = choose_reduce(table, group.size, dtype, memory.size());
+  Algorithm algorithm = choose_reduce(table, group.size, memory.size());
   OperationShape shape = shape_of(Collective::kReduce, dtype, op, algorithm, memory.size(), root);
   if (group.size == 1) return empty_exchange(group, shape, std::move(name));
   if (algorithm == Algorithm::kPairwise)

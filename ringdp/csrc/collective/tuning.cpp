@@ -43,8 +43,8 @@ std::string size_text(std::size_t bytes) {
 
 // "fold up to 1 MiB, ring above": the sizes at which the choice changes are found by bisection, so that this cannot say
 // anything else than what is chosen.
-std::string ranges_in_words(const AlgorithmTable& table, int ranks, DType dtype) {
-  auto choice = [&](std::size_t bytes) { return choose_all_reduce(table, ranks, dtype, bytes); };
+std::string ranges_in_words(const AlgorithmTable& table, std::span<const int> hosts, DType dtype) {
+  auto choice = [&](std::size_t bytes) { return choose_all_reduce(table, hosts, dtype, bytes); };
   constexpr std::size_t kTop = std::size_t{1} << 50;
   std::string out;
   for (std::size_t from = 0; choice(from) != choice(kTop);) {
@@ -96,8 +96,8 @@ std::string all_reduce_in_words(const AlgorithmTables& tables, std::span<const i
   std::string place = layout == Layout::kOneHost          ? "on one host"
                       : layout == Layout::kOneRankPerHost ? "on as many hosts"
                                                           : "on " + where + " hosts";
-  std::string exact = ranges_in_words(tables.of(layout), ranks, DType::kFloat32);
-  std::string half = ranges_in_words(tables.of(layout), ranks, DType::kBfloat16);
+  std::string exact = ranges_in_words(tables.of(layout), hosts, DType::kFloat32);
+  std::string half = ranges_in_words(tables.of(layout), hosts, DType::kBfloat16);
   std::string out = "all-reduce of " + std::to_string(ranks) + " ranks " + place + " (layout " +
                     std::string(layout_name(layout)) + "): " + exact;
   if (half != exact) out += "; float16 and bfloat16: " + half;

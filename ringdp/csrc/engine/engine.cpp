@@ -345,6 +345,11 @@ uint64_t Engine::bytes_sent() const {
   return sum;
 }
 
+uint64_t Engine::bytes_sent_to(int peer) const {
+  const auto& link = links_.at(static_cast<std::size_t>(peer));
+  return link ? link->bytes_sent() : 0;
+}
+
 uint64_t Engine::bytes_received() const {
   uint64_t sum = 0;
   for (const auto& link : links_) sum += link ? link->bytes_received() : 0;

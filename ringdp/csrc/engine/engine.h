@@ -81,6 +81,7 @@ class Engine {
   void shut_down();
 
   uint64_t bytes_sent() const;
+  uint64_t bytes_sent_to(int peer) const;
   uint64_t bytes_received() const;
   const PeerInfo& peer(int rank) const { return peers_[rank]; }
   int rank() const { return rank_; }

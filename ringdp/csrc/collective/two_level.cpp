@@ -1,0 +1,125 @@
+#include "collective/two_level.h"
+
+#include <algorithm>
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kHeldPieces = 2;  // per peer, that may lie here until others have come: at most 128 KiB each
+
+}  // namespace
+
+TwoLevel::TwoLevel(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory)
+    : Operation(std::move(group), shape, std::move(name)), hosts_(group_), memory_(memory) {
+  uses(memory);
+}
+
+void TwoLevel::prepare() {
+  const OperationShape& shape = identity().shape;
+  plan_ = std::make_unique<TwoLevelPlan>(hosts_, memory_, shape.dtype, shape.op);
+  out_of_.resize(static_cast<std::size_t>(group_.size));
+  in_of_.resize(static_cast<std::size_t>(group_.size));
+  for (TwoLevelPlan::Stream& stream : plan_->incoming()) {
+    in_of_[static_cast<std::size_t>(stream.member)] = in_.size();
+    Incoming& in = in_.emplace_back(stream);
+    in.flow = &add_receive(stream.member, stream.total, widened(in));
+  }
+  for (TwoLevelPlan::Stream& stream : plan_->outgoing()) {
+    out_of_[static_cast<std::size_t>(stream.member)] = out_.size();
+    Outgoing& out = out_.emplace_back(stream);
+    out.flow = &add_send(stream.member, stream.total, 0);
+    make_ready(out);
+  }
+}
+
+void TwoLevel::begin_sum(Stage& stage) {
+  const OperationShape& shape = identity().shape;
+  stage.fold = std::make_unique<RankOrderFold>(stage.place, stage.parts, shape.dtype, shape.op, stage.divisor);
+  stage.fold->begin(scratch(), stage.memory, stage.memory);
+  if (stage.own != nullptr) stage.fold->received(stage.place, 0);
+}
+
+std::size_t TwoLevel::advance(Stage& stage) {
+  if (stage.kind != Stage::Kind::kSum || stage.complete()) return stage.done;
+  if (stage.fold == nullptr) {
+    if (stage.parts > 1) return 0;  // nothing has come
+    begin_sum(stage);
+  }
+  if (stage.own != nullptr) stage.fold->received(stage.place, advance(*stage.own));
+  stage.done = stage.fold->advance(stage.memory.size());
+  if (stage.complete()) stage.fold.reset();
+  return stage.done;
+}
+
+// How far the peer may send. What is copied goes into place, and what this rank only adds its own to does, too, as soon as
+// that is complete. A sum that waits for others keeps its bytes: of those only a few may be open, but for what may come
+// unasked.
+uint64_t TwoLevel::widened(Incoming& in) {
+  auto holds = [](const Stage& stage) {
+    return stage.kind == Stage::Kind::kSum && !stage.complete() && (stage.parts > 2 || !stage.own_complete());
+  };
+  const std::vector<Piece>& pieces = in.stream->pieces;
+  std::erase_if(in.held, [&](Stage* stage) { return !holds(*stage); });
+  while (in.open < pieces.size() && (in.held.size() < kHeldPieces || pieces[in.open].begin < kSmallFlowBytes)) {
+    Stage& stage = *pieces[in.open++].stage;
+    if (holds(stage)) in.held.push_back(&stage);
+  }
+  return in.open < pieces.size() ? pieces[in.open].begin : in.stream->total;
+}
+
+void TwoLevel::make_ready(Outgoing& out) {
+  const std::vector<Piece>& pieces = out.stream->pieces;
+  for (; out.ready < pieces.size(); ++out.ready) {
+    const Piece& piece = pieces[out.ready];
+    std::size_t there = advance(*piece.stage);
+    out.flow->ready = piece.begin + there;
+    if (there < piece.stage->memory.size()) return;
+  }
+}
+
+void TwoLevel::move_on() {
+  for (Outgoing& out : out_) make_ready(out);
+  for (Incoming& in : in_)
+    if (uint64_t window = widened(in); window > in.flow->window) widen(*in.flow, window);
+}
+
+std::span<const std::byte> TwoLevel::outgoing(SendFlow& flow, uint64_t offset, std::size_t max) {
+  Outgoing& out = out_[out_of_[static_cast<std::size_t>(flow.member)]];
+  const std::vector<Piece>& pieces = out.stream->pieces;
+  while (offset >= pieces[out.current].begin + pieces[out.current].stage->memory.size()) ++out.current;
+  const Piece& piece = pieces[out.current];
+  std::span<std::byte> rest = piece.stage->memory.subspan(offset - piece.begin);
+  if (rest.size() <= max) return rest;
+  return rest.first(max - max % kGranuleBytes);
+}
+
+std::span<std::byte> TwoLevel::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
+  Incoming& in = in_[in_of_[static_cast<std::size_t>(flow.member)]];
+  const std::vector<Piece>& pieces = in.stream->pieces;
+  while (offset >= pieces[in.current].begin + pieces[in.current].stage->memory.size()) ++in.current;
+  const Piece& piece = pieces[in.current];
+  Stage& stage = *piece.stage;
+  offset -= piece.begin;
+  if (offset + length > stage.memory.size()) return {};
+  if (stage.kind == Stage::Kind::kCopy) return stage.memory.subspan(offset, length);
+  if (stage.fold == nullptr) begin_sum(stage);
+  return stage.fold->room(piece.part, offset, length);
+}
+
+void TwoLevel::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
+  if (data.empty()) return;
+  Incoming& in = in_[in_of_[static_cast<std::size_t>(flow.member)]];
+  const Piece& piece = in.stream->pieces[in.current];  // `incoming` has just set it
+  Stage& stage = *piece.stage;
+  std::size_t upto = offset - piece.begin + data.size();
+  if (stage.kind == Stage::Kind::kCopy) {
+    stage.done = upto;
+  } else {
+    stage.fold->received(piece.part, upto);
+    advance(stage);
+    if (stage.next != nullptr) advance(*stage.next);
+  }
+  move_on();
+}
+
+}  // namespace ringdp

@@ -1,0 +1,241 @@
+"""All-reduce of ranks on several hosts, several on some of them: the documented order to the bit, the same whatever the
+network does, and no byte twice to the same host. Ranks are threads; their hosts are what they say when they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contract.core_checks import (
+    Case,
+    batches,
+    check_all_reduce,
+    documented_order,
+    expect_equal,
+    sample,
+)
+from tests.contract.core_ranks import BUILT_IN, LIMITS, NEVER_SMALL, World, close_worlds, core, world
+from tests.contract.reduction_order import (
+    FLOATING,
+    Array,
+    in_rank_order,
+    in_ring_order,
+    in_two_levels,
+    itemsize,
+    narrow,
+    pairs,
+    random_input,
+    same_bits,
+    special_input,
+)
+from tests.helpers import need
+
+need("hypothesis")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+LAYOUTS = {
+    "2x2": (0, 0, 1, 1),
+    "interleaved": (0, 1, 0, 1),
+    "3+1": (0, 0, 0, 1),
+    "1+2": (0, 1, 1),
+    "2+1+1": (0, 0, 1, 2),
+    "3+2": (0, 1, 0, 0, 1),
+    "3x2": (0, 0, 1, 1, 2, 2),
+    "2x4": (0, 0, 0, 0, 1, 1, 1, 1),
+    "mixed": (0, 1, 1, 2, 0, 2, 2, 1),
+}
+every_layout = pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
+BLOCK_BYTES = 128 * 1024
+LEAST_BYTES = 16 * 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_worlds() -> Iterator[None]:
+    yield
+    close_worlds()
+
+
+def on(hosts: tuple[int, ...]) -> World:
+    return world(len(hosts), hosts)
+
+
+def edges(hosts: tuple[int, ...], dtype: str) -> list[int]:
+    """Element counts around which the shares and blocks change."""
+    h, most = len(set(hosts)), max(hosts.count(host) for host in hosts)
+    small = [1, len(hosts) - 1, 16 * h, 16 * h * most + 1, 1009]
+    bytes_ = (LEAST_BYTES * h, 4 * most * LEAST_BYTES * h)
+    return small + [n // itemsize(dtype) + off for n in bytes_ for off in (-1, 0, 1)]
+
+
+def large(hosts: tuple[int, ...], dtype: str) -> list[int]:
+    """Around the longest blocks, and where many shares are under way."""
+    h, most = len(set(hosts)), max(hosts.count(host) for host in hosts)
+    longest = 4 * most * BLOCK_BYTES * h // itemsize(dtype)
+    return [longest - 1, longest, longest + 1, longest * 3 // 2 + 17]
+
+
+@every_layout
+def test_every_type_and_reduction(hosts: tuple[int, ...]) -> None:
+    cases = []
+    for index, (dtype, op) in enumerate(pairs()):
+        choice = edges(hosts, dtype)
+        cases.append(Case(dtype, op, choice[(index + len(hosts)) % len(choice)], seed=index))
+    for index, cases_ in enumerate(batches(cases)):
+        check_all_reduce(on(hosts), NEVER_SMALL, cases_, in_flight=index % 2 == 0)
+
+
+@every_layout
+def test_sizes_at_which_the_cut_changes(hosts: tuple[int, ...]) -> None:
+    for dtype, op in (("float32", "AVG"), ("bfloat16", "SUM")):
+        cases = [Case(dtype, op, count, seed=5) for count in (*edges(hosts, dtype), large(hosts, dtype)[-1])]
+        for batch in batches(cases):
+            check_all_reduce(on(hosts), NEVER_SMALL, batch)
+
+
+@pytest.mark.slow
+@every_layout
+def test_every_type_at_every_size(hosts: tuple[int, ...]) -> None:
+    cases = [Case(dtype, op, count, seed=3) for dtype, op in pairs() for count in [0, *edges(hosts, dtype)]]
+    cases += [Case(dtype, "AVG", count, seed=4) for dtype in FLOATING for count in large(hosts, dtype)]
+    for batch in batches(cases):
+        check_all_reduce(on(hosts), NEVER_SMALL, batch)
+    for batch in batches(sample(len(hosts), shift=5)):
+        check_all_reduce(on(hosts), BUILT_IN, batch)
+
+
+def test_groups_know_who_shares_a_host() -> None:
+    ranks = on(LAYOUTS["mixed"])
+    members = [7, 2, 4, 0, 6]
+
+    def body(rank: int, group: Any) -> list[int] | None:
+        assert group.hosts == list(LAYOUTS["mixed"])
+        if rank not in members:
+            return None
+        some = core.Group(ranks.runtimes[rank], "some", members, table=dict(NEVER_SMALL))
+        hosts: list[int] = some.hosts
+        x = random_input("float32", "SUM", 100_000, (rank,))
+        some.all_reduce(x.view(np.uint8), "float32").wait()
+        inputs = [random_input("float32", "SUM", 100_000, (member,)) for member in members]
+        expect_equal([x], [in_two_levels(inputs, "float32", "SUM", hosts)], "a group of some ranks")
+        some.close()
+        return hosts
+
+    for rank, hosts in enumerate(ranks.run(body)):
+        assert hosts == ([0, 0, 1, 1, 2] if rank in members else None)
+
+
+def test_where_the_table_takes_it() -> None:
+    def taken(hosts: tuple[int, ...], bytes_: int) -> str:
+        name: str = core.all_reduce_algorithm(len(hosts), "float32", bytes_, hosts=list(hosts))
+        return name
+
+    for hosts in LAYOUTS.values():
+        limit = 48 * 1024 // (len(hosts) - 1)
+        assert [taken(hosts, limit), taken(hosts, limit + 4)] == ["fold", "two_level"]
+        for count in (limit // 4, limit // 4 + 1):
+            check_all_reduce(on(hosts), BUILT_IN, [Case("float32", "SUM", count, seed=1)])
+    for alone in ((0, 0, 0, 0), (0, 1, 2, 3)):
+        assert taken(alone, 10_000_000) == "ring"
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_infinities_nans_and_zeros(dtype: str) -> None:
+    for hosts in (LAYOUTS["interleaved"], LAYOUTS["2+1+1"]):
+        ranks = on(hosts)
+        for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+            inputs = [special_input(dtype, rank, len(hosts)) for rank in range(len(hosts))]
+            buffers = [x.copy() for x in inputs]
+
+            def body(rank: int, group: Any, op: str = op, buffers: list[Array] = buffers) -> None:
+                group.all_reduce(buffers[rank].view(np.uint8), dtype, op).wait()
+
+            ranks.run(body, NEVER_SMALL)
+            case = Case(dtype, op, len(inputs[0]), seed=0)
+            wanted = documented_order(ranks, NEVER_SMALL, case, inputs)
+            expect_equal(buffers, [wanted] * len(hosts), f"{op} of special values in {dtype} on hosts {hosts}")
+
+
+def test_a_mean_of_large_halves_does_not_overflow_on_its_way() -> None:
+    hosts = LAYOUTS["2x2"]
+    buffers = [np.full(5000, 60_000.0, np.float16) for _ in hosts]
+    on(hosts).run(
+        lambda rank, group: group.all_reduce(buffers[rank].view(np.uint8), "float16", "AVG").wait(), NEVER_SMALL
+    )
+    assert {float(x) for buffer in buffers for x in np.unique(buffer)} == {60_000.0}
+
+
+def test_the_order_shows_in_the_bits() -> None:
+    """The oracle tells the orders apart, so that no other algorithm passes for this one, and no other map of hosts."""
+    inputs = [narrow(np.array([x] * 64), "float32") for x in (1e8, 1.0, -1e8, 1.0)]
+    results = [in_rank_order(inputs, "float32", "SUM"), in_ring_order(inputs, "float32", "SUM")]
+    results += [in_two_levels(inputs, "float32", "SUM", hosts) for hosts in ((0, 0, 1, 1), (0, 1, 0, 1))]
+    assert not any(same_bits(a, b) for i, a in enumerate(results) for b in results[:i])
+    halves = [narrow(np.array([x]), "float16") for x in (2048.0, 1.0, 1.0, 1.0)]
+    assert in_two_levels(halves, "float16", "SUM", (0, 0, 1, 1))[0] == 2050.0  # 2049 is rounded to 2048 on its host
+    assert in_rank_order(halves, "float16", "SUM")[0] == 2052.0
+
+
+@pytest.mark.parametrize("hosts", [LAYOUTS["interleaved"], LAYOUTS["2+1+1"]], ids=["interleaved", "2+1+1"])
+def test_neither_segments_nor_delays_show(hosts: tuple[int, ...]) -> None:
+    counts = {"float32": 100_003, "bfloat16": 70_001, "complex64": 5_000}
+    names = [(dtype, op) for dtype in counts for op in ("SUM", "AVG", "PRODUCT")]
+    inputs = [[random_input(*name, counts[name[0]], (rank, 1)) for rank in range(len(hosts))] for name in names]
+    wanted = [in_two_levels(each, *name, hosts) for each, name in zip(inputs, names, strict=True)]
+    for segment_bytes, fault_seed in ((64, 0), (4096, 1), (65_472, 2), (262_144, 3)):
+        ranks = World(len(hosts), hosts=hosts, segment_bytes=segment_bytes, fault_seed=fault_seed)
+        buffers = [[x.copy() for x in each] for each in inputs]
+
+        def body(rank: int, group: Any, buffers: list[list[Any]] = buffers) -> None:
+            works = [group.all_reduce(x[rank].view(np.uint8), *name) for x, name in zip(buffers, names, strict=True)]
+            for work in works:
+                work.wait()
+
+        try:
+            ranks.run(body, NEVER_SMALL)
+        finally:
+            ranks.close()
+        for name, got, result in zip(names, buffers, wanted, strict=True):
+            expect_equal(got, [result] * len(hosts), f"{name}, segments of {segment_bytes}, faults {fault_seed}")
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_byte_goes_to_a_host_twice(hosts: tuple[int, ...], dtype: str) -> None:
+    """2(h-1)/h of the buffer leave each host, whatever the number of its ranks, but for headers."""
+    ranks, size = on(hosts), 6 * 1024 * 1024
+
+    def sent() -> list[int]:
+        """By each host to all others."""
+        out = dict.fromkeys(hosts, 0)
+        for rank, runtime in enumerate(ranks.runtimes):
+            out[hosts[rank]] += sum(
+                runtime.bytes_sent_to(peer) for peer in range(len(hosts)) if hosts[peer] != hosts[rank]
+            )
+        return list(out.values())
+
+    before = sent()
+    ranks.run(lambda _, group: group.all_reduce(np.ones(size, np.uint8), dtype).wait(), BUILT_IN)
+    ranks.run(lambda _, group: group.barrier().wait(), BUILT_IN)
+    h = len(before)
+    least = 2 * (h - 1) / h * size
+    for host, bytes_ in enumerate(np.subtract(sent(), before)):
+        assert least <= bytes_ <= 1.02 * least, f"host {host} sent {bytes_ / least} of what it must"
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_any_mixture(data: st.DataObject) -> None:
+    """Several in flight together, of random types and sizes, with small ones that are folded in between."""
+    hosts = data.draw(st.sampled_from(tuple(LAYOUTS.values())), label="hosts")
+    table: Mapping[str, int] = dict.fromkeys(LIMITS, data.draw(st.sampled_from((0, 1000, 65_536)), label="limits"))
+    cases = []
+    for seed in range(data.draw(st.integers(1, 10), label="in flight")):
+        dtype, op = data.draw(st.sampled_from(pairs()))
+        near = st.sampled_from(edges(hosts, dtype))
+        count = data.draw(st.one_of(st.integers(0, 70), st.builds(int.__add__, near, st.integers(0, 17))))
+        cases.append(Case(dtype, op, count, seed))
+    check_all_reduce(on(hosts), table, cases)
