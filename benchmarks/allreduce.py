@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """All-reduce of float32 sums: the backend `ring` against gloo and Open MPI, in the same processes and the same run.
 
-    python benchmarks/allreduce.py --ranks 2 --sizes 4k,64k,1m,25m,100m --peers gloo,mpi --json out.json
+    python benchmarks/allreduce.py --ranks 2 --sizes 4k,64k,1m,25m,100m --peers gloo,mpi,ceiling --json out.json
+    python benchmarks/allreduce.py --ranks 2 --sizes 4k --peers none --core --percentiles 50,99,99.9 --busy 1
     sudo python benchmarks/allreduce.py --hosts 4 --rate 1gbit --sizes 25m
 
 The ranks are started once. For each size every backend must first give the exact sum; then blocks of calls alternate
@@ -10,32 +11,42 @@ A time is that of the slowest rank. algbw = size / time; busbw = algbw * 2(n-1)/
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). GB are 10^9 bytes, KiB and MiB powers of 1024.
 Between hosts it also prints the bytes that left each interface against 2(h-1)/h of the size, the least that h hosts can
 send, and the share of iperf3's goodput that was reached.
+
+`ceiling` is a loop through shared memory written for nothing but speed (ceiling.cpp), compiled on the spot: what the
+machine can do. `core` is the C++ call alone, timed in C++, without torch around it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import ceiling
 import goodput
 import mpi
 import session
 from hosts import INTERFACE, HostsError
-from measure import Summary, format_size, format_time, machine, parse_size, table
+from measure import Summary, busy_processes, format_size, format_time, machine, parse_size, table
 from ranks import RanksFailed
 
-PEERS = ("gloo", "mpi")
+PEERS = ("gloo", "mpi", "ceiling")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4k,64k,1m,25m,100m", help="bytes to reduce, comma-separated")
-    parser.add_argument("--peers", default="gloo,mpi", help="backends to compare with: gloo, mpi, or none")
+    parser.add_argument("--peers", default="gloo,mpi", help="to compare with: of gloo, mpi, ceiling; or none")
     parser.add_argument("--without-ring", action="store_true", help="measure the peers alone")
+    parser.add_argument("--core", action="store_true", help="measure the C++ call without torch, too")
+    parser.add_argument("--percentiles", metavar="P,P", default="", help="more of them beside the median: 90,99.9")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="N processes compute beside the ranks")
+    parser.add_argument("--busy-cores", default="", metavar="C,C", help="pin them to these cores, in turn")
+    parser.add_argument("--huge-pages", action="store_true", help="ask for huge pages under the tensors, for all alike")
     parser.add_argument("--asynchronous", action="store_true", help="call with async_op=True, then wait()")
     parser.add_argument("--mpi-tcp", action="store_true", help="let Open MPI use TCP on loopback too, no shared memory")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of calls for each backend and size (default 7)")
@@ -47,14 +58,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         args.size_bytes = [parse_size(word) for word in args.sizes.split(",")]
         args.place = session.place_of(args)
+        args.shares = {word: float(word) / 100 for word in args.percentiles.split(",") if word}
+        args.core_numbers = [int(word) for word in args.busy_cores.split(",") if word]
     except ValueError as error:
         parser.error(str(error))
     args.peer_names = [] if args.peers == "none" else args.peers.split(",")
     unknown = set(args.peer_names) - set(PEERS)
     if unknown or any(size < 4 or size % 4 for size in args.size_bytes):
         parser.error(f"unknown peers: {unknown}" if unknown else "a size must be a positive multiple of 4 bytes")
-    if args.rounds < 1:
-        parser.error("at least one round is needed")
+    if args.rounds < 1 or args.busy < 0:
+        parser.error("at least one round is needed, and not fewer than 0 busy processes")
+    if any(not 0 <= share <= 1 for share in args.shares.values()):
+        parser.error("a percentile lies between 0 and 100")
     return args
 
 
@@ -65,7 +80,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         missing["mpi"] = reason
     if not args.without_ring and (reason := session.why_no_ringdp()):
         raise session.Unavailable(f"{reason}; --without-ring measures the peers alone")
-    backends = ([] if args.without_ring else ["ring"]) + [name for name in args.peer_names if name not in missing]
+    place = args.place
+    if "ceiling" in args.peer_names and (reason := ceiling.why_not(ranks=place.ranks, hosts=place.hosts)):
+        missing["ceiling"] = reason
+    ours = [] if args.without_ring else ["ring", "core"] if args.core else ["ring"]
+    backends = ours + [name for name in args.peer_names if name not in missing]
     if not backends:
         raise session.Unavailable("nothing is left to measure: " + "; ".join(missing.values()))
     settings = {
@@ -75,9 +94,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "block_s": args.block_seconds,
         "asynchronous": args.asynchronous,
         "interface": INTERFACE if args.place.hosts else None,
+        "shares": args.shares,
+        "huge_pages": args.huge_pages,
     }
-    with session.make_hosts(args.place) as hosts:
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(session.make_hosts(args.place))
+        if "ceiling" in backends or args.huge_pages:
+            settings["ceiling"] = stack.enter_context(ceiling.prepared())
         line = goodput.measure(hosts, seconds=args.iperf_seconds) if hosts and args.iperf_seconds else None
+        stack.enter_context(busy_processes(args.busy, cores=args.core_numbers))
         rows, quiet = session.run(
             __file__,
             settings,
@@ -91,6 +116,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "allreduce",
         "machine": machine(),
         "place": asdict(args.place) | {"words": str(args.place)},
+        "busy": args.busy,
+        "busy_cores": args.core_numbers,
+        "huge_pages": args.huge_pages,
         "calls": "asynchronous" if args.asynchronous else "synchronous",
         "mpi_transport": "tcp" if args.mpi_tcp or args.place.hosts else "its own choice (shared memory on one host)",
         "quiet": quiet.as_dict() | {"words": str(quiet)},
@@ -120,6 +148,8 @@ def report(result: dict[str, Any]) -> str:
     between_hosts = any("sent_over_theory" in row for row in result["rows"])
     line = result["goodput_bytes_per_s"]
     columns = ["size", "backend", "median", "p99", "min", "algbw GB/s", "busbw GB/s", "time / ring", "calls"]
+    words = list(result["rows"][0]["percentiles_s"]) if result["rows"] else []
+    columns += [f"p{word}" for word in words]
     columns += ["sent / theory"] if between_hosts else []
     columns += ["of iperf3", "of iperf3 both ways"] if line else []
     ours = {row["size_bytes"]: row["time"]["median_s"] for row in result["rows"] if row["backend"] == "ring"}
@@ -130,6 +160,7 @@ def report(result: dict[str, Any]) -> str:
         cells += [format_time(value) for value in (time.median_s, time.p99_s, time.min_s)]
         cells += [f"{row['algbw'] / 1e9:.3g}", f"{row['busbw'] / 1e9:.3g}"]
         cells += [f"{time.median_s / ring_s:.2f}" if ring_s else "", str(time.count)]
+        cells += [format_time(row["percentiles_s"][word]) for word in words]
         cells += [f"{row['sent_over_theory']:.3f}"] if between_hosts else []
         cells += [f"{row['share_one_way']:.1%}", f"{row['share_both_ways']:.1%}"] if line else []
         rows.append(cells)
@@ -140,6 +171,9 @@ def report(result: dict[str, Any]) -> str:
         f"all-reduce, float32, SUM, {result['place']['words']}, {result['calls']} calls",
         f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
     ]
+    if result["busy"]:
+        pinned = f", pinned to cores {result['busy_cores']}" if result["busy_cores"] else ""
+        lines.append(f"beside {result['busy']} busy processes{pinned}")
     if line:
         both = line["both_ways"] * 8 / 1e6
         lines.append(f"iperf3: {line['one_way'] * 8 / 1e6:.0f} Mbit/s one way, {both:.0f} Mbit/s each way both at once")
@@ -162,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except session.Unavailable as error:
         print(f"allreduce.py: {error}", file=sys.stderr)
         return 2
-    except (HostsError, goodput.NoGoodput) as error:
+    except (HostsError, goodput.NoGoodput, ceiling.CeilingUnavailable) as error:
         print(f"allreduce.py: {error}", file=sys.stderr)
         return 2
     except RanksFailed as error:

@@ -6,20 +6,23 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import ceiling
 import session
 import torch
 import torch.distributed as dist
 from goodput import interface_bytes
-from measure import Summary, format_size
+from measure import Summary, format_size, percentile
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 MIN_CALLS, MAX_CALLS = 3, 1000  # of one backend in one block
 GROWTH_BITS = 100  # repeated in place, a sum grows by the number of ranks each time; float32 has 127 bits of exponent
 
-Call = Callable[[Tensor], None]
+Timed = Callable[[Tensor, int], list[float]]  # so many calls in place, and the seconds of each
 
 
 class WrongResult(RuntimeError):
@@ -40,7 +43,7 @@ class Measured:
 def run_rank(path: str) -> None:
     joined = session.join(path)
     settings = joined.settings
-    calls = {name: _make(name, asynchronous=settings["asynchronous"]) for name in settings["backends"]}
+    calls = {name: _make(name, joined) for name in settings["backends"]}
     rows: list[dict[str, Any]] = []
     for size_bytes in settings["size_bytes"]:
         if joined.rank == 0:
@@ -50,7 +53,28 @@ def run_rank(path: str) -> None:
     joined.deliver(rows)
 
 
-def _make(name: str, *, asynchronous: bool) -> Call:
+def timed_calls(call: Callable[[Tensor], None]) -> Timed:
+    """`call`, each time timed from here."""
+
+    def run(x: Tensor, count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            start = perf_counter()
+            call(x)
+            seconds.append(perf_counter() - start)
+        return seconds
+
+    return run
+
+
+def _make(name: str, joined: session.Joined) -> Timed:
+    asynchronous = joined.settings["asynchronous"]
+    if name == "core":
+        return _make_core(joined)
+    if name == "ceiling":
+        paths = joined.settings["ceiling"]
+        one = ceiling.Ceiling(Path(paths["library"]), Path(paths["memory"]), rank=joined.rank, ranks=joined.world_size)
+        return timed_calls(one.all_reduce)
     if name == "mpi":
         from mpi4py import MPI
 
@@ -62,7 +86,7 @@ def _make(name: str, *, asynchronous: bool) -> Call:
             else:
                 world.Allreduce(MPI.IN_PLACE, x.numpy())
 
-        return call_mpi
+        return timed_calls(call_mpi)
     if name == "ring":
         import ringdp  # noqa: F401  # registers the backend
     group = dist.new_group(backend=name)
@@ -73,20 +97,47 @@ def _make(name: str, *, asynchronous: bool) -> Call:
         else:
             dist.all_reduce(x, group=group)
 
-    return call_torch
+    return timed_calls(call_torch)
 
 
-def _one_size(joined: session.Joined, calls: dict[str, Call], size_bytes: int) -> dict[str, Measured]:
+def _make_core(joined: session.Joined) -> Timed:
+    """The C++ call itself: a Runtime of its own that meets the others in torch's store, and a loop in C++."""
+    from ringdp import _core, config
+
+    store = PrefixStore("core", dist.distributed_c10d._get_default_store())
+
+    def find(key: str) -> str | None:
+        return store.get(key).decode() if store.check([key]) else None
+
+    settings = config.RingConfig.from_environment()
+    options: dict[str, Any] = {
+        "host_id": settings.host_id,
+        "table": settings.tuning.limits,
+        "spin_us": settings.spin_us,
+    }
+    runtime = _core.Runtime(_core.CallbackStore(store.set, find), joined.rank, joined.world_size, **options)
+    group = _core.Group(runtime, "core", list(range(joined.world_size)))
+
+    def run(x: Tensor, count: int) -> list[float]:
+        seconds: list[float] = group.time_all_reduce(x.numpy(), "float32", count)
+        return seconds
+
+    return run
+
+
+def _one_size(joined: session.Joined, calls: dict[str, Timed], size_bytes: int) -> dict[str, Measured]:
     settings = joined.settings
     source = _values(joined.rank, size_bytes // 4)
     total = torch.zeros_like(source)
     for rank in range(joined.world_size):
         total += _values(rank, size_bytes // 4)
     x = torch.empty_like(source)
+    if settings["huge_pages"]:
+        ceiling.load(Path(settings["ceiling"]["library"])).ceiling_huge_pages(x.data_ptr(), size_bytes)
     counts = {}
     for name, call in calls.items():
         x.copy_(source)
-        call(x)
+        call(x, 1)
         check(name, x, total, rank=joined.rank, exact=True)
         trial = Measured()
         timed_block(call, x, source, MIN_CALLS, joined.world_size, trial)
@@ -107,7 +158,7 @@ def _one_size(joined: session.Joined, calls: dict[str, Call], size_bytes: int) -
     return measured
 
 
-def timed_block(call: Call, x: Tensor, source: Tensor, count: int, world_size: int, into: Measured) -> float:
+def timed_block(call: Timed, x: Tensor, source: Tensor, count: int, world_size: int, into: Measured) -> float:
     """`count` timed calls in place, back to back; returns what the last result is over the sum of one call."""
     most = int(GROWTH_BITS / math.log2(world_size)) if world_size > 1 else count
     seconds: list[float] = []
@@ -115,11 +166,8 @@ def timed_block(call: Call, x: Tensor, source: Tensor, count: int, world_size: i
     while len(seconds) < count:
         timed = min(count - len(seconds), most - 1)
         x.copy_(source)
-        call(x)  # not timed: the ranks do not come out of the copy at the same moment
-        for _ in range(timed):
-            start = perf_counter()
-            call(x)
-            seconds.append(perf_counter() - start)
+        call(x, 1)  # not counted: the ranks do not come out of the copy at the same moment
+        seconds += call(x, timed)
         into.calls += timed + 1
         growth = float(world_size) ** timed
     into.seconds += seconds
@@ -155,8 +203,11 @@ def _counters(interface: str | None) -> tuple[int, int]:
 
 
 def _over_ranks(joined: session.Joined, measured: Measured) -> dict[str, Any]:
-    mine = {
+    mine: dict[str, Any] = {
         "time": asdict(Summary.of(measured.seconds)),
+        "percentiles_s": {
+            word: percentile(measured.seconds, share) for word, share in joined.settings["shares"].items()
+        },
         "block_medians_s": measured.block_medians_s,
         "sent": measured.sent_bytes / measured.calls,
         "received": measured.received_bytes / measured.calls,
@@ -165,6 +216,7 @@ def _over_ranks(joined: session.Joined, measured: Measured) -> dict[str, Any]:
     everyone: list[Any] = [None] * joined.world_size
     dist.all_gather_object(everyone, mine)
     return {
+        "percentiles_s": {word: max(one["percentiles_s"][word] for one in everyone) for word in mine["percentiles_s"]},
         "time": asdict(Summary.slowest([Summary(**one["time"]) for one in everyone])),
         "block_medians_s": [max(values) for values in zip(*(one["block_medians_s"] for one in everyone), strict=True)],
         "sent_bytes_per_call": [one["sent"] for one in everyone if one["reports"]],

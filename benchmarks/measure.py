@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -83,6 +86,22 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def busy_processes(count: int, *, cores: Sequence[int] = ()) -> Iterator[None]:
+    """`count` processes that do nothing but compute, for as long as the `with` lasts; pinned to `cores` in turn."""
+    loop = "import os, sys\nif sys.argv[1:]: os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for i in range(count):
+            pinned = [str(cores[i % len(cores)])] if cores else []
+            running.append(subprocess.Popen([sys.executable, "-c", loop, *pinned]))
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 @dataclass

@@ -3,6 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <optional>
+
 #include "base/log.h"
 #include "collective/tuning.h"
 #include "engine/group.h"
@@ -53,8 +56,8 @@ void check_interrupt() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<MemoryStore>& store, int rank, int world,
-                                      int64_t timeout_ms, int64_t spin_us, const std::string& secret, uint32_t epoch,
+std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int rank, int world, int64_t timeout_ms,
+                                      int64_t spin_us, const std::string& secret, uint32_t epoch,
                                       int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed,
                                       const std::string& host_id, const TuningLimits& table,
                                       const std::string& table_source) {
@@ -107,6 +110,25 @@ class PythonWork {
   std::shared_ptr<Work> work_;
 };
 
+// A store that Python keeps, for ranks that are processes: `set(key, value)`, and `find(key)` which gives None for what is
+// not there. What they raise passes through.
+class CallbackStore final : public Store {
+ public:
+  CallbackStore(py::function set, py::function find) : set_(std::move(set)), find_(std::move(find)) {}
+  void set(const std::string& key, const std::string& value) override {
+    py::gil_scoped_acquire gil;
+    set_(key, value);
+  }
+  std::optional<std::string> find(const std::string& key) override {
+    py::gil_scoped_acquire gil;
+    return find_(key).cast<std::optional<std::string>>();
+  }
+
+ private:
+  py::function set_;
+  py::function find_;
+};
+
 // A group of the ranks `members` of a Runtime; buffers are flat and writable, [count] elements of `dtype`.
 class PythonGroup {
  public:
@@ -126,6 +148,21 @@ class PythonGroup {
     return issue({view}, [&](CallOptions options) {
       return group_->all_reduce(view.bytes(), dtype_from(dtype), op_from(op), std::move(options));
     });
+  }
+  // For benchmarks: what a call takes that nothing of Python is part of. Seconds of each.
+  std::vector<double> time_all_reduce(const py::buffer& buffer, const std::string& dtype, int count) {
+    View view(buffer);
+    DType type = dtype_from(dtype);
+    std::vector<double> seconds;
+    py::gil_scoped_release no_gil;
+    for (int i = 0; i < count; ++i) {
+      auto start = std::chrono::steady_clock::now();
+      CallOptions options;
+      options.caller_waits = true;
+      group_->wait(*group_->all_reduce(view.bytes(), type, ReduceOp::kSum, std::move(options)));
+      seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return seconds;
   }
   PythonWork broadcast(const py::buffer& buffer, const std::string& dtype, int root) {
     View view(buffer);
@@ -235,7 +272,11 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "ringdp's core without torch, for tests and tools";
   register_error_translator();
 
-  py::class_<MemoryStore, std::shared_ptr<MemoryStore>>(module, "MemoryStore", "Where ranks that are threads meet.")
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store", "Where ranks meet.");
+  py::class_<CallbackStore, Store, std::shared_ptr<CallbackStore>>(module, "CallbackStore", "A store kept in Python.")
+      .def(py::init<py::function, py::function>(), py::arg("set"), py::arg("find"));
+  py::class_<MemoryStore, Store, std::shared_ptr<MemoryStore>>(module, "MemoryStore",
+                                                               "Where ranks that are threads meet.")
       .def(py::init<>())
       .def("set", &MemoryStore::set, NoGil())
       .def(
@@ -270,6 +311,8 @@ PYBIND11_MODULE(_core, module) {
            py::arg("runtime"), py::arg("name"), py::arg("members"), py::kw_only(), py::arg("timeout_ms") = 30'000,
            py::arg("table") = py::none(), "`table`: the Runtime's, unless another is given.")
       .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM")
+      .def("time_all_reduce", &PythonGroup::time_all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("count"),
+           "All-reduce (SUM, in place) `count` times and wait for each, all in C++; the seconds of each.")
       .def("broadcast", &PythonGroup::broadcast, py::arg("buffer"), py::arg("dtype"), py::arg("root"))
       .def("all_gather", &PythonGroup::all_gather, py::arg("input"), py::arg("outputs"), py::arg("dtype"))
       .def("reduce_scatter", &PythonGroup::reduce_scatter, py::arg("inputs"), py::arg("output"), py::arg("dtype"),

@@ -13,7 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ sys.path.insert(0, str(FOLDER))  # the tools are scripts: they find each other b
 
 import allreduce  # noqa: E402
 import allreduce_rank  # noqa: E402
+import ceiling  # noqa: E402
 import goodput  # noqa: E402
 import hosts  # noqa: E402
 import measure  # noqa: E402
@@ -166,7 +169,7 @@ def test_the_sum_at_the_end_of_a_block_is_known(world_size: int, count: int) -> 
 
     source = torch.tensor([1.0, -3.0, 48.0])
     x, measured = torch.empty_like(source), allreduce_rank.Measured()
-    growth = allreduce_rank.timed_block(call, x, source, count, world_size, measured)
+    growth = allreduce_rank.timed_block(allreduce_rank.timed_calls(call), x, source, count, world_size, measured)
     assert torch.isfinite(x).all()
     allreduce_rank.check("fake", x, source * world_size * growth, rank=0, exact=False)
     assert len(measured.seconds) == count
@@ -218,6 +221,62 @@ def test_allreduce_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
     assert len(row["block_medians_s"]) == 2
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_ceiling_adds_up(ranks: int) -> None:
+    """Ranks as threads, sizes on both sides of each of its limits, one call after another."""
+    if reason := ceiling.why_not(ranks=ranks, hosts=0):
+        pytest.skip(reason)
+    with ceiling.prepared() as paths, ThreadPoolExecutor(ranks) as threads:
+        ready = threading.Barrier(ranks)
+
+        def run(rank: int) -> None:
+            own = ceiling.Ceiling(Path(paths["library"]), Path(paths["memory"]), rank=rank, ranks=ranks)
+            ready.wait(10)
+            for count in (1, 1000, 8192, 8193, 65536, 65537, 300_001):
+                x = allreduce_rank._values(rank, count)
+                own.all_reduce(x)
+                expected = sum(allreduce_rank._values(r, count) for r in range(ranks))
+                assert isinstance(expected, torch.Tensor)
+                allreduce_rank.check("ceiling", x, expected, rank=rank, exact=True)
+
+        for each in [threads.submit(run, rank) for rank in range(ranks)]:
+            each.result(timeout=60)
+
+
+def test_the_ceiling_is_measured_beside_the_others(tmp_path: Path) -> None:
+    if reason := ceiling.why_not(ranks=2, hosts=0):
+        pytest.skip(reason)
+    path = tmp_path / "out.json"
+    options = ["--sizes", "4,3m", "--peers", "gloo,ceiling", "--without-ring", "--huge-pages", "--json", str(path)]
+    done = run_tool("allreduce.py", *quick(*options))
+    assert done.returncode == 0, done.stderr
+    assert [row["backend"] for row in json.loads(path.read_text())["rows"]] == ["gloo", "ceiling"] * 2
+    assert not list(Path("/dev/shm").glob("ringdp-ceiling-*"))
+
+
+def test_the_core_is_timed_without_torch_beside_busy_processes(tmp_path: Path) -> None:
+    if "ring" not in backends_here():
+        pytest.skip("ringdp is not built")
+    path = tmp_path / "out.json"
+    options = ["--sizes", "4k", "--peers", "none", "--core", "--percentiles", "0,99.9", "--busy", "1"]
+    done = run_tool("allreduce.py", *quick(*options, "--busy-cores", "0", "--json", str(path)))
+    assert done.returncode == 0, done.stderr
+    assert "beside 1 busy processes, pinned to cores [0]" in done.stdout
+    assert "p99.9" in done.stdout
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["backend"] for row in rows] == ["ring", "core"]
+    for row in rows:
+        assert row["percentiles_s"]["0"] == row["time"]["min_s"]
+        assert row["percentiles_s"]["99.9"] >= row["time"]["median_s"]
+
+
+def test_where_there_is_no_ceiling_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "one host only" in str(ceiling.why_not(ranks=2, hosts=2))
+    assert "2 to 16 ranks" in str(ceiling.why_not(ranks=17, hosts=0))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "no C++ compiler" in str(ceiling.why_not(ranks=2, hosts=0))
+
+
 def test_step_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     modes = ["bare", "ddp-gloo"] + (["ringdp", "ddp-ring"] if "ring" in backends_here() else [])
@@ -250,6 +309,8 @@ def test_without_ringdp_the_tools_say_so(tool: str) -> None:
         (allreduce.parse, ["--peers", "nccl"]),
         (allreduce.parse, ["--ranks", "3", "--hosts", "2"]),
         (allreduce.parse, ["--rounds", "0"]),
+        (allreduce.parse, ["--busy", "-1"]),
+        (allreduce.parse, ["--percentiles", "101"]),
         (step.parse, ["--modes", "horovod"]),
         (step.parse, ["--models", "bert"]),
         (hosts.parse, ["run", "--hosts", "2"]),

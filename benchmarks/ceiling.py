@@ -1,0 +1,105 @@
+"""The measured ceiling: ceiling.cpp, compiled when it is first needed and called through ctypes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("ceiling.cpp")
+MAX_RANKS = 16
+
+
+class CeilingUnavailable(RuntimeError):
+    """The ceiling cannot be measured here; the message says why."""
+
+
+def why_not(*, ranks: int, hosts: int) -> str | None:
+    """Why there is no ceiling in that place; None where there is one."""
+    if hosts:
+        return "it goes through shared memory: one host only"
+    if not 2 <= ranks <= MAX_RANKS:
+        return f"for 2 to {MAX_RANKS} ranks"
+    if compiler() is None:
+        return "no C++ compiler: install g++, or name one in CXX"
+    return None
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+def build(folder: Path) -> Path:
+    """Compile ceiling.cpp into `folder`, for this very processor. Raises CeilingUnavailable."""
+    found = compiler()
+    if found is None:
+        raise CeilingUnavailable("no C++ compiler")
+    library = folder / "ceiling.so"
+    words = [found, "-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
+    done = subprocess.run([*words, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CeilingUnavailable(f"{found} cannot compile {SOURCE.name}: {done.stderr.strip()[-400:]}")
+    return library
+
+
+class Ceiling:
+    """One rank's side. `memory`: path of a file that all ranks open, sized and zeroed by `make_memory` before."""
+
+    def __init__(self, library: Path, memory: Path, *, rank: int, ranks: int) -> None:
+        self._library = load(library)
+        with open(memory, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), self._library.ceiling_bytes())
+        self._base = (ctypes.c_char * len(self._map)).from_buffer(self._map)
+        cores = len(os.sched_getaffinity(0))
+        self._self = self._library.ceiling_join(ctypes.addressof(self._base), rank, ranks, cores)
+        if not self._self:
+            raise CeilingUnavailable(f"for 2 to {MAX_RANKS} ranks, not {ranks}")
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum of everybody's `x`, float32 and contiguous, in place."""
+        self._library.ceiling_all_reduce(self._self, x.data_ptr(), x.numel())
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """The compiled library with the types of its functions."""
+    found = ctypes.CDLL(str(library))
+    found.ceiling_bytes.restype = ctypes.c_size_t
+    found.ceiling_join.restype = ctypes.c_void_p
+    found.ceiling_join.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    found.ceiling_all_reduce.restype = None
+    found.ceiling_all_reduce.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    found.ceiling_huge_pages.restype = None
+    found.ceiling_huge_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return found
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[dict[str, str]]:
+    """What the ranks need, for as long as the `with` lasts: the paths of library and memory."""
+    with tempfile.TemporaryDirectory(prefix="ringdp-ceiling-") as folder:
+        library = build(Path(folder))
+        memory = make_memory(library, Path(folder))
+        try:
+            yield {"library": str(library), "memory": str(memory)}
+        finally:
+            memory.unlink()
+
+
+def make_memory(library: Path, folder: Path) -> Path:
+    """A file for all ranks to share, in /dev/shm where there is one; the caller removes it."""
+    shm = Path("/dev/shm")
+    path = (shm if shm.is_dir() else folder) / f"{folder.name}-ceiling"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, load(library).ceiling_bytes())
+    finally:
+        os.close(descriptor)
+    return path
