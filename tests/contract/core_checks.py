@@ -121,7 +121,7 @@ def algorithm_is_ring(size: int, table: Mapping[str, int], case: Case) -> bool:
 def documented_order(ranks: World, table: Mapping[str, int], case: Case, inputs: Sequence[Array]) -> Array:
     """What an all-reduce gives by the table and the map of hosts."""
     if 1 < len(set(ranks.hosts)) < ranks.size:
-        limit = {"fold_sent_bytes": 48 * 1024, **table}["fold_sent_bytes"] // (ranks.size - 1)
+        limit = {"fold_sent_bytes": 24 * 1024, **table}["fold_sent_bytes"] // (ranks.size - 1)
         if case.count * itemsize(case.dtype) > limit:
             return in_two_levels(inputs, case.dtype, case.op, ranks.hosts)
         return in_rank_order(inputs, case.dtype, case.op)

@@ -134,7 +134,7 @@ def test_where_the_table_takes_it() -> None:
         return name
 
     for hosts in LAYOUTS.values():
-        limit = 48 * 1024 // (len(hosts) - 1)
+        limit = 24 * 1024 // (len(hosts) - 1)
         assert [taken(hosts, limit), taken(hosts, limit + 4)] == ["fold", "two_level"]
         for count in (limit // 4, limit // 4 + 1):
             check_all_reduce(on(hosts), BUILT_IN, [Case("float32", "SUM", count, seed=1)])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 
@@ -72,6 +73,19 @@ def in_a_large_all_reduce(folder: str, victim: int) -> Story:
 @pytest.mark.parametrize(("world_size", "victim"), ((2, 1), (2, 0), (4, 2)))
 def test_killed_in_a_large_all_reduce(world_size: int, victim: int, tmp_path: Path) -> None:
     outcomes = run_outcomes(in_a_large_all_reduce, str(tmp_path), victim, world_size=world_size)
+    for story in stories(outcomes, victim):
+        expect_peer_lost(story, tmp_path, victim, "all_reduce #")
+
+
+def in_two_levels(folder: str, victim: int, hosts: str) -> Story:
+    with mock.patch.dict(os.environ, RINGDP_HOST_ID=hosts[me()[0]]):
+        return in_a_large_all_reduce(folder, victim)
+
+
+@pytest.mark.parametrize(("hosts", "victim"), (("aabb", 1), ("abab", 2), ("abbb", 0)))
+def test_killed_in_a_large_all_reduce_of_several_hosts(hosts: str, victim: int, tmp_path: Path) -> None:
+    """The others hear of it whether they share its host, carry the same shares, or have no bytes to or from it."""
+    outcomes = run_outcomes(in_two_levels, str(tmp_path), victim, hosts, world_size=4)
     for story in stories(outcomes, victim):
         expect_peer_lost(story, tmp_path, victim, "all_reduce #")
 

@@ -45,7 +45,7 @@ struct AlgorithmTables {
 
   AlgorithmTable one_host;
   AlgorithmTable one_rank_per_host;
-  AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 48 * 1024};  // a fold sends the same to a host several times
+  AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024};  // a fold sends the same to a host several times
 };
 
 // `bytes`: of the whole buffer; of an all-gather, of one rank's block.

@@ -1,0 +1,156 @@
+// Two levels: that both ends of every stream expect the same pieces, and what happens when ranks believe in different hosts.
+#include <numeric>
+
+#include "collective/two_level_plan.h"
+#include "job.h"
+
+using namespace ringdp;
+using namespace ringdp::testing;
+
+namespace {
+
+const std::vector<std::vector<int>> kLayouts{{0, 0, 1, 1},    {0, 1, 0, 1},          {0, 0, 0, 1},
+                                             {0, 0, 1, 2},    {0, 1, 1, 1, 2, 2},    {0, 1, 2, 2, 1, 0, 0},
+                                             {0, 1, 1, 2, 3}, {0, 0, 0, 0, 0, 1, 1}, {0, 1, 1, 2, 0, 2, 2, 1}};
+
+GroupView view_of(const std::vector<int>& hosts, int rank) {
+  GroupView view;
+  view.rank = rank;
+  view.size = static_cast<int>(hosts.size());
+  view.members.resize(hosts.size());
+  std::iota(view.members.begin(), view.members.end(), 0);
+  view.hosts = hosts;
+  return view;
+}
+
+struct OnRank {
+  OnRank(const std::vector<int>& hosts, int rank, std::span<std::byte> memory, DType dtype)
+      : map(view_of(hosts, rank)), plan(map, memory, dtype, ReduceOp::kAvg) {}
+
+  HostMap map;
+  TwoLevelPlan plan;
+};
+
+// Where in the buffer each piece between two ranks lies, in order.
+std::vector<std::pair<std::size_t, std::size_t>> places(const std::vector<TwoLevelPlan::Stream>& streams, int member,
+                                                        std::span<const std::byte> memory) {
+  std::vector<std::pair<std::size_t, std::size_t>> out;
+  for (const auto& stream : streams)
+    if (stream.member == member)
+      for (const auto& piece : stream.pieces)
+        out.emplace_back(piece.stage->memory.data() - memory.data(), piece.stage->memory.size());
+  return out;
+}
+
+}  // namespace
+
+CASE("both ends of every stream find the same pieces of the buffer in the same order") {
+  std::vector<std::byte> memory(9 * 1024 * 1024);
+  for (const auto& hosts : kLayouts) {
+    for (std::size_t bytes : {4UL, 64UL, 4096UL, 100'004UL, 1'000'000UL, memory.size()}) {
+      for (DType dtype : {DType::kFloat32, DType::kBfloat16}) {
+        auto span = std::span(memory).first(bytes);
+        std::deque<OnRank> ranks;
+        for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) ranks.emplace_back(hosts, rank, span, dtype);
+        std::size_t crossing = 0;
+        for (std::size_t from = 0; from < ranks.size(); ++from)
+          for (std::size_t to = 0; to < ranks.size(); ++to) {
+            auto sent = places(ranks[from].plan.outgoing(), static_cast<int>(to), span);
+            CHECK(sent == places(ranks[to].plan.incoming(), static_cast<int>(from), span));
+            if (hosts[from] != hosts[to])
+              for (auto [begin, size] : sent) crossing += size;
+          }
+        std::size_t h = static_cast<std::size_t>(ranks[0].map.count());
+        CHECK_EQ(crossing, 2 * (h - 1) * bytes);
+      }
+    }
+  }
+}
+
+CASE("ranks of a host carry about as much as each other") {
+  std::vector<std::byte> memory(32 * 1024 * 1024);
+  for (const auto& hosts : kLayouts) {
+    std::vector<std::size_t> across(hosts.size());
+    for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+      OnRank one(hosts, static_cast<int>(rank), memory, DType::kFloat32);
+      for (const auto& stream : one.plan.outgoing())
+        if (hosts[static_cast<std::size_t>(stream.member)] != hosts[rank]) across[rank] += stream.total;
+    }
+    for (std::size_t a = 0; a < hosts.size(); ++a)
+      for (std::size_t b = 0; b < hosts.size(); ++b)
+        if (hosts[a] == hosts[b]) CHECK(across[a] < across[b] * 11 / 10);
+  }
+}
+
+CASE("ranks that believe in different hosts all hear of it, whatever the algorithm") {
+  for (std::size_t count : {100UL, 300'000UL}) {
+    MemoryStore store;
+    run_ranks(4, [&](int rank) {
+      std::vector<MetPeer> peers = meet(store, rendezvous_options(rank, 4));
+      const char* believed[] = {"a", "a", "b", "b"};
+      for (std::size_t i = 0; i < 4; ++i) peers[i].host_identity = believed[i];
+      if (rank == 3) std::swap(peers[1].host_identity, peers[2].host_identity);
+      auto runtime = std::make_shared<Runtime>(rank, std::move(peers), EngineOptions{});
+      GroupHandle group(runtime, "g", everybody(4), 10'000, AlgorithmTable{});
+      std::vector<float> data(count, 1.0F);
+      std::string message = CHECK_THROWS(
+          ErrorKind::kMismatch, group.wait(*group.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
+      CHECK(message.find("rank 3") != std::string::npos);
+      CHECK(message.find("which ranks share a host") != std::string::npos);
+      CHECK_THROWS(ErrorKind::kMismatch, group.barrier({}));
+    });
+  }
+}
+
+CASE("a rank that is not there is named, and the others wait no longer than their time") {
+  MemoryStore store;
+  run_ranks(4, [&](int rank) {
+    RendezvousOptions options = rendezvous_options(rank, 4);
+    options.host_id = rank < 2 ? "a" : "b";
+    auto runtime = std::make_shared<Runtime>(store, options, EngineOptions{});
+    GroupHandle group(runtime, "g", everybody(4), 400, AlgorithmTable{});
+    std::vector<float> data(300'000, 1.0F);
+    group.wait(*group.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
+    CHECK_EQ(data[299'999], 4.0F);
+    if (rank == 2) {
+      // Silent until the others have given up; then it hears of it.
+      std::string heard = CHECK_THROWS(ErrorKind::kTimeout, [&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(600));
+        for (;;) group.wait(*group.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
+      }());
+      return;
+    }
+    std::string message = CHECK_THROWS(
+        ErrorKind::kTimeout, group.wait(*group.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {})));
+    CHECK(message.find("rank 2") != std::string::npos);
+  });
+}
+
+CASE("sums of several hosts, several in flight, with small segments") {
+  for (const auto& hosts : kLayouts) {
+    MemoryStore store;
+    int world = static_cast<int>(hosts.size());
+    run_ranks(world, [&](int rank) {
+      RendezvousOptions options = rendezvous_options(rank, world);
+      options.host_id = std::to_string(hosts[static_cast<std::size_t>(rank)]);
+      EngineOptions engine;
+      engine.segment_bytes = 1000;
+      auto runtime = std::make_shared<Runtime>(store, options, engine);
+      AlgorithmTable never_small{.fold_two_ranks_bytes = 0, .fold_sent_bytes = 0};
+      GroupHandle group(runtime, "g", everybody(world), 30'000, never_small);
+      std::vector<std::vector<int32_t>> data;
+      std::vector<std::shared_ptr<Work>> works;
+      for (std::size_t count : {1UL, 77UL, 30'000UL, 200'000UL}) {
+        data.emplace_back(count);
+        for (std::size_t i = 0; i < count; ++i) data.back()[i] = static_cast<int32_t>(i) + rank;
+        works.push_back(group.all_reduce(bytes_of(data.back()), DType::kInt32, ReduceOp::kSum, {}));
+      }
+      for (auto& work : works) group.wait(*work);
+      std::size_t wrong = 0;
+      for (const auto& each : data)
+        for (std::size_t i = 0; i < each.size(); ++i)
+          wrong += each[i] != world * static_cast<int32_t>(i) + world * (world - 1) / 2;
+      CHECK_EQ(wrong, std::size_t{0});
+    });
+  }
+}
