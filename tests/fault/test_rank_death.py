@@ -82,7 +82,10 @@ def in_two_levels(folder: str, victim: int, hosts: str) -> Story:
         return in_a_large_all_reduce(folder, victim)
 
 
-@pytest.mark.parametrize(("hosts", "victim"), (("aabb", 1), ("abab", 2), ("abbb", 0)))
+@pytest.mark.parametrize(
+    ("hosts", "victim"),
+    [("aabb", 1), *(pytest.param(*it, marks=pytest.mark.slow) for it in (("abab", 2), ("abbb", 0)))],
+)
 def test_killed_in_a_large_all_reduce_of_several_hosts(hosts: str, victim: int, tmp_path: Path) -> None:
     """The others hear of it whether they share its host, carry the same shares, or have no bytes to or from it."""
     outcomes = run_outcomes(in_two_levels, str(tmp_path), victim, hosts, world_size=4)
