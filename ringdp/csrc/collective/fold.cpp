@@ -42,12 +42,27 @@ void Fold::arrived(RecvFlow& flow, uint64_t, std::span<std::byte>) {
   advance();
 }
 
+bool Fold::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
+  uint64_t before = fold_.window();
+  if (!fold_.take(flow.member, offset, data, sent_to_all())) return Operation::take(flow, offset, data);
+  widen_from(before);
+  return true;
+}
+
 // The result overwrites the input, so only what has left for all peers may be folded.
-void Fold::advance() {
+uint64_t Fold::sent_to_all() const {
   uint64_t limit = memory_.size();
   for (const SendFlow& flow : sends_) limit = std::min(limit, flow.sent);
+  return limit;
+}
+
+void Fold::advance() {
   uint64_t before = fold_.window();
-  fold_.advance(limit);
+  fold_.advance(sent_to_all());
+  widen_from(before);
+}
+
+void Fold::widen_from(uint64_t before) {
   if (fold_.window() == before) return;
   for (RecvFlow& flow : receives_) widen(flow, fold_.window());
 }

@@ -17,6 +17,7 @@ class Fold final : public Operation {
   void flushed(SendFlow& flow) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
+  bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) override;
 
  protected:
   void prepare() override;
@@ -24,6 +25,8 @@ class Fold final : public Operation {
 
  private:
   void advance();
+  uint64_t sent_to_all() const;
+  void widen_from(uint64_t before);
   bool folds(int member) const { return identity().shape.root < 0 || member == identity().shape.root; }
 
   std::span<std::byte> memory_;

@@ -67,9 +67,20 @@ uint64_t Pairwise::receive_window(uint64_t total) const {
   return fold_.window() == own_out_.size() ? total : fold_.window();
 }
 
+bool Pairwise::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
+  uint64_t before = fold_.folded();
+  if (!fold_.take(flow.member, offset, data, own_out_.size())) return Operation::take(flow, offset, data);
+  go_on_from(before);
+  return true;
+}
+
 void Pairwise::advance() {
   uint64_t before = fold_.folded();
   fold_.advance(own_out_.size());
+  go_on_from(before);
+}
+
+void Pairwise::go_on_from(uint64_t before) {
   if (fold_.folded() == before) return;
   for (RecvFlow& flow : receives_) widen(flow, receive_window(flow.total));
   for (SendFlow& flow : sends_) flow.ready = std::min(flow.total, chunks_[flow.member].size() + fold_.folded());

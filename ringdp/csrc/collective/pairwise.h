@@ -20,6 +20,7 @@ class Pairwise final : public Operation {
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
+  bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) override;
 
  protected:
   void prepare() override;
@@ -27,6 +28,7 @@ class Pairwise final : public Operation {
 
  private:
   void advance();
+  void go_on_from(uint64_t before);
   bool collects(int member) const;  // it hears of everybody's results
   uint64_t receive_window(uint64_t total) const;
 

@@ -41,7 +41,19 @@ uint64_t RankOrderFold::window() const {
 }
 
 const std::byte* RankOrderFold::source(int member, uint64_t offset) const {
+  if (member != rank_ && !lent_.empty()) return lent_.data() + (offset - lent_at_);
   return member == rank_ ? own_.data() + offset : slots_[member].get() + offset % (2 * kBlockBytes);
+}
+
+bool RankOrderFold::take(int member, uint64_t offset, std::span<const std::byte> data, uint64_t limit) {
+  if (size_ != 2 || offset != folded_ || offset + data.size() > limit || data.size() % element_bytes_ != 0)
+    return false;
+  lent_ = data;
+  lent_at_ = offset;
+  upto_[member] = offset + data.size();
+  advance(limit);
+  lent_ = {};
+  return true;
 }
 
 uint64_t RankOrderFold::advance(uint64_t limit) {

@@ -20,13 +20,17 @@ class RankOrderFold {
   // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here).
   RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor);
 
-  // `own` and `out` may be the same memory, and are it if there is nobody else (but for half types). Both [bytes]. All of `own` counts as there;
+  // `own` and `out` may be the same memory, and are it if there is nobody else. Both [bytes]. All of `own` counts as there;
   // what comes later is told by `received` like everybody's.
   void begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out);
 
   // Room for `length` bytes of rank `member` at `offset`; empty if they cross a block's end.
   std::span<std::byte> room(int member, uint64_t offset, std::size_t length);
   void received(int member, uint64_t upto) { upto_[member] = upto; }
+
+  // The next bytes of the only other rank, where they lie: folded at once, nothing is kept. False: not these, not now, or
+  // there are more ranks; they then go to their room.
+  bool take(int member, uint64_t offset, std::span<const std::byte> data, uint64_t limit);
 
   // Folds what all ranks have sent, not beyond `limit`. Returns how far the result reaches.
   uint64_t advance(uint64_t limit);
@@ -50,6 +54,8 @@ class RankOrderFold {
   ScratchPool::Block sum_;
   std::vector<uint64_t> upto_;
   uint64_t folded_ = 0;
+  std::span<const std::byte> lent_;  // during `take`: the other rank's bytes at `folded_`
+  uint64_t lent_at_ = 0;
 };
 
 }  // namespace ringdp

@@ -45,6 +45,7 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     if (!peer.channel) continue;
     int place = peer.info.rank;
     poller_.add(peer.channel->poll_fd(), static_cast<uint32_t>(place));
+    if (int bell = peer.channel->bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(place));
     std::unique_ptr<Channel> channel = std::move(peer.channel);
     if (options_.wrap_channel) channel = options_.wrap_channel(std::move(channel), place);
     links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(channel), events);

@@ -34,6 +34,7 @@ namespace ringdp {
 
 struct EngineOptions {
   int64_t spin_us = 50;                       // how long a waiting caller polls before it sleeps
+  bool shares_cores = false;                  // more ranks than cores here: whoever polls lets others run
   int64_t stall_notice_ms = 10'000;           // how often a log line says who an operation waits for; 0: never
   int64_t host_silence_ms = 4000;             // after which a peer whose host does not answer is lost
   std::function<void()> check_interrupt;      // called about ten times a second by threads that wait; may throw
@@ -164,6 +165,7 @@ class Engine {
 
   // The driver's work (progress.cpp).
   void drive(const Work* until, Deadline deadline, int64_t spin_us);
+  bool poll_on(Clock::time_point end);
   void take_inbox();
   bool advance_groups();  // starts and retires; true if anything changed
   bool start_next(Group& group);
@@ -198,6 +200,7 @@ class Engine {
 
   // What goes wrong (failures.cpp), by the driver.
   bool guarded(int peer, const std::function<bool(Link&)>& action);  // what it throws ends the link
+  void stop_polling(Link& link);
   void lose_link(int peer, const Error& error);
   void on_departed(int peer, const std::string& reason);
   void on_mismatched(Link::Disagreement disagreement);
@@ -250,6 +253,8 @@ class Engine {
   std::vector<char> writing_;  // the poller watches for room to write
   ScratchPool scratch_;
   std::vector<GroupPtr> busy_;       // groups with operations queued or active
+  Clock::time_point crowded_until_{};  // somebody else wants this core: no polling before that
+  int yields_used_ = 0;                // in a row, by somebody else
   unsigned turns_ = 0;               // of the driver, whoever it was
   std::vector<Failure> failures_;    // found while a link was being pumped
   std::vector<Question> questions_;  // the same

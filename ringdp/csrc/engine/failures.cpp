@@ -33,7 +33,7 @@ bool Engine::guarded(int peer, const std::function<bool(Link&)>& action) {
   if (link.broken()) return false;
   try {
     bool moved = action(link);
-    if (link.departed()) poller_.remove(link.channel().poll_fd());
+    if (link.departed()) stop_polling(link);
     return moved;
   } catch (const Error& error) {
     lose_link(peer, error);
@@ -41,10 +41,15 @@ bool Engine::guarded(int peer, const std::function<bool(Link&)>& action) {
   }
 }
 
+void Engine::stop_polling(Link& link) {
+  poller_.remove(link.channel().poll_fd());
+  if (link.channel().bell_fd() >= 0) poller_.remove(link.channel().bell_fd());
+}
+
 void Engine::lose_link(int peer, const Error& error) {
   Link& link = *links_[peer];
   // Closed, so that a peer which lives after all hears of it.
-  poller_.remove(link.channel().poll_fd());
+  stop_polling(link);
   link.close();
   std::vector<GroupPtr> concerned;
   {

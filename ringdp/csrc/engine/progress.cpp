@@ -11,10 +11,15 @@ namespace {
 
 constexpr std::size_t kActivePerGroup = 8;  // operations of a group that share the links at a time
 constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
-constexpr int kPolledLinks = 8;           // up to so many peers asking each beats asking the poller
-constexpr std::size_t kHistory = 64;      // operations of a group that are known after they have ended
-constexpr unsigned kDeadlineTurns = 256;  // a driver that never rests looks at deadlines this often
-constexpr int kSleepMs = 100;             // a sleeping driver looks at deadlines and signals this often
+constexpr int kPolledLinks = 8;                            // up to so many peers asking each beats asking the poller
+constexpr std::size_t kHistory = 64;                       // operations of a group that are known after they have ended
+constexpr unsigned kDeadlineTurns = 256;                   // a driver that never rests looks at deadlines this often
+constexpr auto kUsedYield = std::chrono::microseconds(4);  // one that nobody uses takes half a microsecond
+constexpr int kUsedYields = 4;                             // in a row: no passing interrupt
+constexpr auto kCrowdedPeriod = std::chrono::milliseconds(2);
+constexpr auto kLongYield = std::chrono::milliseconds(1);  // a program that computes
+constexpr auto kLongCrowdedPeriod = std::chrono::milliseconds(50);
+constexpr int kSleepMs = 100;  // a sleeping driver looks at deadlines and signals this often
 
 }  // namespace
 
@@ -39,17 +44,30 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
       if (spinning) last_move = Clock::now();
       continue;
     }
-    if (spinning) {
-      // Other ranks may share this core: let them run between two looks.
-      sched_yield();
-      spinning = Clock::now() - last_move < std::chrono::microseconds(spin_us);
-      continue;
-    }
+    if (spinning && poll_on(last_move + std::chrono::microseconds(spin_us))) continue;
     check_deadlines();
     if (deadline.expired() || (until != nullptr && until->finished())) return;
     sleep(until, deadline);
     spinning = false;
   }
+}
+
+// Between two looks of a polling driver: others may want this core, the rank that is waited for among them, so it yields.
+// Where every rank can have a core of its own, and a yield shows that somebody else runs on this one, polling does harm:
+// another program keeps the core for milliseconds once it has it, and two ranks that take turns on one core are left there
+// by the kernel while another core is idle. A sleeper is woken at once, on a core that is idle. False: sleep now.
+bool Engine::poll_on(Clock::time_point end) {
+  auto before = Clock::now();
+  if (before >= end || before < crowded_until_) return false;
+  sched_yield();
+  if (options_.shares_cores) return true;
+  auto after = Clock::now();
+  yields_used_ = after - before > kUsedYield ? yields_used_ + 1 : 0;
+  if (after - before > kLongYield)
+    crowded_until_ = after + kLongCrowdedPeriod;
+  else if (yields_used_ >= kUsedYields)
+    crowded_until_ = after + kCrowdedPeriod;
+  return true;
 }
 
 void Engine::take_inbox() {

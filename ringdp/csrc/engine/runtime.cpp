@@ -33,7 +33,8 @@ Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, Al
   ranks_on_this_host_ =
       static_cast<int>(std::count(hosts_.begin(), hosts_.end(), hosts_[static_cast<std::size_t>(rank)]));
   // More ranks than cores: polling would take the core from the rank that is waited for.
-  if (ranks_on_this_host_ > cores()) options.spin_us = std::min<int64_t>(options.spin_us, 10);
+  options.shares_cores = ranks_on_this_host_ > cores();
+  if (options.shares_cores) options.spin_us = std::min<int64_t>(options.spin_us, 10);
   engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));
   communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });
   completion_ = start_thread("ringdp-done", [engine = engine_] { engine->completions().run(); });

@@ -45,9 +45,10 @@ class Channel {
   }
   virtual void consume(std::size_t) {}
 
-  virtual bool drained() const = 0;  // everything sent has reached the peer's host: closing now loses nothing
-  virtual void close_send() = 0;     // no more bytes will be sent; the peer sees kClosed after the last one
-  virtual int poll_fd() const = 0;   // for the Poller
+  virtual bool drained() const = 0;           // everything sent has reached the peer's host: closing now loses nothing
+  virtual void close_send() = 0;              // no more bytes will be sent; the peer sees kClosed after the last one
+  virtual int poll_fd() const = 0;            // for the Poller
+  virtual int bell_fd() const { return -1; }  // a second one, if any: every write to it wakes, nobody reads it
 
   // A direct channel moves without its descriptor. Whoever sleeps on that says so before: true if from now on it turns
   // readable when bytes come (with `for_room`, also when room is made); false: something is there already, do not sleep.

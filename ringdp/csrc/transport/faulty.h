@@ -23,6 +23,7 @@ class FaultyChannel final : public Channel {
   bool drained() const override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   int poll_fd() const override { return inner_->poll_fd(); }
+  int bell_fd() const override { return inner_->bell_fd(); }
   bool before_sleep(bool) override { return false; }  // what it refused a moment ago may be there: never sleep long
   void after_sleep() override { inner_->after_sleep(); }
   void noticed() override { inner_->noticed(); }

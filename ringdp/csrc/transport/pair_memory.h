@@ -13,7 +13,7 @@ namespace ringdp {
 
 class PairMemory {
  public:
-  static constexpr std::size_t kControlBytes = 4096;  // zero at first
+  static constexpr std::size_t kControlBytes = 4096;                   // zero at first
   static constexpr std::size_t kMinRingBytes = std::size_t{64} << 10;  // a page, on some machines
   static constexpr std::size_t kMaxRingBytes = std::size_t{64} << 20;
 

@@ -31,6 +31,8 @@ Poller::Poller() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wakeup_(eventfd(0, EFD_
 
 void Poller::add(int fd, uint32_t token) { control(epoll_.get(), EPOLL_CTL_ADD, fd, token, EPOLLIN); }
 
+void Poller::add_bell(int fd, uint32_t token) { control(epoll_.get(), EPOLL_CTL_ADD, fd, token, EPOLLIN | EPOLLET); }
+
 void Poller::want_write(int fd, uint32_t token, bool want) {
   control(epoll_.get(), EPOLL_CTL_MOD, fd, token, want ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }

@@ -19,7 +19,8 @@ class Poller {
 
   Poller();
 
-  void add(int fd, uint32_t token);  // readable only at first
+  void add(int fd, uint32_t token);       // readable only at first
+  void add_bell(int fd, uint32_t token);  // readable, each time that it is rung anew
   void want_write(int fd, uint32_t token, bool want);
   void remove(int fd);
   const std::vector<Event>& wait(int timeout_ms);  // -1: until something happens; EINTR ends it early

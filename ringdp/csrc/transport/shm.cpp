@@ -1,6 +1,8 @@
 #include "transport/shm.h"
 
+#include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -9,6 +11,8 @@
 #include <cstring>
 #include <new>
 #include <utility>
+
+#include "transport/slot_writer.h"
 
 namespace ringdp {
 namespace {
@@ -52,7 +56,10 @@ class ShmChannel final : public Channel {
         peer_sleep_(control_.sleepers[1 - pair.side]),
         out_ring_(memory_.ring(pair.side)),
         in_ring_(memory_.ring(1 - pair.side)),
-        size_(memory_.ring_bytes()) {}
+        size_(memory_.ring_bytes()),
+        bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    hand_over_bell();
+  }
 
   IoResult send(std::span<const iovec> pieces) override {
     std::size_t moved = 0;
@@ -66,7 +73,7 @@ class ShmChannel final : public Channel {
           return {IoStatus::kOk, moved};
         }
         std::size_t part = std::min({piece.iov_len - done, room, kPublishBytes - (written_ - published_)});
-        std::memcpy(out_ring_ + written_ % size_, from + done, part);
+        writer_.copy(out_ring_ + written_ % size_, from + done, part);
         written_ += part;
         moved += part;
         done += part;
@@ -108,6 +115,7 @@ class ShmChannel final : public Channel {
     shutdown(socket_.get(), SHUT_WR);
   }
   int poll_fd() const override { return socket_.get(); }
+  int bell_fd() const override { return bell_.get(); }
 
   bool before_sleep(bool for_room) override {
     own_sleep_.wants.store(for_room ? kWantsBytes | kWantsRoom : kWantsBytes, std::memory_order_seq_cst);
@@ -141,9 +149,55 @@ class ShmChannel final : public Channel {
   void ring_if(uint32_t what) {
     if ((peer_sleep_.wants.load(std::memory_order_seq_cst) & what) == 0) return;
     if ((peer_sleep_.wants.exchange(0, std::memory_order_seq_cst) & what) == 0) return;
-    char bell = 1;
+    if (!peer_bell_) take_bell();
+    uint64_t once = 1;
+    if (peer_bell_ && write(peer_bell_.get(), &once, sizeof(once)) == sizeof(once)) return;
+    char ring = 1;
     // A full socket rings already; a broken one is seen when it is read.
-    [[maybe_unused]] auto ignored = ::send(socket_.get(), &bell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    [[maybe_unused]] auto ignored = ::send(socket_.get(), &ring, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+
+  // An eventfd rather than the socket: the kernel takes a write to that for a hand-over and wakes the sleeper on the core of
+  // the writer, which goes on; two ranks then share one core while another is idle (45 us per small all-reduce, 9 apart).
+  // Where descriptors have run out the socket serves.
+  void hand_over_bell() {
+    if (!bell_) return;
+    char byte = 0;
+    iovec piece{&byte, 1};
+    alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> rights{};
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = rights.data();
+    message.msg_controllen = rights.size();
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    int given = bell_.get();
+    std::memcpy(CMSG_DATA(header), &given, sizeof(given));
+    [[maybe_unused]] auto ignored = sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+
+  // The peer's bell comes with the first byte on the socket, before the peer can sleep. As `recv` otherwise.
+  ssize_t take_bell() {
+    std::array<std::byte, 64> bytes;
+    iovec piece{bytes.data(), bytes.size()};
+    alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> rights{};
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = rights.data();
+    message.msg_controllen = rights.size();
+    ssize_t count = recvmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (count <= 0) return count;
+    for (cmsghdr* it = CMSG_FIRSTHDR(&message); it != nullptr; it = CMSG_NXTHDR(&message, it)) {
+      if (it->cmsg_level != SOL_SOCKET || it->cmsg_type != SCM_RIGHTS || it->cmsg_len < CMSG_LEN(sizeof(int))) continue;
+      int given = -1;
+      std::memcpy(&given, CMSG_DATA(it), sizeof(given));
+      peer_bell_ = Fd(given);
+    }
+    return count;
   }
 
   // The ring is empty. What the peer wrote before it ended its stream, or died, was read first: that is seen only here.
@@ -152,9 +206,8 @@ class ShmChannel final : public Channel {
       return in_.written.load(std::memory_order_acquire) == read_ ? IoStatus::kClosed : IoStatus::kWouldBlock;
     if (!look_at_socket_) return IoStatus::kWouldBlock;
     look_at_socket_ = false;
-    std::array<char, 64> bells;
     for (;;) {
-      ssize_t count = recv(socket_.get(), bells.data(), bells.size(), MSG_DONTWAIT);
+      ssize_t count = take_bell();
       if (count > 0) return IoStatus::kWouldBlock;  // an end behind that shows at the next look
       if (count < 0 && errno == EINTR) continue;
       if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return IoStatus::kWouldBlock;
@@ -176,6 +229,9 @@ class ShmChannel final : public Channel {
   std::byte* out_ring_;
   const std::byte* in_ring_;
   std::size_t size_;
+  SlotWriter writer_;
+  Fd bell_;       // what wakes this side
+  Fd peer_bell_;  // what wakes the other; empty before it came
 
   uint64_t written_ = 0;
   uint64_t published_ = 0;
