@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ringdp.errors import InvalidArgumentError
 
+HALF_TYPES = ("float16", "bfloat16")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
@@ -106,7 +108,7 @@ class Work:
         return inside * place.crowd + between
 
 
-def work(algorithm: str, place: Place, size_bytes: int) -> Work:
+def work(algorithm: str, place: Place, size_bytes: int, *, dtype: str = "float32") -> Work:
     """The terms of an all-reduce of ``size_bytes`` by the algorithm of that name in that place.
 
     Raises:
@@ -114,13 +116,17 @@ def work(algorithm: str, place: Place, size_bytes: int) -> Work:
     """
     if algorithm not in _ALGORITHMS:
         raise InvalidArgumentError(f"the model knows {', '.join(_ALGORITHMS)}, not {algorithm}")
-    return Work() if place.ranks == 1 else _ALGORITHMS[algorithm](place, float(size_bytes))
+    if place.ranks == 1:
+        return Work()
+    found = _ALGORITHMS[algorithm](place, float(size_bytes))
+    if algorithm == "two_level" and dtype in HALF_TYPES:  # between hosts in pairs, which takes two steps
+        found = dataclasses.replace(found, remote_messages=2)
+    return found
 
 
 def candidates(place: Place, dtype: str) -> Sequence[str]:
     """The algorithms that may reduce this type in this place."""
-    half = dtype in ("float16", "bfloat16")
-    found = ["fold", "pairwise" if half else "ring"]
+    found = ["fold", "pairwise" if dtype in HALF_TYPES else "ring"]
     if len(place.per_host) > 1 and max(place.per_host) > 1:
         found.append("two_level")
     return found

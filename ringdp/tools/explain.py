@@ -66,9 +66,9 @@ def explain(place: Place, dtype: str, sizes: Sequence[int], tuning: Tuning) -> s
     rows = []
     for size in sizes:
         taken = algorithm(place, dtype, size, tuning)
-        work = cost_model.work(taken, place, size)
+        work = cost_model.work(taken, place, size, dtype=dtype)
         seconds = {
-            name: cost_model.work(name, place, size).seconds(costs, place)
+            name: cost_model.work(name, place, size, dtype=dtype).seconds(costs, place)
             for name in {*cost_model.candidates(place, dtype), taken}
         }
         best = min(seconds, key=lambda name: seconds[name])

@@ -8,6 +8,7 @@ import pytest
 
 from ringdp.cost_model import Costs, Place, candidates, work
 from ringdp.errors import InvalidArgumentError
+from ringdp.tools.explain import layout
 from tests.helpers import need
 
 core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
@@ -16,6 +17,15 @@ MIB = 1 << 20
 # How much slower than the model's best the table's choice may be, by the model. Near the size at which two algorithms
 # are equally fast it does not matter which one runs, and a limit holds for every number of ranks.
 SLACK = 1.5
+# Where measurement or simplicity overrules the model, and how far.
+OVERRULED = {
+    # Between hosts a fold of up to 24 KiB sent was measured as fast as two levels, which take more messages; the model
+    # counts the bytes of a link of 1 Gbit, on a faster one they weigh less.
+    "several_ranks_per_host": 2.5,
+}
+# One limit holds for all types. Half types could leave the fold earlier, as pairs take two steps where a ring takes
+# 2(n-1): by the model up to three times as fast at 16 KiB on 8 hosts.
+HALF_SLACK = 3.0
 CORES = 2
 
 
@@ -67,15 +77,21 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 PLACES = [Place((n,), CORES) for n in (2, 3, 4, 8)]
 PLACES += [Place((1,) * n, CORES) for n in (2, 3, 4, 8)]
+PLACES += [Place(counts, CORES) for counts in ((2, 2), (4, 4), (2, 2, 2, 2), (3, 1))]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: "+".join(map(str, place.per_host)))
-def test_the_built_in_table_is_what_the_model_answers(place: Place) -> None:
-    costs, dtype = Costs(), "float32"
+def test_the_built_in_table_is_what_the_model_answers(place: Place, dtype: str) -> None:
+    costs = Costs()
+    slack = OVERRULED.get(layout(place), SLACK)
+    if dtype == "bfloat16" and len(place.per_host) > 1:
+        slack = HALF_SLACK
     for exponent in range(10, 28):
         size = 1 << exponent
         taken = core.all_reduce_algorithm(place.ranks, dtype, size, hosts=place.hosts)
-        seconds = {name: work(name, place, size).seconds(costs, place) for name in candidates(place, dtype)}
+        names = candidates(place, dtype)
+        seconds = {name: work(name, place, size, dtype=dtype).seconds(costs, place) for name in names}
         assert taken in seconds
         best = min(seconds, key=lambda name: seconds[name])
-        assert seconds[taken] <= SLACK * seconds[best], f"{size} bytes: {taken}, where the model says {best}: {seconds}"
+        assert seconds[taken] <= slack * seconds[best], f"{size} bytes: {taken}, where the model says {best}: {seconds}"

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <set>
 
 namespace ringdp {
 
@@ -18,9 +17,9 @@ std::string_view layout_name(Layout layout) {
 }
 
 Layout layout_of(std::span<const int> hosts) {
-  std::set<int> distinct(hosts.begin(), hosts.end());
-  if (distinct.size() <= 1) return Layout::kOneHost;
-  return distinct.size() == hosts.size() ? Layout::kOneRankPerHost : Layout::kSeveralRanksPerHost;
+  auto count = hosts.empty() ? 0 : static_cast<std::size_t>(*std::max_element(hosts.begin(), hosts.end())) + 1;
+  if (count <= 1) return Layout::kOneHost;
+  return count == hosts.size() ? Layout::kOneRankPerHost : Layout::kSeveralRanksPerHost;
 }
 
 const AlgorithmTable& AlgorithmTables::of(Layout layout) const {

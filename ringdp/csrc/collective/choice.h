@@ -22,7 +22,7 @@ enum class Layout : uint8_t { kOneHost = 0, kOneRankPerHost = 1, kSeveralRanksPe
 inline constexpr int kLayoutCount = 3;
 
 std::string_view layout_name(Layout layout);
-// `hosts[i]`: the number of member i's host. Several ranks on any of several hosts make kSeveralRanksPerHost.
+// `hosts[i]`: the number of member i's host, from 0 without gaps. Several ranks on any of several hosts make kSeveralRanksPerHost.
 Layout layout_of(std::span<const int> hosts);
 
 // Sizes in bytes up to which an algorithm is taken.
