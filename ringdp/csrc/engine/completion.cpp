@@ -55,9 +55,9 @@ void CompletionQueue::push(int lane, uint64_t group, uint64_t sequence, std::fun
   auto index = static_cast<std::size_t>(lane);
   std::lock_guard lock(state_->mutex);
   while (state_->lanes.size() <= index && !state_->stopped) {
-    std::size_t next = state_->lanes.size();
-    state_->lanes.emplace_back().thread =
-        start_thread("ringdp-done", [state = state_, next] { run_lane(state, next); });
+    std::size_t next = state_->lanes.size();  // where it is before the thread can look
+    auto thread = start_thread("ringdp-done", [state = state_, next] { run_lane(state, next); });
+    state_->lanes.emplace_back().thread = std::move(thread);
   }
   if (state_->lanes.size() <= index) return;
   state_->lanes[index].jobs.push_back({group, sequence, std::move(job)});

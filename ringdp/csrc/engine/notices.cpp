@@ -25,7 +25,12 @@ void NoticeBoard::post(LogLevel level, std::string text) {
   if (state_->stopped || state_->lines.size() >= kMostWaiting) return;
   state_->lines.emplace_back(level, std::move(text));
   state_->changed.notify_one();
-  if (!thread_) thread_ = start_thread("ringdp-notes", [state = state_] { write(state); });
+  if (thread_) return;
+  try {
+    thread_ = start_thread("ringdp-notes", [state = state_] { write(state); });
+  } catch (const Error&) {
+    // The line stays for the thread that starts with a later one: what is noticed must not end what goes well.
+  }
 }
 
 void NoticeBoard::stop() {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/error.h"
 #include "engine/thread.h"
 
 namespace ringdp {
@@ -36,8 +37,14 @@ Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, Al
   options.shares_cores = ranks_on_this_host_ > cores();
   if (options.shares_cores) options.spin_us = std::min<int64_t>(options.spin_us, 10);
   engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));
-  communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });
-  completion_ = start_thread("ringdp-done", [engine = engine_] { engine->completions().run(); });
+  try {
+    communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });
+    completion_ = start_thread("ringdp-done", [engine = engine_] { engine->completions().run(); });
+  } catch (const Error& error) {
+    engine_->set_farewell(std::string("it ") + error.what());
+    shut_down();
+    throw;
+  }
 }
 
 Runtime::~Runtime() {
