@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,6 +71,17 @@ def whoami(spec: RankSpec) -> str:
     return "".join(f"{key}={value}\n" for key, value in fields.items())
 
 
+def tables() -> str:
+    """The algorithm tables that every rank brings along, as a rank 0 publishes them."""
+    from ringdp import _core
+
+    store = _core.MemoryStore()
+    with ThreadPoolExecutor(2) as pool:
+        for met in list(pool.map(lambda rank: _core.Runtime(store, rank, 2), range(2))):
+            pool.submit(met.shut_down)
+    return record(store.get("job"))["tables"]
+
+
 def die(spec: RankSpec) -> NoReturn:
     folder = Path(spec.variables["FOLDER"])
     (folder / "died.new").write_text(f"{time.monotonic()} {os.getpid()}")
@@ -85,7 +97,8 @@ def victim(spec: RankSpec, outcome: Outcome) -> None:
     if stage == "keeping the store":
         store.set("who/0", whoami(spec))
         check = hmac.new(SECRET, b"ringdp secret check", "sha256").hexdigest()
-        store.set("job", f"version=2\nworld=3\nepoch=0\njob={'00' * 16}\ncheck={check}\n")
+        published = {"version": 2, "world": 3, "epoch": 0, "job": "00" * 16, "check": check, "tables": tables()}
+        store.set("job", "".join(f"{key}={value}\n" for key, value in published.items()))
         store.wait(["at/1", "at/2"], timedelta(seconds=20))  # so both know who this is
         die(spec)
     store.set(f"who/{spec.rank}", whoami(spec))
