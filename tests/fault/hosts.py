@@ -248,12 +248,14 @@ def _serve() -> None:
                 os._exit(0)
             children.append(child)
         outcomes = []
-        ended: dict[int, float] = {}
+        ended: dict[int, tuple[float, int]] = {}
         while len(ended) < len(children):
-            ended[os.wait()[0]] = time.monotonic()
+            child, status = os.wait()
+            ended[child] = time.monotonic(), os.waitstatus_to_exitcode(status)
         for spec, child in zip(specs, children, strict=True):
             path = Path(job["folder"], f"outcome-{spec.rank}")
-            died = asdict(Outcome(pid=child, at=ended[child], error="died"))
+            at, code = ended[child]
+            died = asdict(Outcome(pid=child, at=at, error="died", text=f"code {code}"))
             outcomes.append(json.loads(path.read_text()) if path.exists() else died)
         sys.stdout.write(json.dumps(outcomes) + "\n")
         sys.stdout.flush()

@@ -50,18 +50,29 @@ def job(folder: str, name: str = "store", timeout_s: float = 60.0) -> Iterator[S
         yield story
     finally:
         dist.destroy_process_group()
-    story.leftovers = [*ringdp_threads(), *(f"descriptor: {it}" for it in descriptors() if it not in before)]
+    story.leftovers = leftovers(before)
+
+
+def leftovers(before: list[str]) -> list[str]:
+    """What of ringdp this process still has, besides the `descriptors` of before."""
+    found = [f"descriptor: {it}" for it in descriptors() if it not in before]
+    return [*ringdp_threads(), *found, *(f"mapping: {it}" for it in shared_memory())]
+
+
+def shared_memory() -> list[str]:
+    """The parts of ringdp's shared memory that this process has mapped."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ringdp" in line]
 
 
 def descriptors() -> list[str]:
-    """The sockets and pollers of this process."""
+    """The sockets, pollers and shared memory of this process."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # the one that listed the folder
             continue
-        if target.startswith(("socket:", "anon_inode:")):
+        if target.startswith(("socket:", "anon_inode:", "/memfd:")):
             found.append(f"{name} {target}")
     return found
 
