@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp.backend import named, traffic
+    from ringdp.backend import named, traffic, transports
     from ringdp.barrier import monitored_barrier
     from ringdp.errors import (
         HandshakeError,
@@ -51,12 +51,14 @@ __all__ = [
     "rank",
     "shutdown",
     "traffic",
+    "transports",
     "world_size",
 ]
 
 _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors")
-_HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier", "named": "backend", "traffic": "backend"}
+_HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier"}
+_HOME |= dict.fromkeys(("named", "traffic", "transports"), "backend")
 
 
 def __getattr__(name: str) -> Any:

@@ -113,6 +113,18 @@ def traffic() -> Traffic:
     return Traffic(*load_extension().traffic())
 
 
+def transports() -> dict[int, str]:
+    """What carries bytes between this rank and each other one: ``{rank: "shm" or "tcp"}``, without this rank itself.
+
+    Raises:
+        InvalidStateError: before `init`, or the default process group does not use ``ring``.
+    """
+    require_initialized("transports")
+    if BACKEND not in str(dist.get_backend_config()):
+        raise InvalidStateError(f"the backend is {dist.get_backend()}: only {BACKEND} knows its transports")
+    return dict(load_extension().transports())
+
+
 def require_initialized(what: str) -> None:
     """Raise InvalidStateError where this process has not joined a job; `what` is the function that was called."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -30,6 +30,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_IFACE": "network interfaces to use between hosts: eth0 | eth,ib | 10.0.0.0/8 | all but some: ^docker,br-",
     "RINGDP_ADVERTISE": "one more address or name[:port] under which the others can reach this rank (containers, NAT)",
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
+    "RINGDP_TRANSPORT": "auto: shared memory inside a host where it can be had, else TCP; shm: or fail; tcp: never",
     "RINGDP_SPIN_US": "microseconds to poll before sleeping while waiting; 0 sleeps at once",
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
     "RINGDP_STALL_NOTICE": "seconds between two log lines about an operation that does not move; 0 for none",
@@ -39,6 +40,7 @@ VARIABLES: Mapping[str, str] = {
 }
 """The variables of `RingConfig` with what they mean."""
 
+_TRANSPORTS = ("auto", "tcp", "shm")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _HEX_SECRET = re.compile(rb"[0-9a-fA-F]{64}")
 
@@ -65,6 +67,9 @@ class RingConfig:
         advertise: address or name, perhaps with a port, given to the peers before the interfaces' own; empty
             for none.
         port_range: lowest and highest port to listen on; None takes any free one.
+        transport: what carries bytes between ranks of one host: ``auto`` takes shared memory where it can be had,
+            else TCP, and says why; ``shm`` makes that an error on all ranks; ``tcp`` never tries. It changes no
+            result. Between hosts it is always TCP.
         connect_timeout_ms: how long the ranks have to connect to each other.
         spin_us: how long a wait polls before it sleeps.
         stall_notice_ms: how often a log line says who an operation waits for that does not move; 0 for never.
@@ -85,6 +90,7 @@ class RingConfig:
     iface: str = ""
     advertise: str = ""
     port_range: tuple[int, int] | None = None
+    transport: str = "auto"
     connect_timeout_ms: int = 120_000
     spin_us: int = 50
     stall_notice_ms: int = 10_000
@@ -109,6 +115,8 @@ class RingConfig:
                 raise InvalidArgumentError(
                     f"port_range must be two ports between 1 and 65535, the lower one first, not {low}-{high}"
                 )
+        if self.transport not in _TRANSPORTS:
+            raise InvalidArgumentError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
         if self.connect_timeout_ms <= 0:
             raise InvalidArgumentError(f"connect_timeout_ms must be above 0, not {self.connect_timeout_ms}")
         if not 0 <= self.spin_us <= 1_000_000:
@@ -211,7 +219,7 @@ def warn_about_unknown(environ: Mapping[str, str]) -> None:
     """Warn about ``RINGDP_*`` variables that nothing reads, most likely misspelt."""
     for name in sorted(environ):
         if name.startswith("RINGDP_") and name not in VARIABLES and not name.startswith("RINGDP_BUILD_"):
-            near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.0)[0]
+            near = " or ".join(difflib.get_close_matches(name, VARIABLES, n=2, cutoff=0.0))
             warnings.warn(f"{name} is not a variable ringdp knows; did you mean {near}?", stacklevel=2)
 
 
@@ -279,6 +287,7 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_IFACE": ("iface", str),
     "RINGDP_ADVERTISE": ("advertise", str),
     "RINGDP_PORT_RANGE": ("port_range", _port_range),
+    "RINGDP_TRANSPORT": ("transport", str.lower),
     "RINGDP_SPIN_US": ("spin_us", _spin_us),
     "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _milliseconds("RINGDP_CONNECT_TIMEOUT")),
     "RINGDP_STALL_NOTICE": ("stall_notice_ms", _milliseconds("RINGDP_STALL_NOTICE")),

@@ -60,7 +60,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       int64_t spin_us, const std::string& secret, uint32_t epoch,
                                       int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed,
                                       const std::string& host_id, const TuningLimits& table,
-                                      const std::string& table_source) {
+                                      const std::string& table_source, const std::string& transport,
+                                      std::size_t shm_ring_bytes) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -70,6 +71,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   rendezvous.host_id = host_id;
   rendezvous.tables = tables_text(tables);
   rendezvous.tables_source = table_source;
+  rendezvous.transport = transport_choice(transport);
+  rendezvous.shm_ring_bytes = shm_ring_bytes;
   rendezvous.check_interrupt = check_interrupt;
   auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
   rendezvous.secret.assign(bytes.begin(), bytes.end());
@@ -291,11 +294,12 @@ PYBIND11_MODULE(_core, module) {
            py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
            py::arg("epoch") = 0, py::arg("stall_notice_ms") = 10'000, py::arg("segment_bytes") = kSegmentBytes,
            py::arg("fault_seed") = 0, py::arg("host_id") = "", py::arg("table") = TuningLimits{},
-           py::arg("table_source") = "built in",
+           py::arg("table_source") = "built in", py::arg("transport") = "auto", py::arg("shm_ring_bytes") = 0,
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.")
       .def("shut_down", &Runtime::shut_down, NoGil())
       .def(
           "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); }, NoGil())
+      .def("transports", &Runtime::transports, "What carries bytes to each other rank: {rank: \"shm\" or \"tcp\"}.")
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
       .def("bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); })
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });

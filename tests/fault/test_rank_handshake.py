@@ -275,6 +275,11 @@ def test_the_document_describes_what_a_rank_does(waiting: Waiting) -> None:
     answer = Answer.read(reply, sent)
     assert (answer.kind, answer.sender, answer.receiver, answer.world) == (REPLY, 0, 1, 2)
     peer.sendall(message(CONFIRM, waiting.job, sender=1, receiver=0, transcript=sent + reply))
+    # It is of the same host and does not want to share memory (the messages: test_shared_memory.py).
+    assert peer.recv(256, socket.MSG_WAITALL)[:12] == b"RINGDPSM\1\0\0\0"
+    for kind in (5, 6):
+        peer.sendall((b"RINGDPSM" + struct.pack("<I", kind)).ljust(256, b"\0"))
+    assert peer.recv(256, socket.MSG_WAITALL)[:12] == b"RINGDPSM\6\0\0\0"
     first = waiting.first.result(timeout=10)
     # A barrier is an empty data frame each way; then it is told goodbye.
     group = core.Group(first, "all", [0, 1])

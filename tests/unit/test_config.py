@@ -62,6 +62,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "RINGDP_IFACE": "eth0",
             "RINGDP_ADVERTISE": "203.0.113.7",
             "RINGDP_PORT_RANGE": "29600-29699",
+            "RINGDP_TRANSPORT": "TCP",
             "RINGDP_SPIN_US": "0",
             "RINGDP_CONNECT_TIMEOUT": "2.5",
             "RINGDP_STALL_NOTICE": "0.5",
@@ -78,6 +79,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "iface": "eth0",
         "advertise": "203.0.113.7",
         "port_range": (29600, 29699),
+        "transport": "tcp",
         "spin_us": 0,
         "connect_timeout_ms": 2500,
         "stall_notice_ms": 500,
@@ -153,6 +155,7 @@ def test_port_range_forms(text: str, expected: tuple[int, int]) -> None:
         ("RINGDP_CONNECT_TIMEOUT", "nan"),
         ("RINGDP_STALL_NOTICE", "-1"),
         ("RINGDP_HOST_TIMEOUT", "3"),
+        ("RINGDP_TRANSPORT", "udp"),
         ("RINGDP_HOST_ID", "two words"),
         ("RINGDP_IFACE", "x" * 513),
         ("RINGDP_ADVERTISE", "a\nb"),
@@ -196,7 +199,7 @@ def test_a_secret_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name, near", [("RINGDP_IFACES", "RINGDP_IFACE"), ("RINGDP_PORTS", "RINGDP_PORT_RANGE")])
 def test_a_misspelt_variable_is_named_with_the_nearest(name: str, near: str) -> None:
-    with pytest.warns(UserWarning, match=f"{name} is not .* did you mean {near}"):
+    with pytest.warns(UserWarning, match=f"{name} is not .* did you mean .*\\b{near}\\b"):
         RingConfig.from_environment({name: "x"})
 
 

@@ -1,5 +1,7 @@
 #include "base/text.h"
 
+#include <vector>
+
 namespace ringdp {
 namespace {
 
@@ -34,6 +36,20 @@ std::string clean_text(std::string_view text, std::size_t max_bytes) {
     out += piece;
     text.remove_prefix(length == 0 ? 1 : length);
   }
+  return out;
+}
+
+std::string ranks_text(std::span<const int> ranks) {
+  std::vector<std::string> runs;
+  for (std::size_t i = 0; i < ranks.size();) {
+    std::size_t end = i + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    if (end - i == 2) end = i + 1;  // two are no range
+    runs.push_back(std::to_string(ranks[i]) + (end - i > 1 ? "-" + std::to_string(ranks[end - 1]) : ""));
+    i = end;
+  }
+  std::string out = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < runs.size(); ++i) out += (i == 0 ? "" : i + 1 == runs.size() ? " and " : ", ") + runs[i];
   return out;
 }
 

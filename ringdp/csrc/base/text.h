@@ -12,6 +12,9 @@ namespace ringdp {
 // At most `max_bytes` of `text`; what is no UTF-8 (RFC 3629) becomes '?', control characters become blanks.
 std::string clean_text(std::string_view text, std::size_t max_bytes);
 
+// "rank 3", "ranks 0-2, 5 and 7"; `ranks` ascend.
+std::string ranks_text(std::span<const int> ranks);
+
 inline std::string_view text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }

@@ -33,6 +33,8 @@ Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, Al
     : hosts_(host_numbers(peers)), tables_(tables) {
   ranks_on_this_host_ =
       static_cast<int>(std::count(hosts_.begin(), hosts_.end(), hosts_[static_cast<std::size_t>(rank)]));
+  for (const MetPeer& peer : peers)
+    if (peer.info.rank != rank) transports_[peer.info.rank] = peer.transport;
   // More ranks than cores: polling would take the core from the rank that is waited for.
   options.shares_cores = ranks_on_this_host_ > cores();
   if (options.shares_cores) options.spin_us = std::min<int64_t>(options.spin_us, 10);

@@ -3,7 +3,9 @@
 // the peers and joins the threads (after a fork, in the child, it does nothing).
 #pragma once
 
+#include <map>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -28,6 +30,7 @@ class Runtime {
   int ranks_on_this_host() const { return ranks_on_this_host_; }
   const std::vector<int>& hosts() const { return hosts_; }  // the number of each rank's host, in order of appearance
   const AlgorithmTables& tables() const { return tables_; }
+  const std::map<int, std::string>& transports() const { return transports_; }  // of every other rank: "shm", "tcp"
 
   void shut_down();  // idempotent
 
@@ -39,6 +42,7 @@ class Runtime {
   int ranks_on_this_host_ = 1;
   std::vector<int> hosts_;
   const AlgorithmTables tables_;
+  std::map<int, std::string> transports_;
 };
 
 }  // namespace ringdp

@@ -16,7 +16,8 @@ std::vector<MetPeer> Lobby::take() {
   if (taken_) throw Error(ErrorKind::kState, "the connections of this meeting are in use already");
   taken_ = true;
   std::vector<MetPeer> out;
-  for (MetPeer& peer : peers_) out.push_back({peer.info, peer.host_identity, peer.hello, std::move(peer.channel)});
+  for (MetPeer& peer : peers_)
+    out.push_back({peer.info, peer.host_identity, peer.hello, std::move(peer.channel), peer.transport});
   return out;
 }
 

@@ -57,6 +57,7 @@ Meeting::Meeting(Store& store, const RendezvousOptions& options)
   self.network = network_identity();
   self.identity = host_identity(options.host_id);
   self.hello = options.hello;
+  self.transport = transport_name(options.transport);
   self.present = self.placed = true;
 }
 
@@ -85,13 +86,15 @@ std::vector<MetPeer> Meeting::run() {
     say_who_is_missing();
     if (deadline_.expired()) time_out();
   }
-  std::vector<Fd> sockets = connector_->take();
+  share_memory();
   std::vector<MetPeer> met(world_);
   for (int peer = 0; peer < world_; ++peer) {
     met[peer].info = peers_[peer].info;
     met[peer].host_identity = peers_[peer].identity;
     met[peer].hello = peers_[peer].hello;
-    if (peer != rank_) met[peer].channel = make_tcp_channel(std::move(sockets[peer]));
+    if (peer == rank_) continue;
+    met[peer].transport = sharing_->shared(peer) ? "shm" : "tcp";
+    met[peer].channel = sharing_->take(peer);
   }
   return met;
 }
@@ -120,6 +123,7 @@ void Meeting::introduce() {
                                               {"network", self.network},
                                               {"identity", self.identity},
                                               {"ips", join(self.ips, ",")},
+                                              {"transport", self.transport},
                                               {"hello", self.hello}}));
   if (rank_ > 0) return;
   Record record;
@@ -167,6 +171,7 @@ void Meeting::take_who(int rank, const std::string& text) {
   peer.identity = field(record, "identity");
   peer.ips = split(field(record, "ips"), ',');
   peer.hello = field(record, "hello");
+  peer.transport = field(record, "transport");
   peer.present = true;
 }
 

@@ -11,6 +11,7 @@
 #include "mesh/host.h"
 #include "mesh/job.h"
 #include "mesh/rendezvous.h"
+#include "mesh/shared_setup.h"
 
 namespace ringdp {
 
@@ -33,8 +34,9 @@ class Meeting {
     std::string identity;
     std::vector<std::string> ips;
     std::string hello;
-    bool present = false;  // its `who` was read
-    bool placed = false;   // its `at` was read
+    std::string transport;  // what it may use inside its host, by TransportChoice's name
+    bool present = false;   // its `who` was read
+    bool placed = false;    // its `at` was read
     bool suspected = false;
   };
 
@@ -51,6 +53,14 @@ class Meeting {
   void say_who_is_missing();
   [[noreturn]] void time_out();
   std::string missing_text() const;
+
+  // Once everybody is connected (meeting_shared.cpp).
+  void share_memory();
+  SharedSetup::Plan sharing_plan() const;
+  void check_sharing() const;
+  void hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin);
+  void tell_transports() const;
+
   void linger(int limit_ms, int dead);  // the store may end with this process: the others are to hear first
 
   // `story` must be true on every rank.
@@ -67,6 +77,7 @@ class Meeting {
   std::vector<Peer> peers_;
   std::optional<Job> job_;
   std::optional<Connector> connector_;
+  std::optional<SharedSetup> sharing_;
   Clock::time_point check_after_ = begin_;
   Clock::time_point notice_at_;
   std::chrono::milliseconds notice_every_;

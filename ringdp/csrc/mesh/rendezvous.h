@@ -13,6 +13,15 @@
 
 namespace ringdp {
 
+enum class TransportChoice {
+  kAuto,  // shared memory inside a host where it is to be had, else TCP
+  kTcp,
+  kShm  // a rank of the same host that cannot share memory is an error
+};
+
+TransportChoice transport_choice(const std::string& name);  // "auto", "tcp", "shm"; else throws Error(kValue)
+std::string transport_name(TransportChoice choice);
+
 struct RendezvousOptions {
   int rank = 0;
   int world = 1;
@@ -28,6 +37,8 @@ struct RendezvousOptions {
   std::string hello;           // a line for all others, see MetPeer
   std::string tables;          // "name=value" words that must be the same on all ranks: the algorithm tables
   std::string tables_source;   // where they are from, for messages
+  TransportChoice transport = TransportChoice::kAuto;
+  std::size_t shm_ring_bytes = 0;  // shared with each rank of this host, each way; 0: see shared_ring_bytes
   int64_t timeout_ms = 60'000;
   int64_t absent_ms =
       0;  // how long to wait for ranks that have not come at all; `timeout_ms` then counts from when all
@@ -41,6 +52,7 @@ struct MetPeer {
   std::string host_identity;
   std::string hello;
   std::unique_ptr<Channel> channel;  // null for this rank itself
+  std::string transport = {};        // "shm", "tcp"; empty for this rank itself
 };
 
 // One entry per rank. Whatever goes wrong on one rank is told to all through the store, so that every rank raises the same

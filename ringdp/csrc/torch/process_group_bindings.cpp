@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/error.h"
@@ -60,6 +61,7 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.host_id = config["host_id"].cast<std::string>();
   options.interface = config["iface"].cast<std::string>();
   options.advertise = config["advertise"].cast<std::string>();
+  options.transport = transport_choice(config["transport"].cast<std::string>());
   options.several_hosts = config["several_hosts"].cast<bool>();
   options.tables = tables_text(tables_of(config));
   options.tables_source = config["table_source"].cast<std::string>();
@@ -160,6 +162,12 @@ std::pair<uint64_t, uint64_t> traffic() {
   return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
 }
 
+std::map<int, std::string> transports() {
+  std::lock_guard lock(runtime_mutex);
+  std::shared_ptr<Runtime> runtime = world_runtime.lock();
+  return runtime ? runtime->transports() : std::map<int, std::string>();
+}
+
 }  // namespace
 
 void bind_process_group(py::module_& module) {
@@ -177,6 +185,8 @@ void bind_process_group(py::module_& module) {
              "Why this process leaves its jobs: the other ranks' errors say so.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
   bind_named_scope(module);
+  module.def("transports", &transports,
+             "What carries bytes to each other rank of the default group, {rank: \"shm\" or \"tcp\"}; {} without one.");
   module.def("set_log_sink", [](py::function sink) {
     auto shared = std::make_shared<py::function>(std::move(sink));
     set_log_sink([shared](LogLevel level, const std::string& text) {

@@ -1,0 +1,17 @@
+// How much memory the control groups of this process still allow (cgroups(7), both versions). Above their limit the kernel
+// kills instead of refusing, so whoever wants much memory at once asks first. Any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace ringdp {
+
+// Bytes; what the kernel can take back from its file cache counts as free. nullopt: no limit, or it cannot be told.
+std::optional<int64_t> memory_left_in_groups();
+
+// The same for what /proc/self/cgroup says in `membership`, with the hierarchies mounted under `root`.
+std::optional<int64_t> memory_left_in_groups(const std::string& membership, const std::string& root);
+
+}  // namespace ringdp

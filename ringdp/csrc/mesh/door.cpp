@@ -1,0 +1,179 @@
+#include "mesh/door.h"
+
+#include <sys/un.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+
+#include "base/bytes.h"
+#include "base/error.h"
+#include "base/sha256.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kMaxStrangers = 64;
+constexpr int kAcceptsPerStep = 256;
+constexpr int64_t kStrangerMs = 2000;
+constexpr int kBacklog = 1024;
+constexpr auto kPauseForDescriptors = std::chrono::milliseconds(50);
+
+// "ringdp/" and the name in hexadecimal, so that an administrator can tell whose it is.
+socklen_t fill_address(const SharedToken& name, sockaddr_un& address) {
+  std::string text = "ringdp/" + hex_encode(name);
+  address = {};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, text.data(), text.size());  // the 0 in front makes it abstract
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+}
+
+Fd unix_socket(int& error_number) {
+  Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  error_number = fd ? 0 : errno;
+  return fd;
+}
+
+}  // namespace
+
+SharedReader::Status SharedReader::read(int fd) {
+  alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> control;
+  iovec piece{buffer_.data() + filled_, buffer_.size() - filled_};
+  msghdr header{};
+  header.msg_iov = &piece;
+  header.msg_iovlen = 1;
+  header.msg_control = control.data();
+  header.msg_controllen = control.size();
+  ssize_t got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Status::kWaiting;
+  if (got <= 0) {
+    why_ = got == 0 ? "its connection was closed" : errno_text(errno);
+    return Status::kClosed;
+  }
+  for (cmsghdr* it = CMSG_FIRSTHDR(&header); it != nullptr; it = CMSG_NXTHDR(&header, it)) {
+    if (it->cmsg_level != SOL_SOCKET || it->cmsg_type != SCM_RIGHTS) continue;
+    for (std::size_t at = 0; CMSG_LEN(at + sizeof(int)) <= it->cmsg_len; at += sizeof(int)) {
+      int received = -1;
+      std::memcpy(&received, CMSG_DATA(it) + at, sizeof(received));
+      descriptor_ = Fd(received);  // the last counts, of however many there are
+    }
+  }
+  filled_ += static_cast<std::size_t>(got);
+  if (filled_ < buffer_.size()) return Status::kWaiting;
+  filled_ = 0;
+  auto message = SharedMessage::decode(buffer_);
+  if (!message) return Status::kNonsense;
+  message_ = std::move(*message);
+  return Status::kMessage;
+}
+
+int send_shared_message(int fd, const SharedMessage& message, const Fd& descriptor) {
+  SharedBytes bytes = message.encode();
+  alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> control{};
+  iovec piece{bytes.data(), bytes.size()};
+  msghdr header{};
+  header.msg_iov = &piece;
+  header.msg_iovlen = 1;
+  if (descriptor) {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    cmsghdr* rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof(int));
+    int sent = descriptor.get();
+    std::memcpy(CMSG_DATA(rights), &sent, sizeof(sent));
+  }
+  ssize_t moved = 0;
+  do {
+    moved = sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+  } while (moved < 0 && errno == EINTR);
+  if (moved < 0) return errno;
+  return moved == static_cast<ssize_t>(bytes.size()) ? 0 : EAGAIN;
+}
+
+std::optional<Door> Door::open(std::string& problem) {
+  Door door;
+  random_bytes(door.name_);
+  sockaddr_un address;
+  socklen_t length = fill_address(door.name_, address);
+  int error_number = 0;
+  door.listener_ = unix_socket(error_number);
+  if (error_number == 0 && (bind(door.listener_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+                            listen(door.listener_.get(), kBacklog) != 0))
+    error_number = errno;
+  if (error_number == 0) return door;
+  problem = "a Unix socket: " + errno_text(error_number);
+  return std::nullopt;
+}
+
+void Door::expect(const SharedToken& token, int peer) { expected_.push_back({token, peer}); }
+
+void Door::poll_for(std::vector<pollfd>& polled) const {
+  if (Clock::now() >= accept_after_) polled.push_back({listener_.get(), POLLIN, 0});
+  for (const Stranger& it : strangers_) polled.push_back({it.socket.get(), POLLIN, 0});
+}
+
+std::vector<Door::Guest> Door::serve() {
+  std::vector<Guest> guests;
+  for (Stranger& it : strangers_) attend(it, guests);
+  std::erase_if(strangers_, [](const Stranger& it) { return it.gone; });
+  for (int i = 0; i < kAcceptsPerStep && Clock::now() >= accept_after_; ++i) {
+    Fd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+      if (short_of) accept_after_ = Clock::now() + kPauseForDescriptors;
+      break;
+    }
+    Stranger newcomer{std::move(socket), {}, Deadline::after_ms(kStrangerMs), false};
+    attend(newcomer, guests);  // one of ours has spoken by now
+    if (newcomer.gone) continue;
+    strangers_.push_back(std::move(newcomer));
+    if (strangers_.size() <= kMaxStrangers) continue;
+    strangers_.pop_front();
+    ++turned_away_;
+  }
+  return guests;
+}
+
+void Door::attend(Stranger& stranger, std::vector<Guest>& guests) {
+  SharedReader::Status status = stranger.reader.read(stranger.socket.get());
+  if (status == SharedReader::Status::kWaiting && !stranger.deadline.expired()) return;
+  stranger.gone = true;
+  int peer = status == SharedReader::Status::kMessage ? visited_by(stranger.reader.message()) : -1;
+  if (peer < 0) {
+    ++turned_away_;
+    return;
+  }
+  ucred credentials = credentials_of(stranger.socket.get());
+  guests.push_back({std::move(stranger.socket), credentials, peer});
+}
+
+int Door::visited_by(const SharedMessage& message) {
+  if (message.type != SharedType::kToken) return -1;
+  auto found = std::find_if(expected_.begin(), expected_.end(),
+                            [&](const Expected& it) { return equal_bytes(it.token, message.token); });
+  if (found == expected_.end()) return -1;
+  int peer = found->peer;
+  expected_.erase(found);
+  return peer;
+}
+
+Fd knock(const SharedToken& name, int& error_number) {
+  sockaddr_un address;
+  socklen_t length = fill_address(name, address);
+  Fd fd = unix_socket(error_number);
+  if (fd && connect(fd.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) error_number = errno;
+  return error_number == 0 ? std::move(fd) : Fd();
+}
+
+ucred credentials_of(int fd) {
+  ucred credentials{0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
+  socklen_t length = sizeof(credentials);
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
+    credentials = {0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
+  return credentials;
+}
+
+}  // namespace ringdp

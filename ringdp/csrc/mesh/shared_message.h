@@ -1,0 +1,39 @@
+// What two ranks of one host tell each other before they share memory: messages of one size, over their authenticated TCP
+// connection and over the Unix socket that the memory comes through (docs/wire_format.md). Encoding and checking only.
+// Value types, any thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace ringdp {
+
+inline constexpr std::size_t kSharedMessageBytes = 256;
+
+using SharedToken = std::array<std::byte, 16>;
+using SharedBytes = std::array<std::byte, kSharedMessageBytes>;
+
+enum class SharedType : uint32_t {
+  kOffer = 1,     // the maker: where it waits with the memory, and what to show there
+  kToken = 2,     // at that door: this is what was to be shown
+  kMemory = 3,    // back through the door; a descriptor comes along
+  kAccepted = 4,  // the memory is mapped and will be used
+  kRefused = 5,   // it will not: `reason`
+  kThrough = 6    // nothing is left to be set up on this rank
+};
+
+struct SharedMessage {
+  SharedType type = SharedType::kRefused;
+  uint64_t ring_bytes = 0;
+  SharedToken name{};  // of the door
+  SharedToken token{};
+  std::string reason;  // cut to what fits
+
+  SharedBytes encode() const;
+  static std::optional<SharedMessage> decode(const SharedBytes& raw);
+};
+
+}  // namespace ringdp
