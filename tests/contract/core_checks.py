@@ -17,6 +17,7 @@ from tests.contract.reduction_order import (
     in_rank_order,
     in_ring_order,
     in_two_levels,
+    in_two_levels_scattered,
     itemsize,
     pairs,
     random_input,
@@ -118,12 +119,19 @@ def algorithm_is_ring(size: int, table: Mapping[str, int], case: Case) -> bool:
     return bytes_ > limits["fold_sent_bytes"] // max(1, size - 1)
 
 
+def takes_two_levels(ranks: World, table: Mapping[str, int], case: Case) -> bool:
+    """Whether an all-reduce of this size, or a reduce-scatter with such chunks, is one of two levels."""
+    if not 1 < len(set(ranks.hosts)) < ranks.size:
+        return False
+    limit = {"fold_sent_bytes": 24 * 1024, **table}["fold_sent_bytes"]
+    return case.count * itemsize(case.dtype) > limit // (ranks.size - 1)
+
+
 def documented_order(ranks: World, table: Mapping[str, int], case: Case, inputs: Sequence[Array]) -> Array:
     """What an all-reduce gives by the table and the map of hosts."""
+    if takes_two_levels(ranks, table, case):
+        return in_two_levels(inputs, case.dtype, case.op, ranks.hosts)
     if 1 < len(set(ranks.hosts)) < ranks.size:
-        limit = {"fold_sent_bytes": 24 * 1024, **table}["fold_sent_bytes"] // (ranks.size - 1)
-        if case.count * itemsize(case.dtype) > limit:
-            return in_two_levels(inputs, case.dtype, case.op, ranks.hosts)
         return in_rank_order(inputs, case.dtype, case.op)
     order = in_ring_order if algorithm_is_ring(ranks.size, table, case) else in_rank_order
     return order(inputs, case.dtype, case.op)
@@ -171,7 +179,11 @@ def check_reduce_scatter(ranks: World, table: Mapping[str, int], cases: Sequence
     ranks.run(body, table)
     for case, before, after, output in zip(cases, inputs, given_, outputs, strict=True):
         what = f"reduce_scatter of {case} on {n} ranks"
-        wanted = [in_rank_order([piece(x, rank, case) for x in before], case.dtype, case.op) for rank in range(n)]
+        chunks = [[piece(x, rank, case) for x in before] for rank in range(n)]
+        if takes_two_levels(ranks, table, case):
+            wanted = [in_two_levels_scattered(each, case.dtype, case.op, ranks.hosts) for each in chunks]
+        else:
+            wanted = [in_rank_order(each, case.dtype, case.op) for each in chunks]
         expect_equal(output, wanted, what)
         expect_equal(after, before, f"inputs of {what}")
         for rank in range(n):

@@ -151,6 +151,14 @@ def in_two_levels(inputs: Sequence[Array], dtype: str, op: str, hosts: Sequence[
     return result
 
 
+def in_two_levels_scattered(inputs: Sequence[Array], dtype: str, op: str, hosts: Sequence[int]) -> Array:
+    """A reduce-scatter's chunk: the sum of each host in rank order, then these, from the first host on; see above."""
+    half, world = dtype in HALF, len(inputs)
+    of_host = [[x for x, its in zip(inputs, hosts, strict=True) if its == host] for host in dict.fromkeys(hosts)]
+    sums = [in_rank_order(each, dtype, op, divisor=world if half else 1) for each in of_host]
+    return in_rank_order(sums, dtype, op, divisor=1 if half else world)
+
+
 def _share_count(nbytes: int, members: Sequence[Sequence[int]]) -> int:
     """Blocks of at most 128 KiB; four shares for each rank of the largest host, where blocks stay above 16 KiB."""
     hosts, most = len(members), max(len(ranks) for ranks in members)

@@ -13,6 +13,7 @@ from tests.contract.core_checks import (
     Case,
     batches,
     check_all_reduce,
+    check_reduce_scatter,
     documented_order,
     expect_equal,
     sample,
@@ -94,6 +95,18 @@ def test_sizes_at_which_the_cut_changes(hosts: tuple[int, ...]) -> None:
         cases = [Case(dtype, op, count, seed=5) for count in (*edges(hosts, dtype), large(hosts, dtype)[-1])]
         for batch in batches(cases):
             check_all_reduce(on(hosts), NEVER_SMALL, batch)
+
+
+@every_layout
+def test_reduce_scatter(hosts: tuple[int, ...]) -> None:
+    cases = []
+    for index, (dtype, op) in enumerate(pairs()):
+        choice = [1, 15, 1009, BLOCK_BYTES // itemsize(dtype) + index % 3 - 1]
+        cases.append(Case(dtype, op, choice[(index + len(hosts)) % len(choice)], seed=index))
+    cases += [Case(dtype, op, 100_003, seed=2) for dtype, op in (("float32", "AVG"), ("bfloat16", "AVG"))]
+    for batch in batches(cases):
+        check_reduce_scatter(on(hosts), NEVER_SMALL, batch)
+    check_reduce_scatter(on(hosts), BUILT_IN, [Case("float16", "SUM", count, seed=8) for count in (0, 500, 20_000)])
 
 
 @pytest.mark.slow
@@ -196,6 +209,8 @@ def test_neither_segments_nor_delays_show(hosts: tuple[int, ...]) -> None:
 
         try:
             ranks.run(body, NEVER_SMALL)
+            scattered = [Case(*name, counts[name[0]] // 10, seed=6) for name in names]
+            check_reduce_scatter(ranks, NEVER_SMALL, scattered)
         finally:
             ranks.close()
         for name, got, result in zip(names, buffers, wanted, strict=True):
@@ -224,6 +239,14 @@ def test_no_byte_goes_to_a_host_twice(hosts: tuple[int, ...], dtype: str) -> Non
     least = 2 * (h - 1) / h * size
     for host, bytes_ in enumerate(np.subtract(sent(), before)):
         assert least <= bytes_ <= 1.02 * least, f"host {host} sent {bytes_ / least} of what it must"
+
+    before, chunk = sent(), 512 * 1024
+    chunks = [np.ones(chunk, np.uint8) for _ in hosts]
+    ranks.run(lambda _, group: group.reduce_scatter(chunks, np.ones(chunk, np.uint8), dtype).wait(), BUILT_IN)
+    ranks.run(lambda _, group: group.barrier().wait(), BUILT_IN)
+    for host, bytes_ in zip(dict.fromkeys(hosts), np.subtract(sent(), before), strict=True):
+        least = chunk * (len(hosts) - hosts.count(host))
+        assert least <= bytes_ <= 1.02 * least, f"reduce-scatter: host {host} sent {bytes_ / least} of what it must"
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

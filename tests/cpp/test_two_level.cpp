@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "collective/two_level_plan.h"
+#include "collective/two_level_scatter.h"
 #include "job.h"
 
 using namespace ringdp;
@@ -28,11 +29,11 @@ struct OnRank {
       : map(view_of(hosts, rank)), plan(map, memory, dtype, ReduceOp::kAvg) {}
 
   HostMap map;
-  TwoLevelPlan plan;
+  AllReducePlan plan;
 };
 
 // Where in the buffer each piece between two ranks lies, in order.
-std::vector<std::pair<std::size_t, std::size_t>> places(const std::vector<TwoLevelPlan::Stream>& streams, int member,
+std::vector<std::pair<std::size_t, std::size_t>> places(const std::vector<StagePlan::Stream>& streams, int member,
                                                         std::span<const std::byte> memory) {
   std::vector<std::pair<std::size_t, std::size_t>> out;
   for (const auto& stream : streams)
@@ -63,6 +64,39 @@ CASE("both ends of every stream find the same pieces of the buffer in the same o
         std::size_t h = static_cast<std::size_t>(ranks[0].map.count());
         CHECK_EQ(crossing, 2 * (h - 1) * bytes);
       }
+    }
+  }
+}
+
+CASE("both ends of a reduce-scatter's streams find pieces of the same sizes, and each sum crosses once") {
+  for (const auto& hosts : kLayouts) {
+    for (std::size_t bytes : {4UL, 4096UL, 1'000'004UL}) {
+      std::vector<std::byte> memory(bytes);
+      std::vector<std::span<std::byte>> chunks(hosts.size(), memory);
+      std::vector<std::vector<std::vector<std::size_t>>> sent, received;  // [rank][member]: sizes of pieces
+      for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
+        HostMap map(view_of(hosts, rank));
+        ReduceScatterPlan plan(map, chunks, memory, DType::kFloat32, ReduceOp::kSum);
+        auto sizes = [&](const std::vector<StagePlan::Stream>& streams) {
+          std::vector<std::vector<std::size_t>> of(hosts.size());
+          for (const auto& stream : streams)
+            for (const auto& piece : stream.pieces)
+              of[static_cast<std::size_t>(stream.member)].push_back(piece.stage->size);
+          return of;
+        };
+        sent.push_back(sizes(plan.outgoing()));
+        received.push_back(sizes(plan.incoming()));
+      }
+      std::size_t crossing = 0, due = 0;
+      for (std::size_t from = 0; from < hosts.size(); ++from)
+        for (std::size_t to = 0; to < hosts.size(); ++to) {
+          CHECK(sent[from][to] == received[to][from]);
+          if (hosts[from] == hosts[to]) continue;
+          for (std::size_t size : sent[from][to]) crossing += size;
+        }
+      int most = *std::max_element(hosts.begin(), hosts.end());
+      for (std::size_t owner = 0; owner < hosts.size(); ++owner) due += static_cast<std::size_t>(most) * bytes;
+      CHECK_EQ(crossing, due);
     }
   }
 }
@@ -145,8 +179,14 @@ CASE("sums of several hosts, several in flight, with small segments") {
         for (std::size_t i = 0; i < count; ++i) data.back()[i] = static_cast<int32_t>(i) + rank;
         works.push_back(group.all_reduce(bytes_of(data.back()), DType::kInt32, ReduceOp::kSum, {}));
       }
+      std::vector<int32_t> input(static_cast<std::size_t>(world) * 90'000, rank), output(90'000);
+      std::vector<std::span<std::byte>> chunks;
+      for (int to = 0; to < world; ++to)
+        chunks.push_back(bytes_of(input).subspan(static_cast<std::size_t>(to) * 360'000, 360'000));
+      works.push_back(group.reduce_scatter(chunks, bytes_of(output), DType::kInt32, ReduceOp::kSum, {}));
       for (auto& work : works) group.wait(*work);
       std::size_t wrong = 0;
+      for (int32_t it : output) wrong += it != world * (world - 1) / 2;
       for (const auto& each : data)
         for (std::size_t i = 0; i < each.size(); ++i)
           wrong += each[i] != world * static_cast<int32_t>(i) + world * (world - 1) / 2;

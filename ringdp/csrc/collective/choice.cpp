@@ -47,6 +47,11 @@ Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t byte
                                     : Algorithm::kPairwise;  // a ring's sum would end at the wrong rank
 }
 
+Algorithm choose_reduce_scatter(const AlgorithmTable& table, std::span<const int> hosts, std::size_t bytes) {
+  bool small = bytes * (hosts.size() - 1) <= table.fold_sent_bytes;
+  return small || layout_of(hosts) != Layout::kSeveralRanksPerHost ? Algorithm::kPairwise : Algorithm::kTwoLevel;
+}
+
 Algorithm choose_broadcast(const AlgorithmTable& table, int world, std::size_t bytes) {
   return bytes <= table.flat_broadcast_bytes || world <= 2 ? Algorithm::kExchange : Algorithm::kChain;
 }

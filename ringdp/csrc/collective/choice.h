@@ -48,10 +48,11 @@ struct AlgorithmTables {
   AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024};  // a fold sends the same to a host several times
 };
 
-// `bytes`: of the whole buffer; of an all-gather, of one rank's block.
+// `bytes`: of the whole buffer; of an all-gather or reduce-scatter, of one rank's block.
 // `hosts` as in layout_of, one entry for each rank.
 Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes);
 Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t bytes);
+Algorithm choose_reduce_scatter(const AlgorithmTable& table, std::span<const int> hosts, std::size_t bytes);
 Algorithm choose_broadcast(const AlgorithmTable& table, int world, std::size_t bytes);
 Algorithm choose_all_gather(const AlgorithmTable& table, int world, std::size_t bytes);
 

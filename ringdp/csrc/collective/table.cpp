@@ -122,7 +122,7 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
       return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
                                         std::span<std::byte>{});
     case Algorithm::kTwoLevel:
-      return std::make_unique<TwoLevel>(group, shape, std::move(name), memory);
+      return std::make_unique<TwoLevel>(group, shape, std::move(name), std::vector{memory}, std::span<std::byte>{});
     default:
       return std::make_unique<Ring>(group, shape, std::move(name), slabs_of(memory, group.size, dtype), true);
   }
@@ -183,17 +183,21 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
   return operation;
 }
 
-std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
-                                               std::span<std::byte> output, DType dtype, ReduceOp op,
-                                               std::string name) {
+std::unique_ptr<Operation> make_reduce_scatter(const AlgorithmTable& table, const GroupView& group,
+                                               std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
+                                               DType dtype, ReduceOp op, std::string name) {
   check_reduction(dtype, op);
   check_pieces(group, chunks, output.size(), "reduce_scatter: input");
-  OperationShape shape = shape_of(Collective::kReduceScatter, dtype, op, Algorithm::kPairwise, output.size());
+  Algorithm algorithm = choose_reduce_scatter(table, group.hosts, output.size());
+  OperationShape shape = shape_of(Collective::kReduceScatter, dtype, op, algorithm, output.size());
+  shape.layout_hash = host_digest(group.hosts);
   if (group.size == 1) {
     auto alone = empty_exchange(group, shape, std::move(name));
     alone->copy_at_start(output, chunks[0]);
     return alone;
   }
+  if (algorithm == Algorithm::kTwoLevel)
+    return std::make_unique<TwoLevel>(group, shape, std::move(name), std::move(chunks), output);
   return std::make_unique<Pairwise>(group, shape, std::move(name), std::move(chunks), output);
 }
 

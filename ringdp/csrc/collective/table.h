@@ -26,8 +26,9 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
                                            std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
                                            DType dtype, std::string name);
 // `chunks[r]` of this rank's input go to rank r; `output` receives the reduction of everybody's chunk for this rank.
-std::unique_ptr<Operation> make_reduce_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
-                                               std::span<std::byte> output, DType dtype, ReduceOp op, std::string name);
+std::unique_ptr<Operation> make_reduce_scatter(const AlgorithmTable& table, const GroupView& group,
+                                               std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
+                                               DType dtype, ReduceOp op, std::string name);
 // Root: `blocks[r]` receives rank r's `input`; elsewhere there are none.
 std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const std::byte> input,
                                        std::vector<std::span<std::byte>> blocks, DType dtype, int root,

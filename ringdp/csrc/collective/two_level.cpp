@@ -2,29 +2,38 @@
 
 #include <algorithm>
 
+#include "collective/two_level_plan.h"
+#include "collective/two_level_scatter.h"
+
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kHeldPieces = 2;  // per peer, that may lie here until others have come: at most 128 KiB each
+// Per peer, that may lie here until others have come or until their sum has left: at most 128 KiB each.
+constexpr std::size_t kHeldPieces = 2;
 
 }  // namespace
 
-TwoLevel::TwoLevel(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory)
-    : Operation(std::move(group), shape, std::move(name)), hosts_(group_), memory_(memory) {
-  uses(memory);
+TwoLevel::TwoLevel(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
+                   std::span<std::byte> out)
+    : Operation(std::move(group), shape, std::move(name)), hosts_(group_), chunks_(std::move(chunks)), result_(out) {
+  for (auto chunk : chunks_) uses(chunk);
+  uses(out);
 }
 
 void TwoLevel::prepare() {
   const OperationShape& shape = identity().shape;
-  plan_ = std::make_unique<TwoLevelPlan>(hosts_, memory_, shape.dtype, shape.op);
+  if (shape.what == Collective::kReduceScatter)
+    plan_ = std::make_unique<ReduceScatterPlan>(hosts_, chunks_, result_, shape.dtype, shape.op);
+  else
+    plan_ = std::make_unique<AllReducePlan>(hosts_, chunks_[0], shape.dtype, shape.op);
   out_of_.resize(static_cast<std::size_t>(group_.size));
   in_of_.resize(static_cast<std::size_t>(group_.size));
-  for (TwoLevelPlan::Stream& stream : plan_->incoming()) {
+  for (Stream& stream : plan_->incoming()) {
     in_of_[static_cast<std::size_t>(stream.member)] = in_.size();
     Incoming& in = in_.emplace_back(stream);
     in.flow = &add_receive(stream.member, stream.total, widened(in));
   }
-  for (TwoLevelPlan::Stream& stream : plan_->outgoing()) {
+  for (Stream& stream : plan_->outgoing()) {
     out_of_[static_cast<std::size_t>(stream.member)] = out_.size();
     Outgoing& out = out_.emplace_back(stream);
     out.flow = &add_send(stream.member, stream.total, 0);
@@ -35,7 +44,11 @@ void TwoLevel::prepare() {
 void TwoLevel::begin_sum(Stage& stage) {
   const OperationShape& shape = identity().shape;
   stage.fold = std::make_unique<RankOrderFold>(stage.place, stage.parts, shape.dtype, shape.op, stage.divisor);
-  stage.fold->begin(scratch(), stage.memory, stage.memory);
+  if (stage.passes_through) {
+    stage.room = scratch().take(stage.size);
+    stage.memory = {stage.room.get(), stage.size};
+  }
+  stage.fold->begin(scratch(), stage.own != nullptr ? stage.own->memory : stage.input, stage.memory);
   if (stage.own != nullptr) stage.fold->received(stage.place, 0);
 }
 
@@ -46,17 +59,19 @@ std::size_t TwoLevel::advance(Stage& stage) {
     begin_sum(stage);
   }
   if (stage.own != nullptr) stage.fold->received(stage.place, advance(*stage.own));
-  stage.done = stage.fold->advance(stage.memory.size());
+  stage.done = stage.fold->advance(stage.size);
   if (stage.complete()) stage.fold.reset();
   return stage.done;
 }
 
 // How far the peer may send. What is copied goes into place, and what this rank only adds its own to does, too, as soon as
-// that is complete. A sum that waits for others keeps its bytes: of those only a few may be open, but for what may come
-// unasked.
+// that is complete. A sum that waits for others keeps its bytes, one that passes through its own memory, too: of those only a
+// few may be open, but for what may come unasked.
 uint64_t TwoLevel::widened(Incoming& in) {
   auto holds = [](const Stage& stage) {
-    return stage.kind == Stage::Kind::kSum && !stage.complete() && (stage.parts > 2 || !stage.own_complete());
+    if (stage.kind != Stage::Kind::kSum) return false;
+    if (stage.passes_through) return !stage.sent;
+    return !stage.complete() && (stage.parts > 2 || !stage.own_complete());
   };
   const std::vector<Piece>& pieces = in.stream->pieces;
   std::erase_if(in.held, [&](Stage* stage) { return !holds(*stage); });
@@ -71,9 +86,11 @@ void TwoLevel::make_ready(Outgoing& out) {
   const std::vector<Piece>& pieces = out.stream->pieces;
   for (; out.ready < pieces.size(); ++out.ready) {
     const Piece& piece = pieces[out.ready];
+    bool alone = piece.stage->passes_through && piece.stage->parts == 1;
+    if (alone && out.ready >= out.sent + kHeldPieces) return;  // nobody's bytes pace it
     std::size_t there = advance(*piece.stage);
     out.flow->ready = piece.begin + there;
-    if (there < piece.stage->memory.size()) return;
+    if (there < piece.stage->size) return;
   }
 }
 
@@ -86,7 +103,7 @@ void TwoLevel::move_on() {
 std::span<const std::byte> TwoLevel::outgoing(SendFlow& flow, uint64_t offset, std::size_t max) {
   Outgoing& out = out_[out_of_[static_cast<std::size_t>(flow.member)]];
   const std::vector<Piece>& pieces = out.stream->pieces;
-  while (offset >= pieces[out.current].begin + pieces[out.current].stage->memory.size()) ++out.current;
+  while (offset >= pieces[out.current].end()) ++out.current;
   const Piece& piece = pieces[out.current];
   std::span<std::byte> rest = piece.stage->memory.subspan(offset - piece.begin);
   if (rest.size() <= max) return rest;
@@ -96,14 +113,27 @@ std::span<const std::byte> TwoLevel::outgoing(SendFlow& flow, uint64_t offset, s
 std::span<std::byte> TwoLevel::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
   Incoming& in = in_[in_of_[static_cast<std::size_t>(flow.member)]];
   const std::vector<Piece>& pieces = in.stream->pieces;
-  while (offset >= pieces[in.current].begin + pieces[in.current].stage->memory.size()) ++in.current;
+  while (offset >= pieces[in.current].end()) ++in.current;
   const Piece& piece = pieces[in.current];
   Stage& stage = *piece.stage;
   offset -= piece.begin;
-  if (offset + length > stage.memory.size()) return {};
+  if (offset + length > stage.size) return {};
   if (stage.kind == Stage::Kind::kCopy) return stage.memory.subspan(offset, length);
   if (stage.fold == nullptr) begin_sum(stage);
   return stage.fold->room(piece.part, offset, length);
+}
+
+void TwoLevel::flushed(SendFlow& flow) {
+  Outgoing& out = out_[out_of_[static_cast<std::size_t>(flow.member)]];
+  const std::vector<Piece>& pieces = out.stream->pieces;
+  bool freed = false;
+  for (; out.sent < pieces.size() && pieces[out.sent].end() <= flow.sent; ++out.sent) {
+    Stage& stage = *pieces[out.sent].stage;
+    if (!stage.passes_through) continue;
+    stage.sent = freed = true;
+    stage.room.reset();
+  }
+  if (freed) move_on();
 }
 
 void TwoLevel::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {

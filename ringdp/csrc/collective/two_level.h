@@ -1,42 +1,48 @@
-// TwoLevel: all-reduce of ranks on several hosts, of which some have several: added up inside each host, then between the
-// hosts with every rank of a host carrying its share, then passed on inside the host. 2(h-1)/h of the buffer leave each host
-// (h hosts), however many ranks it has. two_level_plan.h says who sends what to whom and in which order things are added.
+// TwoLevel: all-reduce and reduce-scatter of ranks on several hosts, of which some have several: added up inside each host,
+// then between the hosts with every rank of a host carrying its share, then (all-reduce) passed on inside the host. Of h hosts
+// each sends 2(h-1)/h of an all-reduce's buffer, however many ranks it has, and a reduce-scatter's chunk leaves a host once.
+// Plans say who sends what to whom and in which order things are added: two_level_plan.h, two_level_scatter.h.
 #pragma once
 
 #include "collective/host_map.h"
 #include "collective/operation.h"
-#include "collective/two_level_plan.h"
+#include "collective/stages.h"
 
 namespace ringdp {
 
 class TwoLevel final : public Operation {
  public:
   // `group` spans several hosts and has several ranks on one of them at least (Layout::kSeveralRanksPerHost).
-  TwoLevel(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory);
+  // All-reduce: `chunks` is the buffer, in place, and `out` empty. Reduce-scatter: `chunks[r]` for rank r, left as they are, none
+  // empty; `out` receives this rank's.
+  TwoLevel(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
+           std::span<std::byte> out);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
+  void flushed(SendFlow& flow) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
 
  protected:
   void prepare() override;
 
  private:
-  using Stage = TwoLevelPlan::Stage;
-  using Piece = TwoLevelPlan::Piece;
+  using Piece = StagePlan::Piece;
+  using Stream = StagePlan::Stream;
 
   struct Outgoing {
-    explicit Outgoing(TwoLevelPlan::Stream& to) : stream(&to) {}
+    explicit Outgoing(Stream& to) : stream(&to) {}
 
-    TwoLevelPlan::Stream* stream;
+    Stream* stream;
     SendFlow* flow = nullptr;
     std::size_t current = 0;  // the piece that is being sent
+    std::size_t sent = 0;     // the first one that has not left as a whole
     std::size_t ready = 0;    // the first one that is not all there
   };
   struct Incoming {
-    explicit Incoming(TwoLevelPlan::Stream& from) : stream(&from) {}
+    explicit Incoming(Stream& from) : stream(&from) {}
 
-    TwoLevelPlan::Stream* stream;
+    Stream* stream;
     RecvFlow* flow = nullptr;
     std::size_t current = 0;
     std::size_t open = 0;      // the first piece that may not come yet
@@ -50,8 +56,9 @@ class TwoLevel final : public Operation {
   void move_on();
 
   const HostMap hosts_;
-  const std::span<std::byte> memory_;
-  std::unique_ptr<TwoLevelPlan> plan_;
+  const std::vector<std::span<std::byte>> chunks_;
+  const std::span<std::byte> result_;
+  std::unique_ptr<StagePlan> plan_;
   std::vector<Outgoing> out_;
   std::vector<Incoming> in_;
   std::vector<std::size_t> out_of_;  // [member]: its place in out_

@@ -16,8 +16,6 @@ constexpr int kLeastRounds = 4;                      // shares of each carrier: 
 constexpr int kLead = 4;
 constexpr int kLag = 4;
 
-bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBfloat16; }
-
 int count_shares(std::size_t bytes, int hosts, int most) {
   auto h = static_cast<std::size_t>(hosts), k = static_cast<std::size_t>(most);
   std::size_t needed = (bytes + h * kBlockBytes - 1) / (h * kBlockBytes);
@@ -28,11 +26,11 @@ int count_shares(std::size_t bytes, int hosts, int most) {
 
 }  // namespace
 
-TwoLevelPlan::TwoLevelPlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op)
+AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op)
     : hosts_(hosts),
       memory_(memory),
       element_bytes_(dtype_size(dtype)),
-      half_(is_half(dtype)),
+      half_(dtype == DType::kFloat16 || dtype == DType::kBfloat16),
       ranks_(op == ReduceOp::kAvg ? hosts.ranks : 1),
       share_count_(count_shares(memory.size(), hosts.count(), hosts.most)),
       steps_(half_ ? 2 : 2 * (hosts.count() - 1)),
@@ -58,35 +56,18 @@ TwoLevelPlan::TwoLevelPlan(const HostMap& hosts, std::span<std::byte> memory, DT
   }
 }
 
-std::span<std::byte> TwoLevelPlan::block(int share, int number) const {
+std::span<std::byte> AllReducePlan::block(int share, int number) const {
   std::span<std::byte> whole = memory_.subspan(shares_.begin(share), shares_.size(share));
   Chunks blocks(whole.size(), hosts_.count(), element_bytes_);
   return whole.subspan(blocks.begin(number), blocks.size(number));
 }
 
-TwoLevelPlan::Stage*& TwoLevelPlan::latest(int share, int number) {
+Stage*& AllReducePlan::latest(int share, int number) {
   return latest_[static_cast<std::size_t>(share * hosts_.count() + number)];
 }
 
-TwoLevelPlan::Stage& TwoLevelPlan::add_sum(std::span<std::byte> memory, int parts, int place, int divisor, Stage* own) {
-  Stage& sum = add_stage(Stage::Kind::kSum, memory);
-  sum.parts = parts;
-  sum.place = place;
-  sum.divisor = divisor;
-  sum.own = own;
-  if (own != nullptr) own->next = &sum;
-  return sum;
-}
-
-void TwoLevelPlan::add_piece(std::vector<Stream>& streams, int member, Stage& stage, int part) {
-  auto found = std::find_if(streams.begin(), streams.end(), [&](const Stream& it) { return it.member == member; });
-  Stream& stream = found != streams.end() ? *found : streams.emplace_back(Stream{member, {}, 0});
-  stream.pieces.push_back({&stage, stream.total, part});
-  stream.total += stage.memory.size();
-}
-
 // Blocks in the order in which the ring wants them.
-void TwoLevelPlan::make_inside(int share) {
+void AllReducePlan::make_inside(int share) {
   const std::vector<int>& local = hosts_.local();
   int parts = static_cast<int>(local.size());
   for (int i = 0; i < hosts_.count(); ++i) {
@@ -94,7 +75,7 @@ void TwoLevelPlan::make_inside(int share) {
     std::span<std::byte> memory = block(share, number);
     if (memory.empty()) continue;
     if (!carries(share)) {
-      add_piece(out_, carrier(hosts_.here, share), add_stage(Stage::Kind::kInput, memory));
+      add_outgoing(carrier(hosts_.here, share), add_stage(Stage::Kind::kInput, memory));
       continue;
     }
     // The mean of half types is taken here, so that no sum overflows on its way where the mean would not.
@@ -102,27 +83,27 @@ void TwoLevelPlan::make_inside(int share) {
     bool adds = parts > 1 || divisor > 1;
     Stage& sum = adds ? add_sum(memory, parts, hosts_.place, divisor, nullptr) : add_stage(Stage::Kind::kInput, memory);
     for (int part = 0; part < parts; ++part)
-      if (part != hosts_.place) add_piece(in_, local[static_cast<std::size_t>(part)], sum, part);
+      if (part != hosts_.place) add_incoming(local[static_cast<std::size_t>(part)], sum, part);
     latest(share, number) = &sum;
   }
 }
 
 // Step k takes block H-k from host H to the next one: h-1 steps that add, then h-1 that copy, as in ring.h.
-void TwoLevelPlan::make_ring_step(int share, Step step) {
+void AllReducePlan::make_ring_step(int share, Step step) {
   int h = hosts_.count(), here = hosts_.here;
   int leaving = host_after(here, -step), coming = host_after(here, -1 - step);
-  if (Stage* sent = latest(share, leaving)) add_piece(out_, carrier(host_after(here, 1), share), *sent);
+  if (Stage* sent = latest(share, leaving)) add_outgoing(carrier(host_after(here, 1), share), *sent);
   std::span<std::byte> memory = block(share, coming);
   if (memory.empty()) return;
   bool adds = step < h - 1;
   int divisor = step == h - 2 ? ranks_ : 1;
   Stage& got = adds ? add_sum(memory, 2, 1, divisor, latest(share, coming)) : add_stage(Stage::Kind::kCopy, memory);
-  add_piece(in_, carrier(host_after(here, -1), share), got);
+  add_incoming(carrier(host_after(here, -1), share), got);
   latest(share, coming) = &got;
 }
 
 // Step 0 takes each host's block to it, where all of them are added in the order of the hosts; step 1 takes the sums to all.
-void TwoLevelPlan::make_exchange_step(int share, Step step) {
+void AllReducePlan::make_exchange_step(int share, Step step) {
   int h = hosts_.count(), here = hosts_.here;
   Stage* mine = latest(share, here);
   Stage* sum = step == 0 && mine != nullptr ? &add_sum(mine->memory, h, here, 1, mine) : nullptr;
@@ -131,20 +112,20 @@ void TwoLevelPlan::make_exchange_step(int share, Step step) {
     int peer = carrier(other, share);
     Stage* theirs = latest(share, other);
     if (step == 0) {
-      if (theirs != nullptr) add_piece(out_, peer, *theirs);
-      if (sum != nullptr) add_piece(in_, peer, *sum, other);
+      if (theirs != nullptr) add_outgoing(peer, *theirs);
+      if (sum != nullptr) add_incoming(peer, *sum, other);
       continue;
     }
-    if (mine != nullptr) add_piece(out_, peer, *mine);
+    if (mine != nullptr) add_outgoing(peer, *mine);
     if (theirs == nullptr) continue;
     Stage& got = add_stage(Stage::Kind::kCopy, theirs->memory);
-    add_piece(in_, peer, got);
+    add_incoming(peer, got);
     latest(share, other) = &got;
   }
   if (sum != nullptr) latest(share, here) = sum;
 }
 
-std::vector<int> TwoLevelPlan::finished_blocks(Step step) const {
+std::vector<int> AllReducePlan::finished_blocks(Step step) const {
   int h = hosts_.count(), here = hosts_.here;
   if (!half_) {
     if (step < h - 2) return {};
@@ -156,16 +137,16 @@ std::vector<int> TwoLevelPlan::finished_blocks(Step step) const {
   return others;
 }
 
-void TwoLevelPlan::make_results(int share, Step step) {
+void AllReducePlan::make_results(int share, Step step) {
   for (int number : finished_blocks(step)) {
     std::span<std::byte> memory = block(share, number);
     if (memory.empty()) continue;
     if (!carries(share)) {
-      add_piece(in_, carrier(hosts_.here, share), add_stage(Stage::Kind::kCopy, memory));
+      add_incoming(carrier(hosts_.here, share), add_stage(Stage::Kind::kCopy, memory));
       continue;
     }
     for (int member : hosts_.local())
-      if (member != carrier(hosts_.here, share)) add_piece(out_, member, *latest(share, number));
+      if (member != carrier(hosts_.here, share)) add_outgoing(member, *latest(share, number));
   }
 }
 

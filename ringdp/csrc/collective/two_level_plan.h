@@ -1,5 +1,4 @@
-// What a rank sends and receives in an all-reduce of two levels (two_level.h), as plain lists made from the host map, the
-// element count and the type: every rank makes its own, and both ends of a stream find the same pieces in the same order.
+// AllReducePlan: the stages of an all-reduce in two levels, made from the host map, the element count and the type.
 //
 // The buffer is cut into shares, h blocks each (h hosts). Share s is carried on host H by that host's rank number s modulo
 // its number of ranks. Three things happen to it:
@@ -11,58 +10,19 @@
 // Used by one operation.
 #pragma once
 
-#include <cstdint>
-#include <deque>
-#include <memory>
 #include <span>
 #include <vector>
 
 #include "base/types.h"
 #include "collective/chunks.h"
 #include "collective/host_map.h"
-#include "collective/rank_fold.h"
+#include "collective/stages.h"
 
 namespace ringdp {
 
-class TwoLevelPlan {
+class AllReducePlan final : public StagePlan {
  public:
-  // A block of the buffer after one step of its way on this rank: how many of its bytes are there.
-  struct Stage {
-    enum class Kind { kInput, kSum, kCopy };
-
-    Stage(Kind is, std::span<std::byte> at) : kind(is), memory(at), done(is == Kind::kInput ? at.size() : 0) {}
-
-    const Kind kind;
-    const std::span<std::byte> memory;  // in place: all stages of a block have the same
-    std::size_t done;
-    // Of a sum: what `parts` ranks have is added in order, and this rank's, at `place`, is `own`'s or, if null, the input.
-    int parts = 1;
-    int place = 0;
-    int divisor = 1;
-    Stage* own = nullptr;
-    Stage* next = nullptr;                // the sum whose `own` this is
-    std::unique_ptr<RankOrderFold> fold;  // while bytes of the others wait in it
-
-    bool complete() const { return done == memory.size(); }
-    bool own_complete() const { return own == nullptr || own->complete(); }
-  };
-  struct Piece {
-    Stage* stage;
-    uint64_t begin;  // place in the stream
-    int part = 0;    // received for a sum: which of its parts
-  };
-  struct Stream {
-    int member;
-    std::vector<Piece> pieces;
-    uint64_t total = 0;
-  };
-
-  TwoLevelPlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op);
-  TwoLevelPlan(const TwoLevelPlan&) = delete;
-  TwoLevelPlan& operator=(const TwoLevelPlan&) = delete;
-
-  std::vector<Stream>& outgoing() { return out_; }
-  std::vector<Stream>& incoming() { return in_; }
+  AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op);
 
  private:
   using Step = int;  // of a share between hosts, from 0
@@ -80,9 +40,6 @@ class TwoLevelPlan {
   }
   std::span<std::byte> block(int share, int number) const;
   Stage*& latest(int share, int number);  // of a share that this rank carries
-  Stage& add_stage(Stage::Kind kind, std::span<std::byte> memory) { return stages_.emplace_back(kind, memory); }
-  Stage& add_sum(std::span<std::byte> memory, int parts, int place, int divisor, Stage* own);
-  static void add_piece(std::vector<Stream>& streams, int member, Stage& stage, int part = 0);
 
   const HostMap& hosts_;
   const std::span<std::byte> memory_;
@@ -92,10 +49,7 @@ class TwoLevelPlan {
   const int share_count_;
   const int steps_;
   const Chunks shares_;
-  std::deque<Stage> stages_;  // a deque: pointers stay
   std::vector<Stage*> latest_;
-  std::vector<Stream> out_;
-  std::vector<Stream> in_;
 };
 
 }  // namespace ringdp
