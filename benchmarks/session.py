@@ -64,13 +64,17 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where")
     group.add_argument("--ranks", type=int, help="ranks in all (default 2, or one per host)")
     group.add_argument("--hosts", type=int, default=0, help="spread them over N network namespaces (needs root)")
+    group.add_argument("--ranks-per-host", type=int, help="instead of --ranks: as many on each host (default 1)")
     group.add_argument("--rate", default="1gbit", help="speed of each host's link, tc's words, or none (default 1gbit)")
     group.add_argument("--timeout", type=float, default=1800.0, help="seconds before the run is given up")
     group.add_argument("--as-rank", metavar="FILE", help=argparse.SUPPRESS)
 
 
 def place_of(args: argparse.Namespace) -> Place:
-    return Place(ranks=args.ranks or args.hosts or 2, hosts=args.hosts, rate=args.rate)
+    if args.ranks_per_host is not None and (args.ranks is not None or not args.hosts):
+        raise ValueError("--ranks-per-host goes with --hosts, and without --ranks")
+    ranks = args.ranks or args.hosts * (args.ranks_per_host or 1) or 2
+    return Place(ranks=ranks, hosts=args.hosts, rate=args.rate)
 
 
 def why_no_ringdp() -> str | None:

@@ -308,6 +308,8 @@ def test_without_ringdp_the_tools_say_so(tool: str) -> None:
         (allreduce.parse, ["--sizes", "6"]),
         (allreduce.parse, ["--peers", "nccl"]),
         (allreduce.parse, ["--ranks", "3", "--hosts", "2"]),
+        (allreduce.parse, ["--ranks-per-host", "2"]),
+        (allreduce.parse, ["--ranks", "4", "--hosts", "2", "--ranks-per-host", "2"]),
         (allreduce.parse, ["--rounds", "0"]),
         (allreduce.parse, ["--busy", "-1"]),
         (allreduce.parse, ["--percentiles", "101"]),
