@@ -110,11 +110,15 @@ std::span<const std::byte> TwoLevel::outgoing(SendFlow& flow, uint64_t offset, s
   return rest.first(max - max % kGranuleBytes);
 }
 
-std::span<std::byte> TwoLevel::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
+const TwoLevel::Piece& TwoLevel::piece_at(RecvFlow& flow, uint64_t offset) {
   Incoming& in = in_[in_of_[static_cast<std::size_t>(flow.member)]];
   const std::vector<Piece>& pieces = in.stream->pieces;
   while (offset >= pieces[in.current].end()) ++in.current;
-  const Piece& piece = pieces[in.current];
+  return pieces[in.current];
+}
+
+std::span<std::byte> TwoLevel::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
+  const Piece& piece = piece_at(flow, offset);
   Stage& stage = *piece.stage;
   offset -= piece.begin;
   if (offset + length > stage.size) return {};
@@ -138,8 +142,7 @@ void TwoLevel::flushed(SendFlow& flow) {
 
 void TwoLevel::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
   if (data.empty()) return;
-  Incoming& in = in_[in_of_[static_cast<std::size_t>(flow.member)]];
-  const Piece& piece = in.stream->pieces[in.current];  // `incoming` has just set it
+  const Piece& piece = piece_at(flow, offset);
   Stage& stage = *piece.stage;
   std::size_t upto = offset - piece.begin + data.size();
   if (stage.kind == Stage::Kind::kCopy) {
@@ -150,6 +153,21 @@ void TwoLevel::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> dat
     if (stage.next != nullptr) advance(*stage.next);
   }
   move_on();
+}
+
+// From a host's other rank, where its bytes lie in shared memory: added from there if nothing else is missing for it.
+bool TwoLevel::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
+  const Piece& piece = piece_at(flow, offset);
+  Stage& stage = *piece.stage;
+  if (stage.kind != Stage::Kind::kSum || offset + data.size() > piece.end()) return Operation::take(flow, offset, data);
+  if (stage.fold == nullptr) begin_sum(stage);
+  advance(stage);
+  std::size_t limit = stage.own != nullptr ? stage.own->done : stage.size;
+  if (!stage.fold->take(piece.part, offset - piece.begin, data, limit)) return Operation::take(flow, offset, data);
+  advance(stage);
+  if (stage.next != nullptr) advance(*stage.next);
+  move_on();
+  return true;
 }
 
 }  // namespace ringdp

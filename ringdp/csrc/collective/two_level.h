@@ -22,6 +22,7 @@ class TwoLevel final : public Operation {
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
   void flushed(SendFlow& flow) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
+  bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) override;
 
  protected:
   void prepare() override;
@@ -51,6 +52,7 @@ class TwoLevel final : public Operation {
 
   std::size_t advance(Stage& stage);  // adds what is there; returns how many bytes of the result are
   void begin_sum(Stage& stage);
+  const Piece& piece_at(RecvFlow& flow, uint64_t offset);
   uint64_t widened(Incoming& in);
   void make_ready(Outgoing& out);
   void move_on();
