@@ -101,28 +101,30 @@ def _make(name: str, joined: session.Joined) -> Timed:
 
 
 def _make_core(joined: session.Joined) -> Timed:
-    """The C++ call itself: a Runtime of its own that meets the others in torch's store, and a loop in C++."""
-    from ringdp import _core, config
-
-    store = PrefixStore("core", dist.distributed_c10d._get_default_store())
-
-    def find(key: str) -> str | None:
-        return store.get(key).decode() if store.check([key]) else None
-
-    settings = config.RingConfig.from_environment()
-    options: dict[str, Any] = {
-        "host_id": settings.host_id,
-        "table": settings.tuning.limits,
-        "spin_us": settings.spin_us,
-    }
-    runtime = _core.Runtime(_core.CallbackStore(store.set, find), joined.rank, joined.world_size, **options)
-    group = _core.Group(runtime, "core", list(range(joined.world_size)))
+    """The C++ call itself, over connections of its own, and a loop in C++."""
+    runtime, core = make_core_runtime(joined, "core")
+    group = core.Group(runtime, "core", list(range(joined.world_size)))
 
     def run(x: Tensor, count: int) -> list[float]:
         seconds: list[float] = group.time_all_reduce(x.numpy(), "float32", count)
         return seconds
 
     return run
+
+
+def make_core_runtime(joined: session.Joined, name: str) -> tuple[Any, Any]:
+    """A Runtime of ringdp._core that meets the other ranks' in torch's store under that name, and the module."""
+    from ringdp import _core, config
+
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+    def find(key: str) -> str | None:
+        return store.get(key).decode() if store.check([key]) else None
+
+    settings = config.RingConfig.from_environment()
+    options: dict[str, Any] = {"host_id": settings.host_id, "spin_us": settings.spin_us}
+    options["table"] = dict(settings.tuning.limits)
+    return _core.Runtime(_core.CallbackStore(store.set, find), joined.rank, joined.world_size, **options), _core
 
 
 def _one_size(joined: session.Joined, calls: dict[str, Timed], size_bytes: int) -> dict[str, Measured]:

@@ -23,6 +23,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.helpers import need  # noqa: E402
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # the tools are scripts: they find each other beside themselves
 
@@ -34,10 +36,12 @@ import hosts  # noqa: E402
 import measure  # noqa: E402
 import models  # noqa: E402
 import mpi  # noqa: E402
+import plots  # noqa: E402
 import ranks  # noqa: E402
 import session  # noqa: E402
 import step  # noqa: E402
 import strangers  # noqa: E402
+import tune  # noqa: E402
 
 
 def run_tool(name: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -314,6 +318,9 @@ def test_without_ringdp_the_tools_say_so(tool: str) -> None:
         (allreduce.parse, ["--busy", "-1"]),
         (allreduce.parse, ["--percentiles", "101"]),
         (step.parse, ["--modes", "horovod"]),
+        (tune.parse, ["--ranks", "1"]),
+        (tune.parse, ["--ranks", "3", "--hosts", "2"]),
+        (plots.parse, ["pie"]),
         (step.parse, ["--models", "bert"]),
         (hosts.parse, ["run", "--hosts", "2"]),
     ],
@@ -334,6 +341,8 @@ def test_the_commands_in_the_documents_parse(document: str) -> None:
         "step.py": step.parse,
         "hosts.py": hosts.parse,
         "strangers.py": strangers.parse,
+        "tune.py": tune.parse,
+        "plots.py": plots.parse,
     }
     lines = re.findall(
         r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", (FOLDER.parent / document).read_text(), re.MULTILINE
@@ -347,6 +356,80 @@ def test_strangers_at_a_running_job_are_all_refused() -> None:
     done = run_tool("strangers.py", "--size", "4k", "--blocks", "1", "--rate", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"under [1-9]\d* attempts .*, ratio \d", done.stdout)
+
+
+# --- tune.py and plots.py
+
+
+def test_the_limit_is_where_going_over_costs_least() -> None:
+    assert tune.best_limit({"1024": [1.0, 2.0], "2048": [2.0, 2.5], "4096": [4.0, 3.0]}) == 2048
+    assert tune.best_limit({"1024": [1.0, 2.0], "2048": [2.6, 2.5], "4096": [3.0, 4.0]}) == 4096  # one odd value
+    assert tune.best_limit({"1024": [2.0, 1.0], "2048": [2.0, 1.0]}) == 0
+
+
+def tuned(hosts: list[str], limits: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    costs = {"message_s": 2e-6, "large_s": 2 * 2e-6 + 3.5, "add_s_per_byte": 1e-6}
+    return {"hosts": hosts, "limits": limits, "costs": costs, "large_bytes": 1_000_000}
+
+
+def test_the_file_keeps_what_was_not_measured() -> None:
+    before = {"layouts": {"one_host": {"fold_sent_bytes": 5}, "several_ranks_per_host": {}}, "costs": {"x": 1.0}}
+    two = tuned(["a", "a"], {"fold_two_ranks_bytes": {"4096": [1.0, 2.0]}})
+    three = tuned(["a", "b", "c"], {"fold_sent_bytes": {"4096": [1.0, 2.0]}})
+    after = tune.merged(before, [two, three], "here")
+    assert after["layouts"] == {
+        "one_host": {"fold_sent_bytes": 5, "fold_two_ranks_bytes": 4096},
+        "one_rank_per_host": {"fold_sent_bytes": 8192},
+        "several_ranks_per_host": {},
+    }
+    # 3.5 s for 1 MB sent and half of it added at 1 µs a byte leave 3 µs a byte.
+    costs = {"x": 1.0, "alpha_local_us": 2.0, "beta_local_ns_per_byte": 3000.0, "gamma_ns_per_byte": 1000.0}
+    assert after["costs"] == costs
+
+
+def test_tune_writes_a_file_that_ringdp_reads(tmp_path: Path) -> None:
+    if "ring" not in backends_here():
+        pytest.skip("ringdp is not built")
+    from ringdp import tuning
+
+    path = tmp_path / "tuning.json"
+    options = ["--ranks", "2,3", "--sizes", "4k,16k", "--rounds", "1", "--block-seconds", "0.005"]
+    done = run_tool("tune.py", *options, "--output", str(path))
+    assert done.returncode == 0, done.stderr
+    assert f"written to {path}" in done.stderr
+    found = tuning.read(str(path))
+    assert set(found.limits) == {f"one_host.{name}" for name in tuning.LIMITS}
+    assert set(found.limits.values()) <= {0, 4096, 8192, 16384, 32768}
+    assert set(found.costs) == {"alpha_local_us", "beta_local_ns_per_byte", "gamma_ns_per_byte"}
+    path.write_text('{"ringdp_tuning": 2}')
+    assert tune.main(["--output", str(path)]) == 2  # not overwritten
+
+
+def test_plots_are_drawn_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need("matplotlib")
+    need("ringdp._core", "ringdp's extension, built with `make build`,")
+    assert plots.main(["busbw", "--draw", "--folder", str(tmp_path)]) == 2
+    assert plots.main(["model", "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("nothing was measured yet") == 2
+
+    def result(ranks: int, hosts: int) -> dict[str, Any]:
+        place = session.Place(ranks=ranks, hosts=hosts)
+        names = ["ring", "gloo", "ceiling"]
+        rows: list[dict[str, Any]] = [
+            {"size_bytes": size, "backend": name, "busbw": 1e9, "time": {"median_s": size / 1e9}}
+            for size in (4096, 1 << 20)
+            for name in names
+        ]
+        words = {"ranks": ranks, "hosts": hosts, "words": str(place)}
+        return {"place": words, "machine": {"cores": 2}, "rows": rows, "goodput_bytes_per_s": None}
+
+    (tmp_path / "busbw.json").write_text(json.dumps([result(2, 0), result(4, 0)]))
+    (tmp_path / "hosts.json").write_text(json.dumps([result(2, 2), result(4, 4)]))
+    for name in plots.PLOTS:
+        assert plots.main([name, "--draw", "--folder", str(tmp_path)]) == 0
+        picture = (tmp_path / f"{name}.svg").read_text()
+        assert plots.main([name, "--draw", "--folder", str(tmp_path)]) == 0
+        assert (tmp_path / f"{name}.svg").read_text() == picture  # the same file again
 
 
 # --- hosts.py
