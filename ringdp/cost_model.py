@@ -34,11 +34,11 @@ class Costs:
         gamma_ns_per_byte: nanoseconds to add a byte.
     """
 
-    alpha_local_us: float = 2.0
-    alpha_remote_us: float = 60.0
-    beta_local_ns_per_byte: float = 0.10
+    alpha_local_us: float = 1.7
+    alpha_remote_us: float = 40.0
+    beta_local_ns_per_byte: float = 0.14
     beta_remote_ns_per_byte: float = 8.4
-    gamma_ns_per_byte: float = 0.04
+    gamma_ns_per_byte: float = 0.022
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,10 @@ SLACK = 1.5
 OVERRULED = {
     # Between hosts a fold of up to 24 KiB sent was measured as fast as two levels, which take more messages; the model
     # counts the bytes of a link of 1 Gbit, on a faster one they weigh less.
-    "several_ranks_per_host": 2.5,
+    "several_ranks_per_host": 3.0,
 }
 # One limit holds for all types. Half types could leave the fold earlier, as pairs take two steps where a ring takes
-# 2(n-1): by the model up to three times as fast at 16 KiB on 8 hosts.
+# 2(n-1): by the model twice as fast at 4 KiB on 8 hosts.
 HALF_SLACK = 3.0
 CORES = 2
 
