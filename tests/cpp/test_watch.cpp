@@ -26,11 +26,12 @@ void await(Condition condition) {
   CHECK(condition());
 }
 
-// The log lines of all ranks while this lives.
+// The warnings of all ranks while this lives.
 class Listener {
  public:
   Listener() {
-    set_log_sink([this](LogLevel, const std::string& text) {
+    set_log_sink([this](LogLevel level, const std::string& text) {
+      if (level < LogLevel::kWarning) return;
       std::lock_guard lock(mutex_);
       lines_.push_back(text);
     });
@@ -83,6 +84,34 @@ CASE("a rank that has not called is told of in the log, with what it did last, a
     CHECK(names(about, 2));
     CHECK(!names(about, 0) && !names(about, 1) && !names(about, 3));
     if (contains(line, "its process answers")) CHECK(contains(line, "its last one here was barrier #1"));
+  }
+}
+
+CASE("a rank that has not called because it waits in an earlier operation is not the one that is named") {
+  Listener listener;
+  EngineOptions options;
+  options.stall_notice_ms = 400;
+  auto noticed = [&] {
+    auto lines = listener.lines();
+    auto it_is = [](const std::string& line) { return line.starts_with("rank 0 (host ") && contains(line, " #3 "); };
+    return std::any_of(lines.begin(), lines.end(), it_is);
+  };
+  auto body = [&](Rank& self) {
+    std::vector<float> data(10, 1.0F), gathered(30);
+    self.wait(self.group->barrier({}));
+    if (self.rank == 1) await(noticed);  // busy with something else
+    auto blocks = std::vector<std::span<std::byte>>();
+    for (std::size_t i = 0; self.rank == 2 && i < 3; ++i)
+      blocks.push_back(std::as_writable_bytes(std::span(gathered)).subspan(i * 40, 40));
+    self.wait(self.group->gather(bytes_of(data), blocks, DType::kFloat32, 2, {}));  // rank 0 only sends, and goes on
+    self.wait(reduce(self, data));
+    self.wait(self.group->barrier({}));
+  };
+  run_job(3, kAlwaysRing, body, 30'000, options);
+  for (const std::string& line : listener.lines()) {
+    std::string about = line.substr(line.find(" for "));
+    CHECK(names(about, 1));
+    CHECK(!names(about, 0) && !names(about, 2));
   }
 }
 

@@ -167,6 +167,7 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   };
   auto is_it = [&](const Slot& slot) { return slot.work->sequence() == sequence; };
   state.progress = PeerState::Progress::kNotCalled;
+  if (!group->active.empty()) state.waits_for = group->active.front().operation->missing();  // what it may be stuck in
   if (Link::Started known = find_started(group_id, sequence); known.started) {
     state.progress = PeerState::Progress::kDone;
     if (known.identity != nullptr) state.name = known.identity->name;
@@ -209,6 +210,11 @@ std::vector<Engine::Missing> Engine::find_missing(const Slot& slot) const {
         found.push_back({peer, "its process answers; it has no such group (yet, or any more)"});
         break;
       case PeerState::Progress::kNotCalled:
+        // In an earlier operation that waits itself, for others than this rank: these are to be named.
+        if (std::any_of(state->waits_for.begin(), state->waits_for.end(), [&](int it) { return it != rank_; })) {
+          next.insert(next.end(), state->waits_for.begin(), state->waits_for.end());
+          break;
+        }
         found.push_back({peer, "its process answers; it has not called this yet, " + last_call(*state)});
         break;
       case PeerState::Progress::kQueued:

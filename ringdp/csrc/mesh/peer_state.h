@@ -25,7 +25,7 @@ struct PeerState {
 
   Progress progress = Progress::kNoGroup;
   int64_t since_call_ms = -1;  // since it last called any operation; -1: never
-  std::vector<int> waits_for;  // of kRunning: ranks it needs bytes from, or room at
+  std::vector<int> waits_for;  // ranks that this, or an earlier operation of the group, needs bytes from or room at
   std::string name;            // what it calls the operation that was asked for; empty without a name
   std::string last;            // what it called last in that group; empty if nothing
   std::string elsewhere;       // what it has under way in another group; empty if nothing
