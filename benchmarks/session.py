@@ -55,7 +55,7 @@ class Place:
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         if not self.hosts:
-            return f"{ranks} on loopback"
+            return f"{ranks} on one host"
         line = "unshaped links" if self.rate == "none" else f"links of {self.rate}"
         return f"{ranks} on {self.hosts} hosts with {line}"
 

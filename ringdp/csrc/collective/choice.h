@@ -44,7 +44,7 @@ struct AlgorithmTables {
   bool operator==(const AlgorithmTables&) const = default;
 
   AlgorithmTable one_host;
-  AlgorithmTable one_rank_per_host{.fold_sent_bytes = 48 * 1024};  // 4 hosts at 1 Gbit: a ring wins from 16 KiB on
+  AlgorithmTable one_rank_per_host{.fold_sent_bytes = 48 * 1024};       // measured at 1 Gbit
   AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024};  // a fold sends the same to a host several times
 };
 
