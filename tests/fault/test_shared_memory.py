@@ -213,7 +213,7 @@ def test_limits_on_files_and_address_space() -> None:
 def test_a_limit_on_descriptors() -> None:
     """From too few for TCP to enough for shared memory: an error in words, TCP with a line why, shared memory."""
     seen = set()
-    for count in range(10, 40, 2):
+    for count in range(12, 40, 2):
         found = limited("descriptors", count)
         if found["errors"]:
             assert any("open files" in it for it in found["errors"]), found
@@ -432,7 +432,7 @@ def test_strangers_get_nothing_and_hold_nobody_up() -> None:
     stranger.start()
     try:
         start = time.monotonic()
-        for _ in range(20):
+        for _ in range(8):
             assert job({}, {}, {})[0] == {1: "shm", 2: "shm"}
         assert time.monotonic() - start < 20.0
     finally:
