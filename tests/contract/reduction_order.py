@@ -115,13 +115,15 @@ def in_rank_order(inputs: Sequence[Array], dtype: str, op: str, *, divisor: int 
     return _divide(result, divisor, dtype) if op == "AVG" and divisor > 1 else result
 
 
-def in_ring_order(inputs: Sequence[Array], dtype: str, op: str) -> Array:
+def in_ring_order(inputs: Sequence[Array], dtype: str, op: str, *, one_host: bool = True) -> Array:
     """Block c is x_c op x_{c+1} op …, ranks modulo n; blocks begin at multiples of 16 elements.
 
-    Between two ranks the buffer is first cut into slabs of 512 KiB.
+    Between two ranks, and inside a host, the buffer is first cut into slabs of a block per rank: 256 KiB, or 64 KiB
+    between three and four ranks of a host.
     """
     world, count = len(inputs), len(inputs[0])
-    slab = 2 * 256 * 1024 // inputs[0].itemsize if world == 2 else max(count, 1)
+    block = 256 * 1024 if world == 2 or (one_host and world > 4) else 64 * 1024 if one_host else 0
+    slab = world * block // inputs[0].itemsize or max(count, 1)
     result = inputs[0].copy()
     for begin in range(0, count, slab):
         for block, part in enumerate(_chunks(begin, min(begin + slab, count), world)):

@@ -25,9 +25,10 @@ float sum_from(int first, int world, std::size_t i) {
   return sum;
 }
 
-// The rank with which the sum of element i begins: equal blocks of the whole, or of slabs of 512 KiB between two ranks.
+// The rank with which the sum of element i begins: equal blocks of slabs, see docs/algorithms.md; all ranks are on one host.
 int first_rank(std::size_t i, std::size_t count, int world) {
-  std::size_t n = static_cast<std::size_t>(world), slab = n == 2 ? 131072 : count, begin = i / slab * slab;
+  std::size_t n = static_cast<std::size_t>(world), slab = n * (n == 2 || n > 4 ? 65536 : 16384),
+              begin = i / slab * slab;
   std::size_t each = (std::min(slab, count - begin) + n - 1) / n;
   each = (each + 15) / 16 * 16;
   return static_cast<int>((i - begin) / each);
@@ -40,7 +41,8 @@ void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count,
     CallOptions options;
     options.caller_waits = synchronous;
     self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, op, options));
-    bool ring = choose_all_reduce(table, std::vector<int>(world), DType::kFloat32, count * 4) == Algorithm::kRing && world > 1;
+    bool ring =
+        choose_all_reduce(table, std::vector<int>(world), DType::kFloat32, count * 4) == Algorithm::kRing && world > 1;
     std::size_t wrong = 0;
     for (std::size_t i = 0; i < count; ++i) {
       float wanted = sum_from(ring ? first_rank(i, count, world) : 0, world, i);
