@@ -252,12 +252,12 @@ class Engine {
   bool some_streams_ = false;  // not all links are direct
   std::vector<char> writing_;  // the poller watches for room to write
   ScratchPool scratch_;
-  std::vector<GroupPtr> busy_;       // groups with operations queued or active
+  std::vector<GroupPtr> busy_;         // groups with operations queued or active
   Clock::time_point crowded_until_{};  // somebody else wants this core: no polling before that
   int yields_used_ = 0;                // in a row, by somebody else
-  unsigned turns_ = 0;               // of the driver, whoever it was
-  std::vector<Failure> failures_;    // found while a link was being pumped
-  std::vector<Question> questions_;  // the same
+  unsigned turns_ = 0;                 // of the driver, whoever it was
+  std::vector<Failure> failures_;      // found while a link was being pumped
+  std::vector<Question> questions_;    // the same
   std::vector<GroupPtr> doomed_;
   std::vector<std::string> farewells_;  // of peers that left
   Clock::time_point next_look_{};

@@ -90,7 +90,8 @@ std::shared_ptr<Work> GroupHandle::all_gather(std::span<const std::byte> input,
 
 std::shared_ptr<Work> GroupHandle::reduce_scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
                                                   DType dtype, ReduceOp op, CallOptions options) {
-  return submit(make_reduce_scatter(table_, view_, std::move(chunks), output, dtype, op, current_name()), std::move(options));
+  return submit(make_reduce_scatter(table_, view_, std::move(chunks), output, dtype, op, current_name()),
+                std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, int root,
