@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ class World:
     """`size` ranks, each with a Runtime, and the groups of all of them that tests asked for.
 
     With `hosts`, `hosts[rank]` is the number of the rank's host: they say so when they meet, and are all here.
+    Ranks of one host use the transport of the tests that run (conftest.py).
     """
 
     def __init__(self, size: int, *, hosts: Sequence[int] | None = None, **options: Any) -> None:
@@ -30,6 +32,7 @@ class World:
         self.hosts = list(hosts or [0] * size)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=f"rank-of-{size}")
         store = core.MemoryStore()
+        options = {"transport": _transport()} | options
         self.runtimes = self.each(
             lambda rank: core.Runtime(store, rank, size, host_id=f"host {self.hosts[rank]}", **options)
         )
@@ -67,12 +70,20 @@ class World:
         self._threads.shutdown()
 
 
-@functools.cache
 def world(size: int, hosts: tuple[int, ...] | None = None) -> World:
     """The world of this size, and with these hosts, that all tests share; `close_worlds` ends it."""
-    made = World(size, hosts=hosts)
+    return _world(size, hosts, _transport())
+
+
+@functools.cache
+def _world(size: int, hosts: tuple[int, ...] | None, transport: str) -> World:
+    made = World(size, hosts=hosts, transport=transport)
     _made.append(made)
     return made
+
+
+def _transport() -> str:
+    return os.environ.get("RINGDP_TRANSPORT", "auto")
 
 
 _made: list[World] = []
@@ -81,4 +92,4 @@ _made: list[World] = []
 def close_worlds() -> None:
     while _made:
         _made.pop().close()
-    world.cache_clear()
+    _world.cache_clear()
