@@ -68,9 +68,8 @@ class ShmChannel final : public Channel {
       for (std::size_t done = 0; done < piece.iov_len;) {
         std::size_t room = room_for(piece.iov_len - done);
         if (room == 0) {
-          if (moved == 0) return broken_ ? IoResult{IoStatus::kBroken, 0, EPROTO} : IoResult{IoStatus::kWouldBlock};
-          publish();
-          return {IoStatus::kOk, moved};
+          if (moved > 0) return sent(moved);
+          return broken_ ? IoResult{IoStatus::kBroken, 0, EPROTO} : IoResult{IoStatus::kWouldBlock};
         }
         std::size_t part = std::min({piece.iov_len - done, room, kPublishBytes - (written_ - published_)});
         writer_.copy(out_ring_ + written_ % size_, from + done, part);
@@ -80,8 +79,7 @@ class ShmChannel final : public Channel {
         if (written_ - published_ == kPublishBytes) publish();
       }
     }
-    publish();
-    return {IoStatus::kOk, moved};
+    return sent(moved);
   }
 
   bool direct() const override { return true; }
@@ -104,7 +102,8 @@ class ShmChannel final : public Channel {
   void consume(std::size_t bytes) override {
     read_ += bytes;
     in_.read.store(read_, std::memory_order_seq_cst);
-    ring_if(kWantsRoom);
+    // A writer sleeps only when the ring is full. It is woken when half is free, or it would sleep again at once.
+    if (in_.written.load(std::memory_order_relaxed) - read_ <= size_ / 2) ring_if(kWantsRoom);
   }
 
   bool drained() const override { return true; }  // the peer has the memory mapped itself, whoever else leaves
@@ -137,11 +136,16 @@ class ShmChannel final : public Channel {
     return size_ - static_cast<std::size_t>(written_ - read_by_peer_);
   }
 
+  IoResult sent(std::size_t bytes) {
+    publish();
+    ring_if(kWantsBytes);  // once, not for every stretch: to wake somebody costs as much as to copy one
+    return {IoStatus::kOk, bytes};
+  }
+
   void publish() {
     if (published_ == written_) return;
     published_ = written_;
     out_.written.store(written_, std::memory_order_seq_cst);
-    ring_if(kWantsBytes);
   }
 
   void ring_if(uint32_t what) {
