@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "base/bytes.h"
+#include "base/descriptor_passing.h"
 #include "base/error.h"
 #include "base/sha256.h"
 
@@ -38,26 +39,11 @@ Fd unix_socket(int& error_number) {
 }  // namespace
 
 SharedReader::Status SharedReader::read(int fd) {
-  alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> control;
-  iovec piece{buffer_.data() + filled_, buffer_.size() - filled_};
-  msghdr header{};
-  header.msg_iov = &piece;
-  header.msg_iovlen = 1;
-  header.msg_control = control.data();
-  header.msg_controllen = control.size();
-  ssize_t got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  ssize_t got = receive_with_descriptor(fd, std::span(buffer_).subspan(filled_), descriptor_);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Status::kWaiting;
   if (got <= 0) {
     why_ = got == 0 ? "its connection was closed" : errno_text(errno);
     return Status::kClosed;
-  }
-  for (cmsghdr* it = CMSG_FIRSTHDR(&header); it != nullptr; it = CMSG_NXTHDR(&header, it)) {
-    if (it->cmsg_level != SOL_SOCKET || it->cmsg_type != SCM_RIGHTS) continue;
-    for (std::size_t at = 0; CMSG_LEN(at + sizeof(int)) <= it->cmsg_len; at += sizeof(int)) {
-      int received = -1;
-      std::memcpy(&received, CMSG_DATA(it) + at, sizeof(received));
-      descriptor_ = Fd(received);  // the last counts, of however many there are
-    }
   }
   filled_ += static_cast<std::size_t>(got);
   if (filled_ < buffer_.size()) return Status::kWaiting;
@@ -70,24 +56,9 @@ SharedReader::Status SharedReader::read(int fd) {
 
 int send_shared_message(int fd, const SharedMessage& message, const Fd& descriptor) {
   SharedBytes bytes = message.encode();
-  alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> control{};
-  iovec piece{bytes.data(), bytes.size()};
-  msghdr header{};
-  header.msg_iov = &piece;
-  header.msg_iovlen = 1;
-  if (descriptor) {
-    header.msg_control = control.data();
-    header.msg_controllen = control.size();
-    cmsghdr* rights = CMSG_FIRSTHDR(&header);
-    rights->cmsg_level = SOL_SOCKET;
-    rights->cmsg_type = SCM_RIGHTS;
-    rights->cmsg_len = CMSG_LEN(sizeof(int));
-    int sent = descriptor.get();
-    std::memcpy(CMSG_DATA(rights), &sent, sizeof(sent));
-  }
   ssize_t moved = 0;
   do {
-    moved = sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+    moved = send_with_descriptor(fd, bytes, descriptor);
   } while (moved < 0 && errno == EINTR);
   if (moved < 0) return errno;
   return moved == static_cast<ssize_t>(bytes.size()) ? 0 : EAGAIN;

@@ -12,6 +12,7 @@
 #include <new>
 #include <utility>
 
+#include "base/descriptor_passing.h"
 #include "transport/slot_writer.h"
 
 namespace ringdp {
@@ -164,42 +165,14 @@ class ShmChannel final : public Channel {
   // Where descriptors have run out the socket serves.
   void hand_over_bell() {
     if (!bell_) return;
-    char byte = 0;
-    iovec piece{&byte, 1};
-    alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> rights{};
-    msghdr message{};
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    message.msg_control = rights.data();
-    message.msg_controllen = rights.size();
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    int given = bell_.get();
-    std::memcpy(CMSG_DATA(header), &given, sizeof(given));
-    [[maybe_unused]] auto ignored = sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    std::byte byte{0};
+    [[maybe_unused]] auto ignored = send_with_descriptor(socket_.get(), {&byte, 1}, bell_);
   }
 
   // The peer's bell comes with the first byte on the socket, before the peer can sleep. As `recv` otherwise.
   ssize_t take_bell() {
     std::array<std::byte, 64> bytes;
-    iovec piece{bytes.data(), bytes.size()};
-    alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> rights{};
-    msghdr message{};
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    message.msg_control = rights.data();
-    message.msg_controllen = rights.size();
-    ssize_t count = recvmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (count <= 0) return count;
-    for (cmsghdr* it = CMSG_FIRSTHDR(&message); it != nullptr; it = CMSG_NXTHDR(&message, it)) {
-      if (it->cmsg_level != SOL_SOCKET || it->cmsg_type != SCM_RIGHTS || it->cmsg_len < CMSG_LEN(sizeof(int))) continue;
-      int given = -1;
-      std::memcpy(&given, CMSG_DATA(it), sizeof(given));
-      peer_bell_ = Fd(given);
-    }
-    return count;
+    return receive_with_descriptor(socket_.get(), bytes, peer_bell_);
   }
 
   // The ring is empty. What the peer wrote before it ended its stream, or died, was read first: that is seen only here.
