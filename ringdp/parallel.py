@@ -19,6 +19,7 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.names import remember_names
 from ringdp.model_check import check_same_model
 from ringdp.reducer_log import ReducerLog
+from ringdp.sync_batch_norm import synchronise_on_cpu
 
 _log = logging.getLogger("ringdp.parallel")
 
@@ -190,6 +191,10 @@ class RingDP(DistributedDataParallel):
         self.require_forward_param_sync = sync and torch.is_grad_enabled()
         self._clear_grad_buffer()
         return output
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        """torch's refuses the layers on the CPU."""
+        synchronise_on_cpu(module)
 
     def _sync_buffers(self) -> None:
         if self.process_group.size() > 1 or hasattr(self, "buffer_hook") or self._join_config.enable:
