@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ringdp import metrics
     from ringdp.backend import named, traffic, transports
     from ringdp.barrier import monitored_barrier
     from ringdp.errors import (
@@ -46,6 +47,7 @@ __all__ = [
     "init",
     "is_initialized",
     "local_rank",
+    "metrics",
     "monitored_barrier",
     "named",
     "rank",
@@ -59,6 +61,7 @@ _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors")
 _HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier"}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "backend")
+_MODULES = frozenset({"metrics"})
 
 
 def __getattr__(name: str) -> Any:
@@ -66,6 +69,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ringdp' has no attribute {name!r}")
     _check()
+    if name in _MODULES:
+        return importlib.import_module(f"ringdp.{name}")
     value = getattr(importlib.import_module(f"ringdp.{_HOME[name]}"), name)
     globals()[name] = value
     return value

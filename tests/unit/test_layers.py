@@ -49,6 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "barrier": {"errors"},
     "hooks": {"errors", "compression", "process_group", "backend"},
     "amp": {"errors", "process_group"},
+    "exchange": {"errors"},
+    "metrics": {"errors", "config", "backend", "exchange"},
     "model_check": {"errors"},
     "reducer_log": {"errors"},
     "sync_batch_norm": {"errors", "backend"},
@@ -65,7 +67,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "launch": {"", "errors", "config"},
     "_autoload": {"backend"},
-    "__init__": {"errors", "backend", "process_group", "barrier", "parallel", "_autoload", "_build"},
+    "__init__": {
+        "errors",
+        "backend",
+        "process_group",
+        "barrier",
+        "parallel",
+        "_autoload",
+        "_build",
+        "metrics",
+    },
 }
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing"}

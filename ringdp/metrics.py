@@ -1,0 +1,142 @@
+"""Figures over all ranks: `mean`, for evaluation where every rank has seen other samples, and not equally many."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import struct
+from typing import overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp import config
+from ringdp.backend import named
+from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp.exchange import all_gather_bytes, device_for, require_member
+
+_ROOM = 256  # bytes of a rank's introduction: its weight, and what it brings in words
+
+
+@overload
+def mean(x: float, weight: float | Tensor = 1.0, *, group: dist.ProcessGroup | None = None) -> float: ...
+@overload
+def mean(x: Tensor, weight: float | Tensor = 1.0, *, group: dist.ProcessGroup | None = None) -> Tensor: ...
+def mean(x: float | Tensor, weight: float | Tensor = 1.0, *, group: dist.ProcessGroup | None = None) -> float | Tensor:
+    """The mean of ``x`` over all ranks, each counting ``weight`` times: sum(weight * x) / sum(weight).
+
+    ``mean(loss, len(batch))`` is the loss per sample. Every rank of the group has to call it, one with weight 0 too;
+    what such a rank has in ``x`` does not matter, not even NaN. Sums are kept in float64. All ranks get the same bits.
+    Without a process group, in a process that no launcher started, it is the mean over this one.
+
+    Args:
+        x: a number, or a dense tensor of any shape, the same on all ranks, on any device. Not changed; no gradient
+            flows.
+        weight: a number of at least 0, for example of samples, or a tensor with one element.
+        group: a process group; the default group if None.
+
+    Returns:
+        A float for a number; for a tensor a new one on its device, of its dtype, integers and bool become torch's
+        default dtype.
+
+    Raises:
+        InvalidArgumentError: no rank has any weight (on all ranks); or this rank's ``x`` or ``weight`` cannot be used.
+        MismatchError: another rank's cannot be used, or its ``x`` has another shape; the message has both sides'.
+        InvalidStateError: several ranks and no process group, or this process is not in ``group``.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()) and _alone():
+        value, factor = _checked(x, weight)
+        return _like(x, _weighted(value, factor) / _positive(factor))
+    chosen = require_member(group, "ringdp.metrics.mean")
+    with named("ringdp.metrics.mean"):
+        factors = _introduce(x, weight, chosen)
+        total = _positive(math.fsum(factors))
+        value, factor = _checked(x, weight)
+        weighted = _weighted(value, factor).to(device_for(chosen, value.device))
+        dist.all_reduce(weighted, group=chosen)
+        return _like(x, weighted / total)
+
+
+def _introduce(x: float | Tensor, weight: float | Tensor, group: dist.ProcessGroup) -> list[float]:
+    """Every rank's weight, where all can be used and all shapes are one; no rank goes on before all know that."""
+    refusal: InvalidArgumentError | None = None
+    try:
+        value, factor = _checked(x, weight)
+        mine = struct.pack("<?d", True, factor) + f"{list(value.shape)}".encode()[: _ROOM - 9]
+    except InvalidArgumentError as error:
+        refusal = error
+        mine = struct.pack("<?d", False, 0.0) + str(error).encode()[: _ROOM - 9]
+    told = all_gather_bytes(mine, group, room=_ROOM)
+    if refusal is not None:
+        raise refusal
+    usable = [struct.unpack("<?d", line[:9]) for line in told]
+    words = [line[9:].decode(errors="replace") for line in told]
+    for rank, (fits, _) in enumerate(usable):
+        if not fits:
+            raise MismatchError(f"rank {rank} called with what cannot be used: {words[rank]}", peer=rank)
+    for rank, shape in enumerate(words):
+        if shape != words[0]:
+            raise MismatchError(
+                f"ringdp.metrics.mean: x has shape {words[0]} on rank 0 and {shape} on rank {rank}: the shapes must"
+                " be the same on all ranks",
+                peer=rank,
+            )
+    return [factor for _, factor in usable]
+
+
+def _checked(x: float | Tensor, weight: float | Tensor) -> tuple[Tensor, float]:
+    """``x`` as a float64 tensor and the weight as a number."""
+    if isinstance(x, Tensor):
+        if x.is_complex() or x.is_quantized or x.layout is not torch.strided or hasattr(x, "full_tensor"):
+            kind = type(x).__name__ if hasattr(x, "full_tensor") else f"{x.dtype}, {x.layout}"
+            raise InvalidArgumentError(f"ringdp.metrics.mean: x must be a dense tensor of real numbers, not {kind}")
+        value = x.detach()
+    elif isinstance(x, numbers.Real):
+        value = torch.tensor(float(x), dtype=torch.float64)
+    else:
+        raise InvalidArgumentError(f"ringdp.metrics.mean: x must be a number or a tensor, not {type(x).__name__}")
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1 or weight.is_complex():
+            raise InvalidArgumentError(
+                f"ringdp.metrics.mean: weight must be one number, not a tensor of shape {list(weight.shape)} and"
+                f" {weight.dtype}"
+            )
+        weight = weight.item()
+    if not isinstance(weight, numbers.Real):
+        raise InvalidArgumentError(f"ringdp.metrics.mean: weight must be a number, not {type(weight).__name__}")
+    factor = float(weight)
+    if not (math.isfinite(factor) and factor >= 0):
+        raise InvalidArgumentError(f"ringdp.metrics.mean: weight must be a finite number of at least 0, not {factor}")
+    return value, factor
+
+
+def _weighted(value: Tensor, factor: float) -> Tensor:
+    value = value.to(torch.float64)
+    return value * factor if factor > 0 else torch.zeros_like(value)
+
+
+def _positive(total: float) -> float:
+    if total > 0:
+        return total
+    raise InvalidArgumentError(
+        "ringdp.metrics.mean: the weights of all ranks add up to 0, so there is nothing to take the mean of: was the"
+        " data empty?"
+    )
+
+
+def _like(x: float | Tensor, result: Tensor) -> float | Tensor:
+    if not isinstance(x, Tensor):
+        return float(result)
+    dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+    return result.to(x.device, dtype)
+
+
+def _alone() -> bool:
+    launch = config.LaunchEnvironment.read()
+    if launch is not None and launch.world_size > 1:
+        raise InvalidStateError(
+            f"ringdp.metrics.mean(): this is rank {launch.rank} of {launch.world_size} and has not joined the others:"
+            " call ringdp.init() first"
+        )
+    return True
