@@ -110,6 +110,7 @@ MODES = {
     "ddp-gloo": Mode("DDP", "gloo"),
     "ringdp": Mode("RingDP", "ring"),
     "ddp-ring": Mode("DDP", "ring"),
+    "ddp-ring-view": Mode("DDP", "ring", gradient_as_bucket_view=True),
     "ddp-gloo-view": Mode("DDP", "gloo", gradient_as_bucket_view=True),
     "ringdp-gloo": Mode("RingDP", "gloo"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -59,13 +60,7 @@ class Trainee:
 
 def run_rank(path: str) -> None:
     joined = session.join(path)
-    groups: dict[str, dist.ProcessGroup] = {}
-    for mode in joined.settings["modes"]:
-        backend = models.MODES[mode].backend
-        if backend and backend not in groups:
-            if backend == "ring":
-                import ringdp  # noqa: F401  # registers the backend
-            groups[backend] = dist.new_group(backend=backend)
+    groups = make_groups(joined.settings["modes"])
     rows = []
     for name in joined.settings["models"]:
         if joined.rank == 0:
@@ -74,7 +69,20 @@ def run_rank(path: str) -> None:
     joined.deliver(rows)
 
 
-def _wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+def make_groups(modes: Sequence[str]) -> dict[str, dist.ProcessGroup]:
+    """A group of all ranks for each backend that the modes use."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    for mode in modes:
+        backend = models.MODES[mode].backend
+        if backend and backend not in groups:
+            if backend == "ring":
+                import ringdp  # noqa: F401  # registers the backend
+            groups[backend] = dist.new_group(backend=backend)
+    return groups
+
+
+def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """The module as that mode trains it: bare, in DDP or in RingDP."""
     if not mode.wrapper:
         return module
     if mode.wrapper == "RingDP":
@@ -87,13 +95,13 @@ def _wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None)
 def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.ProcessGroup]) -> list[dict[str, Any]]:
     settings = joined.settings
     trainees = {}
-    reference = _reference(name, joined)
+    one_process = reference(name, joined)
     for word in settings["modes"]:
         mode, task = models.MODES[word], models.make(name, rank=joined.rank)
         group = groups.get(mode.backend)
-        trainee = Trainee(task, _wrap(mode, task.module, group), group, settings["set_to_none"])
+        trainee = Trainee(task, wrap(mode, task.module, group), group, settings["set_to_none"])
         averaged = bool(mode.wrapper) or joined.world_size == 1
-        _check_training(f"{name} in mode {word}", trainee, reference if averaged else None)
+        check_training(f"{name} in mode {word}", trainee, one_process if averaged else None)
         trainees[word] = trainee
     counts = {mode: _agree_on_steps(one, settings["block_s"]) for mode, one in trainees.items()}
     modes = list(trainees)
@@ -142,7 +150,7 @@ def bucket_bytes(module: nn.Module) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _reference(name: str, joined: session.Joined) -> tuple[float, list[Tensor]]:
+def reference(name: str, joined: session.Joined) -> tuple[float, list[Tensor]]:
     """What CHECKED_STEPS steps on all ranks' batches in one process do.
 
     Returns this rank's first loss and how much each parameter changed.
@@ -163,7 +171,7 @@ def _reference(name: str, joined: session.Joined) -> tuple[float, list[Tensor]]:
     return first_loss, [now.detach() - then for now, then in zip(module.parameters(), before, strict=True)]
 
 
-def _check_training(what: str, trainee: Trainee, reference: tuple[float, list[Tensor]] | None) -> None:
+def check_training(what: str, trainee: Trainee, reference: tuple[float, list[Tensor]] | None) -> None:
     """Take CHECKED_STEPS steps; the change of each parameter must be the reference's, and all ranks' bits the same."""
     named = dict(trainee.task.module.named_parameters())
     before = [parameter.detach().clone() for parameter in named.values()]

@@ -34,10 +34,12 @@ import ceiling  # noqa: E402
 import goodput  # noqa: E402
 import hosts  # noqa: E402
 import measure  # noqa: E402
+import memory  # noqa: E402
 import models  # noqa: E402
 import mpi  # noqa: E402
 import plots  # noqa: E402
 import ranks  # noqa: E402
+import reducer  # noqa: E402
 import session  # noqa: E402
 import step  # noqa: E402
 import strangers  # noqa: E402
@@ -296,8 +298,72 @@ def test_step_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
         assert sum(row["bucket_bytes"]) == 4 * row["numel"]
 
 
+def test_reducer_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
+    if "ring" not in backends_here():
+        pytest.skip("ringdp is not built")
+    path = tmp_path / "out.json"
+    options = ["--parameters", "20", "--rounds", "2", "--steps", "1", "--modes", "ddp,ddp-view,ringdp,ringdp-static"]
+    done = run_tool("reducer.py", *options, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    for word in ("added", "quartiles", "/ ddp", "load average"):
+        assert word in done.stdout
+    modes = ["bare", "ddp", "ddp-view", "ringdp", "ringdp-static"]
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["case"], row["mode"]) for row in rows] == [(case, mode) for case in reducer.CASES for mode in modes]
+    assert [len(row["step_added_quartiles_s"]) for row in rows] == [2] * len(rows)
+
+
+def test_wrong_gradients_are_not_timed() -> None:
+    bare = reducer.Measured(reducer.Rows(3, 2), torch.ones(3, 2))
+    module = reducer.Rows(3, 2)
+    other = reducer.Measured(module, torch.ones(3, 2))
+    reducer.check("same", other, bare)
+    module.rows[2].register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(reducer.WrongResult, match="ddp: the gradient of parameter 2 is not the bare module's"):
+        reducer.check("ddp", other, bare)
+
+
+def test_the_wrappers_cost_is_compared_with_ddp_of_the_same_settings() -> None:
+    added = {"bare": 0.0, "ddp": 4.0, "ddp-view": 3.0, "ddp-static": 8.0, "ringdp": 1.5, "ringdp-strict": 0.75}
+    added |= {"ringdp-static": 2.0, "ringdp-unused": 1.0}
+    rows = reducer.add_derived([{"case": "alone", "mode": mode, "step_added_s": s} for mode, s in added.items()])
+    shares = {row["mode"]: row["over_ddp"] for row in rows if "over_ddp" in row}
+    assert shares == {"ringdp": 0.5, "ringdp-strict": 0.25, "ringdp-static": 0.25}
+
+
+def test_memory_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
+    if "ring" not in backends_here():
+        pytest.skip("ringdp is not built")
+    path = tmp_path / "out.json"
+    options = ["--models", "small", "--repeats", "1", "--modes", "ringdp", "--json", str(path)]
+    done = run_tool("memory.py", *options)
+    assert done.returncode == 0, done.stderr
+    assert "resident / ddp-ring-view" in done.stdout
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["tensors"] >= 4 * row["numel"]  # its gradients at the least
+
+
+def test_memory_is_compared_with_ddp_where_that_was_measured() -> None:
+    def row(mode: str, model: str, amount: int) -> dict[str, Any]:
+        return {"model": model, "mode": mode} | dict.fromkeys(memory.COUNTS, amount)
+
+    ours, _, alone = memory.add_derived([row("ringdp", "a", 3), row(memory.PEER, "a", 4), row("ringdp", "b", 3)])
+    assert ours["resident_over_ddp"] == ours["tensors_over_ddp"] == 0.75
+    assert "resident_over_ddp" not in alone
+
+
+def test_the_peak_of_tensors_is_what_they_take_at_once() -> None:
+    def action() -> None:
+        first = torch.zeros(1 << 18)
+        del first
+        kept = [torch.zeros(1 << 18), torch.zeros(1 << 19)]
+        del kept
+
+    assert memory.peak_of_tensors(action) == 4 * ((1 << 18) + (1 << 19))
+
+
 @pytest.mark.skipif(session.why_no_ringdp() is None, reason="ringdp is built here")
-@pytest.mark.parametrize("tool", ["allreduce.py", "step.py"])
+@pytest.mark.parametrize("tool", ["allreduce.py", "step.py", "reducer.py", "memory.py"])
 def test_without_ringdp_the_tools_say_so(tool: str) -> None:
     done = run_tool(tool)
     assert done.returncode == 2
@@ -322,6 +388,11 @@ def test_without_ringdp_the_tools_say_so(tool: str) -> None:
         (tune.parse, ["--ranks", "3", "--hosts", "2"]),
         (plots.parse, ["pie"]),
         (step.parse, ["--models", "bert"]),
+        (reducer.parse, ["--modes", "ddp,horovod"]),
+        (reducer.parse, ["--cases", "crowd"]),
+        (reducer.parse, ["--parameters", "0"]),
+        (memory.parse, ["--models", "bert"]),
+        (memory.parse, ["--repeats", "0"]),
         (hosts.parse, ["run", "--hosts", "2"]),
     ],
 )
@@ -339,6 +410,8 @@ def test_the_commands_in_the_documents_parse(document: str) -> None:
     parsers = {
         "allreduce.py": allreduce.parse,
         "step.py": step.parse,
+        "reducer.py": reducer.parse,
+        "memory.py": memory.parse,
         "hosts.py": hosts.parse,
         "strangers.py": strangers.parse,
         "tune.py": tune.parse,
