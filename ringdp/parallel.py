@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from ringdp.backend import named
-from ringdp.errors import InvalidArgumentError
+from ringdp.ddp_arguments import accepted, for_torch
 from ringdp.hooks.names import remember_names
+from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
 from ringdp.model_check import check_same_model
 from ringdp.reducer_log import ReducerLog
 from ringdp.sync_batch_norm import synchronise_on_cpu
@@ -24,21 +27,9 @@ from ringdp.sync_batch_norm import synchronise_on_cpu
 _log = logging.getLogger("ringdp.parallel")
 
 _MIB = 1024 * 1024
+_BUCKET_CAP_MB = 25
 _FIRST_BUCKET_BYTES = _MIB
 _AVERAGING_BACKENDS = frozenset({"ring", "nccl"})  # those with ReduceOp.AVG
-
-# torch's other arguments: what RingDP does with each, or the sentence that refuses it.
-_PASSED_ON = frozenset(
-    {
-        "dim", "broadcast_buffers", "init_sync", "process_group", "check_reduction", "gradient_as_bucket_view",
-        "static_graph", "delay_all_reduce_named_params", "param_to_hook_all_reduce", "device_mesh",
-        "forward_sync_buffers",
-    }
-)  # fmt: skip
-_WITHOUT_EFFECT = frozenset({"skip_all_reduce_unused_params", "batched_grad_copy"})  # faster ways to the same result
-_REFUSED = {
-    "mixed_precision": "RingDP has no mixed_precision: use torch.autocast, or cast the module before wrapping it",
-}
 
 
 @dataclass(frozen=True)
@@ -79,15 +70,16 @@ class RingDP(DistributedDataParallel):
     Args:
         module: on one device, or spread over several; its parameters and buffers become rank 0's.
         device_ids: the one device of the module, or None.
-        output_device: where outputs go, for a module on one device.
         bucket_cap_mb: a bucket leaves when it holds this many MiB; the first one at 1 MiB. A list caps the first,
             second, … bucket one by one, its last number all others.
         find_unused_parameters: see above.
-        ddp_arguments: torch's other arguments by their names.
+        positional, named: torch's other arguments, in its order and by their names: ringdp/ddp_arguments.py has what
+            each does here.
 
     Raises:
         MismatchError: the ranks' modules differ; names the parameter and what both ranks have.
-        InvalidArgumentError: an argument that RingDP does not have.
+        InvalidArgumentError: a value that cannot be used; says what is wanted.
+        TypeError: an argument that RingDP does not have.
         RuntimeError, ValueError: as DistributedDataParallel.
     """
 
@@ -97,26 +89,36 @@ class RingDP(DistributedDataParallel):
     def __init__(
         self,
         module: torch.nn.Module,
-        device_ids: list[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        *,
-        bucket_cap_mb: float | list[float] | None = 25,
+        device_ids: list[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | list[float] | None = None,
         find_unused_parameters: bool | None = None,
-        **ddp_arguments: Any,
+        *positional: Any,
+        **named: Any,
     ) -> None:
-        arguments, caps_mb = _accepted(ddp_arguments, bucket_cap_mb)
+        common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
+        arguments = accepted((*common, find_unused_parameters, *positional), named)
+        caps_mb = arguments.get("bucket_cap_mb_list") or bucket_cap_mb or _BUCKET_CAP_MB
+        listed = list(caps_mb) if isinstance(caps_mb, (list, tuple)) else None
         # Plain attributes before Module.__init__ are fine; DistributedDataParallel calls the methods that read them.
-        self._find_unused = find_unused_parameters
-        self._caps_bytes = _caps_bytes(caps_mb)
-        self._compare_models = bool(arguments.get("init_sync", True))
+        self._find_unused = None if find_unused_parameters is None else bool(find_unused_parameters)
+        self._caps_bytes = _caps_bytes(listed or [float(caps_mb)])  # type: ignore[arg-type]
+        self._compare_models = bool(init_sync)
+        self._precision = arguments.get("mixed_precision")
         super().__init__(
             module,
-            device_ids,
-            output_device,
-            bucket_cap_mb=max(caps_mb),
+            bucket_cap_mb=None if listed else bucket_cap_mb,
+            bucket_cap_mb_list=listed,
             find_unused_parameters=bool(find_unused_parameters),
-            **arguments,
+            **for_torch(arguments),
         )
+        if self._precision is not None:
+            self.mixed_precision = self._precision
+            compute_in_low_precision(self)
 
     # What torch's constructor and __setstate__ call.
 
@@ -146,6 +148,11 @@ class RingDP(DistributedDataParallel):
             find_unused=self._find_unused,
             average=_averages(self.process_group, self.device_type),
         )
+        if self._precision is not None:
+            averages = functools.partial(_averages, device_type=self.device_type)
+            hook = reduction_hook(self, self._precision, averages)
+            if hook is not None:
+                self.reducer.register_comm_hook(None, hook)
         self.logger = ReducerLog(
             self.reducer,
             strings={
@@ -293,32 +300,8 @@ class RingDP(DistributedDataParallel):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def _accepted(
-    arguments: dict[str, Any], bucket_cap_mb: float | list[float] | None
-) -> tuple[dict[str, Any], list[float]]:
-    """What goes to torch's constructor, and the bucket sizes."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    passed: dict[str, Any] = {}
-    listed = arguments.pop("bucket_cap_mb_list", None)
-    for name, value in arguments.items():
-        if name in _REFUSED:
-            if value is not None:
-                raise InvalidArgumentError(_REFUSED[name])
-        elif name in _PASSED_ON and name in known:
-            passed[name] = value
-        elif name not in _WITHOUT_EFFECT:
-            raise TypeError(f"RingDP has no argument {name!r}")
-    caps = listed or bucket_cap_mb
-    if caps is None:
-        caps = 25
-    caps_mb = [float(cap) for cap in caps] if isinstance(caps, (list, tuple)) else [float(caps)]
-    if not caps_mb or min(caps_mb) <= 0:
-        raise InvalidArgumentError(f"bucket_cap_mb must be above zero, not {caps!r}")
-    return passed, caps_mb
-
-
 def _caps_bytes(caps_mb: list[float]) -> list[int]:
-    caps = [max(1, int(cap * _MIB)) for cap in caps_mb]
+    caps = [min(max(1, int(cap * _MIB)), sys.maxsize) for cap in caps_mb]
     return caps if len(caps) > 1 else [min(_FIRST_BUCKET_BYTES, caps[0]), caps[0]]
 
 

@@ -3,6 +3,7 @@
     python -m tests.clients.torch_suite --world-size 3                  # gloo, then ring, and what only gloo passes
     python -m tests.clients.torch_suite --backend ring -k barrier       # one backend, some tests
     python -m tests.clients.torch_suite --backend ring --outsider       # as a backend that the suite has never heard of
+    python -m tests.clients.torch_suite --ddp ringdp -k ddp             # RingDP in DDP's place, beside DDP on gloo
 
 The suite (`torch.testing._internal.distributed.distributed_test`) skips what a backend is not listed for, by comparing
 its name with "gloo", "nccl" and "mpi". Here the name `ring` also equals "gloo" while the decorators look at it, so
@@ -26,6 +27,9 @@ import types
 import unittest
 from pathlib import Path
 from typing import Any
+
+from tests.clients.pretend_gpus import pretend_gpus
+from tests.clients.swap_ddp import put_ringdp_in_ddps_place
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "torch.testing._internal.distributed.distributed_test"
@@ -67,14 +71,21 @@ class _Named(str):
         return str.__str__(self)
 
 
-def load_suite(backend: str, like: str | None) -> types.ModuleType:
-    """The suite's module, imported for `backend`; its decorators take it for `like` where that is given."""
+def load_suite(backend: str, like: str | None, ddp: str = "torch", gpus: bool = False) -> types.ModuleType:
+    """The suite's module, imported for `backend`; its decorators take it for `like` where that is given.
+
+    With ``ddp="ringdp"`` its DistributedDataParallel is RingDP.
+    """
     import torch.distributed as dist
     from torch.testing._internal.common_distributed import DistTestCases
 
     os.environ["BACKEND"] = backend
     if backend == "ring":
         import ringdp  # noqa: F401  (registers it)
+    if gpus:
+        pretend_gpus()
+    if ddp == "ringdp":
+        put_ringdp_in_ddps_place()
     spec = importlib.util.find_spec(SUITE)
     assert spec is not None
     assert spec.loader is not None
@@ -95,7 +106,16 @@ def load_suite(backend: str, like: str | None) -> types.ModuleType:
     return module
 
 
-def run_suite(backend: str, world_size: int, *, like: str | None, pattern: str, timeout_s: int) -> dict[str, Verdict]:
+def run_suite(
+    backend: str,
+    world_size: int,
+    *,
+    like: str | None,
+    pattern: str,
+    timeout_s: int,
+    ddp: str = "torch",
+    gpus: bool = False,
+) -> dict[str, Verdict]:
     """Run the tests whose name contains one of `pattern`'s words on `world_size` forked ranks; verdicts by name."""
     with tempfile.TemporaryDirectory(prefix="ringdp-suite-") as folder:
         os.environ.update(
@@ -110,7 +130,7 @@ def run_suite(backend: str, world_size: int, *, like: str | None, pattern: str, 
         import torch
 
         torch.set_num_threads(1)  # forked ranks must not inherit a pool whose threads are gone
-        module = load_suite(backend, like)
+        module = load_suite(backend, like, ddp, gpus)
         case = _test_class(module)
         names = [name for name in unittest.TestLoader().getTestCaseNames(case) if _chosen(name, pattern)]
         out: dict[str, Verdict] = {}
@@ -194,6 +214,8 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("-k", default="", metavar="WORDS", help="only tests whose name contains one of these (a,b,c)")
     parser.add_argument("--like", default="gloo", help="whose tests to run: gloo's, or mpi's with -k all_to_all")
+    parser.add_argument("--ddp", choices=("torch", "ringdp"), default="torch", help="what the suite gets as DDP")
+    parser.add_argument("--pretend-gpus", action="store_true", help="run what asks for GPUs on CPU tensors")
     parser.add_argument("--outsider", action="store_true", help="ring as the suite treats an unknown backend")
     parser.add_argument("--timeout", type=int, default=60, metavar="S", help="for one test")
     parser.add_argument("--json", type=Path, help="write the verdicts here (with --backend)")
@@ -207,7 +229,13 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     like = None if arguments.outsider else arguments.like
     verdicts = run_suite(
-        arguments.backend, arguments.world_size, like=like, pattern=arguments.k, timeout_s=arguments.timeout
+        arguments.backend,
+        arguments.world_size,
+        like=like,
+        pattern=arguments.k,
+        timeout_s=arguments.timeout,
+        ddp=arguments.ddp,
+        gpus=arguments.pretend_gpus,
     )
     if arguments.json:
         arguments.json.write_text(json.dumps({name: dataclasses.asdict(v) for name, v in verdicts.items()}, indent=1))

@@ -119,17 +119,52 @@ def refusals() -> None:
         parameter.requires_grad_(False)
     with pytest.raises(RuntimeError, match="not needed when a module doesn't have any parameter that requires"):
         RingDP(frozen)
-    with pytest.raises(ringdp.InvalidArgumentError, match=r"torch\.autocast"):
+    with pytest.raises(ringdp.InvalidArgumentError, match="mixed_precision must be"):
         RingDP(nn.Linear(3, 3), mixed_precision=object())
-    with pytest.raises(TypeError, match="no argument 'bucket_cap'"):
+    with pytest.raises(TypeError, match="no argument 'bucket_cap': did you mean 'bucket_cap_mb'"):
         RingDP(nn.Linear(3, 3), bucket_cap=3)
     with pytest.raises(ringdp.InvalidArgumentError, match="above zero"):
         RingDP(nn.Linear(3, 3), bucket_cap_mb=0)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
+        RingDP(nn.Linear(3, 3), device_mesh=mesh)
+    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
+        RingDP(nn.Linear(3, 3), device_mesh=mesh["a"], process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="need to be set at the same time"):
+        RingDP(nn.Linear(3, 3), delay_all_reduce_named_params=[])
+    with pytest.raises(ValueError, match="single element"):
+        RingDP(nn.Linear(3, 3), device_ids=[0, 1])
     with pytest.raises(ValueError, match="device_ids"):
         RingDP(nn.Linear(3, 3), device_ids=[0])
     with pytest.raises(RuntimeError, match="uninitialized parameters"):
         RingDP(nn.LazyLinear(3))
     RingDP(nn.Linear(3, 3), mixed_precision=None, batched_grad_copy=True, skip_all_reduce_unused_params=True)
+    with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+        RingDP(nn.Linear(3, 3), broadcast_buffers=True)
+    with pytest.warns(FutureWarning, match="check_reduction"):
+        RingDP(nn.Linear(3, 3), check_reduction=True)
+
+
+def positional_call() -> None:
+    """All of DDP's arguments by their positions, and the attributes that they become."""
+    group = dist.new_group([0])
+    call = (None, None, 1, None, False, group, 0.5, True, False, True, False, None, None, None, None, True, None, True)
+    ours = RingDP(nn.Linear(3, 3), *call, False)
+    theirs = DistributedDataParallel(nn.Linear(3, 3), *call, False)
+    own = {"reducer", "logger", "module", "modules_buffers"}
+    for name, value in vars(theirs).items():
+        if not name.startswith("_") and name not in own:
+            assert getattr(ours, name) == value, name
+    assert ours.process_group is group
+    assert ours.reducer.bucket_bytes() == [48]
+    listed = RingDP(nn.Linear(3, 3), bucket_cap_mb=[1, 2])
+    assert listed.bucket_bytes_cap_list == [1 << 20, 2 << 20]
+    assert DistributedDataParallel(nn.Linear(3, 3), bucket_cap_mb_list=[1, 2]).bucket_bytes_cap == 2 << 20
+    assert listed.bucket_bytes_cap == 2 << 20
+
+
+def test_positional_call(backend: str) -> None:
+    run_ranks(positional_call, world_size=1, backend=backend)
 
 
 def test_what_is_refused(backend: str) -> None:

@@ -1,0 +1,244 @@
+"""The arguments of torch's DistributedDataParallel: what RingDP does with each, in torch's order.
+
+One table. RingDP's constructor checks values by it, docs/migrating_from_ddp.md is written from it, and a test compares
+it with torch's signature, so that an argument that torch adds is noticed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ringdp.errors import InvalidArgumentError
+
+Treatment = Literal["own", "torch", "nothing", "deprecated"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument.
+
+    Attributes:
+        treatment: ``own``: RingDP's code; ``torch``: handed to DistributedDataParallel's constructor; ``nothing``:
+            accepted, has no effect here; ``deprecated``: as ``torch``, which warns.
+        does: what it does here, in a sentence or two.
+        wanted: what a value must be, for the message that refuses another one.
+        fits: whether a value is that.
+    """
+
+    treatment: Treatment
+    does: str
+    wanted: str
+    fits: Callable[[Any], bool]
+
+
+def _flag(value: object) -> bool:
+    return isinstance(value, (bool, int)) or type(value).__name__ == "bool_"  # numpy's, too
+
+
+def _flag_or_none(value: object) -> bool:
+    return value is None or _flag(value)
+
+
+def _device(value: object) -> bool:
+    return isinstance(value, (int, str, torch.device)) and not isinstance(value, bool)
+
+
+def _devices(value: object) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and all(_device(one) for one in value))
+
+
+def _size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _sizes(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(_size(one) for one in value)
+
+
+def _named_parameters(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(pair, (list, tuple))
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], torch.Tensor)
+        for pair in value
+    )
+
+
+def _precision(value: object) -> bool:
+    if value is None:
+        return True
+    dtypes = [getattr(value, name, 0) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")]
+    return all(one is None or (isinstance(one, torch.dtype) and one.is_floating_point) for one in dtypes)
+
+
+def _mesh(value: object) -> bool:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return value is None or isinstance(value, DeviceMesh)
+
+
+_TRUE_OR_FALSE = "True or False"
+
+TABLE: Mapping[str, Argument] = {
+    "module": Argument(
+        "own",
+        "The module that every rank holds. Its parameters and buffers become rank 0's.",
+        "a torch.nn.Module",
+        lambda value: isinstance(value, torch.nn.Module),
+    ),
+    "device_ids": Argument(
+        "torch",
+        "As DDP: None, or a list with the module's one GPU, as a number, a name or a device; inputs are moved there.",
+        "a list with one device, such as [0], or None",
+        _devices,
+    ),
+    "output_device": Argument(
+        "torch",
+        "As DDP, which keeps it and does not use it either.",
+        "a device or its number",
+        lambda value: value is None or _device(value),
+    ),
+    "dim": Argument("torch", "As DDP: the dimension along which `scatter` and `gather` cut.", "an int",
+                    lambda value: isinstance(value, int)),
+    "broadcast_buffers": Argument(
+        "deprecated",
+        "As DDP, with its warning: forward_sync_buffers; False also leaves the buffers alone at construction.",
+        "True, False or None",
+        _flag_or_none,
+    ),
+    "init_sync": Argument(
+        "torch",
+        "As DDP: False neither compares the ranks' models nor sends rank 0's. What is compared are all names, shapes, "
+        "strides, dtypes and requires_grad; the error names the first difference.",
+        _TRUE_OR_FALSE,
+        _flag,
+    ),
+    "process_group": Argument(
+        "torch",
+        "As DDP: the ranks that average; any backend.",
+        "a process group that this rank belongs to, or None for the default one",
+        lambda value: value is None or isinstance(value, dist.ProcessGroup),
+    ),
+    "bucket_cap_mb": Argument(
+        "own",
+        "As DDP, and also a list, as bucket_cap_mb_list. The first bucket is at most 1 MiB. A gradient of 4 MiB and "
+        "more is a bucket of its own.",
+        "a number above zero, or a list of them",
+        lambda value: value is None or _size(value) or (_sizes(value) and len(value) > 0),
+    ),
+    "find_unused_parameters": Argument(
+        "own",
+        "False and True as DDP. None, the default: what stays without gradient counts as zero, a warning names it.",
+        "True, False or None",
+        _flag_or_none,
+    ),
+    "check_reduction": Argument("deprecated", "As DDP: nothing, with its warning.", _TRUE_OR_FALSE, _flag),
+    "gradient_as_bucket_view": Argument(
+        "nothing",
+        "`.grad` is a part of its bucket in any case; detach_() on it works, and a `.grad` that was kept stays.",
+        _TRUE_OR_FALSE,
+        _flag,
+    ),
+    "static_graph": Argument(
+        "torch",
+        "As DDP: how often each parameter gets a gradient is learned in the first backward; a change is an error that "
+        "names the parameter.",
+        _TRUE_OR_FALSE,
+        _flag,
+    ),
+    "delay_all_reduce_named_params": Argument(
+        "torch",
+        "As DDP; the end of backward waits for the delayed all-reduce, which DDP does on GPUs only.",
+        "a list of (name, parameter)",
+        _named_parameters,
+    ),
+    "param_to_hook_all_reduce": Argument(
+        "torch",
+        "As DDP: the delayed all-reduce starts when this parameter has its gradient.",
+        "a parameter",
+        lambda value: value is None or isinstance(value, torch.Tensor),
+    ),
+    "mixed_precision": Argument(
+        "own",
+        "As DDP, on CPUs too: forward and backward in param_dtype, reduction in reduce_dtype. Parameters and their "
+        "gradients stay in full precision outside and accumulate in it; integer buffers are not cast.",
+        "torch.nn.parallel.distributed._MixedPrecision of floating-point dtypes",
+        _precision,
+    ),
+    "device_mesh": Argument(
+        "torch",
+        "As DDP: a one-dimensional mesh instead of process_group; one that was cut out of a larger mesh may have "
+        "tensor parallelism inside.",
+        "a one-dimensional torch.distributed.DeviceMesh",
+        _mesh,
+    ),
+    "skip_all_reduce_unused_params": Argument(
+        "nothing",
+        "Unused parameters travel as zeros; the result is the same, and ranks that disagree do not hang.",
+        _TRUE_OR_FALSE,
+        _flag,
+    ),
+    "bucket_cap_mb_list": Argument(
+        "own",
+        "As DDP: caps the first, second, … bucket one by one, its last number all others.",
+        "a list of numbers above zero",
+        lambda value: value is None or _sizes(value),
+    ),
+    "batched_grad_copy": Argument(
+        "nothing",
+        "A gradient is copied once, when it arrives; there is nothing to batch.",
+        _TRUE_OR_FALSE,
+        _flag,
+    ),
+    "forward_sync_buffers": Argument(
+        "torch", "As DDP: whether each forward begins with rank 0's buffers.", "True, False or None", _flag_or_none
+    ),
+}  # fmt: skip
+
+
+def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by their names, each value checked.
+
+    Args:
+        positional: the values of `TABLE`'s first arguments, in its order.
+        named: the rest; none of them also in `positional`.
+
+    Raises:
+        TypeError: an argument that is not in the table, or one that is given twice.
+        InvalidArgumentError: a value that cannot be meant; the sentence says what is wanted.
+    """
+    names = list(TABLE)
+    if len(positional) > len(names):
+        raise TypeError(f"RingDP takes at most {len(names)} arguments, got {len(positional)}")
+    found = dict(zip(names, positional, strict=False))
+    for name, value in named.items():
+        if name not in TABLE:
+            close = difflib.get_close_matches(name, names, n=1)
+            raise TypeError(f"RingDP has no argument {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
+        if name in found:
+            raise TypeError(f"RingDP got the argument {name!r} twice, by its position and by its name")
+        found[name] = value
+    for name, value in found.items():
+        if not TABLE[name].fits(value):
+            raise InvalidArgumentError(f"RingDP's {name} must be {TABLE[name].wanted}, not {_shown(value)}")
+    return found
+
+
+def for_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `arguments` that DistributedDataParallel's constructor gets as they are; some it only keeps."""
+    return {name: value for name, value in arguments.items() if TABLE[name].treatment != "own"}
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

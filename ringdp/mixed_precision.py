@@ -1,0 +1,130 @@
+"""RingDP's mixed_precision: forward and backward in a lower precision, parameters and gradients kept in full.
+
+DistributedDataParallel replaces every parameter's data until its gradient is reduced. Here the module computes with
+copies that are part of the graph: a parameter's gradient arrives in full precision, is accumulated in it, and nothing
+has to be put back after backward. What is sent between the ranks is in the reduction's precision.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import distributed
+
+
+class _LowPrecisionLayers:
+    """Forward hooks that let a wrapper's layers compute with copies of their parameters.
+
+    They act on the outermost call of a layer: the wrapper's own, and those that activation checkpointing repeats during
+    backward. A layer that is called in any other way computes in full precision.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._outermost: nn.Module | None = None
+        self._kept: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def attach(self, module: nn.Module) -> None:
+        for layer in module.modules():
+            layer.register_forward_pre_hook(self.before)
+            layer.register_forward_hook(self.after, always_call=True)
+
+    def before(self, layer: nn.Module, inputs: Any) -> None:
+        if self._outermost is not None or not (_called_by_wrapper(layer) or _in_backward()):
+            return
+        self._outermost = layer
+        copies: dict[nn.Parameter, Tensor] = {}  # tied weights stay tied
+        for part in layer.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is None or not _is_cast(parameter):
+                    continue
+                if parameter not in copies:
+                    copies[parameter] = parameter.to(self._dtype)
+                self._kept.append((part, name, parameter))
+                part._parameters[name] = copies[parameter]  # type: ignore[assignment]
+            _refresh_flat_weights(part)
+
+    def after(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        if layer is not self._outermost:
+            return
+        for part, name, parameter in self._kept:
+            part._parameters[name] = parameter
+        for part in layer.modules():
+            _refresh_flat_weights(part)
+        self._outermost = None
+        self._kept = []
+
+
+def compute_in_low_precision(wrapper: distributed.DistributedDataParallel) -> None:
+    """Cast the module's buffers as ``wrapper.mixed_precision`` says, and its parameters whenever it is called."""
+    precision = wrapper.mixed_precision
+    if precision is None:
+        return
+    if precision.buffer_dtype is not None:
+        for buffer in wrapper.module.buffers():
+            if _is_cast(buffer):
+                buffer.data = buffer.to(precision.buffer_dtype)
+    if precision.param_dtype is not None:
+        for parameter in wrapper.module.parameters():
+            if _is_cast(parameter):  # DDP's names for the two; here one is empty and the other the parameter itself
+                parameter._mp_param = parameter.new_empty(0, dtype=precision.param_dtype)
+                parameter._fp_param = parameter.data
+        _LowPrecisionLayers(precision.param_dtype).attach(wrapper.module)
+
+
+def reduction_hook(
+    wrapper: distributed.DistributedDataParallel, precision: Any, averages: Callable[[dist.ProcessGroup], bool]
+) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]] | None:
+    """The communication hook that averages in the reduction's precision; None where that is the gradients' own.
+
+    Args:
+        precision: torch's ``_MixedPrecision``; without reduce_dtype the reduction has param_dtype.
+        averages: whether a group's backend has ``ReduceOp.AVG``, which rounds once.
+    """
+    dtype = precision.reduce_dtype or precision.param_dtype
+    if dtype is None:
+        return None
+    wrapper_alive = weakref.ref(wrapper)
+
+    def reduce_in_low_precision(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        alive = wrapper_alive()
+        assert alive is not None, "a wrapper's bucket outlived it"
+        group = alive.process_group
+        sent = bucket.buffer().to(dtype)
+        in_one = averages(group) and not sent.is_sparse
+        operation = dist.ReduceOp.AVG if in_one else dist.ReduceOp.SUM
+        reduced = dist.all_reduce(sent, operation, group=group, async_op=True).get_future()
+        ranks = 1 if in_one else group.size()
+
+        def divided(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            result = future.value()[0]
+            return (result if ranks == 1 else result.div_(ranks)).to(bucket.buffer().dtype)
+
+        after: torch.futures.Future[Tensor] = reduced.then(divided)
+        return after
+
+    return reduce_in_low_precision
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not getattr(tensor, "_ddp_ignored", False)
+
+
+def _called_by_wrapper(layer: nn.Module) -> bool:
+    active = distributed.DistributedDataParallel._active_ddp_module
+    return active is not None and active.module is layer
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _refresh_flat_weights(layer: nn.Module) -> None:
+    if isinstance(layer, nn.RNNBase):  # it keeps its parameters in a list, too
+        layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
