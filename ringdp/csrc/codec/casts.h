@@ -1,0 +1,84 @@
+// float16 and bfloat16 as codecs: element by element, rounded to nearest, ties to even; what overflows becomes infinite, as
+// in a cast. Built on the reduction kernels of those types, whose instruction set is the selected one. Stateless, any thread.
+#pragma once
+
+#include "codec/codec.h"
+#include "kernels/kernels.h"
+
+namespace ringdp::codecs {
+
+// kKernels: reduce_kernels or reduce_kernels_reference.
+template <DType kType, const ReduceKernels& (*kKernels)(DType, ReduceOp)>
+struct Casts {
+  static constexpr std::size_t kElements = 1;
+  static constexpr std::size_t kTile = 256;  // stays in the first-level cache
+  static constexpr uint16_t kExponent = kType == DType::kFloat16 ? 0x7c00 : 0x7f80;
+
+  static std::size_t bytes(std::size_t count) { return count * sizeof(uint16_t); }
+
+  static Encoded narrow(uint16_t* out, const float* x, std::size_t n) {
+    kKernels(kType, ReduceOp::kSum).store(out, x, 1.0f, n);
+    bool finite = true;
+    for (std::size_t i = 0; i < n; ++i) finite &= (out[i] & kExponent) != kExponent;
+    return finite ? Encoded::kFinite : Encoded::kNonFinite;
+  }
+
+  static Encoded compress(std::byte* code, const float* x, std::size_t count) {
+    Encoded seen = Encoded::kFinite;
+    uint16_t tile[kTile];
+    for (std::size_t at = 0; at < count; at += kTile) {
+      const std::size_t n = std::min(kTile, count - at);
+      if (narrow(tile, x + at, n) == Encoded::kNonFinite) seen = Encoded::kNonFinite;
+      std::memcpy(code + bytes(at), tile, bytes(n));
+    }
+    return seen;
+  }
+
+  static Encoded compress_with_feedback(std::byte* code, const float* x, const float* residual, float* new_residual,
+                                        float factor, std::size_t count) {
+    const ReduceKernels& kernels = kKernels(kType, ReduceOp::kSum);
+    const float inverse = 1.0f / factor;
+    Encoded seen = Encoded::kFinite;
+    float v[kTile];
+    float decoded[kTile];
+    uint16_t tile[kTile];
+    for (std::size_t at = 0; at < count; at += kTile) {
+      const std::size_t n = std::min(kTile, count - at);
+      for (std::size_t i = 0; i < n; ++i) v[i] = x[at + i] + factor * residual[at + i];
+      const Encoded here = narrow(tile, v, n);
+      std::memcpy(code + bytes(at), tile, bytes(n));
+      if (here == Encoded::kNonFinite) {
+        seen = here;
+        std::memmove(new_residual + at, residual + at, n * sizeof(float));
+        continue;
+      }
+      kernels.load(decoded, tile, n);
+      for (std::size_t i = 0; i < n; ++i) new_residual[at + i] = (v[i] - decoded[i]) * inverse;
+    }
+    return seen;
+  }
+
+  template <class Use>
+  static void for_each_tile(const std::byte* code, std::size_t count, Use&& use) {
+    uint16_t tile[kTile];
+    for (std::size_t at = 0; at < count; at += kTile) {
+      const std::size_t n = std::min(kTile, count - at);
+      std::memcpy(tile, code + bytes(at), bytes(n));
+      use(at, tile, n);
+    }
+  }
+
+  static void decode_set(float* out, const std::byte* code, std::size_t count) {
+    const ReduceKernels& kernels = kKernels(kType, ReduceOp::kSum);
+    for_each_tile(code, count,
+                  [&](std::size_t at, const uint16_t* tile, std::size_t n) { kernels.load(out + at, tile, n); });
+  }
+
+  static void decode_add(float* sum, const std::byte* code, std::size_t count) {
+    const ReduceKernels& kernels = kKernels(kType, ReduceOp::kSum);
+    for_each_tile(code, count,
+                  [&](std::size_t at, const uint16_t* tile, std::size_t n) { kernels.accumulate(sum + at, tile, n); });
+  }
+};
+
+}  // namespace ringdp::codecs

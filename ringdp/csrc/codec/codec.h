@@ -1,0 +1,45 @@
+// Codecs: float32 elements to fewer bytes and back. Stateless, any thread; the floating-point mode is the default one
+// (kernels/float_mode.h). Every instruction set gives the same bits; docs/wire_format.md has the layouts.
+// A code of `count` elements has encoded_bytes(count) bytes, whatever they hold: no length is ever read from a code, and any
+// bytes decode to something without touching memory outside it.
+// Non-finite elements survive: float16 and bfloat16 carry them, block codes mark the whole block with a NaN scale, so it
+// decodes to NaN. Pointers to floats are aligned to 4, those to bytes need not be.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+
+namespace ringdp {
+
+// The values are part of the wire format: append, never renumber.
+enum class CodecId : unsigned char { kFloat16 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+inline constexpr int kCodecCount = 4;
+
+// What one call to compress saw.
+enum class Encoded { kFinite, kNonFinite };
+
+struct Codec {
+  CodecId id;
+  std::string_view name;
+  std::size_t block;  // elements that share a scale; 1 where there is none
+
+  std::size_t (*encoded_bytes)(std::size_t count);
+
+  // code = encode(x[0..count)).
+  Encoded (*compress)(std::byte* code, const float* x, std::size_t count);
+
+  // Error feedback in the same pass: v = x + factor·residual, code = encode(v), new_residual = (v − decode(code)) / factor.
+  // `factor` is a power of two: the loss scale, where residuals are kept without it. new_residual may be residual.
+  // Blocks that are not finite leave new_residual = residual.
+  Encoded (*compress_with_feedback)(std::byte* code, const float* x, const float* residual, float* new_residual,
+                                    float factor, std::size_t count);
+
+  void (*decode_set)(float* out, const std::byte* code, std::size_t count);
+  void (*decode_add)(float* sum, const std::byte* code, std::size_t count);  // sum += decode(code)
+};
+
+const Codec& codec(CodecId id);  // of the selected instruction set (select_isa); throws Error(kValue) for an unknown id
+const Codec& codec_reference(CodecId id);      // element by element: what the others are compared with, to the bit
+CodecId codec_by_name(std::string_view name);  // "float16", "bfloat16", "int8", "int4"; throws Error(kValue)
+
+}  // namespace ringdp

@@ -1,0 +1,34 @@
+#include "base/error.h"
+#include "codec/table.h"
+
+namespace ringdp {
+namespace {
+
+const codecs::CodecTable& table_of(Isa isa) {
+  if (isa == Isa::kAvx512 && codecs::avx512_table() != nullptr) return *codecs::avx512_table();
+  if (isa == Isa::kAvx2 && codecs::avx2_table() != nullptr) return *codecs::avx2_table();
+  return codecs::scalar_table();
+}
+
+const Codec& find(const codecs::CodecTable& table, CodecId id) {
+  const auto index = static_cast<std::size_t>(id);
+  if (index < table.size()) return table[index];
+  throw Error(ErrorKind::kValue, "there is no codec number " + std::to_string(index));
+}
+
+}  // namespace
+
+const Codec& codec(CodecId id) { return find(table_of(current_isa()), id); }
+
+const Codec& codec_reference(CodecId id) { return find(codecs::reference_table(), id); }
+
+CodecId codec_by_name(std::string_view name) {
+  std::string known;
+  for (const Codec& one : codecs::scalar_table()) {
+    if (one.name == name) return one.id;
+    known += (known.empty() ? "" : ", ") + std::string(one.name);
+  }
+  throw Error(ErrorKind::kValue, "there is no codec '" + std::string(name) + "'; there are " + known);
+}
+
+}  // namespace ringdp

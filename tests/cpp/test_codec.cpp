@@ -1,0 +1,291 @@
+// The codecs of every instruction set this CPU has against the element-by-element reference, to the bit, and the reference
+// against its laws.
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "codec/codec.h"
+#include "kernels/kernels.h"
+#include "testing.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::array<std::size_t, 20> kSizes = {0,   1,   2,   31,  32,  33,  63,  64,   65,   96,
+                                                127, 255, 256, 257, 300, 511, 512, 1021, 4096, 5000};
+constexpr std::size_t kGuardBytes = 64;
+constexpr std::byte kGuard{0xa5};
+
+std::vector<Isa> isas() {
+  std::vector<Isa> all = {Isa::kScalar};
+  if (best_isa() >= Isa::kAvx2) all.push_back(Isa::kAvx2);
+  if (best_isa() >= Isa::kAvx512) all.push_back(Isa::kAvx512);
+  return all;
+}
+
+void check(bool holds, const std::string& what, int line) {
+  if (!holds) testing::report_failure(__FILE__, line, what);
+}
+#define CHECK_MSG(condition, what) check((condition), (what), __LINE__)
+
+template <class Body>
+void for_every_codec(Body&& body) {
+  for (int id = 0; id < kCodecCount; ++id) body(static_cast<CodecId>(id));
+}
+
+template <class Body>
+void on_every_isa(Body&& body) {
+  const Isa before = current_isa();
+  for (const Isa isa : isas()) {
+    select_isa(isa);
+    body();
+  }
+  select_isa(before);
+}
+
+// Bytes with guards on both sides, `offset` after an aligned address.
+class Code {
+ public:
+  Code(std::size_t bytes, std::size_t offset)
+      : bytes_(bytes), offset_(offset), all_(bytes + offset + 2 * kGuardBytes, kGuard) {}
+  std::byte* data() { return all_.data() + kGuardBytes + offset_; }
+  std::size_t size() const { return bytes_; }
+  bool guards_intact() const {
+    for (std::size_t i = 0; i < all_.size(); ++i)
+      if ((i < kGuardBytes + offset_ || i >= kGuardBytes + offset_ + bytes_) && all_[i] != kGuard) return false;
+    return true;
+  }
+
+ private:
+  std::size_t bytes_, offset_;
+  std::vector<std::byte> all_;
+};
+
+using Data = std::vector<float>;
+
+struct Kind {
+  const char* name;
+  Data (*make)(std::size_t, std::mt19937&);
+};
+
+Data gaussian(std::size_t n, std::mt19937& random, float sigma) {
+  std::normal_distribution<float> normal(0.0f, sigma);
+  Data x(n);
+  for (float& v : x) v = normal(random);
+  return x;
+}
+
+const std::array<Kind, 7> kKinds = {{
+    {"gaussian", [](std::size_t n, std::mt19937& r) { return gaussian(n, r, 1e-3f); }},
+    {"zeros", [](std::size_t n, std::mt19937&) { return Data(n, 0.0f); }},
+    {"1e-30 beside 1e30",
+     [](std::size_t n, std::mt19937& r) {
+       Data x = gaussian(n, r, 1e-30f);
+       for (std::size_t i = 0; i < n; i += 7) x[i] = 1e30f;
+       return x;
+     }},
+    {"subnormal",
+     [](std::size_t n, std::mt19937& r) {
+       Data x = gaussian(n, r, 1.0f);
+       for (float& v : x) v = std::copysign(std::ldexp(std::fabs(v), -140), v);
+       return x;
+     }},
+    {"tiny", [](std::size_t n, std::mt19937& r) { return gaussian(n, r, 3e-37f); }},
+    {"one NaN",
+     [](std::size_t n, std::mt19937& r) {
+       Data x = gaussian(n, r, 1.0f);
+       if (n > 0) x[n / 2] = std::numeric_limits<float>::quiet_NaN();
+       return x;
+     }},
+    {"one infinity and halves",
+     [](std::size_t n, std::mt19937& r) {
+       Data x = gaussian(n, r, 40.0f);
+       for (float& v : x) v = std::round(v) + 0.5f;
+       if (n > 0) x[n - 1] = -std::numeric_limits<float>::infinity();
+       return x;
+     }},
+}};
+
+bool same(const Data& a, const Data& b) { return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0; }
+
+template <class Body>
+void for_every_input(Body&& body) {
+  std::mt19937 random(7);
+  for (const Kind& kind : kKinds)
+    for (const std::size_t n : kSizes) body(kind, kind.make(n, random));
+}
+
+bool all_finite(const Data& x, std::size_t begin, std::size_t end) {
+  for (std::size_t i = begin; i < end && i < x.size(); ++i)
+    if (!std::isfinite(x[i])) return false;
+  return true;
+}
+
+CASE("every instruction set gives the bits of the reference") {
+  std::mt19937 random(3);
+  for_every_codec([&](CodecId id) {
+    const Codec& plain = codec_reference(id);
+    for_every_input([&](const Kind& kind, const Data& x) {
+      const std::size_t n = x.size(), bytes = plain.encoded_bytes(n);
+      const Data residual = gaussian(n, random, 1e-4f);
+      Code expected(bytes, 0), expected_fed(bytes, 0);
+      Data new_residual(n), decoded(n), sum = residual;
+      const Encoded seen = plain.compress(expected.data(), x.data(), n);
+      const Encoded fed =
+          plain.compress_with_feedback(expected_fed.data(), x.data(), residual.data(), new_residual.data(), 8.0f, n);
+      plain.decode_set(decoded.data(), expected.data(), n);
+      plain.decode_add(sum.data(), expected.data(), n);
+      on_every_isa([&] {
+        const Codec& it = codec(id);
+        const std::string where = std::string(it.name) + " on " + std::string(isa_name(current_isa())) + ", " +
+                                  kind.name + ", " + std::to_string(n) + " elements";
+        for (const std::size_t offset : {0, 1}) {
+          Code code(bytes, offset), code_fed(bytes, offset);
+          Data residual_out = residual, out(n), total = residual;
+          CHECK_MSG(it.encoded_bytes(n) == bytes, where);
+          CHECK_MSG(it.compress(code.data(), x.data(), n) == seen, where);
+          CHECK_MSG(std::memcmp(code.data(), expected.data(), bytes) == 0, where);
+          CHECK_MSG(it.compress_with_feedback(code_fed.data(), x.data(), residual_out.data(), residual_out.data(), 8.0f,
+                                              n) == fed,
+                    where);
+          CHECK_MSG(std::memcmp(code_fed.data(), expected_fed.data(), bytes) == 0, where + ", feedback");
+          CHECK_MSG(same(residual_out, new_residual), where + ", residual");
+          it.decode_set(out.data(), code.data(), n);
+          CHECK_MSG(same(out, decoded), where + ", decoded");
+          it.decode_add(total.data(), code.data(), n);
+          CHECK_MSG(same(total, sum), where + ", added");
+          CHECK_MSG(code.guards_intact() && code_fed.guards_intact(), where);
+        }
+      });
+    });
+  });
+}
+
+// Block codes: half a step of the block's scale; casts: half a unit in the last place.
+CASE("what is decoded is near") {
+  for_every_codec([&](CodecId id) {
+    const Codec& it = codec_reference(id);
+    for_every_input([&](const Kind& kind, const Data& x) {
+      const std::size_t n = x.size();
+      Code code(it.encoded_bytes(n), 0);
+      Data out(n);
+      it.compress(code.data(), x.data(), n);
+      it.decode_set(out.data(), code.data(), n);
+      for (std::size_t i = 0; i < n; ++i) {
+        const std::size_t begin = i / it.block * it.block, end = std::min(n, begin + it.block);
+        const std::string where = std::string(it.name) + ", " + kind.name + ", element " + std::to_string(i);
+        if (it.block == 1) {
+          if (!std::isfinite(x[i])) CHECK_MSG(!std::isfinite(out[i]), where);
+          continue;
+        }
+        if (!all_finite(x, begin, end)) {
+          CHECK_MSG(std::isnan(out[i]), where);
+          continue;
+        }
+        float absmax = 0;
+        for (std::size_t j = begin; j < end; ++j) absmax = std::max(absmax, std::fabs(x[j]));
+        const double steps = id == CodecId::kInt8 ? 127 : 7;
+        // The scale is rounded: by 2^-9 for bfloat16, by a unit of the subnormals for tiny blocks.
+        const double scale = absmax / steps * (1 + 1.0 / 256) + (id == CodecId::kInt8 ? 0x1p-149 : 0x1p-133);
+        const double bound = absmax < 0x1p-120 ? steps * scale : 0.5 * scale + absmax / 256 * (id == CodecId::kInt4);
+        CHECK_MSG(std::fabs(double{x[i]} - double{out[i]}) <= bound * 1.0001, where);
+      }
+    });
+  });
+}
+
+// The residual is exactly what the code left out: x + factor·residual = decoded + factor·new_residual, step by step.
+CASE("error feedback loses nothing") {
+  std::mt19937 random(11);
+  for_every_codec([&](CodecId id) {
+    const Codec& it = codec(id);
+    for (const float factor : {1.0f, 1024.0f}) {
+      const std::size_t n = 1000;
+      Data residual(n, 0.0f), next(n), out(n);
+      for (int step = 0; step < 20; ++step) {
+        const Data x = gaussian(n, random, 0.02f * factor);
+        Code code(it.encoded_bytes(n), 0);
+        CHECK(it.compress_with_feedback(code.data(), x.data(), residual.data(), next.data(), factor, n) ==
+              Encoded::kFinite);
+        it.decode_set(out.data(), code.data(), n);
+        for (std::size_t i = 0; i < n; ++i) CHECK(x[i] + factor * residual[i] == out[i] + factor * next[i]);
+        residual = next;
+      }
+    }
+  });
+}
+
+CASE("a block that is not finite leaves its residual and no other") {
+  const std::size_t n = 1024;
+  std::mt19937 random(5);
+  for (const CodecId id : {CodecId::kInt8, CodecId::kInt4}) {
+    const Codec& it = codec(id);
+    Data x = gaussian(n, random, 1.0f), residual = gaussian(n, random, 0.1f), next(n, 77.0f);
+    x[300] = std::numeric_limits<float>::infinity();
+    Code code(it.encoded_bytes(n), 0);
+    CHECK(it.compress_with_feedback(code.data(), x.data(), residual.data(), next.data(), 1.0f, n) ==
+          Encoded::kNonFinite);
+    const std::size_t begin = 300 / it.block * it.block;
+    for (std::size_t i = 0; i < n; ++i) {
+      const bool inside = i >= begin && i < begin + it.block;
+      CHECK((next[i] == residual[i]) == inside);
+    }
+  }
+}
+
+// A loss scale that is a power of two changes scales alone.
+CASE("codes do not change with a power of two") {
+  std::mt19937 random(9);
+  const std::size_t n = 2048;
+  for (const CodecId id : {CodecId::kInt8, CodecId::kInt4}) {
+    const Codec& it = codec(id);
+    const Data x = gaussian(n, random, 1e-3f);
+    Data larger = x;
+    for (float& v : larger) v *= 65536.0f;
+    Code one(it.encoded_bytes(n), 0), other(it.encoded_bytes(n), 0);
+    it.compress(one.data(), x.data(), n);
+    it.compress(other.data(), larger.data(), n);
+    const std::size_t scales = n / it.block * (id == CodecId::kInt8 ? 4 : 2);
+    CHECK(std::memcmp(one.data() + scales, other.data() + scales, one.size() - scales) == 0);
+    Data a(n), b(n);
+    it.decode_set(a.data(), one.data(), n);
+    it.decode_set(b.data(), other.data(), n);
+    for (std::size_t i = 0; i < n; ++i) CHECK(a[i] * 65536.0f == b[i]);
+  }
+}
+
+CASE("any bytes decode to something") {
+  std::mt19937 random(13);
+  for_every_codec([&](CodecId id) {
+    on_every_isa([&] {
+      const Codec& it = codec(id);
+      for (const std::size_t n : kSizes) {
+        Code code(it.encoded_bytes(n), 1);
+        for (std::size_t i = 0; i < code.size(); ++i) code.data()[i] = static_cast<std::byte>(random());
+        std::vector<float> out(n + 2, 123.0f);
+        it.decode_set(out.data() + 1, code.data(), n);
+        CHECK(out.front() == 123.0f && out.back() == 123.0f);
+        it.decode_add(out.data() + 1, code.data(), n);
+        CHECK(out.front() == 123.0f && out.back() == 123.0f);
+      }
+    });
+  });
+}
+
+CASE("sizes are those of the wire format") {
+  CHECK_EQ(codec(CodecId::kFloat16).encoded_bytes(1000), std::size_t{2000});
+  CHECK_EQ(codec(CodecId::kInt8).encoded_bytes(65536), std::size_t{256 * 4 + 65536});
+  CHECK_EQ(codec(CodecId::kInt8).encoded_bytes(257), std::size_t{2 * 4 + 257});
+  CHECK_EQ(codec(CodecId::kInt4).encoded_bytes(65536), std::size_t{1024 * 2 + 32768});
+  CHECK_EQ(codec(CodecId::kInt4).encoded_bytes(1), std::size_t{3});
+  CHECK_EQ(codec(CodecId::kInt4).encoded_bytes(64 + 40), std::size_t{2 * 2 + 64});
+  CHECK_EQ(codec(CodecId::kInt4).encoded_bytes(0), std::size_t{0});
+  CHECK(codec_by_name("int4") == CodecId::kInt4);
+}
+
+}  // namespace
+}  // namespace ringdp
