@@ -110,7 +110,9 @@ const std::array<Kind, 7> kKinds = {{
      }},
 }};
 
-bool same(const Data& a, const Data& b) { return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0; }
+bool same(const Data& a, const Data& b) {
+  return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
 
 template <class Body>
 void for_every_input(Body&& body) {
