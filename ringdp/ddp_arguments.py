@@ -131,8 +131,8 @@ TABLE: Mapping[str, Argument] = {
     ),
     "bucket_cap_mb": Argument(
         "own",
-        "As DDP, and also a list, as bucket_cap_mb_list. The first bucket is at most 1 MiB. A gradient of 4 MiB and "
-        "more is a bucket of its own.",
+        "As DDP, and also a list, as bucket_cap_mb_list. The first bucket is closed at 1 MiB, each later one at twice "
+        "as much, up to this. A gradient of 4 MiB and more is a bucket of its own.",
         "a number above zero, or a list of them",
         lambda value: value is None or _size(value) or (_sizes(value) and len(value) > 0),
     ),

@@ -70,8 +70,9 @@ class RingDP(DistributedDataParallel):
     Args:
         module: on one device, or spread over several; its parameters and buffers become rank 0's.
         device_ids: the one device of the module, or None.
-        bucket_cap_mb: a bucket leaves when it holds this many MiB; the first one at 1 MiB. A list caps the first,
-            second, … bucket one by one, its last number all others.
+        bucket_cap_mb: a bucket leaves when it holds this many MiB (None: 25); the first one at 1 MiB, each later one
+            at twice as much, until that is reached. A list caps the first, second, … bucket one by one, its last
+            number all others.
         find_unused_parameters: see above.
         positional, named: torch's other arguments, in its order and by their names: ringdp/ddp_arguments.py has what
             each does here.
@@ -106,7 +107,7 @@ class RingDP(DistributedDataParallel):
         listed = list(caps_mb) if isinstance(caps_mb, (list, tuple)) else None
         # Plain attributes before Module.__init__ are fine; DistributedDataParallel calls the methods that read them.
         self._find_unused = None if find_unused_parameters is None else bool(find_unused_parameters)
-        self._caps_bytes = _caps_bytes(listed or [float(caps_mb)])  # type: ignore[arg-type]
+        self._caps_bytes = _bytes(listed) if listed else _growing_to(_bytes([float(caps_mb)])[0])  # type: ignore[arg-type]
         self._compare_models = bool(init_sync)
         self._precision = arguments.get("mixed_precision")
         super().__init__(
@@ -300,9 +301,16 @@ class RingDP(DistributedDataParallel):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def _caps_bytes(caps_mb: list[float]) -> list[int]:
-    caps = [min(max(1, int(cap * _MIB)), sys.maxsize) for cap in caps_mb]
-    return caps if len(caps) > 1 else [min(_FIRST_BUCKET_BYTES, caps[0]), caps[0]]
+def _bytes(caps_mb: list[float]) -> list[int]:
+    return [min(max(1, int(cap * _MIB)), sys.maxsize) for cap in caps_mb]
+
+
+def _growing_to(cap_bytes: int) -> list[int]:
+    """1, 2, 4, … MiB up to the cap: a slow wire is busy with one bucket until the next one is full."""
+    caps = [min(_FIRST_BUCKET_BYTES, cap_bytes)]
+    while caps[-1] < cap_bytes:
+        caps.append(min(2 * caps[-1], cap_bytes))
+    return caps
 
 
 def _averages(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -219,7 +219,7 @@ def test_copies_and_state_dicts(backend: str, case: Any) -> None:
 
 
 def layout() -> None:
-    """Reverse order, a first bucket of at most 1 MiB, then the cap; after a step rank 0's order of arrival."""
+    """Reverse order, buckets that grow from 1 MiB to the cap; after a step rank 0's order of arrival."""
 
     class Swapped(nn.Module):
         def __init__(self) -> None:
@@ -238,6 +238,11 @@ def layout() -> None:
     assert small.reducer.bucket_bytes() == [size + 1200, size + 1200]
     listed = RingDP(Swapped(), bucket_cap_mb=[0.001, 10])
     assert listed.reducer.bucket_bytes() == [1200, 2 * size + 1200]
+    alone = RingDP(Swapped(), bucket_cap_mb=[10])
+    assert len(alone.reducer.bucket_bytes()) == 1
+    mebi = nn.ParameterList(nn.Parameter(torch.zeros(1 << 18)) for _ in range(12))  # 1 MiB each
+    growing = RingDP(mebi, bucket_cap_mb=3)
+    assert growing.reducer.bucket_bytes() == [size_mib << 20 for size_mib in (1, 2, 3, 3, 3)]
     assert not small._has_rebuilt_buckets
     for expected in ([[3, 2], [1, 0]], [[3, 2], [1, 0]], [[1, 0], [3, 2]]):
         assert [sorted(b) for b in small.reducer.layout()] == [
