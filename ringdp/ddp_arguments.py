@@ -178,7 +178,7 @@ TABLE: Mapping[str, Argument] = {
     "device_mesh": Argument(
         "torch",
         "As DDP: a one-dimensional mesh instead of process_group; one that was cut out of a larger mesh may have "
-        "tensor parallelism inside.",
+        "tensor parallelism inside. DTensor parameters stay DTensors, which DDP makes plain attributes of.",
         "a one-dimensional torch.distributed.DeviceMesh",
         _mesh,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -18,10 +19,12 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from ringdp.backend import named
 from ringdp.ddp_arguments import accepted, for_torch
+from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.names import remember_names
 from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
 from ringdp.model_check import check_same_model
 from ringdp.reducer_log import ReducerLog
+from ringdp.sharded_parameters import ShardedParameters
 from ringdp.sync_batch_norm import synchronise_on_cpu
 
 _log = logging.getLogger("ringdp.parallel")
@@ -110,13 +113,23 @@ class RingDP(DistributedDataParallel):
         self._caps_bytes = _bytes(listed) if listed else _growing_to(_bytes([float(caps_mb)])[0])  # type: ignore[arg-type]
         self._compare_models = bool(init_sync)
         self._precision = arguments.get("mixed_precision")
-        super().__init__(
-            module,
-            bucket_cap_mb=None if listed else bucket_cap_mb,
-            bucket_cap_mb_list=listed,
-            find_unused_parameters=bool(find_unused_parameters),
-            **for_torch(arguments),
-        )
+        self._sharded: ShardedParameters | None = None
+        passed_on = for_torch(arguments)
+        mesh = _line_mesh(passed_on)
+        try:
+            super().__init__(
+                module,
+                bucket_cap_mb=None if listed else bucket_cap_mb,
+                bucket_cap_mb_list=listed,
+                find_unused_parameters=bool(find_unused_parameters),
+                **passed_on,
+            )
+        except BaseException:
+            if self._sharded is not None:
+                self._sharded.put_back()
+            raise
+        if mesh is not None:
+            self.device_mesh = mesh
         if self._precision is not None:
             self.mixed_precision = self._precision
             compute_in_low_precision(self)
@@ -124,6 +137,11 @@ class RingDP(DistributedDataParallel):
     # What torch's constructor and __setstate__ call.
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        self._sharded = ShardedParameters.of(self.module, self.process_group)
+        if self._sharded is not None:
+            if self._precision is not None:
+                raise InvalidArgumentError("mixed_precision and DTensor parameters do not go together: use autocast")
+            self._sharded.take_out()  # until _ddp_init_helper has made the reducer
         if self.__dict__.pop("_compare_models", False):
             with named("comparing models"):
                 check_same_model(self.module, self.process_group, self.device, ignored=self.parameters_to_ignore)
@@ -148,7 +166,13 @@ class RingDP(DistributedDataParallel):
             caps_bytes=self._caps_bytes,
             find_unused=self._find_unused,
             average=_averages(self.process_group, self.device_type),
+            graph_shows_unused=self._sharded is None,
         )
+        if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
+            self.reducer._remove_autograd_hooks()
+        if self._sharded is not None:
+            self._sharded.watch(self.reducer, parameters)
+            self._sharded.put_back()
         if self._precision is not None:
             averages = functools.partial(_averages, device_type=self.device_type)
             hook = reduction_hook(self, self._precision, averages)
@@ -185,7 +209,15 @@ class RingDP(DistributedDataParallel):
         self._passing_sync_batchnorm_handle(self.module)
         _log.debug("%d parameters in buckets of %s bytes", len(parameters), self.reducer.bucket_bytes())
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_sharded": None}  # made anew with the reducer
+
     # A step.
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._sharded is not None:
+            self._sharded.before_forward()
+        return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
@@ -194,6 +226,8 @@ class RingDP(DistributedDataParallel):
             self._sync_buffers()
         sync = self.require_backward_grad_sync
         if torch.is_grad_enabled():
+            if self._sharded is not None:
+                self._sharded.before_backward()
             outputs = [output] if isinstance(output, torch.Tensor) else list(_find_tensors(output))
             self.reducer.prepare_for_backward(outputs, sync)
         self.require_forward_param_sync = sync and torch.is_grad_enabled()
@@ -216,8 +250,8 @@ class RingDP(DistributedDataParallel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`; with ``set_to_none=False`` whole buckets are zeroed at once."""
-        if set_to_none:
-            super().zero_grad(set_to_none=True)
+        if set_to_none or self._sharded is not None:
+            super().zero_grad(set_to_none=set_to_none)
             return
         self.reducer.zero_gradients()
         for name, parameter in self.module.named_parameters():
@@ -279,6 +313,10 @@ class RingDP(DistributedDataParallel):
     def _match_unused_params_allreduce(self) -> None:
         """Nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""
 
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
+            super()._sync_final_model(is_last_joiner)
+
     # The rest of torch's surface that names the reducer's type.
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
@@ -311,6 +349,19 @@ def _growing_to(cap_bytes: int) -> list[int]:
     while caps[-1] < cap_bytes:
         caps.append(min(2 * caps[-1], cap_bytes))
     return caps
+
+
+def _line_mesh(arguments: dict[str, Any]) -> Any:
+    """The one-dimensional mesh among torch's arguments, in whose place stands its group from now on.
+
+    With a slice of a mesh torch's constructor would make plain attributes of the module's DTensors.
+    """
+    mesh = arguments.get("device_mesh")
+    if mesh is None or mesh.ndim != 1 or arguments.get("process_group") is not None:
+        return None  # torch says what is wrong
+    del arguments["device_mesh"]
+    arguments["process_group"] = mesh.get_group(mesh_dim=0)
+    return mesh
 
 
 def _averages(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reducer_log": {"errors", "config"},
     "ddp_arguments": {"errors"},
     "mixed_precision": {"errors"},
+    "sharded_parameters": {"errors"},
     "parallel": {
         "errors",
         "config",
@@ -67,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sync_batch_norm",
         "ddp_arguments",
         "mixed_precision",
+        "sharded_parameters",
         "_C",
     },
     "launch": {"", "errors", "config"},

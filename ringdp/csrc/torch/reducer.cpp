@@ -194,7 +194,7 @@ void Reducer::begin() {
       settle(i);
       mark_ready(i);
     }
-  } else if (options_.unused == UnusedParameters::kExpected && !static_graph_) {
+  } else if (options_.unused == UnusedParameters::kExpected && options_.graph_shows_unused && !static_graph_) {
     expect_only_what_the_graph_has();
   }
 }

@@ -29,7 +29,8 @@ enum class UnusedParameters {
 struct ReducerOptions {
   std::vector<std::size_t> caps_bytes;  // see assign_buckets
   UnusedParameters unused = UnusedParameters::kFinish;
-  bool average = false;  // see BucketExchange
+  bool average = false;            // see BucketExchange
+  bool graph_shows_unused = true;  // false where they are no leaves of the graph: _autograd_hook tells of them
 };
 
 // Of the last backward that synchronised, and sums over all of them. Clock readings only.

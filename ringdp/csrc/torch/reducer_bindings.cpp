@@ -3,7 +3,10 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
+#include <optional>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+#include <vector>
 
 #include "torch/bindings.h"
 #include "torch/reducer.h"
@@ -18,15 +21,28 @@ using PythonFuture = torch::jit::PythonFutureWrapper;
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                       std::vector<bool> sparse, GroupPointer group, std::vector<std::size_t> caps_bytes,
-                                      const std::optional<bool>& find_unused, bool average) {
+                                      const std::optional<bool>& find_unused, bool average, bool graph_shows_unused) {
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
   options.average = average;
+  options.graph_shows_unused = graph_shows_unused;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
   return std::make_shared<Reducer>(std::move(parameters), std::move(names), std::move(sparse), std::move(group),
                                    std::move(options));
+}
+
+// From torch's pipeline stages, between forward and backward, with the outputs alone: that backward is to synchronise.
+// A backward in two halves (zero-bubble schedules) has no graph left in its second half, where the gradients of the
+// parameters come from autograd.grad, and nothing would be averaged.
+void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outputs, const std::optional<bool>& sync) {
+  const auto in_graph = [](const at::Tensor& output) { return output.requires_grad(); };
+  TORCH_CHECK(sync || outputs.empty() || std::any_of(outputs.begin(), outputs.end(), in_graph),
+              "RingDP cannot average the gradients of a pipeline stage whose backward is split in two halves (inputs "
+              "first, weights later): autograd tells nobody about those of the weights. Use a schedule with whole "
+              "backwards: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS.");
+  reducer.prepare_for_backward(outputs, sync.value_or(true));
 }
 
 py::dict stats_as_dict(Reducer& reducer) {
@@ -77,9 +93,10 @@ std::shared_ptr<PythonFuture> run_sum(Reducer& reducer, const c10d::GradBucket& 
 void bind_reducer(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("sparse"),
-           py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"))
+           py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
+           py::arg("graph_shows_unused") = true)
       .def("prepare_for_forward", &Reducer::prepare_for_forward, NoGil())
-      .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), py::arg("sync"), NoGil())
+      .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
       .def("register_builtin_comm_hook", &register_builtin_hook, NoGil())
       .def("zero_gradients", &Reducer::zero_gradients, NoGil())

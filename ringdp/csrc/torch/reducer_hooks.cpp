@@ -11,6 +11,16 @@ namespace {
 using torch::autograd::FunctionPostHook;
 using torch::autograd::FunctionPreHook;
 using torch::autograd::variable_list;
+using torch::dynamo::autograd::CompiledNodeArgs;
+
+// A backward that is compiled as one graph runs no hooks.
+void refuse_compiled_backward() {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "RingDP's reducer does not work in a compiled backward (torch._dynamo.config.compiled_autograd), as little as "
+      "DistributedDataParallel's: set torch._dynamo.config.optimize_ddp = \"python_reducer\" before wrapping "
+      "the module, or leave compiled_autograd off");
+}
 
 class BeforeAccumulate final : public FunctionPreHook {
  public:
@@ -20,6 +30,7 @@ class BeforeAccumulate final : public FunctionPreHook {
     if (gradients.size() == 1 && listener_.take_gradient(parameter_, gradients[0])) return variable_list(1);
     return gradients;
   }
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_backward(); }
 
  private:
   GradientListener& listener_;
@@ -34,6 +45,7 @@ class AfterAccumulate final : public FunctionPostHook {
     listener_.gradient_arrived(parameter_);
     return outputs;
   }
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_backward(); }
 
  private:
   GradientListener& listener_;
@@ -48,6 +60,7 @@ class AtOutput final : public FunctionPreHook {
     if (auto listener = listener_.lock()) listener->backward_began(sync_);
     return gradients;
   }
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_backward(); }
 
  private:
   std::weak_ptr<GradientListener> listener_;  // a graph may outlive the wrapper

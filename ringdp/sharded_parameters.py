@@ -1,0 +1,167 @@
+"""Parameters that are DTensors, spread over other ranks than those that RingDP averages over (tensor parallelism).
+
+The module keeps its DTensors: the optimizer, gradient clipping and checkpoints see them as ever. (torch's DDP makes
+plain attributes of them, and the wrapped module has no parameters left.) The reducer gets a plain leaf for each, on the
+memory of this rank's part. Autograd accumulates into the DTensor; then the leaf's ``.grad`` becomes the local part of
+that gradient, the reducer is told, and what it makes of the leaf's ``.grad`` becomes the local part again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringdp.errors import InvalidArgumentError
+
+
+@dataclass
+class _Part:
+    """One DTensor parameter, wherever it is used, and the leaf that stands for it."""
+
+    name: str
+    whole: Any  # the DTensor
+    leaf: torch.nn.Parameter
+    places: list[tuple[torch.nn.Module, str]]
+    index: int | None = None  # the reducer's
+
+
+class ShardedParameters:
+    """The DTensor parameters of a module. One thread at a time, as forward and backward of a step are."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self._parts = parts
+        self._reducer: Any = None
+        self._handles: list[Any] = []
+        self._finish_is_queued = False
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, group: dist.ProcessGroup) -> ShardedParameters | None:
+        """Those of `module`, None where there are none.
+
+        Raises:
+            InvalidArgumentError: one is spread over ranks of `group`, whose parts are not to be averaged.
+        """
+        if not dist.is_available():
+            return None
+        from torch.distributed.tensor import DTensor
+
+        parts: dict[int, _Part] = {}
+        for prefix, owner in module.named_modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if not isinstance(parameter, DTensor):
+                    continue
+                if id(parameter) not in parts:
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    _check_mesh(full_name, parameter, group)
+                    leaf = torch.nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
+                    parts[id(parameter)] = _Part(full_name, parameter, leaf, [])
+                parts[id(parameter)].places.append((owner, name))
+        return cls(list(parts.values())) if parts else None
+
+    @contextlib.contextmanager
+    def as_leaves(self) -> Iterator[None]:
+        """While it lasts the module has the leaves, which torch's code for plain parameters can take."""
+        self.take_out()
+        try:
+            yield
+        finally:
+            self.put_back()
+
+    def take_out(self) -> None:
+        for part in self._parts:
+            for owner, name in part.places:
+                owner._parameters[name] = part.leaf
+
+    def put_back(self) -> None:
+        for part in self._parts:
+            for owner, name in part.places:
+                owner._parameters[name] = part.whole
+
+    def watch(self, reducer: Any, parameters: Sequence[torch.Tensor]) -> None:
+        """From now on `reducer`, which has `parameters`, is told of gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._reducer = reducer
+        positions = {id(parameter): index for index, parameter in enumerate(parameters)}
+        me = weakref.ref(self)  # the wrapper owns this; the module's parameters may live on without it
+        self._handles = []
+        for part in self._parts:
+            part.index = positions.get(id(part.leaf))
+            if part.index is not None:
+                hook = functools.partial(_arrived, me, part)
+                self._handles.append(part.whole.register_post_accumulate_grad_hook(hook))
+
+    def before_forward(self) -> None:
+        """What has been done to the DTensors since is done to the leaves.
+
+        Raises:
+            InvalidArgumentError: something that RingDP does with plain parameters only.
+        """
+        for part in self._parts:
+            if part.whole.requires_grad and part.index is None:
+                raise InvalidArgumentError(
+                    f"parameter {part.name} is a DTensor that was unfrozen after wrapping, which RingDP notices for "
+                    "plain parameters only: unfreeze it, then wrap the module"
+                )
+            if hasattr(part.whole, "_in_backward_optimizers"):
+                raise InvalidArgumentError(
+                    f"parameter {part.name} is a DTensor with an optimizer in backward, which would step before the "
+                    "mean is there: use a plain optimizer"
+                )
+            local = part.whole._local_tensor
+            if part.leaf.data_ptr() != local.data_ptr():
+                part.leaf.data = local.detach()
+            if part.leaf.requires_grad != part.whole.requires_grad:
+                part.leaf.requires_grad_(part.whole.requires_grad)
+
+    def before_backward(self) -> None:
+        self._finish_is_queued = False
+        for part in self._parts:
+            part.leaf.grad = None if part.whole.grad is None else part.whole.grad._local_tensor
+
+    def arrived(self, part: _Part) -> None:
+        gradient = part.whole.grad
+        if gradient._local_tensor.shape != part.leaf.shape:  # spread another way than its parameter
+            gradient = part.whole.grad = gradient.redistribute(placements=part.whole.placements)
+        part.leaf.grad = gradient._local_tensor
+        self._reducer._autograd_hook(part.index)
+        if not self._finish_is_queued:  # runs after the reducer's own, which is in the queue by now
+            self._finish_is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        """The reducer has put the means into the leaves' gradients, also where this rank had none."""
+        from torch.distributed.tensor import DTensor
+
+        self._finish_is_queued = False
+        for part in self._parts:
+            mean, gradient = part.leaf.grad, part.whole.grad
+            if mean is None or (gradient is not None and gradient._local_tensor is mean):
+                continue
+            spec = part.whole._spec if gradient is None else gradient._spec
+            part.whole.grad = DTensor(mean, spec, requires_grad=False)
+
+
+def _arrived(me: weakref.ref[ShardedParameters], part: _Part, _parameter: torch.Tensor) -> None:
+    sharded = me()
+    if sharded is not None:
+        sharded.arrived(part)
+
+
+def _check_mesh(name: str, parameter: Any, group: dist.ProcessGroup) -> None:
+    here = dist.get_rank()
+    spread_over = {int(rank) for rank in parameter.device_mesh.mesh.flatten()}
+    both = sorted((spread_over & set(dist.get_process_group_ranks(group))) - {here})
+    if both:
+        raise InvalidArgumentError(
+            f"parameter {name} is a DTensor over ranks {sorted(spread_over)}, and RingDP on rank {here} would average "
+            f"it with {both} of them as if they had the same part: give RingDP the mesh's other dimension "
+            "(device_mesh=mesh['replicate']); what fully_shard has made needs no RingDP"
+        )
