@@ -50,33 +50,36 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup, *, room: int | None 
         raise ValueError(f"{len(data)} bytes do not fit into {room}")
     device = device_for(group)
     padded = len(data).to_bytes(8, "little") + data.ljust(room, b"\0")
-    mine = _as_tensor(padded).to(device)
+    mine = as_tensor(padded).to(device)
     everybody = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everybody, mine, group=group)
-    received = [_as_bytes(tensor) for tensor in everybody]
+    received = [as_bytes(tensor) for tensor in everybody]
     return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in received]
 
 
-def broadcast_bytes(data: bytes | None, source: int, group: dist.ProcessGroup) -> bytes:
+def broadcast_bytes(data: bytes | bytearray | None, source: int, group: dist.ProcessGroup) -> bytes | bytearray:
     """The bytes of rank `source` of the group, which alone gives any."""
     device = device_for(group)
     length = torch.tensor([len(data or b"")], dtype=torch.int64, device=device)
     dist.broadcast(length, group=group, group_src=source)
     if group.rank() == source:
         assert data is not None
-        content = _as_tensor(data).to(device)
+        content = as_tensor(data).to(device)
     else:
         content = torch.empty(int(length), dtype=torch.uint8, device=device)
     if content.numel():
         dist.broadcast(content, group=group, group_src=source)
-    return data if group.rank() == source and data is not None else _as_bytes(content)
+    return data if group.rank() == source and data is not None else as_bytes(content)
 
 
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def as_tensor(data: bytes | bytearray) -> Tensor:
+    """uint8 ``[len(data)]`` on the CPU; a bytearray is shared with it, bytes are copied."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
 
 
-def _as_bytes(tensor: Tensor) -> bytes:
-    """By ctypes: bytes() of a storage takes 20 µs a byte, and ringdp does not need numpy."""
+def as_bytes(tensor: Tensor) -> bytes:
+    """What a uint8 tensor holds. By ctypes: bytes() of a storage takes 20 µs a byte, and ringdp does not need numpy."""
     on_host = tensor.cpu().contiguous()
     return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""

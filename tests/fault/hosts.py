@@ -115,10 +115,10 @@ class Outcome:
 
 
 class RankServer:
-    """A process that has imported torch and forks ranks. For one thread."""
+    """A process that has imported torch, and the modules of `preload`, and forks ranks. For one thread."""
 
-    def __init__(self) -> None:
-        words = [sys.executable, "-m", "tests.fault.hosts"]
+    def __init__(self, *preload: str) -> None:
+        words = [sys.executable, "-m", "tests.fault.hosts", *preload]
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("RINGDP_", "MASTER_", "RANK", "WORLD_SIZE"))}
         self.process = subprocess.Popen(
             words,
@@ -236,6 +236,8 @@ def _serve() -> None:
     import ringdp  # noqa: F401
     from ringdp import _C  # noqa: F401
 
+    for module in sys.argv[1:]:
+        __import__(module)
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
         specs = [RankSpec(**it) for it in job["ranks"]]

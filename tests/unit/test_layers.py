@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "amp": {"errors", "process_group"},
     "exchange": {"errors"},
     "metrics": {"errors", "config", "backend", "exchange"},
+    "checkpoint": {"errors", "backend", "exchange"},
     "model_check": {"errors"},
     "sync_batch_norm": {"errors", "backend"},
     "reducer_log": {"errors", "config"},
@@ -81,6 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel",
         "_autoload",
         "_build",
+        "checkpoint",
         "metrics",
     },
 }

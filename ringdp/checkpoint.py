@@ -1,0 +1,342 @@
+"""Checkpoints that are there whole or not at all, checked when they are read, and the same for all ranks.
+
+    checkpoint.save("checkpoints", step, {"model": model.state_dict(), ...}, own=checkpoint.rng_state())
+    found = checkpoint.load("checkpoints")                  # the newest whole one, or None
+
+A checkpoint is one file that ``torch.load`` reads too, ``step-000000000120.<checksum>.pt``. Rank 0 writes it: under
+another name, flushed to the disk, then renamed, so that neither a kill nor a power cut leaves half of one.
+Nothing is unpickled but what ``torch.load(weights_only=True)`` lets through. Each file passes through the memory of
+every rank; for models that do not fit there twice there is ``torch.distributed.checkpoint``, which ``ring`` carries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import logging
+import os
+import pickle
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ringdp.backend import named
+from ringdp.errors import InvalidArgumentError, MismatchError, RingError, SystemResourceError
+from ringdp.exchange import all_gather_bytes, as_bytes, as_tensor, broadcast_bytes, require_member
+
+_log = logging.getLogger("ringdp.checkpoint")
+_NAME = re.compile(r"step-(\d{12})\.([0-9a-f]{16})\.pt")
+_UNFINISHED = re.compile(r"\.step-\d{12}\.\d+\.unfinished")
+_FORMAT = 1
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What `load` found.
+
+    Attributes:
+        step: the number it was saved under.
+        shared: rank 0's ``shared``; tensors on the CPU.
+        own: what this rank gave as ``own``; None where another number of ranks saved it.
+        world_size: how many ranks saved it.
+        path: the file, on the host of the rank that read it.
+    """
+
+    step: int
+    shared: Any
+    own: Any
+    world_size: int
+    path: str
+
+
+def save(
+    folder: str | os.PathLike[str],
+    step: int,
+    shared: Any,
+    own: Any = None,
+    *,
+    keep: int = 3,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint and return on every rank when it is safe on rank 0's disk; then drop old ones.
+
+    Args:
+        folder: made where it is missing. One job at a time may write there.
+        step: a number from 0 on, the same on all ranks; a checkpoint of the same step is replaced.
+        shared: what all ranks have alike, such as state dicts; only rank 0's is written.
+        own: what each rank has for itself and is small, such as `rng_state`.
+        keep: how many checkpoints up to this step remain. Newer ones are left alone.
+        group: a process group; the default group if None.
+
+    Raises:
+        SystemResourceError: it cannot be written, on all ranks, for example for want of space; the ones before stay.
+        InvalidArgumentError: ``shared`` or ``own`` has types that cannot be loaded safely, or a number is wrong.
+        MismatchError: another rank's arguments cannot be used, or the ranks are at different steps.
+        InvalidStateError: before `ringdp.init`, or this process is not in ``group``.
+    """
+    members = require_member(group, "ringdp.checkpoint.save")
+    with named("ringdp.checkpoint.save"):
+        mine = _together(lambda: _checked(step, keep, own), members, "ringdp.checkpoint.save")
+        told = all_gather_bytes(mine, members)
+        for rank, line in enumerate(told):
+            if (other := int.from_bytes(line[:8], "little")) != step:
+                raise MismatchError(f"ringdp.checkpoint.save: this rank is at step {step}, rank {rank} at {other}")
+        content = {
+            "ringdp_checkpoint": _FORMAT,
+            "step": step,
+            "world_size": members.size(),
+            "shared": shared,
+            "own": [as_tensor(line[8:]) for line in told],
+        }
+
+        def write() -> None:
+            if members.rank() == 0:
+                written = _write(Path(folder), step, content)
+                _drop_old(Path(folder), written, keep)
+
+        _together(write, members, "ringdp.checkpoint.save")
+
+
+def load(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
+    """The newest checkpoint that is whole, the same one on all ranks; None where no rank's folder has any.
+
+    One that is torn or altered is named in a warning (logger ``ringdp.checkpoint``) and the one before is taken. The
+    lowest rank that has the file reads it and sends it to the others, so a disk of rank 0 alone is enough.
+
+    Raises:
+        SystemResourceError: a folder or file is there and cannot be read, on all ranks.
+        InvalidArgumentError: there are checkpoints, and none of them is whole.
+        InvalidStateError: before `ringdp.init`, or this process is not in ``group``.
+    """
+    members = require_member(group, "ringdp.checkpoint.load")
+    with named("ringdp.checkpoint.load"):
+        listed = _together(lambda: _names(Path(folder)), members, "ringdp.checkpoint.load")
+        everywhere = [line.decode().split() for line in all_gather_bytes(" ".join(listed).encode(), members)]
+        candidates = sorted({name for names in everywhere for name in names}, reverse=True)
+        for name in candidates:
+            holder = next(rank for rank, names in enumerate(everywhere) if name in names)
+            path = Path(folder, name)
+
+            def read(path: Path = path, holder: int = holder) -> bytearray | None:
+                return _read_whole(path) if members.rank() == holder else None
+
+            content = _together(read, members, "ringdp.checkpoint.load")
+            whole = all_gather_bytes(b"y" if content is not None else b"", members, room=1)[holder]
+            if whole:
+                return _unpacked(broadcast_bytes(content, holder, members), str(path), members)
+        if candidates:
+            raise InvalidArgumentError(
+                f"none of the {len(candidates)} checkpoints in {os.fspath(folder)} is whole: move them away to begin"
+                " anew"
+            )
+        return None
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of this process's random generators, for `save`: Python's, torch's, and where they are used those of
+    the current GPU and of NumPy (its global one)."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, key, *rest = numpy.random.get_state()
+        state["numpy"] = [name, key.tolist(), *rest]
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put the generators where `rng_state` found them."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(tuple(state["numpy"]))
+
+
+# On one rank.
+
+
+def _checked(step: int, keep: int, own: Any) -> bytes:
+    """This rank's step and its own state, eight bytes and the rest."""
+    if not isinstance(step, int) or not 0 <= step < 10**12:
+        raise InvalidArgumentError(f"step must be a whole number from 0 to 10**12 - 1, not {step!r}")
+    if not isinstance(keep, int) or keep < 1:
+        raise InvalidArgumentError(f"keep must be a whole number of at least 1, not {keep!r}")
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    buffer.seek(0)
+    _require_loadable(buffer, "own")
+    return step.to_bytes(8, "little") + buffer.getvalue()
+
+
+def _require_loadable(file: Any, what: str) -> None:
+    try:
+        torch.load(file, weights_only=True, map_location="meta" if what == "shared" else "cpu")
+    except pickle.UnpicklingError as error:
+        raise InvalidArgumentError(
+            f"{what} holds something that torch.load(weights_only=True) refuses, so it could be written but never"
+            f" read: keep to tensors, numbers, text and containers of them ({_reason(error)})"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """torch's cause without its page of advice."""
+    text = str(error)
+    found = re.search(r"WeightsUnpickler error: (.*?)(\. |\n|$)", text)
+    return found[1] if found else text.partition("\n")[0]
+
+
+class _Writer:
+    """A file for torch.save, which hides in a RuntimeError of its own what the system said."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            self._digest.update(data)
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def checksum(self) -> str:
+        return self._digest.hexdigest()[:16]
+
+
+def _write(folder: Path, step: int, content: dict[str, Any]) -> str:
+    """Returns the name of the file."""
+    unfinished = folder / f".step-{step:012d}.{os.getpid()}.unfinished"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in os.listdir(folder):
+            if _UNFINISHED.fullmatch(left):  # of a process that was killed
+                (folder / left).unlink()
+        with open(unfinished, "xb") as file:
+            writer = _Writer(file)
+            try:
+                torch.save(content, writer)  # type: ignore[arg-type]  # write() and flush() are all it needs
+                file.flush()
+            except RuntimeError:
+                if writer.error is None:
+                    raise
+                raise writer.error from None
+            os.fsync(file.fileno())
+        with open(unfinished, "rb") as file:
+            _require_loadable(file, "shared")
+        name = f"step-{step:012d}.{writer.checksum()}.pt"
+        os.replace(unfinished, folder / name)
+        _flush_folder(folder)
+        return name
+    except OSError as error:
+        raise SystemResourceError(
+            f"the checkpoint of step {step} could not be written to {folder}: {error.strerror}; the ones before are as"
+            " they were"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """A new name is safe only when its folder has reached the disk (fsync(2))."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _drop_old(folder: Path, written: str, keep: int) -> None:
+    """All but the newest `keep` up to this step, and others of this step, which a resumed run has written anew."""
+    older = [name for name in _names(folder) if _step(name) < _step(written)]
+    remain = sorted({_step(name) for name in older}, reverse=True)[: keep - 1]
+    replaced = [name for name in _names(folder) if _step(name) == _step(written) and name != written]
+    for name in [*replaced, *(name for name in older if _step(name) not in remain)]:
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("the old checkpoint %s cannot be removed: %s", folder / name, error.strerror)
+
+
+def _step(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
+    except FileNotFoundError:
+        return []
+
+
+def _read_whole(path: Path) -> bytearray | None:
+    """The bytes of a checkpoint, or None and a warning that says why it cannot be one."""
+    with open(path, "rb") as file:
+        content = bytearray(os.fstat(file.fileno()).st_size)
+        del content[file.readinto(content) :]
+    expected = path.name.split(".")[1]
+    if (found := hashlib.sha256(content).hexdigest()[:16]) != expected:
+        reason = f"its checksum is {found}, not the {expected} of its name: it was torn or altered"
+    else:
+        try:
+            loaded = torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
+            if isinstance(loaded, dict) and loaded.get("ringdp_checkpoint") == _FORMAT:
+                return content
+            reason = f"it is no checkpoint of format {_FORMAT}"
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            reason = f"torch.load refuses it: {_reason(error)}"
+    _log.warning("checkpoint %s is left out, the one before it is taken: %s", path, reason)
+    return None
+
+
+def _unpacked(content: bytes | bytearray, path: str, group: dist.ProcessGroup) -> Checkpoint:
+    loaded = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    own = None
+    if loaded["world_size"] == group.size():
+        mine = io.BytesIO(as_bytes(loaded["own"][group.rank()]))
+        own = torch.load(mine, weights_only=True, map_location="cpu")
+    return Checkpoint(loaded["step"], loaded["shared"], own, loaded["world_size"], path)
+
+
+# On all ranks.
+
+
+def _together(work: Callable[[], Result], group: dist.ProcessGroup, what: str) -> Result:
+    """Do this rank's work and raise on every rank where one failed, so that none waits for it."""
+    error: Exception | None = None
+    result: Result | None = None
+    try:
+        result = work()
+    except OSError as raised:
+        error = raised if isinstance(raised, RingError) else SystemResourceError(f"{what}: {raised}")
+    except Exception as raised:
+        error = raised
+    kind = b"" if error is None else b"S" if isinstance(error, OSError) else b"O"
+    told = all_gather_bytes(kind + str(error).encode()[:1000] if kind else b"", group, room=1001)
+    if error is not None:
+        raise error
+    for rank, line in enumerate(told):
+        if line:
+            failed = SystemResourceError if line.startswith(b"S") else MismatchError
+            raise failed(f"{what} failed on rank {rank}: {line[1:].decode(errors='replace')}", peer=rank)
+    return result  # type: ignore[return-value]
