@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
@@ -23,6 +23,7 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.names import remember_names
 from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
 from ringdp.model_check import check_same_model
+from ringdp.optimizer_in_backward import has_optimizers, stepping_hook
 from ringdp.reducer_log import ReducerLog
 from ringdp.sharded_parameters import ShardedParameters
 from ringdp.sync_batch_norm import synchronise_on_cpu
@@ -165,7 +166,7 @@ class RingDP(DistributedDataParallel):
             self.process_group,
             caps_bytes=self._caps_bytes,
             find_unused=self._find_unused,
-            average=_averages(self.process_group, self.device_type),
+            average=self._averages(self.process_group),
             graph_shows_unused=self._sharded is None,
         )
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
@@ -174,8 +175,7 @@ class RingDP(DistributedDataParallel):
             self._sharded.watch(self.reducer, parameters)
             self._sharded.put_back()
         if self._precision is not None:
-            averages = functools.partial(_averages, device_type=self.device_type)
-            hook = reduction_hook(self, self._precision, averages)
+            hook = reduction_hook(self, self._precision, self._averages)
             if hook is not None:
                 self.reducer.register_comm_hook(None, hook)
         self.logger = ReducerLog(
@@ -324,8 +324,36 @@ class RingDP(DistributedDataParallel):
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
             self.process_group = new_process_group
-            average = _averages(new_process_group, self.device_type)
-            self.reducer._update_process_group(new_process_group, average)
+            self.reducer._update_process_group(new_process_group, self._averages(new_process_group))
+
+    def _averages(self, group: dist.ProcessGroup) -> bool:
+        """Whether the group's backend for this kind of device has ReduceOp.AVG."""
+        try:
+            config = dist.get_backend_config(group)
+        except (TypeError, ValueError):  # a process group that torch.distributed did not make
+            return False
+        backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+        return backends.get(self.device_type, str(dist.get_backend(group))) in _AVERAGING_BACKENDS
+
+    def _setup_in_backward_optimizers(self) -> None:
+        if has_optimizers(self._module_parameters):
+            self.register_comm_hook(None, stepping_hook(self, self._averages))
+            self.reducer._set_optimizer_in_backward()
+
+    def _register_delay_all_reduce_hook(
+        self, bucket_cap_mb: int, param_to_hook_all_reduce: torch.Tensor, device_ids: Any
+    ) -> None:
+        """On the parameters' device, also where device_ids does not say it."""
+        devices = [self._delay_all_reduce_params[0].device]
+        super()._register_delay_all_reduce_hook(bucket_cap_mb, param_to_hook_all_reduce, devices)
+
+    def _delayed_all_reduce_hook(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Without torch's assumption that a stream waits for the result."""
+        assert self._delay_grad_buffer is not None
+        self._delay_grad_buffer.div_(self.process_group.size())
+        work = dist.all_reduce(self._delay_grad_buffer, group=self.process_group, async_op=True)
+        Variable._execution_engine.queue_callback(work.wait)
+        return gradient
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
@@ -362,9 +390,3 @@ def _line_mesh(arguments: dict[str, Any]) -> Any:
     del arguments["device_mesh"]
     arguments["process_group"] = mesh.get_group(mesh_dim=0)
     return mesh
-
-
-def _averages(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether the group's backend for this kind of device has ReduceOp.AVG."""
-    backends = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
-    return backends.get(device_type, str(dist.get_backend(group))) in _AVERAGING_BACKENDS

@@ -26,6 +26,8 @@ class _OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device and args and _is_gpu(args[0]):
+            return _CPU
         if func is torch.Tensor.get_device:
             return -1
         if func is torch.Tensor.to and len(args) > 1 and _is_gpu(args[1]):

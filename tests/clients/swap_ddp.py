@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import sys
 
+# What stands in DDP's place: DDP itself, RingDP, or RingDP with DDP's default of find_unused_parameters. RingDP's own,
+# None, ends a backward that DDP raises about.
+CHOICES = ("torch", "ringdp", "ringdp-strict")
 
-def put_ringdp_in_ddps_place() -> None:
+
+def put_in_ddps_place(choice: str) -> None:
     """Let every loaded module's name for DistributedDataParallel mean RingDP; those loaded later find it, too.
 
     torch's own modules are among them: what torch makes a DDP of (`torch.distributed._composable.replicate`) and what
     it asks ``isinstance`` about. ringdp's are not, they need the class that RingDP is a subclass of.
     """
+    if choice == "torch":
+        return
     from torch.nn.parallel import DistributedDataParallel
 
     from ringdp.parallel import RingDP
 
+    class Strict(RingDP):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            kwargs.setdefault("find_unused_parameters", False)
+            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    chosen = Strict if choice == "ringdp-strict" else RingDP
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] == "ringdp" or module is None:
             continue
         for name, value in list(vars(module).items()):
             if value is DistributedDataParallel:
-                setattr(module, name, RingDP)
+                setattr(module, name, chosen)

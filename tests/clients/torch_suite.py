@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clients.pretend_gpus import pretend_gpus
-from tests.clients.swap_ddp import put_ringdp_in_ddps_place
+from tests.clients.swap_ddp import CHOICES, put_in_ddps_place
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "torch.testing._internal.distributed.distributed_test"
@@ -74,7 +74,7 @@ class _Named(str):
 def load_suite(backend: str, like: str | None, ddp: str = "torch", gpus: bool = False) -> types.ModuleType:
     """The suite's module, imported for `backend`; its decorators take it for `like` where that is given.
 
-    With ``ddp="ringdp"`` its DistributedDataParallel is RingDP.
+    `ddp`: what it gets as DistributedDataParallel (tests/clients/swap_ddp.py).
     """
     import torch.distributed as dist
     from torch.testing._internal.common_distributed import DistTestCases
@@ -84,8 +84,7 @@ def load_suite(backend: str, like: str | None, ddp: str = "torch", gpus: bool = 
         import ringdp  # noqa: F401  (registers it)
     if gpus:
         pretend_gpus()
-    if ddp == "ringdp":
-        put_ringdp_in_ddps_place()
+    put_in_ddps_place(ddp)
     spec = importlib.util.find_spec(SUITE)
     assert spec is not None
     assert spec.loader is not None
@@ -135,7 +134,7 @@ def run_suite(
         names = [name for name in unittest.TestLoader().getTestCaseNames(case) if _chosen(name, pattern)]
         out: dict[str, Verdict] = {}
         for index, name in enumerate(names):
-            out[name] = verdict = _run_one(case(name))
+            out[name] = verdict = run_one(case(name))
             _log.info("%3d/%d %s %s %.1f s", index + 1, len(names), verdict.outcome, name, verdict.seconds)
         return out
 
@@ -176,7 +175,7 @@ class _Result(unittest.TestResult):
     addError = addFailure
 
 
-def _run_one(test: unittest.TestCase) -> Verdict:
+def run_one(test: unittest.TestCase) -> Verdict:
     started = time.monotonic()
     result = _Result()
     type(test).setUpClass()
@@ -214,7 +213,7 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("-k", default="", metavar="WORDS", help="only tests whose name contains one of these (a,b,c)")
     parser.add_argument("--like", default="gloo", help="whose tests to run: gloo's, or mpi's with -k all_to_all")
-    parser.add_argument("--ddp", choices=("torch", "ringdp"), default="torch", help="what the suite gets as DDP")
+    parser.add_argument("--ddp", choices=CHOICES, default="torch", help="what the suite gets as DDP")
     parser.add_argument("--pretend-gpus", action="store_true", help="run what asks for GPUs on CPU tensors")
     parser.add_argument("--outsider", action="store_true", help="ring as the suite treats an unknown backend")
     parser.add_argument("--timeout", type=int, default=60, metavar="S", help="for one test")

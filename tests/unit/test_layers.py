@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ddp_arguments": {"errors"},
     "mixed_precision": {"errors"},
     "sharded_parameters": {"errors"},
+    "optimizer_in_backward": {"errors"},
     "parallel": {
         "errors",
         "config",
@@ -70,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ddp_arguments",
         "mixed_precision",
         "sharded_parameters",
+        "optimizer_in_backward",
         "_C",
     },
     "launch": {"", "errors", "config"},

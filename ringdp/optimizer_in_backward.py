@@ -1,0 +1,65 @@
+"""torch's optimizers that step during backward (`torch.distributed.optim._apply_optimizer_in_backward`), under RingDP.
+
+Each parameter's optimizers step as soon as its bucket is averaged, while backward goes on; its gradient is then None.
+torch's own hook for this waits on accelerator streams and fails on a machine without one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+from torch.nn.parallel import DistributedDataParallel
+
+
+def has_optimizers(parameters: Iterable[Tensor]) -> bool:
+    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
+
+
+def stepping_hook(
+    wrapper: DistributedDataParallel, averages: Callable[[dist.ProcessGroup], bool]
+) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
+    """The communication hook that averages a bucket and lets its parameters' optimizers step.
+
+    It takes the place of the hooks that ``_apply_optimizer_in_backward`` left on the parameters, which would step
+    before gradients are averaged: they are removed.
+
+    Args:
+        averages: whether a group's backend has ``ReduceOp.AVG``.
+    """
+    for parameter in wrapper._module_parameters:
+        for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            handle.remove()
+    wrapper_alive = weakref.ref(wrapper)
+
+    def average_and_step(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        alive = wrapper_alive()
+        assert alive is not None, "a wrapper's bucket outlived it"
+        group = alive.process_group
+        in_one = averages(group) and not bucket.buffer().is_sparse
+        operation = dist.ReduceOp.AVG if in_one else dist.ReduceOp.SUM
+        reduced = dist.all_reduce(bucket.buffer(), operation, group=group, async_op=True).get_future()
+        ranks = 1 if in_one else group.size()
+
+        def step(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            result = future.value()[0] if ranks == 1 else future.value()[0].div_(ranks)
+            gradients = [result] if result.is_sparse else bucket.gradients()
+            for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+                optimizers = getattr(parameter, "_in_backward_optimizers", [])
+                if optimizers:
+                    parameter.grad = gradient
+                for optimizer in optimizers:
+                    optimizer.step()
+                if optimizers:
+                    parameter.grad = None
+            return result
+
+        after: torch.futures.Future[Tensor] = reduced.then(step)
+        return after
+
+    return average_and_step

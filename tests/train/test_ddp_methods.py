@@ -1,0 +1,404 @@
+"""DDP's methods and the private names that other libraries use: RingDP answers as DDP does."""
+
+from __future__ import annotations
+
+import io
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.utils._pytree import tree_flatten
+
+from ringdp.parallel import RingDP
+from tests.train import models
+from tests.train.harness import backends, run_ranks
+
+pytestmark = [
+    pytest.mark.parametrize("backend", backends()),
+    pytest.mark.filterwarnings("ignore:.*broadcast_buffers"),
+]
+KINDS = (RingDP, DistributedDataParallel)
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    extra: dict[str, Any]
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    x, y = models.batch(step, dist.get_rank())
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=f"{name}: {one} and {other}")
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, msg=f"{name}.grad: {one.grad} and {other.grad}")
+    for name, buffer in ours.named_buffers():
+        torch.testing.assert_close(buffer, theirs.get_buffer(name))
+
+
+def alike(drive: Callable[[DistributedDataParallel], Any], build: Callable[..., nn.Module], **options: Any) -> None:
+    """`drive` returns the same for RingDP and DDP, and leaves the same parameters, gradients and buffers."""
+    wrapped = [kind(build(), **options) for kind in KINDS]
+    answers = [tree_flatten(drive(one))[0] for one in wrapped]
+    for one, other in zip(*answers, strict=True):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one, other)
+        else:
+            assert one == other
+    same(*wrapped)
+
+
+def ignored_parameters_and_buffers() -> None:
+    def build() -> nn.Module:
+        module = models.build("convolutional")
+        RingDP._set_params_and_buffers_to_ignore_for_model(module, ["6.bias", "2.running_mean"])
+        with torch.no_grad():
+            module[6].bias += dist.get_rank()  # type: ignore[index]
+            module[2].running_mean += dist.get_rank()  # type: ignore[index]
+        return module
+
+    def drive(model: DistributedDataParallel) -> Any:
+        for step in range(2):
+            loss(model, step).backward()
+        names = [name for name, _ in model.named_parameters()]
+        everybody = [torch.zeros_like(model.module[6].bias) for _ in range(2)]
+        dist.all_gather(everybody, model.module[6].bias.grad)
+        assert not torch.equal(*everybody)  # each rank's own
+        return names, model.module[6].bias.detach().clone(), model.module[2].running_mean.clone()
+
+    alike(drive, build)
+
+
+def will_sync_buffers() -> None:
+    for options in ({}, {"forward_sync_buffers": False}, {"broadcast_buffers": False}):
+        for name in ("convolutional", "mlp"):
+
+            def drive(model: DistributedDataParallel) -> list[bool]:
+                seen = [model.will_sync_module_buffers()]
+                with model.no_sync():
+                    loss(model, 0)
+                seen.append(model.will_sync_module_buffers())
+                loss(model, 0)
+                return [*seen, model.will_sync_module_buffers(), model.broadcast_buffers, model.forward_sync_buffers]
+
+            alike(drive, lambda name=name: models.build(name), **options)
+
+
+def buffer_hooks() -> None:
+    def average(group: dist.ProcessGroup, buffers: dict[str, Tensor]) -> None:
+        for buffer in buffers.values():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer, group=group)
+                buffer /= group.size()
+
+    def add_later(group: dist.ProcessGroup, buffers: dict[str, Tensor]) -> list[Any]:
+        floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
+        return [dist.all_reduce(buffer, group=group, async_op=True).get_future() for buffer in floating]
+
+    cases = [
+        (average, _BufferCommHookLocation.PRE_FORWARD),
+        (average, _BufferCommHookLocation.POST_FORWARD),
+        (add_later, _BufferCommHookLocation.POST_FORWARD),
+    ]
+    for hook, place in cases:
+
+        def drive(model: DistributedDataParallel, hook: Any = hook, place: Any = place) -> list[Tensor]:
+            model._register_buffer_comm_hook(model.process_group, hook, place)
+            for step in range(3):
+                loss(model, step).backward()
+            everybody = [torch.zeros_like(model.module[2].running_mean) for _ in range(2)]
+            dist.all_gather(everybody, model.module[2].running_mean)
+            assert torch.equal(*everybody) == (place == _BufferCommHookLocation.POST_FORWARD)
+            return everybody
+
+        alike(drive, lambda: models.build("convolutional"))
+    with pytest.raises(AssertionError, match="callable"):
+        RingDP(models.build("convolutional"))._register_buffer_comm_hook(None, 3)  # type: ignore[arg-type]
+
+
+def static_graph_later() -> None:
+    def drive(model: DistributedDataParallel) -> Any:
+        model._set_static_graph()
+        with pytest.warns(UserWarning, match="no need to set it again"):
+            model._set_static_graph()
+        for step in range(3):
+            loss(model, step).backward()
+        return model._get_ddp_logging_data()["static_graph"]
+
+    alike(drive, lambda: models.build("tied"))
+    with pytest.warns(UserWarning, match="find_unused_parameters=true"):
+        RingDP(models.build("mlp"), find_unused_parameters=True)._set_static_graph()
+
+
+def another_process_group() -> None:
+    """From all ranks to one, as where ranks leave: the gradient is then this rank's own."""
+    alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+
+    def drive(model: DistributedDataParallel) -> None:
+        for step in range(2):
+            loss(model, step).backward()
+        model.zero_grad()
+        model._update_process_group(alone)
+        for step in range(2, 5):
+            loss(model, step).backward()
+        assert model.process_group is alone
+
+    alike(drive, lambda: models.build("mlp"))
+
+
+def fused_optimizer() -> None:
+    def drive(model: DistributedDataParallel) -> None:
+        model._register_fused_optim(torch.optim.SGD, 0.05, optim_params=list(model.module[0].parameters()))
+        for step in range(3):
+            model.zero_grad()
+            loss(model, step).backward()
+
+    alike(drive, lambda: models.build("mlp"))
+
+
+def optimizers_in_backward() -> None:
+    """Their parameters end up where DDP and an ordinary optimizer bring them; torch's hook for it needs a GPU."""
+    for before, kind in ((True, torch.optim.SGD), (False, torch.optim.Adam)):
+        theirs = DistributedDataParallel(models.build("mlp"))
+        optimizer = kind(theirs.module[0].parameters(), lr=0.05)
+        module = models.build("mlp")
+        if before:
+            _apply_optimizer_in_backward(kind, module[0].parameters(), {"lr": 0.05})  # type: ignore[index]
+        ours = RingDP(module, bucket_cap_mb=0.001)
+        if not before:
+            _apply_optimizer_in_backward(kind, ours.module[0].parameters(), {"lr": 0.05})
+        for step in range(4):
+            for model in (ours, theirs):
+                loss(model, step).backward()
+            optimizer.step()
+            theirs.module[0].zero_grad()
+            assert all(parameter.grad is None for parameter in ours.module[0].parameters())
+            same(ours, theirs)
+
+
+def sink_and_sampling() -> None:
+    def drive(model: DistributedDataParallel) -> None:
+        for clone in (True, False):
+            model._set_ddp_sink_clone(clone)
+            x, y = models.batch(int(clone), dist.get_rank())
+            output = model(x)
+            output = output.mul_(2) if clone else output * 2
+            nn.functional.cross_entropy(output, y).backward()
+        model._set_ddp_runtime_logging_sample_rate(3)
+        with pytest.raises(ValueError, match="equal or greater than 1"):
+            model._set_ddp_runtime_logging_sample_rate(0)
+
+    alike(drive, lambda: models.build("mlp"), find_unused_parameters=True)
+
+
+def without_hooks() -> None:
+    def drive(model: DistributedDataParallel) -> None:
+        loss(model, 0).backward()
+        model.zero_grad()
+        model._remove_autograd_hooks()
+        with model.no_sync():
+            loss(model, 1).backward()
+
+    alike(drive, lambda: models.build("mlp"))
+
+
+def finalized() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(2, 2)
+            self.unused = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.used(x)
+            return out
+
+    for kind in KINDS:
+        model = kind(Half(), find_unused_parameters=False)
+        model._check_reducer_finalized()
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+            model._check_reducer_finalized()
+
+
+class Nested(nn.Module):
+    """Takes and returns tensors inside tensors' containers."""
+
+    def __init__(self, container: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body = models.build("mlp")
+        self.spare = nn.Linear(12, 5)
+        self.container = container
+
+    def forward(self, x: Answer, *, pair: Pair) -> Any:
+        logits = self.body(x.logits) * pair.second[0]
+        extra = {"pair": Pair(logits + 1, [self.spare(x.logits)]), "none": None}
+        return self.container(logits=logits, extra=extra)
+
+
+def nested_outputs() -> None:
+    """Outputs that the loss ignores are found in dataclasses, too; DDP finds them in a dict only."""
+    wrapped = [
+        kind(Nested(container), find_unused_parameters=True)
+        for kind, container in zip(KINDS, (Answer, dict), strict=True)
+    ]
+    for step in range(4):
+        x, y = models.batch(step, dist.get_rank())
+        for model in wrapped:
+            out = model(Answer(x, {}), pair=Pair(None, [torch.tensor(0.5)]))
+            assert type(out) is model.module.container
+            found = vars(out) if isinstance(out, Answer) else out
+            pair = found["extra"]["pair"]
+            assert type(pair) is Pair
+            chosen = pair.first if step % 2 else pair.second[0]
+            (nn.functional.cross_entropy(found["logits"], y) + chosen.square().sum()).backward()
+    same(*wrapped)
+
+
+def attributes() -> None:
+    """The wrapper does not forward names to the module, and says so as DDP does."""
+    texts = []
+    for kind in KINDS:
+        model = kind(models.build("mlp"))
+        assert model.train() is model
+        assert model.eval() is model
+        assert not model.module[0].training
+        with pytest.raises(AttributeError) as caught:
+            model.in_features  # noqa: B018
+        texts.append(str(caught.value).replace(kind.__name__, "Wrapper"))
+        assert model.join_device == torch.device("cpu")
+        assert model.join_process_group is dist.group.WORLD
+    assert texts[0] == texts[1]
+
+
+def saving() -> None:
+    ours = RingDP(models.build("convolutional"))
+    loss(ours, 0).backward()
+    saved = io.BytesIO()
+    torch.save(ours.state_dict(), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    other = DistributedDataParallel(models.build("convolutional", seed=5))
+    other.load_state_dict(loaded)
+    for one, again in zip(ours.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, again)
+
+
+def delayed_all_reduce() -> None:
+    """Delayed parameters are averaged once the hooked parameter has its gradient, and ready when backward ends."""
+
+    def build(kind: type[DistributedDataParallel]) -> DistributedDataParallel:
+        module = models.build("mlp")
+        delayed = [(name, parameter) for name, parameter in module.named_parameters() if name.startswith(("2", "4"))]
+        return kind(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[0].weight)  # type: ignore[index]
+
+    ours, plain = build(RingDP), DistributedDataParallel(models.build("mlp"))
+    build(DistributedDataParallel)  # takes the same
+    for step in range(3):
+        for model in (ours, plain):
+            for parameter in model.parameters():
+                parameter.grad = None
+            loss(model, step).backward()
+        same(ours, plain)
+
+
+def device_meshes() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    alike(lambda model: loss(model, 0).backward(), lambda: models.build("mlp"), device_mesh=mesh)
+    grid = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    alike(lambda model: loss(model, 1).backward(), lambda: models.build("mlp"), device_mesh=grid["replicate"])
+
+
+CASES = [
+    ignored_parameters_and_buffers,
+    will_sync_buffers,
+    buffer_hooks,
+    static_graph_later,
+    another_process_group,
+    fused_optimizer,
+    optimizers_in_backward,
+    sink_and_sampling,
+    without_hooks,
+    finalized,
+    nested_outputs,
+    attributes,
+    saving,
+    delayed_all_reduce,
+    device_meshes,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_ddp(backend: str, case: Any) -> None:
+    run_ranks(case, backend=backend)
+
+
+def joined_with_zero() -> list[Tensor]:
+    """One Join over the wrapper and a sharded optimizer, with uneven inputs."""
+    from torch.distributed.algorithms.join import Join
+
+    results = []
+    for kind in KINDS:
+        model = kind(models.build("mlp"))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+        with Join([model, optimizer]):
+            for step in range(2 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                loss(model, step).backward()
+                optimizer.step()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+    return results[0]
+
+
+def stopped_early() -> list[int]:
+    """throw_on_early_termination: every rank stops where the first one has no more input, with DDP's error."""
+    counts: list[int] = []
+    texts: list[str] = []
+    for kind in KINDS:
+        model = kind(models.build("mlp"))
+        done = 0
+        try:
+            with model.join(throw_on_early_termination=True):
+                for step in range(2 + 2 * dist.get_rank()):
+                    loss(model, step).backward()
+                    done += 1
+        except RuntimeError as error:
+            texts.append(str(error))
+        counts.append(done)
+    assert counts[0] == counts[1]
+    assert texts[0] == texts[1]
+    assert "exhausted" in texts[0]
+    return counts
+
+
+def join_disabled() -> None:
+    alike(lambda model: _even_join(model), lambda: models.build("mlp"))
+
+
+def _even_join(model: DistributedDataParallel) -> None:
+    with model.join(enable=False):
+        for step in range(3):
+            loss(model, step).backward()
+
+
+@pytest.mark.parametrize("case", [joined_with_zero, stopped_early, join_disabled])
+def test_joining(backend: str, case: Any) -> None:
+    first, second = run_ranks(case, backend=backend)
+    if case is joined_with_zero:
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
