@@ -102,6 +102,11 @@ def backends() -> list[str]:
     return ["gloo", "ring"] if ring_is_built() else ["gloo"]
 
 
+def folder(world_size: int) -> str:
+    """For files of the processes that the next call of this many ranks goes to; gone with them."""
+    return _group(world_size).folder.name
+
+
 def ring_is_built() -> bool:
     """Whether the extension has the process group."""
     with contextlib.suppress(ImportError):
