@@ -76,7 +76,7 @@ def test_one_rank(name: str) -> None:
     expect_same(name, 1)
 
 
-@pytest.mark.parametrize("name", sample(6))
+@pytest.mark.parametrize("name", sample(9))
 def test_three_ranks(name: str) -> None:
     expect_same(name, 3)
 

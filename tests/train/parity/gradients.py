@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import BuiltinCommHookType
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from tests.train import models
 from tests.train.parity.run import Run
@@ -317,6 +315,9 @@ def autocast(run: Run, model: Any) -> None:
 
 
 def with_hook(run: Run, model: Any, *, hook: str, steps: int = 4) -> None:
+    from torch._C._distributed_c10d import BuiltinCommHookType
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # importing compiles scripts
+
     register: Any = {
         "allreduce": lambda: model.register_comm_hook(None, default_hooks.allreduce_hook),
         "fp16": lambda: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
