@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -32,6 +31,9 @@ def stepping_hook(
     Args:
         averages: whether a group's backend has ``ReduceOp.AVG``.
     """
+    # Loaded already by whoever gave parameters optimizers; for others it is slow, and warns of torch.jit.script.
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
     for parameter in wrapper._module_parameters:
         for handle in param_to_optim_hook_handle_map.get(parameter, []):
             handle.remove()
