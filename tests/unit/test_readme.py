@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ringdp
-from ringdp.config import VARIABLES
+from ringdp.config import VARIABLES, RingConfig
 from ringdp.launch import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,9 +51,27 @@ def test_launch_lines_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     secret.touch(mode=0o600)
     secret.write_text("ab" * 32)
     launches = [words[2:] for words in commands() if words[:2] == ["python", "launch.py"]]
-    assert len(launches) == 3
-    for words in launches:
-        assert arguments.parse(words).torchrun.training_script == "train.py"
+    assert len(launches) == 1 + 4
+    parsed = [arguments.parse(words).torchrun for words in launches]
+    assert {it.training_script for it in parsed} == {"train.py"}
+    assert [(it.nnodes, it.node_rank) for it in parsed[1:]] == [("4", rank) for rank in range(4)]
+    assert {(it.master_addr, it.master_port) for it in parsed[1:]} == {("10.0.0.1", 29500)}
+
+
+def test_the_ports_are_the_same_in_commands_and_firewall() -> None:
+    text = README.split("### Four machines")[1].split("\n## ")[0]
+    low, high = RingConfig.from_environment(
+        {"RINGDP_PORT_RANGE": re.findall(r"PORT_RANGE=(\S+)", text)[0]}
+    ).port_range or (0, 0)
+    assert {*re.findall(r"(?:port|--dport) (\d[\d:]*)", text)} == {"29500", f"{low}:{high}"}
+    assert high - low >= int(re.findall(r"--nproc-per-node (\d+)", text)[0])
+
+
+def test_every_example_is_in_the_table() -> None:
+    table = README.split("## Examples")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"\(examples/(\w+\.py)\)", table)) == sorted(
+        it.name for it in (ROOT / "examples").glob("*.py")
+    )
 
 
 def test_commands_exist() -> None:
