@@ -144,10 +144,11 @@ TABLE: Mapping[str, Argument] = {
     ),
     "check_reduction": Argument("deprecated", "As DDP: nothing, with its warning.", _TRUE_OR_FALSE, _flag),
     "gradient_as_bucket_view": Argument(
-        "nothing",
-        "`.grad` is a part of its bucket in any case; detach_() on it works, and a `.grad` that was kept stays.",
-        _TRUE_OR_FALSE,
-        _flag,
+        "own",
+        "True, and None, the default: `.grad` is a part of its bucket; detach_() on it works, and a `.grad` that was "
+        "kept stays. False: as DDP, memory of its own that no later step writes to, at the price of two copies.",
+        "True, False or None",
+        _flag_or_none,
     ),
     "static_graph": Argument(
         "torch",
@@ -183,8 +184,9 @@ TABLE: Mapping[str, Argument] = {
         _mesh,
     ),
     "skip_all_reduce_unused_params": Argument(
-        "nothing",
-        "Unused parameters travel as zeros; the result is the same, and ranks that disagree do not hang.",
+        "torch",
+        "As DDP: what no rank has a gradient for is not sent, from the second step on. Ranks may disagree: what some "
+        "rank uses after all is sent at the end of that backward.",
         _TRUE_OR_FALSE,
         _flag,
     ),
@@ -196,7 +198,7 @@ TABLE: Mapping[str, Argument] = {
     ),
     "batched_grad_copy": Argument(
         "nothing",
-        "A gradient is copied once, when it arrives; there is nothing to batch.",
+        "A gradient is copied once at most, when it arrives, by one memcpy: there is nothing to batch.",
         _TRUE_OR_FALSE,
         _flag,
     ),

@@ -23,6 +23,7 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.names import remember_names
 from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
 from ringdp.model_check import check_same_model
+from ringdp.model_parameters import model_parameters
 from ringdp.optimizer_in_backward import has_optimizers, stepping_hook
 from ringdp.reducer_log import ReducerLog
 from ringdp.sharded_parameters import ShardedParameters
@@ -65,7 +66,10 @@ class RingDP(DistributedDataParallel):
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
 
     - ``.grad`` is a part of its bucket: nothing is copied back. A ``.grad`` that somebody kept stays as it was; a view
-      of one (``p.grad.view(-1)``, ``p.grad.detach()``) shows the next step's values.
+      of one (``p.grad.view(-1)``, ``p.grad.detach()``) shows the next step's values. With
+      ``gradient_as_bucket_view=False`` it is memory of its own, which costs a copy into the bucket and one back.
+    - A parameter that was frozen or unfrozen (``requires_grad_``) is noticed at the next forward that trains and
+      synchronises: the buckets are laid out anew. Ranks that do not freeze the same get a MismatchError.
     - ``find_unused_parameters=None`` (the default): a backward that left parameters without gradient ends as with True
       (zeros count for them, None stays where no rank had one) and a warning names them once. False raises DDP's error
       at the next forward, with their names. True says that it is meant; buckets the graph cannot fill leave early.
@@ -114,6 +118,7 @@ class RingDP(DistributedDataParallel):
         self._caps_bytes = _bytes(listed) if listed else _growing_to(_bytes([float(caps_mb)])[0])  # type: ignore[arg-type]
         self._compare_models = bool(init_sync)
         self._precision = arguments.get("mixed_precision")
+        as_view = arguments.get("gradient_as_bucket_view")
         self._sharded: ShardedParameters | None = None
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
@@ -123,6 +128,7 @@ class RingDP(DistributedDataParallel):
                 bucket_cap_mb=None if listed else bucket_cap_mb,
                 bucket_cap_mb_list=listed,
                 find_unused_parameters=bool(find_unused_parameters),
+                gradient_as_bucket_view=True if as_view is None else bool(as_view),
                 **passed_on,
             )
         except BaseException:
@@ -157,16 +163,23 @@ class RingDP(DistributedDataParallel):
     ) -> None:
         from ringdp import _C
 
-        names = [param_to_name_mapping[index].removeprefix(".") for index in range(len(parameters))]
-        remember_names(parameters, names)
+        # Frozen ones too: they may be unfrozen later.
+        watched = model_parameters(self.module, ignored=self.parameters_to_ignore)
+        names = [one.name for one in watched]
+        remember_names([one.parameter for one in watched], names)
+        backend = self._backend_of(self.process_group)
         self.reducer = _C.Reducer(
-            parameters,
+            [one.parameter for one in watched],
             names,
-            expect_sparse_gradient,
+            [one.describe_use() for one in watched],
+            [one.sparse for one in watched],
             self.process_group,
             caps_bytes=self._caps_bytes,
             find_unused=self._find_unused,
-            average=self._averages(self.process_group),
+            average=backend in _AVERAGING_BACKENDS,
+            own_gradients=not self.gradient_as_bucket_view,
+            skip_unused=self.skip_all_reduce_unused_params,
+            names_compared=backend == "ring",
             graph_shows_unused=self._sharded is None,
         )
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
@@ -185,7 +198,7 @@ class RingDP(DistributedDataParallel):
                 "comm_hook": "",
                 "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
                 "initial_bucket_sizes": ", ".join(str(size) for size in self.reducer.bucket_bytes()),
-                "parameter_names": ", ".join(names),
+                "parameter_names": ", ".join(one.name for one in watched if one.parameter.requires_grad),
             },
             integers={
                 "world_size": self.process_group.size(),
@@ -324,16 +337,23 @@ class RingDP(DistributedDataParallel):
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
             self.process_group = new_process_group
-            self.reducer._update_process_group(new_process_group, self._averages(new_process_group))
+            backend = self._backend_of(new_process_group)
+            self.reducer._update_process_group(
+                new_process_group, average=backend in _AVERAGING_BACKENDS, names_compared=backend == "ring"
+            )
 
     def _averages(self, group: dist.ProcessGroup) -> bool:
         """Whether the group's backend for this kind of device has ReduceOp.AVG."""
+        return self._backend_of(group) in _AVERAGING_BACKENDS
+
+    def _backend_of(self, group: dist.ProcessGroup) -> str:
+        """The name of the group's backend for this kind of device; empty where nobody knows."""
         try:
             config = dist.get_backend_config(group)
         except (TypeError, ValueError):  # a process group that torch.distributed did not make
-            return False
+            return ""
         backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-        return backends.get(self.device_type, str(dist.get_backend(group))) in _AVERAGING_BACKENDS
+        return backends.get(self.device_type, str(dist.get_backend(group)))
 
     def _setup_in_backward_optimizers(self) -> None:
         if has_optimizers(self._module_parameters):

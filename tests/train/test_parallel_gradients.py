@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -329,8 +330,15 @@ class Twice(nn.Module):
         return result
 
 
-def marked_twice() -> str:
-    model = RingDP(Twice())
+class TwiceTied(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(12, 12)
+        self.again.weight, self.again.bias = self.shared.weight, self.shared.bias
+
+
+def marked_twice(kind: type[Twice]) -> str:
+    model = RingDP(kind())
     with pytest.raises(RuntimeError, match="Expected to mark a variable ready only once") as caught:
         model(torch.ones(2, 12)).sum().backward()
     return str(caught.value)
@@ -347,8 +355,12 @@ def static_graph_counts() -> None:
 
 
 def test_hooks_that_fire_twice(backend: str) -> None:
-    for text in run_ranks(marked_twice, backend=backend):
+    for text in run_ranks(marked_twice, Twice, backend=backend):
         assert "with name shared." in text
+        assert "It is used in shared (Linear)." in text
+    for text in run_ranks(marked_twice, TwiceTied, backend=backend):
+        (name,) = re.findall(r"with name shared\.(\w+)", text)
+        assert f"It is used in shared (Linear), again (Linear), under the names shared.{name}, again.{name}." in text
     run_ranks(static_graph_counts, backend=backend)
 
 

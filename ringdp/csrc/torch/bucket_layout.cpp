@@ -76,9 +76,8 @@ BucketPlan plan_bucket(std::span<const LayoutItem> items, std::span<const std::s
   return plan;
 }
 
-std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
-                            std::span<const std::string> names) {
-  std::string text = "bucket " + std::to_string(index) + ": ";
+std::string describe_names(std::span<const std::size_t> members, std::span<const std::string> names) {
+  std::string text;
   uint32_t hash = 2166136261u;
   std::size_t shown = 0;
   for (std::size_t i = 0; i < members.size(); ++i) {
@@ -95,6 +94,11 @@ std::string describe_bucket(std::size_t index, std::span<const std::size_t> memb
     text += rest;
   }
   return text;
+}
+
+std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
+                            std::span<const std::string> names) {
+  return "bucket " + std::to_string(index) + ": " + describe_names(members, names);
 }
 
 }  // namespace ringdp

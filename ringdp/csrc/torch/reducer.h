@@ -16,6 +16,7 @@
 
 #include "torch/reducer_exchange.h"
 #include "torch/reducer_hooks.h"
+#include "torch/reducer_watch.h"
 
 namespace ringdp {
 
@@ -31,6 +32,9 @@ struct ReducerOptions {
   UnusedParameters unused = UnusedParameters::kFinish;
   bool average = false;            // see BucketExchange
   bool graph_shows_unused = true;  // false where they are no leaves of the graph: _autograd_hook tells of them
+  bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
+  bool skip_unused = false;        // buckets that no rank has gradients for stay at home
+  bool names_compared = false;     // the backend raises on all ranks where an operation's names differ
 };
 
 // Of the last backward that synchronised, and sums over all of them. Clock readings only.
@@ -46,11 +50,13 @@ struct ReducerStats {
 
 class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
  public:
-  Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> sparse,
-          c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options);
+  // `parameters`: all of the module's, also those that do not require grad now.
+  Reducer(std::vector<WatchedParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
+          ReducerOptions options);
   ~Reducer() override;
 
-  // Forward. Throws where the last backward did not finish.
+  // Forward. Throws where the last backward did not finish. Lays everything out anew where parameters were frozen or
+  // unfrozen since; throws on all ranks where they do not agree about that.
   void prepare_for_forward();
   bool rebuild_buckets();  // once, after the first backward: true
   void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync);
@@ -60,6 +66,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool take_gradient(std::size_t parameter, const at::Tensor& gradient) override;
   void gradient_arrived(std::size_t parameter) override;
   void backward_began(bool sync) override;
+  // gradient_arrived, told by Python: `parameter` counts those that required grad at construction.
+  void gradient_arrived_at(std::size_t parameter);
 
   void register_hook(std::unique_ptr<c10d::CommHookInterface> hook);
   void register_builtin_hook(BuiltinHook which);
@@ -80,7 +88,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void shadow_end_of_backward();  // the collectives that follow the buckets
 
   void reset();
-  void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average);
+  void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared);
 
   ReducerStats stats();
   std::vector<std::vector<std::size_t>> layout();
@@ -90,13 +98,15 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool graph_static() const { return unused_names_.empty(); }
 
  private:
-  struct Slot {  // one parameter
+  struct Slot {  // one parameter that requires grad
     at::Tensor parameter;
-    at::Tensor view;  // its part of the bucket, which .grad becomes
+    std::size_t watched = 0;  // its index among all parameters
+    at::Tensor view;          // its part of the bucket, which .grad becomes
     std::size_t bucket = 0;
     bool sparse = false;
     bool direct = false;
-    bool copy_back = false;  // .grad has a graph of its own and stays; the result is copied into it
+    bool copy_back = false;  // .grad stays as it is; the result is copied into it
+    bool local = false;      // .grad has something that was not averaged (no_sync)
     bool used = false;       // has a gradient in this backward
     bool ready = false;
     int arrivals = 0;  // static graph: expected in one backward
@@ -109,38 +119,68 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
   bool learning_graph() const { return static_graph_ && !learned_graph_; }
   void throw_if_failed() const;
-  void throw_if_unfinished();
+  void throw_if_unfinished(bool tell);
+  std::vector<std::size_t> unfinished() const;
   std::string missing_text() const;
+  std::string tell_others(const std::string& what);
+
+  void follow_requires_grad();
+  std::vector<std::size_t> agree_about(const std::vector<std::size_t>& frozen);
+  void throw_where_they_differ(const std::vector<std::vector<uint8_t>>& all) const;
+  void average_left_over(const std::vector<std::size_t>& watched);
+  void take_trainable();
 
   void plan(std::span<const std::size_t> order);
+  void plan_in_reverse();
+  void count_traffic();
+  void count_bucket(std::size_t index);
   void allocate();
+  bool carries_marks(std::size_t bucket) const;
+  void give_memory(Bucket& bucket);
   void drop_memory();
   void hook_was_set();
+  void set_hooks();
 
   void begin();
   void expect_only_what_the_graph_has();
-  void settle(std::size_t parameter);
-  void settle_direct(Slot& slot, Bucket& bucket);
-  void adopt(Slot& slot, at::Tensor& gradient);
+  void settle(std::size_t parameter, bool late = false);
+  void settle_direct(std::size_t parameter, Bucket& bucket);
+  void adopt(std::size_t parameter, at::Tensor& gradient);
   void renew_view(Slot& slot);
   void mark_ready(std::size_t parameter);
   void launch_full_buckets();
+  void launch(Bucket& bucket);
+  void write_marks(const at::Tensor& marks) const;
+  bool owns_gradient(std::size_t parameter) const;
   bool sends_used_map() const;
-  void launch_used_map();
+  void launch_used_map(bool with_input);
 
   void end_backward();
-  void wait_for_buckets();
-  void hand_out(const std::vector<std::size_t>& missing);
-  std::vector<bool> used_somewhere();
-  void warn_unused(const std::vector<std::size_t>& missing, const std::vector<bool>& used);
+  void wait_for_buckets(std::size_t first, std::size_t end);
+  void send_late_buckets();
+  void hand_out();
+  struct UsedMap {
+    std::vector<bool> somewhere;  // by parameter
+    bool somebody_lacks = false;  // some rank has no gradient for some parameter
+  };
+  void read_used_map();
+  bool reads_used_map(bool lacking) const;
+  bool looks_for_others() const;
+  void tell_unused(const std::vector<std::size_t>& missing);
+  std::string unused_here(const std::vector<std::size_t>& missing) const;
+  std::string unused_by_ranks(const std::vector<std::vector<uint8_t>>& used) const;
   void exchange_order();
+  void set_idle(std::vector<bool> idle);
   [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats()
-  const std::vector<at::Tensor> parameters_;
-  const std::vector<std::string> names_;
+  ParameterWatch watch_;
+  // Those that require grad, one entry each.
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::string> names_;
   std::vector<Slot> slots_;
   std::vector<LayoutItem> items_;
+  std::vector<bool> idle_;  // no rank had a gradient for it when the order was learned; only with skip_unused
   ReducerOptions options_;
   BucketExchange exchange_;
   int group_size_;
@@ -148,26 +188,32 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool hooks_removed_ = false;
 
   std::vector<std::vector<std::size_t>> layout_;
+  std::size_t kept_ = 0;                                // buckets behind these have idle parameters only
+  std::size_t sending_ = 0;                             // those that leave without asking, in this backward
   std::optional<std::vector<std::size_t>> next_order_;  // to lay the buckets out by at the next forward
   std::vector<Bucket> buckets_;                         // empty until the first forward needs them
   bool order_known_ = false;
   bool rebuilt_ = false;
 
-  bool armed_ = false;   // a synchronised forward has run, its backward has not begun
-  bool active_ = false;  // a synchronised backward is running
-  int quiet_task_ = -1;  // the backward that was told not to synchronise
+  bool armed_ = false;    // a synchronised forward has run, its backward has not begun
+  bool active_ = false;   // a synchronised backward is running
+  bool joining_ = false;  // some ranks may have run out of input (torch's Join) and repeat all buckets
+  int quiet_task_ = -1;   // the backward that was told not to synchronise
   std::size_t next_bucket_ = 0;
   int64_t step_ = 0;
   std::vector<std::size_t> arrival_order_;
   std::string failed_;
+  std::string told_;  // what the other ranks said to an unfinished backward
   bool static_graph_ = false;
   bool learned_graph_ = false;
   bool optimizer_in_backward_ = false;
 
   at::Tensor used_map_;  // where it is sent on its own
   c10::intrusive_ptr<c10d::Work> used_work_;
+  UsedMap used_;
   std::vector<std::string> unused_names_;
   bool warned_ = false;
+  bool ranks_named_ = false;  // the same on all ranks
 
   c10::intrusive_ptr<c10d::Work> forward_work_;
   bool divide_by_all_ranks_ = true;

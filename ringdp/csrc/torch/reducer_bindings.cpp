@@ -19,18 +19,30 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using GroupPointer = c10::intrusive_ptr<c10d::ProcessGroup>;
 using PythonFuture = torch::jit::PythonFutureWrapper;
 
-std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                      std::vector<bool> sparse, GroupPointer group, std::vector<std::size_t> caps_bytes,
-                                      const std::optional<bool>& find_unused, bool average, bool graph_shows_unused) {
+std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
+                                      std::vector<std::string> used_in, const std::vector<bool>& sparse,
+                                      GroupPointer group, std::vector<std::size_t> caps_bytes,
+                                      const std::optional<bool>& find_unused, bool average, bool own_gradients,
+                                      bool skip_unused, bool names_compared, bool graph_shows_unused) {
+  TORCH_CHECK(
+      names.size() == parameters.size() && used_in.size() == parameters.size() && sparse.size() == parameters.size(),
+      "one name, one place and one sparse flag per parameter");
+  std::vector<WatchedParameter> watched;
+  watched.reserve(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    watched.push_back({parameters[i], std::move(names[i]), std::move(used_in[i]), sparse[i]});
+  }
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
   options.average = average;
+  options.own_gradients = own_gradients;
+  options.skip_unused = skip_unused;
+  options.names_compared = names_compared;
   options.graph_shows_unused = graph_shows_unused;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
-  return std::make_shared<Reducer>(std::move(parameters), std::move(names), std::move(sparse), std::move(group),
-                                   std::move(options));
+  return std::make_shared<Reducer>(std::move(watched), std::move(group), std::move(options));
 }
 
 // From torch's pipeline stages, between forward and backward, with the outputs alone: that backward is to synchronise.
@@ -92,9 +104,9 @@ std::shared_ptr<PythonFuture> run_sum(Reducer& reducer, const c10d::GradBucket& 
 
 void bind_reducer(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
-      .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("sparse"),
+      .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
-           py::arg("graph_shows_unused") = true)
+           py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"))
       .def("prepare_for_forward", &Reducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
@@ -109,7 +121,7 @@ void bind_reducer(py::module_& module) {
       .def("stats", &stats_as_dict)
       // The names torch's DistributedDataParallel uses.
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
-      .def("_autograd_hook", &Reducer::gradient_arrived, NoGil())
+      .def("_autograd_hook", &Reducer::gradient_arrived_at, NoGil())
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
       .def("_get_zeros_like_grad_buckets", &Reducer::zero_buckets, NoGil())
       .def("_run_comm_hook", &run_hook, NoGil())
@@ -121,7 +133,8 @@ void bind_reducer(py::module_& module) {
       .def("_set_forward_pass_work_handle", &Reducer::set_forward_work, NoGil())
       .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward)
       .def("_set_static_graph", &Reducer::set_static_graph, NoGil())
-      .def("_update_process_group", &Reducer::set_group, py::arg("process_group"), py::arg("average"), NoGil());
+      .def("_update_process_group", &Reducer::set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),
+           py::arg("names_compared"), NoGil());
 }
 
 }  // namespace ringdp

@@ -96,6 +96,12 @@ at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter) {
   return buffer.set_(gradient.storage(), gradient.storage_offset(), {gradient.numel()}, {1});
 }
 
+void leave_bucket(at::Tensor gradient) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor copy = gradient.clone();
+  gradient.set_(copy.storage(), 0, copy.sizes(), copy.strides());
+}
+
 void remember_stream(Bucket& bucket) {
   const c10::Device device = bucket.buffer.device();
   if (device.is_cpu()) return;

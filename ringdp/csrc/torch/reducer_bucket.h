@@ -25,7 +25,8 @@ struct Bucket {
   bool direct = false;   // one large gradient, reduced where autograd left it: no memory between steps
   at::Tensor buffer;     // [plan.numel + marks]: what is sent
   at::Tensor gradients;  // [plan.numel]: the same memory without the marks
-  at::Tensor marks;      // [parameters]: above zero where some rank had a gradient; undefined in most buckets
+  at::Tensor marks;  // [parameters + 1]: above zero where some rank had a gradient, and, at the end, where some rank
+                     // lacked one; undefined in all but one bucket
 
   std::size_t pending = 0;           // gradients still to come in this backward
   std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
@@ -48,6 +49,9 @@ at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter);
 // Whether anybody but the holder of this reference has the tensor. Its Python object, where there is one, does not count
 // unless Python uses it.
 bool held_elsewhere(const at::Tensor& tensor);
+
+// `gradient` stays the same tensor, with the same values, in memory of its own.
+void leave_bucket(at::Tensor gradient);
 
 // Work of other streams on the bucket before what the current stream does next. Nothing on the CPU.
 void remember_stream(Bucket& bucket);

@@ -27,7 +27,11 @@ void Reducer::register_builtin_hook(BuiltinHook which) {
 void Reducer::hook_was_set() {
   TORCH_CHECK(!active_, "communication hooks are registered between steps, not during backward");
   drop_memory();
-  if (hooks_ == nullptr && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
+  set_hooks();
+}
+
+void Reducer::set_hooks() {
+  if (hooks_ == nullptr && watches() && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
 }
 
 void Reducer::set_static_graph() {
@@ -81,7 +85,8 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
   const Lock lock(mutex_);
   allocate();
   std::vector<c10d::GradBucket> result;
-  for (const Bucket& bucket : buckets_) {
+  for (Bucket& bucket : buckets_) {
+    give_memory(bucket);
     const at::Tensor& parameter = parameters_[bucket.members.front()];
     at::Tensor zeros;
     if (bucket.sparse) {
@@ -106,8 +111,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket
 void Reducer::shadow_used_map() {
   const Lock lock(mutex_);
   if (!sends_used_map()) return;
-  for (Slot& slot : slots_) slot.used = false;
-  launch_used_map();
+  launch_used_map(/*with_input=*/false);
   std::exchange(used_work_, nullptr)->wait();
 }
 
@@ -119,6 +123,7 @@ void Reducer::shadow_end_of_backward() {
 void Reducer::reset() {
   const Lock lock(mutex_);
   failed_.clear();
+  told_.clear();
   active_ = armed_ = false;
   order_known_ = rebuilt_ = false;
   learned_graph_ = false;
@@ -133,11 +138,12 @@ void Reducer::reset() {
   }
 }
 
-void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average) {
+void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
   const Lock lock(mutex_);
   exchange_.set_group(std::move(group), average);
   group_size_ = exchange_.ranks();
-  if (hooks_ == nullptr && watches() && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
+  options_.names_compared = names_compared;
+  set_hooks();
 }
 
 ReducerStats Reducer::stats() {

@@ -124,6 +124,11 @@ void BucketExchange::wait(Bucket& bucket) {
   }
 }
 
+void BucketExchange::average(at::Tensor buffer) {
+  set_divisor(0);
+  all_reduce(std::move(buffer))->wait();
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(c10d::GradBucket& bucket) {
   const CallbackHold hold;
   return has_hook() ? hook_->runHook(bucket) : sum(bucket);

@@ -34,6 +34,9 @@ class BucketExchange {
   // Until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws what failed.
   void wait(Bucket& bucket);
 
+  // The mean over all ranks, by a plain all-reduce in place: `buffer` is dense and contiguous. Waits for it.
+  void average(at::Tensor buffer);
+
   // What launch does to a bucket whose rank has run out of input: `bucket` holds zeros.
   c10::intrusive_ptr<c10::ivalue::Future> shadow(c10d::GradBucket& bucket);
   // The plain sum, for hooks that divide themselves.

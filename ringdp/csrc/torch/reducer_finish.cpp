@@ -13,20 +13,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kNamesShown = 20;
-
 double seconds(std::chrono::steady_clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
-
-std::string listed(const std::vector<std::string>& names) {
-  std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kNamesShown); ++i) {
-    if (i > 0) text.append(", ");
-    text.append(names[i]);
-  }
-  if (names.size() > kNamesShown)
-    text.append(", … ").append(std::to_string(names.size() - kNamesShown)).append(" more");
-  return text;
-}
 
 }  // namespace
 
@@ -50,9 +37,20 @@ void Reducer::end_backward() {
   }
   if (!local()) {
     lock.unlock();  // callbacks of hooks may ask this reducer something
-    wait_for_buckets();
+    wait_for_buckets(0, sending_);
     lock.lock();
-    hand_out(missing);
+    used_ = {};
+    if (reads_used_map(!missing.empty())) read_used_map();
+    if (auto work = std::exchange(used_work_, nullptr)) work->wait();
+    if (kept_ < buckets_.size()) {
+      count_traffic();
+      send_late_buckets();
+      lock.unlock();
+      wait_for_buckets(sending_, buckets_.size());
+      lock.lock();
+    }
+    hand_out();
+    tell_unused(missing);
   }
   for (auto& future : std::exchange(futures_, {})) future->wait();
   ++stats_.steps;
@@ -64,8 +62,9 @@ void Reducer::end_backward() {
   if (!order_known_ && !local()) exchange_order();
 }
 
-void Reducer::wait_for_buckets() {
-  for (Bucket& bucket : buckets_) {
+void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
+  for (std::size_t index = first; index < end; ++index) {
+    Bucket& bucket = buckets_[index];
     try {
       in_bucket(static_cast<int64_t>(bucket.index), bucket.name, step_, [&] { exchange_.wait(bucket); });
     } catch (...) {
@@ -75,20 +74,34 @@ void Reducer::wait_for_buckets() {
   }
 }
 
-void Reducer::hand_out(const std::vector<std::size_t>& missing) {
+// Buckets that had stayed at home, where some rank has a gradient for them after all. All ranks have read the same map.
+void Reducer::send_late_buckets() {
+  for (std::size_t index = kept_; index < buckets_.size(); ++index) {
+    Bucket& bucket = buckets_[index];
+    const auto used = [&](std::size_t member) { return used_.somewhere.empty() || used_.somewhere[member]; };
+    const bool sent = index < sending_;
+    if (!sent && std::none_of(bucket.members.begin(), bucket.members.end(), used)) continue;
+    count_bucket(index);
+    if (sent) continue;
+    for (std::size_t member : bucket.members) {
+      if (!slots_[member].used) settle(member, /*late=*/true);
+    }
+    launch(bucket);
+  }
+}
+
+void Reducer::hand_out() {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::vector<bool> used;
-  if (!missing.empty()) used = used_somewhere();
-  if (auto work = std::exchange(used_work_, nullptr)) work->wait();
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (!slot.used && !used.empty() && !used[i]) continue;
+    if (!slot.used && !used_.somewhere.empty() && !used_.somewhere[i]) continue;
+    at::Tensor& grad = slot.parameter.mutable_grad();
     if (slot.sparse) {
-      slot.parameter.mutable_grad() = buckets_[slot.bucket].buffer;
+      grad = buckets_[slot.bucket].buffer;
     } else if (slot.copy_back) {
-      slot.parameter.mutable_grad().copy_(slot.view);
+      if (grad.defined()) grad.copy_(slot.view);  // a hook may have applied it and let it go
     } else if (!slot.used && !optimizer_in_backward_) {
-      slot.parameter.mutable_grad() = slot.view;
+      grad = owns_gradient(i) && !slot.direct ? slot.view.clone() : slot.view;
     }
   }
   for (Bucket& bucket : buckets_) {
@@ -97,35 +110,55 @@ void Reducer::hand_out(const std::vector<std::size_t>& missing) {
     bucket.gradients.reset();
     slots_[bucket.members.front()].view.reset();
   }
-  if (!missing.empty()) warn_unused(missing, used);
 }
 
-// Asked for only where this rank lacks a gradient; on a device it waits for the device.
-std::vector<bool> Reducer::used_somewhere() {
-  std::vector<bool> used(slots_.size(), true);
+// On a device it waits for the device: there a rank that has all its gradients looks only now and then.
+bool Reducer::reads_used_map(bool lacking) const {
+  if (options_.unused == UnusedParameters::kForbidden) return false;
+  return lacking || (options_.skip_unused && (kept_ < buckets_.size() || !order_known_)) || looks_for_others();
+}
+
+bool Reducer::looks_for_others() const {
+  if (options_.unused != UnusedParameters::kFinish || static_graph_ || ranks_named_ || joining_) return false;
+  return group_size_ > 1 && (parameters_.front().is_cpu() || (step_ & (step_ - 1)) == 0);
+}
+
+void Reducer::read_used_map() {
   at::Tensor counts;
   if (used_work_) {
-    used_work_->wait();
+    std::exchange(used_work_, nullptr)->wait();
     counts = used_map_;
-  } else if (buckets_.back().marks.defined()) {
-    counts = at::real(buckets_.back().marks);
   } else {
-    return used;
+    const at::Tensor& marks = buckets_[kept_ - 1].marks;
+    if (!marks.defined()) return;
+    counts = at::real(marks);
   }
   const at::Tensor flags = counts.gt(0).cpu().contiguous();
   const bool* flag = flags.const_data_ptr<bool>();
-  for (std::size_t i = 0; i < used.size(); ++i) used[i] = flag[i];
-  return used;
+  used_.somewhere.assign(flag, flag + slots_.size());
+  used_.somebody_lacks = flag[slots_.size()];
+}
+
+void Reducer::write_marks(const at::Tensor& marks) const {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  marks.fill_(1);
+  bool lacking = false;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].used) continue;
+    marks.select(0, static_cast<int64_t>(i)).zero_();
+    lacking = true;
+  }
+  if (!lacking) marks.select(0, static_cast<int64_t>(slots_.size())).zero_();
 }
 
 bool Reducer::sends_used_map() const {
   if (options_.unused == UnusedParameters::kForbidden || local()) return false;
-  return !buckets_.empty() && !buckets_.back().marks.defined();
+  return !buckets_.empty() && !carries_marks(kept_ - 1);
 }
 
-void Reducer::launch_used_map() {
-  std::vector<int32_t> used(slots_.size());
-  for (std::size_t i = 0; i < used.size(); ++i) used[i] = slots_[i].used ? 1 : 0;
+void Reducer::launch_used_map(bool with_input) {
+  std::vector<int32_t> used(slots_.size() + 1, 0);
+  for (std::size_t i = 0; with_input && i < slots_.size(); ++i) (slots_[i].used ? used[i] : used.back()) = 1;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   used_map_ = at::tensor(used, at::kInt).to(parameters_.front().device());
   const NamedScope scope("which parameters were used");
@@ -133,23 +166,10 @@ void Reducer::launch_used_map() {
   used_work_ = exchange_.group()->allreduce(tensors);
 }
 
-void Reducer::warn_unused(const std::vector<std::size_t>& missing, const std::vector<bool>& used) {
-  if (options_.unused != UnusedParameters::kFinish || static_graph_ || std::exchange(warned_, true)) return;
-  std::vector<std::string> here;
-  std::vector<std::string> everywhere;
-  for (std::size_t i : missing) (used[i] ? here : everywhere).push_back(names_[i]);
-  unused_names_ = here;
-  unused_names_.insert(unused_names_.end(), everywhere.begin(), everywhere.end());
-  std::string text = "parameters without gradient in step " + std::to_string(step_) + " on rank " +
-                     std::to_string(exchange_.group()->getRank()) + ".";
-  if (!here.empty()) text += " Used on other ranks, so their mean counts zeros from this one: " + listed(here) + ".";
-  if (!everywhere.empty()) text += " Used on no rank, so their .grad stays None: " + listed(everywhere) + ".";
-  TORCH_WARN(text, " Said once; find_unused_parameters=True says that this is meant, False makes it an error.");
-}
-
 // Rank 0's order of arrival becomes everybody's, so that buckets fill up one after the other.
 void Reducer::exchange_order() {
   order_known_ = true;
+  if (slots_.empty()) return;
   std::vector<bool> seen(slots_.size(), false);
   std::vector<int32_t> order;
   for (std::size_t i : arrival_order_) {
@@ -158,6 +178,11 @@ void Reducer::exchange_order() {
   }
   for (std::size_t i = slots_.size(); i-- > 0;) {
     if (!seen[i]) order.push_back(static_cast<int32_t>(i));
+  }
+  if (options_.skip_unused && !used_.somewhere.empty()) {
+    for (int32_t& i : order) {
+      if (!used_.somewhere[static_cast<std::size_t>(i)]) i = ~i;  // negative: idle
+    }
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor sent = at::tensor(order, at::kInt).to(parameters_.front().device());
@@ -173,57 +198,20 @@ void Reducer::exchange_order() {
   }
   const at::Tensor received = sent.cpu().contiguous();
   const int32_t* first = received.const_data_ptr<int32_t>();
-  std::vector<std::size_t> next(first, first + order.size());
+  std::vector<std::size_t> next;
+  std::vector<bool> idle(slots_.size(), false);
+  for (std::size_t position = 0; position < order.size(); ++position) {
+    const int32_t entry = first[position];
+    next.push_back(static_cast<std::size_t>(entry < 0 ? ~entry : entry));
+    if (entry < 0 && next.back() < idle.size()) idle[next.back()] = true;
+  }
   std::vector<std::size_t> sorted = next;
   std::sort(sorted.begin(), sorted.end());
   for (std::size_t i = 0; i < sorted.size(); ++i) {
     if (sorted[i] != i) throw Error(ErrorKind::kMismatch, "rank 0 sent an order of gradients that is no permutation");
   }
+  set_idle(std::move(idle));
   next_order_ = std::move(next);
-}
-
-std::string Reducer::missing_text() const {
-  std::string indices;
-  std::vector<std::string> names;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    const Slot& slot = slots_[i];
-    if (slot.ready && !(learned_graph_ && slot.arrivals_left > 0)) continue;
-    indices.append(" ").append(std::to_string(i));
-    names.push_back(names_[i]);
-  }
-  const std::string rank = std::to_string(exchange_.group()->getRank());
-  return "Parameter indices which did not receive grad for rank " + rank + ":" + indices +
-         "\nParameters which did not receive grad for rank " + rank + ": " + listed(names);
-}
-
-void Reducer::throw_if_unfinished() {
-  if (!active_) return;
-  const std::string head = "Expected to have finished reduction in the prior iteration before starting a new one. ";
-  if (static_graph_) {
-    TORCH_CHECK(
-        false, head,
-        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
-        "in first iteration, but then got unused in the second iteration. this is not compatible with "
-        "static_graph set to True.\n",
-        missing_text());
-  }
-  if (options_.unused == UnusedParameters::kForbidden) {
-    TORCH_CHECK(
-        false, head,
-        "This error indicates that your module has parameters that were not used in producing loss. You can "
-        "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
-        "`torch.nn.parallel.DistributedDataParallel`, and by \nmaking sure all `forward` function outputs "
-        "participate in calculating loss. \nIf you already have done the above, then the distributed data "
-        "parallel module wasn't able to locate the output tensors in the return value of your module's `forward` "
-        "function. Please include the loss function and the structure of the return value of `forward` of your "
-        "module when reporting this issue (e.g. list, dict, iterable).\n",
-        missing_text());
-  }
-  if (next_bucket_ > 0) {
-    TORCH_CHECK(false, head, "A backward was left by an exception after ", next_bucket_, " of ", buckets_.size(),
-                " buckets had been sent; the other ranks wait for the rest.\n", missing_text());
-  }
-  active_ = false;  // nothing had left: as if it had never begun
 }
 
 }  // namespace ringdp

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 namespace ringdp {
@@ -32,9 +33,13 @@ class BeforeAccumulate final : public FunctionPreHook {
   }
   void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_backward(); }
 
+  bool shared() const { return shared_.load(std::memory_order_relaxed); }
+  void share() { shared_.store(true, std::memory_order_relaxed); }
+
  private:
   GradientListener& listener_;
   const std::size_t parameter_;
+  std::atomic<bool> shared_{false};
 };
 
 class AfterAccumulate final : public FunctionPostHook {
@@ -75,6 +80,12 @@ GradientHooks::GradientHooks(GradientListener& listener, const std::vector<at::T
     Hooked hooked;
     hooked.accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
     auto before = std::make_unique<BeforeAccumulate>(listener, i);
+    for (const auto& other : hooked.accumulator->pre_hooks()) {
+      if (auto* theirs = dynamic_cast<BeforeAccumulate*>(other.get())) {
+        theirs->share();
+        before->share();
+      }
+    }
     hooked.before = before.get();
     hooked.accumulator->add_pre_hook(std::move(before));
     hooked.after = hooked.accumulator->add_post_hook(std::make_unique<AfterAccumulate>(listener, i));
@@ -88,6 +99,10 @@ GradientHooks::~GradientHooks() {
     std::erase_if(before, [&](const auto& hook) { return hook.get() == hooked.before; });
     hooked.accumulator->del_post_hook(hooked.after);
   }
+}
+
+bool GradientHooks::shared(std::size_t parameter) const {
+  return static_cast<const BeforeAccumulate*>(hooked_[parameter].before)->shared();
 }
 
 void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,

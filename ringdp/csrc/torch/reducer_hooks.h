@@ -33,6 +33,8 @@ class GradientHooks {
   GradientHooks& operator=(const GradientHooks&) = delete;
 
   torch::autograd::Node* accumulator(std::size_t parameter) const { return hooked_[parameter].accumulator.get(); }
+  // Whether another listener has, or has had, hooks on the same parameter.
+  bool shared(std::size_t parameter) const;
 
  private:
   using NodePointer = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
