@@ -195,16 +195,16 @@ def hooks(run: Run, model: Any, *, kind: str) -> None:
 
 
 def steps_in_hooks(run: Run, model: Any) -> None:
-    """An optimizer per parameter that steps and drops the gradient when it has arrived, before anything is averaged."""
+    """An optimizer per parameter that steps when its gradient has arrived, before anything is averaged."""
     for parameter in model.parameters():
         own = torch.optim.SGD([parameter], lr=0.05)
 
         def step(parameter: Tensor, own: Any = own) -> None:
             own.step()
-            own.zero_grad(set_to_none=False)
 
         parameter.register_post_accumulate_grad_hook(step)
     for number in range(3):
+        model.zero_grad()
         run.backward(model, number)
 
 

@@ -266,6 +266,6 @@ def mean(run: Run, value: float) -> float:
     """Over the ranks, which then all have the same bits."""
     if run.kind == "alone":
         return value
-    everybody: list[Any] = [None] * run.world
+    everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, value)
-    return sum(everybody) / run.world
+    return sum(everybody) / len(everybody)
