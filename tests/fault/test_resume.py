@@ -78,13 +78,12 @@ def died(outcomes: list[Outcome]) -> list[int]:
     return killed
 
 
-@pytest.mark.parametrize("world, seed", [(2, 0), (3, 1)])
+@pytest.mark.parametrize("world, seed, kills", [(2, 0, 3), (3, 1, 1)])
 def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(
-    server: RankServer, tmp_path: Path, world: int, seed: int
+    server: RankServer, tmp_path: Path, world: int, seed: int, kills: int
 ) -> None:
     undisturbed = told(Run(server, tmp_path / "undisturbed", world, seed).attempt())
     run = Run(server, tmp_path / "killed", world, seed)
-    kills = 3
     for _ in range(kills):
         assert len(died(run.attempt(kills))) == 1
     results = told(run.attempt(kills))
