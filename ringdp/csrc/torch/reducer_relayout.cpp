@@ -19,10 +19,19 @@ constexpr uint8_t kLeftOver = 2;  // frozen, with gradients that were not averag
 }  // namespace
 
 void Reducer::follow_requires_grad() {
-  if (!watch_.changed()) return;
+  const bool changed = watch_.changed();
+  // module.double() and the like give parameters other data, which hooks and buckets no longer fit. All ranks do that in
+  // the same place, as they do the forward, and their modules were alike.
+  bool other_data = false;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const at::Tensor& parameter = slots_[i].parameter;
+    other_data |= static_cast<uint16_t>(parameter.scalar_type()) != static_cast<uint16_t>(items_[i].group) ||
+                  static_cast<std::size_t>(parameter.numel()) != items_[i].numel;
+  }
+  if (!changed && !other_data) return;
   const std::vector<std::size_t> frozen = watch_.frozen();
   try {
-    if (group_size_ > 1) average_left_over(agree_about(frozen));
+    if (changed && group_size_ > 1) average_left_over(agree_about(frozen));
   } catch (...) {
     failed_ = current_error_text();
     throw;

@@ -304,6 +304,10 @@ CHANGES = [
     case("parameters get other data", m.layers, partial(s.train, before=s.new_data)),
     case("double before the first step", partial(m.Cast, torch.float32), partial(s.change_dtype, after_steps=0),
          ddp=False, why="DDP no longer averages"),
+    case("double after a step", partial(m.Cast, torch.float32), partial(s.change_dtype, after_steps=1),
+         ddp=False, rtol=1e-7, why="DDP no longer averages; the first step rounds to float32"),
+    case("double, none may be unused", partial(m.Cast, torch.float32), partial(s.change_dtype, after_steps=1),
+         ours={"find_unused_parameters": False}, ddp=False, rtol=1e-7, why="DDP no longer averages; the first step rounds to float32"),
 ]  # fmt: skip
 
 FAMILIES = [
