@@ -307,7 +307,8 @@ CHANGES = [
     case("double after a step", partial(m.Cast, torch.float32), partial(s.change_dtype, after_steps=1),
          ddp=False, rtol=1e-7, why="DDP no longer averages; the first step rounds to float32"),
     case("double, none may be unused", partial(m.Cast, torch.float32), partial(s.change_dtype, after_steps=1),
-         ours={"find_unused_parameters": False}, ddp=False, rtol=1e-7, why="DDP no longer averages; the first step rounds to float32"),
+         ours={"find_unused_parameters": False}, ddp=False, rtol=1e-7,
+         why="DDP no longer averages; the first step rounds to float32"),
 ]  # fmt: skip
 
 FAMILIES = [
