@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ringdp.config import RingConfig
 
 BACKEND = "ring"
+_AVERAGING_BACKENDS = frozenset({"ring", "nccl"})  # those with ReduceOp.AVG
 
 _lobby: Any = None  # where the ranks have met, between that and the process group that takes the connections over
 
@@ -91,6 +92,28 @@ def named(name: str) -> Iterator[None]:
         yield
     finally:
         scope.exit()
+
+
+def backend_name(group: dist.ProcessGroup) -> str:
+    try:
+        return str(dist.get_backend(group))
+    except ValueError:  # a process group that torch.distributed did not make
+        return str(group.name())
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """The name of the group's backend for this kind of device; the group's own where nobody knows."""
+    try:
+        config = dist.get_backend_config(group)
+    except (TypeError, ValueError):  # as above
+        return backend_name(group)
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    return backends.get(device_type, backend_name(group))
+
+
+def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether the group's backend for this kind of device has ``ReduceOp.AVG``."""
+    return backend_of(group, device_type) in _AVERAGING_BACKENDS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,6 +215,23 @@ def read_secret(path: str) -> bytes:
     return bytes.fromhex(content.decode())
 
 
+_DDP_LOGS = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_DDP_LOGS_OF_BACKEND = {
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (
+        "NCCL_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_DEBUG",
+        "NCCL_NTHREADS", "NCCL_IB_TIMEOUT",
+    ),
+}  # fmt: skip
+
+
+def ddp_environment(backend: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that DistributedDataParallel keeps in its logging data, under their names there; N/A: not set."""
+    environ = os.environ if environ is None else environ
+    names = _DDP_LOGS + _DDP_LOGS_OF_BACKEND.get(backend, ())
+    return {name.replace("TORCH_NCCL", "NCCL").lower(): environ.get(name, "N/A") for name in names}
+
+
 def warn_about_unknown(environ: Mapping[str, str]) -> None:
     """Warn about ``RINGDP_*`` variables that nothing reads, most likely misspelt."""
     for name in sorted(environ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError
 
+_MIB = 1024 * 1024
+_BUCKET_CAP_MB = 25
 Treatment = Literal["own", "torch", "nothing", "deprecated"]
 
 
@@ -239,6 +242,25 @@ def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, A
 def for_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `arguments` that DistributedDataParallel's constructor gets as they are; some it only keeps."""
     return {name: value for name, value in arguments.items() if TABLE[name].treatment != "own"}
+
+
+def bucket_caps(arguments: Mapping[str, Any]) -> tuple[Any, list[int]]:
+    """The list of sizes in MiB, where one was given, and the caps in bytes of the first, second, … buckets.
+
+    Without a list 1, 2, 4, … MiB up to the cap: a slow wire is busy with one bucket until the next one is full.
+    """
+    given = arguments.get("bucket_cap_mb_list") or arguments.get("bucket_cap_mb") or _BUCKET_CAP_MB
+    if isinstance(given, (list, tuple)):
+        return list(given), [_bytes(cap) for cap in given]
+    cap_bytes = _bytes(given)
+    caps = [min(_MIB, cap_bytes)]
+    while caps[-1] < cap_bytes:
+        caps.append(min(2 * caps[-1], cap_bytes))
+    return None, caps
+
+
+def _bytes(cap_mb: float) -> int:
+    return min(max(1, int(cap_mb * _MIB)), sys.maxsize)
 
 
 def _shown(value: object) -> str:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from ringdp.backend import named
-from ringdp.ddp_arguments import accepted, for_torch
-from ringdp.errors import InvalidArgumentError
+from ringdp.backend import backend_of, has_average, named
+from ringdp.ddp_arguments import accepted, bucket_caps, for_torch
+from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
+from ringdp.hooks.signature import what_is_wrong_with
 from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
 from ringdp.model_check import check_same_model
 from ringdp.model_parameters import model_parameters
@@ -30,11 +29,6 @@ from ringdp.sharded_parameters import ShardedParameters
 from ringdp.sync_batch_norm import synchronise_on_cpu
 
 _log = logging.getLogger("ringdp.parallel")
-
-_MIB = 1024 * 1024
-_BUCKET_CAP_MB = 25
-_FIRST_BUCKET_BYTES = _MIB
-_AVERAGING_BACKENDS = frozenset({"ring", "nccl"})  # those with ReduceOp.AVG
 
 
 @dataclass(frozen=True)
@@ -111,11 +105,9 @@ class RingDP(DistributedDataParallel):
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
         arguments = accepted((*common, find_unused_parameters, *positional), named)
-        caps_mb = arguments.get("bucket_cap_mb_list") or bucket_cap_mb or _BUCKET_CAP_MB
-        listed = list(caps_mb) if isinstance(caps_mb, (list, tuple)) else None
         # Plain attributes before Module.__init__ are fine; DistributedDataParallel calls the methods that read them.
         self._find_unused = None if find_unused_parameters is None else bool(find_unused_parameters)
-        self._caps_bytes = _bytes(listed) if listed else _growing_to(_bytes([float(caps_mb)])[0])  # type: ignore[arg-type]
+        listed, self._caps_bytes = bucket_caps(arguments)
         self._compare_models = bool(init_sync)
         self._precision = arguments.get("mixed_precision")
         as_view = arguments.get("gradient_as_bucket_view")
@@ -167,7 +159,7 @@ class RingDP(DistributedDataParallel):
         watched = model_parameters(self.module, ignored=self.parameters_to_ignore)
         names = [one.name for one in watched]
         remember_names([one.parameter for one in watched], names)
-        backend = self._backend_of(self.process_group)
+        backend = backend_of(self.process_group, self.device_type)
         self.reducer = _C.Reducer(
             [one.parameter for one in watched],
             names,
@@ -176,7 +168,7 @@ class RingDP(DistributedDataParallel):
             self.process_group,
             caps_bytes=self._caps_bytes,
             find_unused=self._find_unused,
-            average=backend in _AVERAGING_BACKENDS,
+            average=self._averages(self.process_group),
             own_gradients=not self.gradient_as_bucket_view,
             skip_unused=self.skip_all_reduce_unused_params,
             names_compared=backend == "ring",
@@ -191,26 +183,8 @@ class RingDP(DistributedDataParallel):
             hook = reduction_hook(self, self._precision, self._averages)
             if hook is not None:
                 self.reducer.register_comm_hook(None, hook)
-        self.logger = ReducerLog(
-            self.reducer,
-            strings={
-                "backend_name": str(dist.get_backend(self.process_group)),
-                "comm_hook": "",
-                "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-                "initial_bucket_sizes": ", ".join(str(size) for size in self.reducer.bucket_bytes()),
-                "parameter_names": ", ".join(one.name for one in watched if one.parameter.requires_grad),
-            },
-            integers={
-                "world_size": self.process_group.size(),
-                "rank": self.process_group.rank(),
-                "bucket_cap_bytes": self._caps_bytes[-1],
-                "find_unused_parameters": int(self._find_unused is not False),
-                "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-                "is_multi_device_module": int(self.is_multi_device_module),
-                "num_parameter_tensors": len(parameters),
-                "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
-            },
-        )
+        trainable = [one.name for one in watched if one.parameter.requires_grad]
+        self.logger = ReducerLog(self, parameters, trainable, bucket_cap_bytes=self._caps_bytes[-1])
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
@@ -294,20 +268,9 @@ class RingDP(DistributedDataParallel):
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         """torch's check, which would refuse annotations that are text (``from __future__ import annotations``)."""
-        if not callable(hook):
-            self._log_and_throw(TypeError, "Communication hook must be callable.")
-        try:
-            signature = inspect.signature(hook, eval_str=True)
-        except NameError:  # a name known to type checkers only: nothing to compare with
-            return
-        bucket = signature.parameters.get("bucket")
-        if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, GradBucket):
-            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
-        if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
-            self._log_and_throw(
-                ValueError,
-                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
-            )
+        wrong = what_is_wrong_with(hook)
+        if wrong is not None:
+            self._log_and_throw(*wrong)
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         self.reducer.register_builtin_comm_hook(comm_hook_type)
@@ -337,23 +300,22 @@ class RingDP(DistributedDataParallel):
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
             self.process_group = new_process_group
-            backend = self._backend_of(new_process_group)
             self.reducer._update_process_group(
-                new_process_group, average=backend in _AVERAGING_BACKENDS, names_compared=backend == "ring"
+                new_process_group,
+                average=self._averages(new_process_group),
+                names_compared=backend_of(new_process_group, self.device_type) == "ring",
             )
 
     def _averages(self, group: dist.ProcessGroup) -> bool:
-        """Whether the group's backend for this kind of device has ReduceOp.AVG."""
-        return self._backend_of(group) in _AVERAGING_BACKENDS
+        return has_average(group, self.device_type)
 
-    def _backend_of(self, group: dist.ProcessGroup) -> str:
-        """The name of the group's backend for this kind of device; empty where nobody knows."""
-        try:
-            config = dist.get_backend_config(group)
-        except (TypeError, ValueError):  # a process group that torch.distributed did not make
-            return ""
-        backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-        return backends.get(self.device_type, str(dist.get_backend(group)))
+    def _lazy_init(self) -> None:
+        if _in_distributed_autograd():
+            raise InvalidStateError(
+                "RingDP does not average the gradients that distributed autograd (torch.distributed.rpc) keeps in its "
+                "context: use DistributedDataParallel for this module"
+            )
+        super()._lazy_init()
 
     def _setup_in_backward_optimizers(self) -> None:
         if has_optimizers(self._module_parameters):
@@ -378,6 +340,7 @@ class RingDP(DistributedDataParallel):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
+        self.logger.set_sample_rate(sample_rate)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As `torch.nn.Module.load_state_dict`; keys without the prefix ``module.`` are taken as the module's own."""
@@ -387,16 +350,14 @@ class RingDP(DistributedDataParallel):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def _bytes(caps_mb: list[float]) -> list[int]:
-    return [min(max(1, int(cap * _MIB)), sys.maxsize) for cap in caps_mb]
-
-
-def _growing_to(cap_bytes: int) -> list[int]:
-    """1, 2, 4, … MiB up to the cap: a slow wire is busy with one bucket until the next one is full."""
-    caps = [min(_FIRST_BUCKET_BYTES, cap_bytes)]
-    while caps[-1] < cap_bytes:
-        caps.append(min(2 * caps[-1], cap_bytes))
-    return caps
+def _in_distributed_autograd() -> bool:
+    if not dist.rpc.is_available() or not dist.rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        return False
+    try:
+        dist.autograd._current_context()  # type: ignore[attr-defined]
+    except RuntimeError:  # there is none
+        return False
+    return True
 
 
 def _line_mesh(arguments: dict[str, Any]) -> Any:

@@ -17,10 +17,12 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
 from ringdp.parallel import RingDP
 from tests.train import models
 from tests.train.harness import backends, run_ranks
+from tests.train.test_parallel_gradients import Twice
 
 pytestmark = [
     pytest.mark.parametrize("backend", backends()),
@@ -324,7 +326,71 @@ def device_meshes() -> None:
     alike(lambda model: loss(model, 1).backward(), lambda: models.build("mlp"), device_mesh=grid["replicate"])
 
 
+def checkpointed_as_a_whole() -> None:
+    """The wrapper inside activation checkpointing: its forward runs again in the middle of its own backward.
+
+    DDP takes this as long as no parameter has its gradient before that; RingDP in any case.
+    """
+    for reentrant in (False, True):
+        ours, theirs = RingDP(models.build("tied")), DistributedDataParallel(models.build("tied"))
+        for step in range(3):
+            x, y = models.batch(step, dist.get_rank())
+            output: Any = checkpoint(ours, x.requires_grad_(), use_reentrant=reentrant)
+            nn.functional.cross_entropy(output, y).backward()
+            loss(theirs, step).backward()
+            same(ours, theirs)
+
+
+def logging_data() -> None:
+    """DDP's keys, and the same values where they do not depend on time."""
+    data = []
+    for kind in KINDS:
+        model = kind(models.build("convolutional"), find_unused_parameters=False, gradient_as_bucket_view=True)
+        assert "comm_hook" not in model._get_ddp_logging_data()
+        model._set_ddp_runtime_logging_sample_rate(2)
+        for step in range(14):
+            loss(model, step).backward()
+            logged = model._get_ddp_logging_data()["iteration"]
+            assert logged == (step if step < 10 or step % 2 == 0 else step - 1)
+        data.append(model._get_ddp_logging_data())
+    ours, theirs = data
+    own_backend = dist.get_backend() != "gloo"
+    assert not {key for key in set(theirs) - set(ours) if not (own_backend and key.startswith("gloo"))}
+    timed = {key for key in theirs if "time" in key}
+    for key in set(theirs) - timed - {"backend_name", "prev_iteration_grad_ready_order_indices"}:
+        assert ours.get(key, theirs[key]) == theirs[key], key
+    assert ours["backend_name"] == dist.get_backend()
+    assert timed
+    for key in timed:
+        assert ours[key] > 0, key
+    assert ours["forward_compute_time_start"] <= ours["backward_compute_time_start"]
+    assert ours["backward_compute_time_start"] <= ours["backward_comm_time_start"] <= ours["backward_comm_time_end"]
+    overlap = ours["avg_backward_compute_comm_overlap_time"]
+    assert overlap <= min(ours["avg_backward_compute_time"], ours["avg_backward_comm_time"])
+    mixed = RingDP(models.build("mixed_types"))._get_ddp_logging_data()
+    assert mixed["dtypes"] == "c10::BFloat16, c10::complex<float>, double, float"
+
+
+def logged_errors() -> None:
+    """What went wrong is in the logging data, whoever raised it: Python, the reducer in forward or in backward."""
+    for kind in KINDS:
+        model = kind(models.build("mlp"))
+        loss(model, 0).backward()
+        with pytest.raises(RuntimeError, match="before training loop starts") as caught:
+            model._set_static_graph()
+        data = model._get_ddp_logging_data()
+        assert data["has_error"] == 1
+        assert str(caught.value).splitlines()[0][:60] in data["error"]
+        model = kind(Twice())
+        with pytest.raises(RuntimeError, match="mark a variable ready only once"):
+            model(torch.ones(2, 12)).sum().backward()
+        assert "mark a variable ready only once" in model._get_ddp_logging_data()["error"]
+
+
 CASES = [
+    checkpointed_as_a_whole,
+    logging_data,
+    logged_errors,
     ignored_parameters_and_buffers,
     will_sync_buffers,
     buffer_hooks,

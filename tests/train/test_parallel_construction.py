@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tempfile
 from typing import Any
 
 import pytest
@@ -169,6 +170,30 @@ def test_positional_call(backend: str) -> None:
 
 def test_what_is_refused(backend: str) -> None:
     run_ranks(refusals, world_size=1, backend=backend)
+
+
+def distributed_autograd() -> None:
+    """Its gradients are not in .grad: refused at the first forward instead of not averaged."""
+    import torch.distributed.autograd as distributed_autograd
+    from torch.distributed import rpc
+
+    with tempfile.NamedTemporaryFile() as file:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{file.name}-rpc")
+        rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+        model = RingDP(nn.Linear(3, 3))
+        model(torch.ones(1, 3)).sum().backward()  # RPC alone changes nothing
+        model = RingDP(nn.Linear(3, 3))
+        with (
+            distributed_autograd.context(),
+            pytest.raises(ringdp.InvalidStateError, match="use DistributedDataParallel"),
+        ):
+            model(torch.ones(1, 3))
+        rpc.shutdown()
+
+
+def test_distributed_autograd_is_refused(backend: str) -> None:
+    if backend == "gloo":
+        run_ranks(distributed_autograd, world_size=1, backend=backend)
 
 
 def step(model: nn.Module, number: int = 0) -> list[Tensor]:

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model_check": {"errors"},
     "model_parameters": set(),
     "sync_batch_norm": {"errors", "backend"},
-    "reducer_log": {"errors", "config"},
+    "reducer_log": {"errors", "config", "backend"},
     "ddp_arguments": {"errors"},
     "mixed_precision": {"errors"},
     "sharded_parameters": {"errors"},

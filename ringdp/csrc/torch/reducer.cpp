@@ -43,8 +43,12 @@ Reducer::Reducer(std::vector<WatchedParameter> parameters, c10::intrusive_ptr<c1
 
 Reducer::~Reducer() = default;
 
+// A forward that checkpointing repeats inside the backward it belongs to: nothing begins with it.
+bool Reducer::recomputing() const { return active_ && torch::autograd::get_current_graph_task_id() != -1; }
+
 void Reducer::prepare_for_forward() {
   const Lock lock(mutex_);
+  if (recomputing()) return;
   throw_if_failed();
   throw_if_unfinished(/*tell=*/true);
   follow_requires_grad();
@@ -58,6 +62,7 @@ void Reducer::check_finalized() {
 
 bool Reducer::rebuild_buckets() {
   const Lock lock(mutex_);
+  if (recomputing()) return false;
   if (active_) throw_if_unfinished(/*tell=*/false);
   if (!next_order_) return false;
   const std::vector<std::size_t> order = *std::exchange(next_order_, std::nullopt);
@@ -72,6 +77,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
   if (hooks_ == nullptr || slots_.empty()) return;
   {
     const Lock lock(mutex_);
+    if (recomputing()) return;
     if (sync) throw_if_failed();
     allocate();
     if (sync) armed_ = true;
@@ -97,6 +103,8 @@ void Reducer::begin() {
   ++step_;
   next_bucket_ = 0;
   began_ = Clock::now();
+  stats_.began_ns = nanoseconds(began_);
+  stats_.launched_ns = 0;
   arrival_order_.clear();
   for (Bucket& bucket : buckets_) bucket.pending = bucket.members.size();
   for (Slot& slot : slots_) {
@@ -280,6 +288,7 @@ void Reducer::launch(Bucket& bucket) {
   try {
     in_bucket(static_cast<int64_t>(bucket.index), bucket.name, step_, [&] {
       if (bucket.marks.defined()) write_marks(bucket.marks);
+      if (next_bucket_ == 0) stats_.launched_ns = nanoseconds(Clock::now());
       next_bucket_ = bucket.index + 1;  // also where it fails: the others have seen this rank's part of it, or its end
       exchange_.launch(bucket, sending_, parameters_);
       if (bucket.index + 1 == sending_ && sends_used_map()) launch_used_map(/*with_input=*/true);
@@ -289,5 +298,7 @@ void Reducer::launch(Bucket& bucket) {
     throw;
   }
 }
+
+void Reducer::hook_failed(const std::string& text) { note_error(text); }
 
 }  // namespace ringdp

@@ -46,6 +46,12 @@ struct ReducerStats {
   double exposed_wait_s = 0;  // the end of backward waited for communication
   double total_backward_s = 0;
   double total_exposed_wait_s = 0;
+  // Of that backward, in ns of the steady clock: its begin, its first bucket, its last gradient, its end.
+  int64_t began_ns = 0;
+  int64_t launched_ns = 0;
+  int64_t computed_ns = 0;
+  int64_t finished_ns = 0;
+  int64_t unused_bytes = 0;  // of parameters without gradient on this rank
 };
 
 class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
@@ -68,6 +74,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void backward_began(bool sync) override;
   // gradient_arrived, told by Python: `parameter` counts those that required grad at construction.
   void gradient_arrived_at(std::size_t parameter);
+  void hook_failed(const std::string& text) override;
 
   void register_hook(std::unique_ptr<c10d::CommHookInterface> hook);
   void register_builtin_hook(BuiltinHook which);
@@ -91,6 +98,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared);
 
   ReducerStats stats();
+  std::vector<std::size_t> arrivals();  // parameters in the order of the last backward
+  std::string error();                  // the text of the last thing this threw, and of what backward ended with
+  void note_error(const std::string& text);
   std::vector<std::vector<std::size_t>> layout();
   std::vector<std::size_t> bucket_bytes();
   std::vector<std::string> bucket_names();  // what their operations are called
@@ -117,6 +127,10 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
   bool local() const { return group_size_ == 1 && !exchange_.has_hook(); }
   bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
+  bool recomputing() const;
+  static int64_t nanoseconds(Clock::time_point time) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+  }
   bool learning_graph() const { return static_graph_ && !learned_graph_; }
   void throw_if_failed() const;
   void throw_if_unfinished(bool tell);
@@ -156,6 +170,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void launch_used_map(bool with_input);
 
   void end_backward();
+  void note_times(Clock::time_point gradients_done, const std::vector<std::size_t>& missing);
   void wait_for_buckets(std::size_t first, std::size_t end);
   void send_late_buckets();
   void hand_out();
@@ -203,6 +218,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   int64_t step_ = 0;
   std::vector<std::size_t> arrival_order_;
   std::string failed_;
+  std::string error_;
   std::string told_;  // what the other ranks said to an unfinished backward
   bool static_graph_ = false;
   bool learned_graph_ = false;

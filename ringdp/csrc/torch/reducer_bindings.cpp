@@ -10,6 +10,7 @@
 
 #include "torch/bindings.h"
 #include "torch/reducer.h"
+#include "torch/reducer_errors.h"
 
 namespace ringdp {
 namespace {
@@ -74,6 +75,33 @@ py::dict stats_as_dict(Reducer& reducer) {
   return result;
 }
 
+// What DDP logs of a step, in ns of the steady clock.
+py::dict times_as_dict(Reducer& reducer) {
+  ReducerStats stats;
+  {
+    py::gil_scoped_release no_gil;
+    stats = reducer.stats();
+  }
+  py::dict result;
+  result["began_ns"] = stats.began_ns;
+  result["launched_ns"] = stats.launched_ns;
+  result["computed_ns"] = stats.computed_ns;
+  result["finished_ns"] = stats.finished_ns;
+  result["unused_bytes"] = stats.unused_bytes;
+  return result;
+}
+
+// Keeps the text of what the method throws, for DDP's logging data.
+template <auto Method>
+auto noting(Reducer& reducer) {
+  try {
+    return (reducer.*Method)();
+  } catch (...) {
+    reducer.note_error(current_error_text());
+    throw;
+  }
+}
+
 void register_python_hook(Reducer& reducer, py::object state, py::object hook) {
   auto owned = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
   py::gil_scoped_release no_gil;
@@ -107,7 +135,7 @@ void bind_reducer(py::module_& module) {
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
            py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"))
-      .def("prepare_for_forward", &Reducer::prepare_for_forward, NoGil())
+      .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
       .def("register_builtin_comm_hook", &register_builtin_hook, NoGil())
@@ -119,10 +147,13 @@ void bind_reducer(py::module_& module) {
       .def("bucket_names", &Reducer::bucket_names, NoGil())
       .def("rebuilt", &Reducer::rebuilt)
       .def("stats", &stats_as_dict)
+      .def("times", &times_as_dict)
+      .def("arrivals", &Reducer::arrivals, NoGil())
+      .def("error", &Reducer::error, NoGil())
       // The names torch's DistributedDataParallel uses.
-      .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
+      .def("_rebuild_buckets", &noting<&Reducer::rebuild_buckets>, NoGil())
       .def("_autograd_hook", &Reducer::gradient_arrived_at, NoGil())
-      .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
+      .def("_check_reducer_finalized", &noting<&Reducer::check_finalized>, NoGil())
       .def("_get_zeros_like_grad_buckets", &Reducer::zero_buckets, NoGil())
       .def("_run_comm_hook", &run_hook, NoGil())
       .def("_run_allreduce_hook", &run_sum, NoGil())
@@ -132,7 +163,7 @@ void bind_reducer(py::module_& module) {
       .def("_reset_state", &Reducer::reset, NoGil())
       .def("_set_forward_pass_work_handle", &Reducer::set_forward_work, NoGil())
       .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward)
-      .def("_set_static_graph", &Reducer::set_static_graph, NoGil())
+      .def("_set_static_graph", &noting<&Reducer::set_static_graph>, NoGil())
       .def("_update_process_group", &Reducer::set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),
            py::arg("names_compared"), NoGil());
 }

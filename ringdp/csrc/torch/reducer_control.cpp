@@ -146,6 +146,21 @@ void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool avera
   set_hooks();
 }
 
+std::vector<std::size_t> Reducer::arrivals() {
+  const Lock lock(mutex_);
+  return arrival_order_;
+}
+
+std::string Reducer::error() {
+  const Lock lock(mutex_);
+  return error_;
+}
+
+void Reducer::note_error(const std::string& text) {
+  const Lock lock(mutex_);
+  error_ = text;
+}
+
 ReducerStats Reducer::stats() {
   const Lock lock(mutex_);
   return stats_;

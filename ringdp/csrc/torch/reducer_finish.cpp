@@ -54,12 +54,20 @@ void Reducer::end_backward() {
   }
   for (auto& future : std::exchange(futures_, {})) future->wait();
   ++stats_.steps;
+  note_times(gradients_done, missing);
   stats_.backward_s = seconds(gradients_done - began_);
   stats_.exposed_wait_s = local() ? 0 : seconds(Clock::now() - gradients_done);
   stats_.total_backward_s += stats_.backward_s;
   stats_.total_exposed_wait_s += stats_.exposed_wait_s;
   active_ = false;
   if (!order_known_ && !local()) exchange_order();
+}
+
+void Reducer::note_times(Clock::time_point gradients_done, const std::vector<std::size_t>& missing) {
+  stats_.computed_ns = nanoseconds(gradients_done);
+  stats_.finished_ns = nanoseconds(Clock::now());
+  stats_.unused_bytes = 0;
+  for (std::size_t i : missing) stats_.unused_bytes += static_cast<int64_t>(items_[i].numel * items_[i].element_bytes);
 }
 
 void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <utility>
 
+#include "torch/reducer_errors.h"
+
 namespace ringdp {
 namespace {
 
@@ -47,7 +49,12 @@ class AfterAccumulate final : public FunctionPostHook {
   AfterAccumulate(GradientListener& listener, std::size_t parameter) : listener_(listener), parameter_(parameter) {}
 
   variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    listener_.gradient_arrived(parameter_);
+    try {
+      listener_.gradient_arrived(parameter_);
+    } catch (...) {
+      listener_.hook_failed(current_error_text());
+      throw;
+    }
     return outputs;
   }
   void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_backward(); }

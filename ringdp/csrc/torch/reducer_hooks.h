@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace ringdp {
@@ -23,6 +24,8 @@ class GradientListener {
   virtual void gradient_arrived(std::size_t parameter) = 0;
   // Backward reached an output of a forward; `sync` as that forward said.
   virtual void backward_began(bool sync) = 0;
+  // gradient_arrived threw this.
+  virtual void hook_failed(const std::string& text) = 0;
 };
 
 class GradientHooks {
