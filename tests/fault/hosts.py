@@ -147,7 +147,7 @@ class RankServer:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)  # a loaded machine takes seconds to unload torch
 
 
 def meet_and_add(spec: RankSpec, outcome: Outcome) -> None:
