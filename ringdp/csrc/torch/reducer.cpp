@@ -85,10 +85,18 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
   watch_outputs(shared_from_this(), outputs, sync);
 }
 
+void Reducer::demand_sync() {
+  const Lock lock(mutex_);
+  if (hooks_ == nullptr || slots_.empty()) return;
+  throw_if_failed();
+  allocate();
+  armed_ = demanded_ = true;
+}
+
 void Reducer::backward_began(bool sync) {
   const Lock lock(mutex_);
   if (hooks_ == nullptr || slots_.empty() || !any_accumulator_needed(*hooks_, slots_.size())) return;
-  if (!sync) {
+  if (!sync && !demanded_) {
     quiet_task_ = torch::autograd::get_current_graph_task_id();
     return;
   }
@@ -99,7 +107,7 @@ void Reducer::begin() {
   throw_if_failed();
   allocate();
   active_ = true;
-  armed_ = false;
+  armed_ = demanded_ = false;
   ++step_;
   next_bucket_ = 0;
   began_ = Clock::now();

@@ -66,6 +66,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void prepare_for_forward();
   bool rebuild_buckets();  // once, after the first backward: true
   void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync);
+  // The next backward synchronises even if its forward was told not to.
+  void demand_sync();
   void check_finalized();
 
   // Backward.
@@ -210,10 +212,11 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool order_known_ = false;
   bool rebuilt_ = false;
 
-  bool armed_ = false;    // a synchronised forward has run, its backward has not begun
-  bool active_ = false;   // a synchronised backward is running
-  bool joining_ = false;  // some ranks may have run out of input (torch's Join) and repeat all buckets
-  int quiet_task_ = -1;   // the backward that was told not to synchronise
+  bool armed_ = false;     // a synchronised forward has run, its backward has not begun
+  bool demanded_ = false;  // armed by demand_sync
+  bool active_ = false;    // a synchronised backward is running
+  bool joining_ = false;   // some ranks may have run out of input (torch's Join) and repeat all buckets
+  int quiet_task_ = -1;    // the backward that was told not to synchronise
   std::size_t next_bucket_ = 0;
   int64_t step_ = 0;
   std::vector<std::size_t> arrival_order_;

@@ -46,7 +46,8 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   return std::make_shared<Reducer>(std::move(watched), std::move(group), std::move(options));
 }
 
-// From torch's pipeline stages, between forward and backward, with the outputs alone: that backward is to synchronise.
+// From torch's pipeline stages, Lightning's manual optimization and Accelerate's trigger_sync_in_backward, between forward
+// and backward and without `sync`: that backward is to synchronise, even if its forward was told not to.
 // A backward in two halves (zero-bubble schedules) has no graph left in its second half, where the gradients of the
 // parameters come from autograd.grad, and nothing would be averaged.
 void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outputs, const std::optional<bool>& sync) {
@@ -55,6 +56,7 @@ void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outpu
               "RingDP cannot average the gradients of a pipeline stage whose backward is split in two halves (inputs "
               "first, weights later): autograd tells nobody about those of the weights. Use a schedule with whole "
               "backwards: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS.");
+  if (!sync) reducer.demand_sync();
   reducer.prepare_for_backward(outputs, sync.value_or(true));
 }
 

@@ -124,7 +124,7 @@ void Reducer::reset() {
   const Lock lock(mutex_);
   failed_.clear();
   told_.clear();
-  active_ = armed_ = false;
+  active_ = armed_ = demanded_ = false;
   order_known_ = rebuilt_ = false;
   learned_graph_ = false;
   for (Slot& slot : slots_) slot.arrivals = 0;
