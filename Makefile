@@ -1,6 +1,7 @@
 # make train   train the example on two ranks, after setting everything up
 # make test    the test suite;  ARGS="-k ring -x" goes to pytest
 # make test-all   the slow tests too: every world size, type and size, long soaks
+# make test-integrations   RingDP in Lightning, Accelerate, transformers and Ray, which pip fetches for it
 # make build   the set-up alone
 #
 # PYTHON names the Python to use (make test PYTHON=python3.12). One that has torch 2.11 or newer is used as it is;
@@ -12,7 +13,7 @@ NPROC ?= 2
 SETUP = $(PYTHON) tools/environment.py
 CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh'
 
-.PHONY: build test test-all train lint format clean distclean python
+.PHONY: build test test-all test-integrations train lint format clean distclean python
 
 build: python
 	@$(SETUP)
@@ -22,6 +23,9 @@ test: python
 
 test-all: python
 	@$(SETUP) -- python -m pytest -m '' $(ARGS)
+
+test-integrations: python
+	@$(SETUP) -- python -m pytest -m integrations tests/integrations $(ARGS)
 
 train: python
 	@$(SETUP) -- python launch.py --nproc-per-node $(NPROC) examples/digits.py $(ARGS)

@@ -113,7 +113,7 @@ def init(
     launch = None if init_method is not None and rank is not None else config.LaunchEnvironment.read()
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
     kind = _device_kind(backend, device)
-    chosen = backend or _default_backend(kind)
+    chosen = backend or default_backend(kind)
     agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
     store = _meeting_store(init_method, rank, world_size, timeout, agent_store=agent_store)
     settings = config.RingConfig.from_environment()
@@ -263,7 +263,7 @@ def _device_kind(backend: str | None, wanted: torch.device | str | None) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _default_backend(kind: str) -> str:
+def default_backend(kind: str) -> str:
     return "cpu:ring,cuda:nccl" if kind == "cuda" and dist.is_nccl_available() else ring.BACKEND
 
 

@@ -91,9 +91,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }
 # May import anything; nothing may import them.
-TOPMOST = {"__main__", "tools", "testing"}
-# The launcher makes the environment of the ranks; everything else asks config.
-MAY_READ_ENVIRONMENT = {"config", "launch", "launchers"}
+TOPMOST = {"__main__", "tools", "testing", "integrations"}
+# The launcher makes the environment of the ranks, integrations what Accelerate reads; everything else asks config.
+MAY_READ_ENVIRONMENT = {"config", "launch", "launchers", "integrations"}
 
 
 def cpp_files(root: Path) -> list[Path]:

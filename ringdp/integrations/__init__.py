@@ -1,0 +1,83 @@
+"""RingDP inside other libraries. Each one is imported when its name is first used; none of them is needed otherwise.
+
+- `RingDPStrategy`: Lightning Fabric (`ringdp.integrations.fabric`)
+- `RingDPTrainerStrategy`: Lightning's Trainer (`ringdp.integrations.lightning`)
+- `RingAccelerator`, `use_ringdp`: Hugging Face Accelerate (`ringdp.integrations.accelerate`)
+- `RingTrainer`: Hugging Face Trainer (`ringdp.integrations.transformers`)
+- `RingConfig`: Ray Train (`ringdp.integrations.ray`)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringdp.integrations.accelerate import RingAccelerator, use_ringdp
+    from ringdp.integrations.fabric import RingDPStrategy
+    from ringdp.integrations.lightning import RingDPTrainerStrategy
+    from ringdp.integrations.ray import RingConfig
+    from ringdp.integrations.transformers import RingTrainer
+
+__all__ = [
+    "RingAccelerator",
+    "RingConfig",
+    "RingDPStrategy",
+    "RingDPTrainerStrategy",
+    "RingTrainer",
+    "use_ringdp",
+]
+
+_HOME = {
+    "RingAccelerator": "accelerate",
+    "RingConfig": "ray",
+    "RingDPStrategy": "fabric",
+    "RingDPTrainerStrategy": "lightning",
+    "RingTrainer": "transformers",
+    "use_ringdp": "accelerate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ringdp.integrations' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ringdp.integrations.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def imported(*names: str, package: str) -> ModuleType:
+    """One of the modules ``names``: one that the program has imported already, else the first that is installed.
+
+    Args:
+        names: what to import. Lightning is published under two names each with classes of its own.
+        package: what to tell pip where none of them is installed.
+
+    Raises:
+        ImportError: none is installed; the message says what to install. An ImportError from inside an installed
+            module is passed on as it is.
+    """
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or name.split(".")[0] != error.name.split(".")[0]:
+                raise
+    raise ImportError(
+        f"this part of ringdp.integrations needs {package}, which is not installed: pip install '{package}'"
+    )
+
+
+def register_strategy(registry: Any, strategy: type) -> None:
+    """Enter ``strategy`` into a Lightning strategy registry, once for each way of starting processes."""
+    starts = {"ringdp": "popen", "ringdp_spawn": "spawn", "ringdp_fork": "fork", "ringdp_notebook": "fork"}
+    for name, start_method in starts.items():
+        registry.register(
+            name, strategy, description=f"RingDP with start_method={start_method!r}", start_method=start_method
+        )

@@ -1,0 +1,42 @@
+"""Lightning's Trainer: ``Trainer(strategy=RingDPTrainerStrategy(), …)``, or ``Trainer(strategy="ringdp", …)``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ringdp.integrations import imported, register_strategy
+from ringdp.parallel import RingDP
+from ringdp.process_group import default_backend
+
+if TYPE_CHECKING:
+    from lightning.pytorch import strategies
+else:
+    strategies = imported("lightning.pytorch.strategies", "pytorch_lightning.strategies", package="lightning>=2.6")
+
+
+class RingDPTrainerStrategy(strategies.DDPStrategy):
+    """The Trainer's DDP strategy with RingDP as the wrapper and ``ring`` as the process group.
+
+    Takes what `DDPStrategy` takes; arguments that it does not know go to `RingDP`. A ``ddp_comm_hook`` is registered on
+    CPUs too, where Lightning leaves it out without a word. Importing this module also registers the names ``ringdp``,
+    ``ringdp_spawn``, ``ringdp_fork`` and ``ringdp_notebook``, after DDP's.
+    """
+
+    def _setup_model(self, model: torch.nn.Module) -> RingDP:
+        device = self.root_device
+        return RingDP(model, None if device.type == "cpu" else [device], **self._ddp_kwargs)
+
+    def _register_ddp_hooks(self) -> None:
+        hook = self._ddp_comm_hook
+        if hook is not None and self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        if hook is not None:
+            self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
+
+    def _get_process_group_backend(self) -> str:
+        return self._process_group_backend or default_backend(self.root_device.type)
+
+
+register_strategy(strategies.StrategyRegistry, RingDPTrainerStrategy)

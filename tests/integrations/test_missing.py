@@ -1,0 +1,67 @@
+"""ringdp.integrations where none of the libraries is installed; needs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ringdp import integrations
+from tests.integrations.environment import ROOT
+
+WITHOUT_LIBRARIES = """
+import sys
+from importlib.machinery import PathFinder
+
+LIBRARIES = {"lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers", "ray"}
+
+class Absent(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.split(".")[0] in LIBRARIES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent)
+import ringdp.integrations
+for name in ringdp.integrations.__all__:
+    try:
+        getattr(ringdp.integrations, name)
+        print(name, "was found")
+    except ImportError as error:
+        print(name, error)
+"""
+
+
+def test_the_error_says_what_to_install() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARIES], cwd=ROOT, capture_output=True, text=True, check=True, timeout=100
+    )
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    packages = {
+        "RingAccelerator": "accelerate>=1.15",
+        "RingConfig": "ray[train]>=2.60",
+        "RingDPStrategy": "lightning-fabric>=2.6",
+        "RingDPTrainerStrategy": "lightning>=2.6",
+        "RingTrainer": "transformers>=5.23",
+        "use_ringdp": "accelerate>=1.15",
+    }
+    assert said == {
+        name: f"this part of ringdp.integrations needs {package}, which is not installed: pip install '{package}'"
+        for name, package in packages.items()
+    }
+
+
+def test_an_import_error_inside_a_library_is_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    folder = str(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    with open(f"{folder}/broken_library.py", "w") as module:
+        module.write("import a_module_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        integrations.imported("broken_library", package="broken-library")
+
+
+def test_unknown_names_are_unknown() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'RingHorovod'"):
+        integrations.RingHorovod  # noqa: B018
+    assert set(integrations.__all__) <= set(dir(integrations))
