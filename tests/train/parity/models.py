@@ -206,7 +206,7 @@ class Sparse(nn.Module):
         return output
 
     def objective(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output.float(), target)
+        return nn.functional.cross_entropy(output, target)
 
 
 class ComplexNumbers(nn.Module):
