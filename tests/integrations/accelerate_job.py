@@ -47,7 +47,7 @@ def trained(accelerator: Accelerator, *, steps: int, clip: float | None = None) 
         "backend": dist.get_backend(),
         "processes": accelerator.num_processes,
         "reductions": wrapper.stats().steps,
-        "hook": wrapper._get_ddp_logging_data()["comm_hook"],
+        "hook": wrapper._get_ddp_logging_data().get("comm_hook"),
     }
 
 

@@ -57,7 +57,7 @@ class Module(pl.LightningModule):
             "wrapped": type(wrapper) is RingDP,
             "backend": dist.get_backend(),
             "reductions": wrapper.stats().steps,
-            "hook": wrapper._get_ddp_logging_data()["comm_hook"],
+            "hook": wrapper._get_ddp_logging_data().get("comm_hook"),
         }
 
 
