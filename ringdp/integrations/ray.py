@@ -22,10 +22,11 @@ else:
 class RingConfig(ray_torch.TorchConfig):
     """Ray's TorchConfig with ``ring`` as the process group.
 
-    ``backend=None`` is ``ring`` for workers without GPUs and ``cpu:ring,cuda:nccl`` for those with.
+    ``backend="auto"`` is ``ring`` for workers without GPUs and ``cpu:ring,cuda:nccl`` for those with. (In place of None
+    the TorchTrainer writes Ray's own choice into the configuration.)
     """
 
-    backend: str | None = None
+    backend: str = "auto"
 
     @property
     def backend_cls(self) -> type:
@@ -39,7 +40,7 @@ class RingBackend(ray_torch.TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: RingConfig) -> None:
         """Called by Ray when the workers run: they import ringdp, which registers the backend, and make the group."""
         worker_group.execute(_register)
-        if backend_config.backend is None:
+        if backend_config.backend == "auto":
             gpus = worker_group.get_resources_per_worker().get("GPU", 0)
             backend = "cpu:ring,cuda:nccl" if gpus else "ring"
             backend_config = dataclasses.replace(backend_config, backend=backend)
