@@ -155,4 +155,8 @@ def _statistics_of_all(input: Tensor, group: dist.ProcessGroup, name: str) -> tu
 def _scaled(input: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if input.numel() == 0:
         return torch.empty_like(input)
+    if weight is not None and weight.dtype != mean.dtype:  # a module in half precision: statistics are in float32
+        weight = weight.to(mean.dtype)
+    if bias is not None and bias.dtype != mean.dtype:
+        bias = bias.to(mean.dtype)
     return torch.batch_norm(input, weight, bias, mean, var, False, 0.0, eps, False)

@@ -74,7 +74,7 @@ def pipelines() -> dict[str, float]:
 
 
 def test_wrapped_pipeline_stages_train_as_one_process() -> None:
-    """torch's DDP fails an internal assertion in the second step of three of these."""
+    """Some of these fail with torch's DDP, Interleaved1F1B by an internal assertion."""
     for rank, differences in enumerate(run_ranks(pipelines, world_size=4, backend="ring")):
         assert max(differences.values()) < 1e-6, f"rank {rank}: {differences}"
 

@@ -36,7 +36,6 @@ EXPLAINED_IN_DDPS_PLACE = {
     "test_ddp_logging_data_cpu": "expects gradient_as_bucket_view to be False by default",
     "test_ddp_device": "needs a GPU: asks tensors for its number",
     "test_ddp_logging_data_gpu": "needs a GPU: device_ids",
-    "test_DistributedDataParallel_SyncBatchNorm_half": "needs a GPU: batch normalisation of half on the CPU",
     "test_ddp_uneven_inputs": "needs GPUs: takes more than minutes on CPUs, for DDP too",
     "test_ddp_compile_static_graph": "passes, but compiling takes longer than the limit for one test on a busy machine",
 }

@@ -162,6 +162,28 @@ def test_copies_groups_and_refusals(backend: str) -> None:
     run_ranks(copies_and_groups, backend=backend)
 
 
+def a_half_module() -> None:
+    """Parameters, statistics and inputs in half precision; computed in float32 inside."""
+    for dtype in (torch.float16, torch.bfloat16):
+        layer = nn.BatchNorm1d(5)
+        model = RingDP(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer).to(dtype)))
+        batches = [batch(rank, (4, 5), dtype) for rank in range(dist.get_world_size())]
+        output = model(batches[dist.get_rank()])
+        assert output.dtype == dtype
+        expected = nn.functional.batch_norm(torch.cat(batches).float(), None, None, training=True)
+        mine = expected[4 * dist.get_rank() : 4 * dist.get_rank() + 4]
+        torch.testing.assert_close(output.float(), mine, rtol=0.02, atol=0.02)
+        output.pow(2).sum().backward()
+        for tensor in (*[p.grad for p in model.parameters()], *[b for b in model.buffers() if b.is_floating_point()]):
+            assert tensor is not None
+            assert tensor.dtype == dtype
+            assert tensor.isfinite().all()
+
+
+def test_a_half_module(backend: str) -> None:
+    run_ranks(a_half_module, backend=backend)
+
+
 def alone() -> None:
     model = RingDP(nn.SyncBatchNorm.convert_sync_batchnorm(network()))
     x = batch(0, (2, 3, 6, 6), torch.float32)

@@ -299,7 +299,9 @@ void Reducer::launch(Bucket& bucket) {
       if (next_bucket_ == 0) stats_.launched_ns = nanoseconds(Clock::now());
       next_bucket_ = bucket.index + 1;  // also where it fails: the others have seen this rank's part of it, or its end
       exchange_.launch(bucket, sending_, parameters_);
-      if (bucket.index + 1 == sending_ && sends_used_map()) launch_used_map(/*with_input=*/true);
+      // A hook's callbacks may have operations of their own still to come, at another time on every rank.
+      const bool last = bucket.index + 1 == sending_;
+      if (last && !exchange_.has_hook() && sends_used_map()) launch_used_map(/*with_input=*/true);
     });
   } catch (...) {
     if (failed_.empty()) failed_ = current_error_text();

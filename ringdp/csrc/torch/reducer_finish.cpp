@@ -40,6 +40,7 @@ void Reducer::end_backward() {
     wait_for_buckets(0, sending_);
     lock.lock();
     used_ = {};
+    if (exchange_.has_hook() && sends_used_map()) launch_used_map(/*with_input=*/true);
     if (reads_used_map(!missing.empty())) read_used_map();
     if (auto work = std::exchange(used_work_, nullptr)) work->wait();
     if (kept_ < buckets_.size()) {
