@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import ceiling
+import command
 import goodput
 import mpi
 import session
@@ -191,24 +191,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_rank(args.as_rank)
         return 0
-    try:
-        result = measure(args)
-    except session.Unavailable as error:
-        print(f"allreduce.py: {error}", file=sys.stderr)
-        return 2
-    except (HostsError, goodput.NoGoodput, ceiling.CeilingUnavailable) as error:
-        print(f"allreduce.py: {error}", file=sys.stderr)
-        return 2
-    except RanksFailed as error:
-        print(f"allreduce.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print(report(result))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-    return 0
+    return command.run(
+        lambda: measure(args),
+        report,
+        json_path=args.json,
+        cannot=(session.Unavailable, HostsError, goodput.NoGoodput, ceiling.CeilingUnavailable),
+        failed=(RanksFailed,),
+    )
 
 
 if __name__ == "__main__":

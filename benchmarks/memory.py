@@ -17,7 +17,6 @@ Afterwards three steps must agree with gradients averaged over all ranks' batche
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import command
 import models
 import session
 from hosts import HostsError
@@ -197,24 +197,16 @@ def report(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        if args.as_rank:
-            run_rank(args.as_rank)
-            return 0
-        result = measure(args)
-    except (session.Unavailable, HostsError) as error:
-        print(f"memory.py: {error}", file=sys.stderr)
-        return 2
-    except RanksFailed as error:
-        print(f"memory.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print(report(result))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-    return 0
+    if args.as_rank:
+        run_rank(args.as_rank)
+        return 0
+    return command.run(
+        lambda: measure(args),
+        report,
+        json_path=args.json,
+        cannot=(session.Unavailable, HostsError),
+        failed=(RanksFailed,),
+    )
 
 
 if __name__ == "__main__":

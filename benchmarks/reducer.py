@@ -21,7 +21,6 @@ the modes.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
+import command
 import session
 import torch
 import torch.distributed as dist
@@ -247,18 +247,13 @@ def report(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        result = measure(args)
-    except (session.Unavailable, WrongResult) as error:
-        print(f"reducer.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, session.Unavailable) else 1
-    except KeyboardInterrupt:
-        return 130
-    print(report(result))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-    return 0
+    return command.run(
+        lambda: measure(args),
+        report,
+        json_path=args.json,
+        cannot=(session.Unavailable,),
+        failed=(WrongResult,),
+    )
 
 
 if __name__ == "__main__":

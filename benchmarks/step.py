@@ -19,12 +19,12 @@ blocks of steps alternate between the modes. Times are the slowest rank's.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import command
 import models
 import session
 from hosts import INTERFACE, HostsError
@@ -145,21 +145,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_rank(args.as_rank)
         return 0
-    try:
-        result = measure(args)
-    except (session.Unavailable, HostsError) as error:
-        print(f"step.py: {error}", file=sys.stderr)
-        return 2
-    except RanksFailed as error:
-        print(f"step.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print(report(result))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-    return 0
+    return command.run(
+        lambda: measure(args),
+        report,
+        json_path=args.json,
+        cannot=(session.Unavailable, HostsError),
+        failed=(RanksFailed,),
+    )
 
 
 if __name__ == "__main__":
