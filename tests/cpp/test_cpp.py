@@ -36,7 +36,7 @@ SEEN = {
         "ended in an error",
     ],
 }
-FUZZ_S = 30  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
+FUZZ_S = 16  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
 WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
 # A thread, because that is where a sanitizer's run time fails to start if it does.

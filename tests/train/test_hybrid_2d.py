@@ -41,7 +41,7 @@ def launch(script: Path, *arguments: str, folder: Path, ranks: int) -> tuple[int
     return run([str(ROOT / "launch.py"), "--nproc-per-node", str(ranks), str(script), *arguments], folder)
 
 
-@pytest.mark.parametrize("mode", ["tp", "pp"])
+@pytest.mark.parametrize("mode", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
 def test_two_by_two_ranks_equal_one_process(mode: str, tmp_path: Path) -> None:
     code, output = launch(SCRIPT, "--mode", mode, "--epochs", "1", "--min-accuracy", "0.7", folder=tmp_path, ranks=4)
     assert code == 0, output

@@ -24,14 +24,27 @@ def checksum(output: str) -> str:
     return found[1]
 
 
+OPTIONS = [str(SCRIPT), "--epochs", "2", "--min-accuracy", "0.8"]
+
+
+def on_ring(folder: Path) -> str:
+    code, output = run([str(ROOT / "launch.py"), "--nproc-per-node", "2", *OPTIONS], folder)
+    assert code == 0, output
+    return output
+
+
+def test_two_ranks_on_ring(tmp_path: Path) -> None:
+    output = on_ring(tmp_path)
+    assert re.search(r"2 ranks, backend ring, 44 steps, [\d.]+ s, [\d,]+ samples/s", output), output
+    checksum(output)
+
+
+@pytest.mark.slow  # once in nine runs a gloo process aborted while it left, after all was printed
 def test_ring_and_gloo_train_the_same_parameters(tmp_path: Path) -> None:
     """ring through its own launcher, gloo through torchrun; two ranks have one way to add."""
-    options = [str(SCRIPT), "--epochs", "2", "--min-accuracy", "0.8"]
-    code, ring = run([str(ROOT / "launch.py"), "--nproc-per-node", "2", *options], tmp_path)
-    assert code == 0, ring
-    assert re.search(r"2 ranks, backend ring, 44 steps, [\d.]+ s, [\d,]+ samples/s", ring), ring
+    ring = on_ring(tmp_path)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code, gloo = run([*torchrun, *options, "--backend", "gloo"], tmp_path)
+    code, gloo = run([*torchrun, *OPTIONS, "--backend", "gloo"], tmp_path)
     assert code == 0, gloo
     assert "2 ranks, backend gloo, 44 steps" in gloo
     assert checksum(ring) == checksum(gloo)
