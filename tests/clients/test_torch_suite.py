@@ -34,13 +34,14 @@ EXPLAINED_IN_DDPS_PLACE = {
     "test_detect_ddp_is_actually_static": "reads what the C++ reducer keeps about the graph",
     "test_ddp_profiling_torch_profiler": "looks for the profiler's event of DDP's search for unused parameters",
     "test_ddp_logging_data_cpu": "expects gradient_as_bucket_view to be False by default",
+    "test_ddp_unused_params_rebuild_buckets_exception": "wants TORCH_DISTRIBUTED_DEBUG recommended: names are there anyway",
     "test_ddp_device": "needs a GPU: asks tensors for its number",
     "test_ddp_logging_data_gpu": "needs a GPU: device_ids",
     "test_ddp_uneven_inputs": "needs GPUs: takes more than minutes on CPUs, for DDP too",
     "test_ddp_compile_static_graph": "passes, but compiling takes longer than the limit for one test on a busy machine",
 }
 # These expect the error that DDP's default of find_unused_parameters, False, raises; RingDP's None ends the backward.
-WITH_DDPS_DEFAULT = "multiple_nested_unused_params,unused_params_rebuild_buckets_exception"
+WITH_DDPS_DEFAULT = "multiple_nested_unused_params"
 A_FEW = (
     "test_DistributedDataParallelCPU,test_ddp_ignore_params_arg,test_ddp_buffer_hook_allreduce,test_ddp_namedtuple,"
     "static_graph_nested_types,join_model_equivalence,native_mixed_precision_grad_as_bucket_view_set,"
