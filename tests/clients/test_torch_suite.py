@@ -34,7 +34,7 @@ EXPLAINED_IN_DDPS_PLACE = {
     "test_detect_ddp_is_actually_static": "reads what the C++ reducer keeps about the graph",
     "test_ddp_profiling_torch_profiler": "looks for the profiler's event of DDP's search for unused parameters",
     "test_ddp_logging_data_cpu": "expects gradient_as_bucket_view to be False by default",
-    "test_ddp_unused_params_rebuild_buckets_exception": "wants TORCH_DISTRIBUTED_DEBUG recommended: names are there anyway",
+    "test_ddp_unused_params_rebuild_buckets_exception": "wants TORCH_DISTRIBUTED_DEBUG recommended: ours has the names",
     "test_ddp_device": "needs a GPU: asks tensors for its number",
     "test_ddp_logging_data_gpu": "needs a GPU: device_ids",
     "test_ddp_uneven_inputs": "needs GPUs: takes more than minutes on CPUs, for DDP too",
