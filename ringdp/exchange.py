@@ -1,4 +1,4 @@
-"""Bytes between ranks over any backend, without pickle: what `metrics` and `checkpoint` agree by."""
+"""Bytes between ranks over any backend, without pickle: what `metrics`, `checkpoint` and `model_check` agree by."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ def device_for(group: dist.ProcessGroup, wanted: torch.device | None = None) -> 
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def all_gather_bytes(data: bytes, group: dist.ProcessGroup, *, room: int | None = None) -> list[bytes]:
+def all_gather_bytes(
+    data: bytes, group: dist.ProcessGroup, *, room: int | None = None, device: torch.device | None = None
+) -> list[bytes]:
     """What every rank of the group gave, in rank order.
 
     Args:
         data: this rank's bytes, of any length.
         room: the most bytes any rank gives, the same on all ranks: one operation then, two without.
+        device: where to put the tensors that travel, if the group carries those; see `device_for`.
     """
     if room is None:
-        lengths = all_gather_bytes(len(data).to_bytes(8, "little"), group, room=8)
+        lengths = all_gather_bytes(len(data).to_bytes(8, "little"), group, room=8, device=device)
         room = max(int.from_bytes(length, "little") for length in lengths)
     if len(data) > room:
         raise ValueError(f"{len(data)} bytes do not fit into {room}")
-    device = device_for(group)
     padded = len(data).to_bytes(8, "little") + data.ljust(room, b"\0")
-    mine = as_tensor(padded).to(device)
+    mine = as_tensor(padded).to(device_for(group, device))
     everybody = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everybody, mine, group=group)
     received = [as_bytes(tensor) for tensor in everybody]

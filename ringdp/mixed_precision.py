@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import distributed
+
+from ringdp.hooks.average import all_reduce_mean
 
 
 class _LowPrecisionLayers:
@@ -79,13 +80,12 @@ def compute_in_low_precision(wrapper: distributed.DistributedDataParallel) -> No
 
 
 def reduction_hook(
-    wrapper: distributed.DistributedDataParallel, precision: Any, averages: Callable[[dist.ProcessGroup], bool]
+    wrapper: distributed.DistributedDataParallel, precision: Any
 ) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]] | None:
     """The communication hook that averages in the reduction's precision; None where that is the gradients' own.
 
     Args:
         precision: torch's ``_MixedPrecision``; without reduce_dtype the reduction has param_dtype.
-        averages: whether a group's backend has ``ReduceOp.AVG``, which rounds once.
     """
     dtype = precision.reduce_dtype or precision.param_dtype
     if dtype is None:
@@ -95,19 +95,8 @@ def reduction_hook(
     def reduce_in_low_precision(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         alive = wrapper_alive()
         assert alive is not None, "a wrapper's bucket outlived it"
-        group = alive.process_group
-        sent = bucket.buffer().to(dtype)
-        in_one = averages(group) and not sent.is_sparse
-        operation = dist.ReduceOp.AVG if in_one else dist.ReduceOp.SUM
-        reduced = dist.all_reduce(sent, operation, group=group, async_op=True).get_future()
-        ranks = 1 if in_one else group.size()
-
-        def divided(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            result = future.value()[0]
-            return (result if ranks == 1 else result.div_(ranks)).to(bucket.buffer().dtype)
-
-        after: torch.futures.Future[Tensor] = reduced.then(divided)
-        return after
+        own = bucket.buffer().dtype
+        return all_reduce_mean(bucket.buffer().to(dtype), alive.process_group, lambda mean: mean.to(own))
 
     return reduce_in_low_precision
 

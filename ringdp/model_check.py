@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import MismatchError
+from ringdp.exchange import all_gather_bytes
 
 _MAX_TEXT_BYTES = 1 << 30
 
@@ -52,10 +53,8 @@ def check_same_model(
     if group.size() == 1:
         return
     text = "\n".join(entry.line() for entry in _entries(module, ignored)).encode()
-    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8, device=device)
-    digests = [torch.empty_like(digest) for _ in range(group.size())]
-    dist.all_gather(digests, digest, group=group)
-    if all(bool(torch.equal(other, digest)) for other in digests):
+    digest = hashlib.sha256(text).digest()
+    if all(other == digest for other in all_gather_bytes(digest, group, room=len(digest), device=device)):
         return
     models = [_parse(text) for text in _gather_texts(text, group, device)]
     me = group.rank()
@@ -87,20 +86,11 @@ def _parse(text: bytes) -> list[_Entry]:
 
 
 def _gather_texts(text: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(length) for _ in range(group.size())]
-    dist.all_gather(lengths, length, group=group)
-    sizes = [int(one.item()) for one in lengths]
-    longest = max(sizes)
+    lengths = all_gather_bytes(len(text).to_bytes(8, "little"), group, room=8, device=device)
+    longest = max(int.from_bytes(length, "little") for length in lengths)
     if longest > _MAX_TEXT_BYTES:
         raise MismatchError(f"a rank's description of its model has {longest} bytes")
-    padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
-    if text:
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    padded = padded.to(device)
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    return [bytes(one[:size].cpu().tolist()) for one, size in zip(gathered, sizes, strict=True)]
+    return all_gather_bytes(text, group, room=longest, device=device)
 
 
 def _difference(mine: list[_Entry], theirs: list[_Entry], *, me: int, other: int) -> MismatchError:

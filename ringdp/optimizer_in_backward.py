@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
+
+from ringdp.hooks.average import all_reduce_mean
 
 
 def has_optimizers(parameters: Iterable[Tensor]) -> bool:
@@ -21,15 +22,12 @@ def has_optimizers(parameters: Iterable[Tensor]) -> bool:
 
 
 def stepping_hook(
-    wrapper: DistributedDataParallel, averages: Callable[[dist.ProcessGroup], bool]
+    wrapper: DistributedDataParallel,
 ) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
     """The communication hook that averages a bucket and lets its parameters' optimizers step.
 
     It takes the place of the hooks that ``_apply_optimizer_in_backward`` left on the parameters, which would step
     before gradients are averaged: they are removed.
-
-    Args:
-        averages: whether a group's backend has ``ReduceOp.AVG``.
     """
     # Loaded already by whoever gave parameters optimizers; for others it is slow, and warns of torch.jit.script.
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
@@ -42,15 +40,9 @@ def stepping_hook(
     def average_and_step(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         alive = wrapper_alive()
         assert alive is not None, "a wrapper's bucket outlived it"
-        group = alive.process_group
-        in_one = averages(group) and not bucket.buffer().is_sparse
-        operation = dist.ReduceOp.AVG if in_one else dist.ReduceOp.SUM
-        reduced = dist.all_reduce(bucket.buffer(), operation, group=group, async_op=True).get_future()
-        ranks = 1 if in_one else group.size()
 
-        def step(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            result = future.value()[0] if ranks == 1 else future.value()[0].div_(ranks)
-            gradients = [result] if result.is_sparse else bucket.gradients()
+        def step(mean: Tensor) -> Tensor:
+            gradients = [mean] if mean.is_sparse else bucket.gradients()
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
                 optimizers = getattr(parameter, "_in_backward_optimizers", [])
                 if optimizers:
@@ -59,9 +51,8 @@ def stepping_hook(
                     optimizer.step()
                 if optimizers:
                     parameter.grad = None
-            return result
+            return mean
 
-        after: torch.futures.Future[Tensor] = reduced.then(step)
-        return after
+        return all_reduce_mean(bucket.buffer(), alive.process_group, step)
 
     return average_and_step

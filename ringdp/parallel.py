@@ -168,7 +168,7 @@ class RingDP(DistributedDataParallel):
             self.process_group,
             caps_bytes=self._caps_bytes,
             find_unused=self._find_unused,
-            average=self._averages(self.process_group),
+            average=has_average(self.process_group, self.device_type),
             own_gradients=not self.gradient_as_bucket_view,
             skip_unused=self.skip_all_reduce_unused_params,
             names_compared=backend == "ring",
@@ -180,7 +180,7 @@ class RingDP(DistributedDataParallel):
             self._sharded.watch(self.reducer, parameters)
             self._sharded.put_back()
         if self._precision is not None:
-            hook = reduction_hook(self, self._precision, self._averages)
+            hook = reduction_hook(self, self._precision)
             if hook is not None:
                 self.reducer.register_comm_hook(None, hook)
         trainable = [one.name for one in watched if one.parameter.requires_grad]
@@ -302,12 +302,9 @@ class RingDP(DistributedDataParallel):
             self.process_group = new_process_group
             self.reducer._update_process_group(
                 new_process_group,
-                average=self._averages(new_process_group),
+                average=has_average(new_process_group, self.device_type),
                 names_compared=backend_of(new_process_group, self.device_type) == "ring",
             )
-
-    def _averages(self, group: dist.ProcessGroup) -> bool:
-        return has_average(group, self.device_type)
 
     def _lazy_init(self) -> None:
         if _in_distributed_autograd():
@@ -319,7 +316,7 @@ class RingDP(DistributedDataParallel):
 
     def _setup_in_backward_optimizers(self) -> None:
         if has_optimizers(self._module_parameters):
-            self.register_comm_hook(None, stepping_hook(self, self._averages))
+            self.register_comm_hook(None, stepping_hook(self))
             self.reducer._set_optimizer_in_backward()
 
     def _register_delay_all_reduce_hook(

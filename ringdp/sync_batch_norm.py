@@ -100,7 +100,7 @@ class _Normalise(torch.autograd.Function):
         gradient = gradient.to(mean.dtype)
         normal = _scaled(input.to(mean.dtype), mean, var, None, None, eps)
         channels = mean.numel()
-        dims = [dim for dim in range(input.dim()) if dim != 1]
+        dims = _all_but_channels(input)
         sums = torch.cat([gradient.sum(dims), (gradient * normal).sum(dims)])
         for_bias, for_weight = sums.clone().split(channels)  # this rank's: the wrapper averages them
         for_input = None
@@ -133,7 +133,7 @@ def _statistics_of_all(input: Tensor, group: dist.ProcessGroup, name: str) -> tu
     wide = torch.float32 if input.dtype in _HALF else input.dtype
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
     if input.numel() > 0:
-        dims = [dim for dim in range(input.dim()) if dim != 1]
+        dims = _all_but_channels(input)
         var, mean = torch.var_mean(input.to(wide), dims, correction=0)
         count = input.numel() // channels
         mine[0] = count
@@ -150,6 +150,10 @@ def _statistics_of_all(input: Tensor, group: dist.ProcessGroup, name: str) -> tu
     mean = (counts * means).sum(0) / divisor
     var = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / divisor
     return int(total), mean.to(wide), var.to(wide)
+
+
+def _all_but_channels(input: Tensor) -> list[int]:
+    return [dim for dim in range(input.dim()) if dim != 1]
 
 
 def _scaled(input: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,0 +1,31 @@
+"""The mean over the ranks, for hooks that do something with it as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp.backend import has_average
+
+
+def all_reduce_mean(
+    tensor: Tensor, group: dist.ProcessGroup, then: Callable[[Tensor], Tensor]
+) -> torch.futures.Future[Tensor]:
+    """Average `tensor` over the group's ranks, in place, and complete with what `then` makes of the mean.
+
+    Rounded once where the group's backend has ``ReduceOp.AVG``; elsewhere, and for sparse tensors, the sum is divided.
+    """
+    in_one = has_average(group, tensor.device.type) and not tensor.is_sparse
+    operation = dist.ReduceOp.AVG if in_one else dist.ReduceOp.SUM
+    reduced = dist.all_reduce(tensor, operation, group=group, async_op=True).get_future()
+    ranks = 1 if in_one else group.size()
+
+    def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        result = future.value()[0]
+        return then(result if ranks == 1 else result.div_(ranks))
+
+    after: torch.futures.Future[Tensor] = reduced.then(finish)
+    return after
