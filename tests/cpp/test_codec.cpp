@@ -9,23 +9,19 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "instruction_sets.h"
 #include "kernels/kernels.h"
 #include "testing.h"
 
 namespace ringdp {
 namespace {
 
+using testing::on_every_isa;
+
 constexpr std::array<std::size_t, 20> kSizes = {0,   1,   2,   31,  32,  33,  63,  64,   65,   96,
                                                 127, 255, 256, 257, 300, 511, 512, 1021, 4096, 5000};
 constexpr std::size_t kGuardBytes = 64;
 constexpr std::byte kGuard{0xa5};
-
-std::vector<Isa> isas() {
-  std::vector<Isa> all = {Isa::kScalar};
-  if (best_isa() >= Isa::kAvx2) all.push_back(Isa::kAvx2);
-  if (best_isa() >= Isa::kAvx512) all.push_back(Isa::kAvx512);
-  return all;
-}
 
 void check(bool holds, const std::string& what, int line) {
   if (!holds) testing::report_failure(__FILE__, line, what);
@@ -35,16 +31,6 @@ void check(bool holds, const std::string& what, int line) {
 template <class Body>
 void for_every_codec(Body&& body) {
   for (int id = 0; id < kCodecCount; ++id) body(static_cast<CodecId>(id));
-}
-
-template <class Body>
-void on_every_isa(Body&& body) {
-  const Isa before = current_isa();
-  for (const Isa isa : isas()) {
-    select_isa(isa);
-    body();
-  }
-  select_isa(before);
 }
 
 // Bytes with guards on both sides, `offset` after an aligned address.
@@ -141,10 +127,10 @@ CASE("every instruction set gives the bits of the reference") {
           plain.compress_with_feedback(expected_fed.data(), x.data(), residual.data(), new_residual.data(), 8.0f, n);
       plain.decode_set(decoded.data(), expected.data(), n);
       plain.decode_add(sum.data(), expected.data(), n);
-      on_every_isa([&] {
+      on_every_isa([&](const std::string& isa) {
         const Codec& it = codec(id);
-        const std::string where = std::string(it.name) + " on " + std::string(isa_name(current_isa())) + ", " +
-                                  kind.name + ", " + std::to_string(n) + " elements";
+        const std::string where =
+            std::string(it.name) + " on " + isa + ", " + kind.name + ", " + std::to_string(n) + " elements";
         for (const std::size_t offset : {0, 1}) {
           Code code(bytes, offset), code_fed(bytes, offset);
           Data residual_out = residual, out(n), total = residual;
@@ -263,7 +249,7 @@ CASE("codes do not change with a power of two") {
 CASE("any bytes decode to something") {
   std::mt19937 random(13);
   for_every_codec([&](CodecId id) {
-    on_every_isa([&] {
+    on_every_isa([&](const std::string&) {
       const Codec& it = codec(id);
       for (const std::size_t n : kSizes) {
         Code code(it.encoded_bytes(n), 1);

@@ -14,32 +14,17 @@
 #include <immintrin.h>
 #endif
 
+#include "instruction_sets.h"
 #include "kernels/float_mode.h"
 #include "testing.h"
 
 namespace ringdp {
 namespace {
 
+using testing::on_every_isa;
+
 constexpr std::array kSizes = {0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 255, 256, 257, 1000, 1021};
 constexpr std::byte kGuard{0xa5};
-
-std::vector<Isa> isas() {
-  std::vector<Isa> all = {Isa::kScalar};
-  if (best_isa() >= Isa::kAvx2) all.push_back(Isa::kAvx2);
-  if (best_isa() >= Isa::kAvx512) all.push_back(Isa::kAvx512);
-  return all;
-}
-
-// Runs body with each instruction set selected; its name goes in front of every failure.
-template <class Body>
-void on_every_isa(Body&& body) {
-  const Isa before = current_isa();
-  for (const Isa isa : isas()) {
-    select_isa(isa);
-    body(std::string(isa_name(isa)));
-  }
-  select_isa(before);
-}
 
 template <class Body>
 void for_every_reduction(Body&& body) {

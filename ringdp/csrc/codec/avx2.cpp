@@ -1,9 +1,10 @@
 // The loops for AVX2: 8 floats at a time.
 #include "codec/table.h"
+#include "kernels/targets.h"
 
 #if defined(__x86_64__)
 
-#define RINGDP_CODEC_TARGET __attribute__((target("avx2")))
+#define RINGDP_CODEC_TARGET RINGDP_TARGET_AVX2
 
 namespace ringdp::codecs {
 namespace {

@@ -1,13 +1,10 @@
-// The loops for AVX-512 (F, BW, DQ, VL): 16 floats at a time. Compilers prefer 256-bit vectors unless told.
+// The loops for AVX-512 (F, BW, DQ, VL): 16 floats at a time.
 #include "codec/table.h"
+#include "kernels/targets.h"
 
 #if defined(__x86_64__)
 
-#if defined(__clang__)
-#define RINGDP_CODEC_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512)))
-#else
-#define RINGDP_CODEC_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#endif
+#define RINGDP_CODEC_TARGET RINGDP_TARGET_AVX512
 
 namespace ringdp::codecs {
 namespace {

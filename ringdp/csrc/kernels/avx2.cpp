@@ -1,11 +1,12 @@
 // The loops for AVX2 with F16C: 8 floats at a time.
 #include "kernels/table.h"
+#include "kernels/targets.h"
 
 #if defined(__x86_64__)
 
 #include <immintrin.h>
 
-#define RINGDP_KERNEL_TARGET __attribute__((target("avx2,f16c")))
+#define RINGDP_KERNEL_TARGET RINGDP_TARGET_AVX2
 #define RINGDP_KERNEL_FLOAT16_VECTOR
 
 namespace ringdp::kernels {

@@ -1,15 +1,12 @@
-// The loops for AVX-512 (F, BW, DQ, VL): 16 floats at a time. Compilers prefer 256-bit vectors unless told.
+// The loops for AVX-512 (F, BW, DQ, VL): 16 floats at a time.
 #include "kernels/table.h"
+#include "kernels/targets.h"
 
 #if defined(__x86_64__)
 
 #include <immintrin.h>
 
-#if defined(__clang__)
-#define RINGDP_KERNEL_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"), min_vector_width(512)))
-#else
-#define RINGDP_KERNEL_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")))
-#endif
+#define RINGDP_KERNEL_TARGET RINGDP_TARGET_AVX512
 #define RINGDP_KERNEL_FLOAT16_VECTOR
 
 namespace ringdp::kernels {
