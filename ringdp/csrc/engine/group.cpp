@@ -78,6 +78,12 @@ std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType
   return submit(make_all_reduce(table_, view_, memory, dtype, op, current_name()), std::move(options));
 }
 
+std::shared_ptr<Work> GroupHandle::all_reduce_compressed(std::vector<CompressedSection> sections,
+                                                         const Compression& compression, CallOptions options) {
+  (void)sections, (void)compression, (void)options;
+  throw Error(ErrorKind::kState, "compressed all-reduce: to come");
+}
+
 std::shared_ptr<Work> GroupHandle::broadcast(std::span<std::byte> memory, DType dtype, int root, CallOptions options) {
   return submit(make_broadcast(table_, view_, memory, dtype, root, current_name()), std::move(options));
 }

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "collective/compressed.h"
+#include "collective/finite.h"
 #include "collective/table.h"
 #include "engine/runtime.h"
 
@@ -19,6 +21,7 @@ struct CallOptions {
   std::shared_ptr<void> keep_alive;
   std::function<void()> before;
   std::function<void()> after;
+  std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
 };
 
 class GroupHandle {
@@ -32,6 +35,9 @@ class GroupHandle {
 
   std::shared_ptr<Work> barrier(CallOptions options);
   std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
+  // The mean of all ranks' sections, as codes on the wire; the same bits on all of them.
+  std::shared_ptr<Work> all_reduce_compressed(std::vector<CompressedSection> sections, const Compression& compression,
+                                              CallOptions options);
   std::shared_ptr<Work> broadcast(std::span<std::byte> memory, DType dtype, int root, CallOptions options);
   std::shared_ptr<Work> all_gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
                                    DType dtype, CallOptions options);

@@ -81,6 +81,33 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
   return call.done();
 }
 
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
+                                                                    std::shared_ptr<FiniteReport> report) {
+  const ReduceOp how = reduce_op_of(op, "all_reduce");
+  const DType dtype = dtype_of(buffer, "all_reduce");
+  require_reduction("allreduce", dtype, how);
+  auto buffers = std::make_shared<Buffers>("all_reduce", premultiplier_of(op, buffer, "all_reduce"));
+  auto memory = buffers->in_place(buffer);
+  Call call(counted(), c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer}, {buffer});
+  CallOptions options = call.options(std::move(buffers));
+  options.finite = std::move(report);
+  call.add(group_->all_reduce(memory, dtype, how, std::move(options)));
+  return call.done();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_compressed(at::Tensor buffer,
+                                                                       std::vector<CompressedSection> sections,
+                                                                       const Compression& compression,
+                                                                       std::shared_ptr<FiniteReport> report,
+                                                                       std::vector<at::Tensor> residuals) {
+  Call call(counted(), c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", true, kNoTimeout, {buffer}, {buffer});
+  CallOptions options = call.options(std::make_shared<Buffers>("all_reduce"));
+  options.finite = std::move(report);
+  options.keep_alive = std::make_shared<std::pair<at::Tensor, std::vector<at::Tensor>>>(buffer, std::move(residuals));
+  call.add(group_->all_reduce_compressed(std::move(sections), compression, std::move(options)));
+  return call.done();
+}
+
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                                      const c10d::AllreduceCoalescedOptions& opts) {
   require_not_empty("allreduce_coalesced", tensors);

@@ -25,6 +25,15 @@ class ProcessGroupRing final : public c10d::Backend {
                                            const c10d::AllreduceOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
+  // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
+  // `buffer`: dense, contiguous, of a floating type, on the CPU; in place.
+  c10::intrusive_ptr<c10d::Work> all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
+                                                    std::shared_ptr<FiniteReport> report);
+  // `sections` lie in `buffer` (float32); `residuals` are the tensors they point into, kept alive.
+  c10::intrusive_ptr<c10d::Work> all_reduce_compressed(at::Tensor buffer, std::vector<CompressedSection> sections,
+                                                       const Compression& compression,
+                                                       std::shared_ptr<FiniteReport> report,
+                                                       std::vector<at::Tensor> residuals);
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
