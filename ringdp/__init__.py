@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import checkpoint, metrics
+    from ringdp import checkpoint, compression, metrics
     from ringdp.backend import named, traffic, transports
     from ringdp.barrier import monitored_barrier
     from ringdp.errors import (
@@ -44,6 +44,7 @@ __all__ = [
     "RingTimeoutError",
     "SystemResourceError",
     "checkpoint",
+    "compression",
     "device",
     "init",
     "is_initialized",
@@ -62,7 +63,7 @@ _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors")
 _HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier"}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "backend")
-_MODULES = frozenset({"checkpoint", "metrics"})
+_MODULES = frozenset({"checkpoint", "compression", "metrics"})
 
 
 def __getattr__(name: str) -> Any:

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "launchers", "tuning"},
     "tuning": {"errors"},
     "cost_model": {"errors"},
-    "compression": {"errors"},
+    "compression": {"errors", "_C"},
     "backend": {"errors", "config", "_build", "_C"},
     "process_group": {"", "errors", "config", "backend"},
     "barrier": {"errors"},
@@ -87,6 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_autoload",
         "_build",
         "checkpoint",
+        "compression",
         "metrics",
     },
 }

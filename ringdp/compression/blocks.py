@@ -1,0 +1,62 @@
+"""Block codes in torch operations: the bits of csrc/codec on any device, and with other block sizes.
+
+A block of elements shares a scale; code = element · (1 / scale) to nearest, ties to even. What is not finite marks its
+block with a NaN scale. A block whose absmax is below 2^-100 is scaled up by a power of two first, so that the
+reciprocal is finite. Divisors are tensors: where one is a Python number, a GPU multiplies by its rounded reciprocal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TINY = 2.0**-100
+TINY_FACTOR = 2.0**60
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """``[blocks, block]`` of the flat `x`; zeros fill the last one. Not a copy where `x` ends with a block."""
+    rest = x.numel() % block
+    if rest:
+        x = torch.nn.functional.pad(x, (0, block - rest))
+    return x.view(-1, block)
+
+
+def absmax(blocks: Tensor) -> Tensor:
+    """``[blocks]``; NaN where something in the block is NaN. Reads twice, and is half the time of ``abs().amax()``."""
+    return torch.maximum(blocks.amax(1), -blocks.amin(1)).abs_()
+
+
+def divide(numerator: float, denominator: Tensor) -> Tensor:
+    return torch.full_like(denominator, numerator).div_(denominator)
+
+
+def quantise(blocks: Tensor, largest: Tensor, inverse: Tensor, limit: int) -> Tensor:
+    """Whole numbers in float32, ``[blocks, block]``, from -limit to limit; zeros in blocks that are not finite.
+
+    Args:
+        largest: each block's absmax, ``[blocks]``.
+        inverse: what each element, times 2^60 in tiny blocks, is multiplied with, ``[blocks]``.
+    """
+    if on_gpu(blocks) or bool((largest < TINY).any()):
+        blocks = blocks * before(largest).unsqueeze(1)
+    whole = torch.mul(blocks, inverse.unsqueeze(1)).round_().clamp_(-limit, limit)
+    bad = largest.isfinite().logical_not_()
+    if on_gpu(blocks) or bool(bad.any()):
+        whole.masked_fill_(bad.unsqueeze(1), 0.0)
+    return whole
+
+
+def before(largest: Tensor) -> Tensor:
+    """What a block is multiplied with before its scale's reciprocal: 1, but for tiny blocks."""
+    return torch.where(largest < TINY, TINY_FACTOR, 1.0)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Where asking for a value would wait for the device, and an operation more costs less than that."""
+    return tensor.device.type != "cpu"
+
+
+def as_bytes(*tensors: Tensor) -> Tensor:
+    """The tensors' bytes one after the other, uint8."""
+    return torch.cat([tensor.contiguous().view(torch.uint8).view(-1) for tensor in tensors])

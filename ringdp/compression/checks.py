@@ -1,0 +1,37 @@
+"""What the compressors of this package refuse, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringdp.compression.feedback import ErrorFeedback, feedback_of
+from ringdp.compression.protocol import Info, Payload
+from ringdp.errors import InvalidArgumentError
+
+
+def check_block(what: str, block: Any, *, multiple_of: int) -> None:
+    if not isinstance(block, int) or isinstance(block, bool) or block < multiple_of or block % multiple_of:
+        kind = "an even number from 2 on" if multiple_of == 2 else "a whole number from 1 on"
+        raise InvalidArgumentError(f"{what}: block must be {kind}, not {block!r}")
+
+
+def check_code(what: str, payload: Payload, size: int, info: Info) -> Tensor:
+    """The one tensor of `payload`, uint8 ``[size]``. Raises InvalidArgumentError where it is anything else."""
+    if len(payload) != 1 or payload[0].dtype != torch.uint8 or payload[0].dim() != 1:
+        raise InvalidArgumentError(f"{what}: a payload is one flat tensor of uint8")
+    if payload[0].numel() != size:
+        raise InvalidArgumentError(
+            f"{what}: a payload of {payload[0].numel()} bytes for {info.numel} elements of {info.name},"
+            f" which take {size}",
+            name=info.name,
+        )
+    return payload[0]
+
+
+def native_name(codec: str, error_feedback: Any) -> str | None:
+    """`codec` where the core does what is asked: no error feedback, or the standard one."""
+    feedback = feedback_of(error_feedback)
+    return codec if feedback is None or type(feedback) is ErrorFeedback else None

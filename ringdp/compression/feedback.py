@@ -1,0 +1,93 @@
+"""Error feedback: what a lossy code left out is not forgotten. A plug-in beside the compressor."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ringdp.errors import InvalidArgumentError
+
+State = dict[str, Any]
+
+
+@runtime_checkable
+class Feedback(Protocol):
+    """Changes what a compressor is given, and keeps what it lost.
+
+    `state` is a dict of one parameter's elements (a part of it, where ranks own parts). It is checkpointed. Put new
+    tensors into it, never change one in place: an overflow anywhere takes the step back. Tensors of floating point
+    are taken to be in the gradient's units: with a loss scale they are kept without it, and come and go with it.
+
+    Optional: ``result(aggregate, state) -> Tensor``, called on all ranks with the decoded mean, gives the gradient, for
+    methods that send differences; its state is one more dict, the same on all ranks. With it, a rank's own part goes
+    through `before` and `after` too, without loss. ``owner``: another plug-in for the owner's encoding of the mean;
+    without it, this one.
+    """
+
+    def before(self, x: Tensor, state: State) -> Tensor:
+        """What to encode instead of `x` (float32 ``[numel]``, not to be changed)."""
+        ...
+
+    def after(self, x: Tensor, decoded: Tensor, state: State) -> None:
+        """Remember: `x` is what `before` gave, `decoded` what all ranks will make of its code."""
+        ...
+
+
+class ErrorFeedback:
+    """What was lost is added to the next gradient: e' = (x + e) - decode(encode(x + e)).
+
+    The sum of what was sent over all steps is then the sum of the gradients, but for the last residual. Seide et al.,
+    "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
+    """
+
+    def before(self, x: Tensor, state: State) -> Tensor:
+        return x + state.get("residual", 0.0)
+
+    def after(self, x: Tensor, decoded: Tensor, state: State) -> None:
+        state["residual"] = x - decoded
+
+    def __repr__(self) -> str:
+        return "ErrorFeedback()"
+
+
+class EF21:
+    """Ranks send how their gradient differs from an estimate that sender and receivers keep: g' = g + C(x - g).
+
+    The mean of the estimates takes the gradient's place. Richtárik, Sokolov, Fatkhullin, arXiv 2106.05203, algorithm 1;
+    the owner's second encoding feeds back what it loses of the mean difference, as EF21-BC does (arXiv 2110.03294).
+    """
+
+    owner = ErrorFeedback()
+
+    def before(self, x: Tensor, state: State) -> Tensor:
+        return x - state.get("estimate", 0.0)
+
+    def after(self, x: Tensor, decoded: Tensor, state: State) -> None:
+        state["estimate"] = decoded + state.get("estimate", 0.0)
+
+    def result(self, aggregate: Tensor, state: State) -> Tensor:
+        mean: Tensor = aggregate + state.get("mean", 0.0)
+        state["mean"] = mean
+        return mean
+
+    def __repr__(self) -> str:
+        return "EF21()"
+
+
+def feedback_of(error_feedback: Any) -> Feedback | None:
+    """The plug-in for a compressor's ``error_feedback``: True is `ErrorFeedback`, False and None are none.
+
+    Raises:
+        InvalidArgumentError: anything else without methods `before` and `after`.
+    """
+    if error_feedback is None or error_feedback is False:
+        return None
+    if error_feedback is True:
+        return ErrorFeedback()
+    if isinstance(error_feedback, type) or not isinstance(error_feedback, Feedback):
+        raise InvalidArgumentError(
+            f"error_feedback must be True, False or an object with methods before(x, state) and"
+            f" after(x, decoded, state), not {error_feedback!r}"
+        )
+    return error_feedback

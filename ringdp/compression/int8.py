@@ -1,0 +1,71 @@
+"""8 bits an element: a float32 scale for each block, absmax / 127."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ringdp.compression import blocks, native
+from ringdp.compression.checks import check_block, check_code, native_name
+from ringdp.compression.feedback import Feedback
+from ringdp.compression.protocol import Info, Payload
+from ringdp.compression.registry import register
+
+_NATIVE_BLOCK = 256
+
+
+@register("int8")
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """Linear quantisation to 8 bits, one scale for `block` elements: 8.125 bits an element.
+
+    The mean of real gradients over 8 ranks is off by about 1e-4 of its squared norm. The payload is one uint8 tensor:
+    the scales (float32), then the codes. Any device; at block 256 on the CPU by the core's codec, elsewhere by torch
+    operations that give the same bits.
+
+    Args:
+        block: elements that share a scale.
+        error_feedback: True, or an object with the methods of `ErrorFeedback`: add what was lost to the next gradient.
+
+    Raises:
+        InvalidArgumentError: a block below 1.
+    """
+
+    block: int = _NATIVE_BLOCK
+    error_feedback: Feedback | bool | None = False
+    aggregate = "owner"
+    fixed_size = True
+    carries_nan = True
+
+    def __post_init__(self) -> None:
+        check_block("Int8", self.block, multiple_of=1)
+
+    @property
+    def native(self) -> str | None:
+        return native_name("int8", self.error_feedback) if self.block == _NATIVE_BLOCK else None
+
+    def code_bytes(self, numel: int) -> int:
+        return 4 * -(-numel // self.block) + numel
+
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        if self.block == _NATIVE_BLOCK and native.serves(x):
+            return (native.extension().codec_compress("int8", x),)
+        rows = blocks.in_blocks(x, self.block)
+        largest = blocks.absmax(rows)
+        scale = largest / torch.full_like(largest, 127.0)
+        inverse = blocks.divide(127.0, largest * blocks.before(largest))
+        inverse.masked_fill_(largest == 0, 0.0)
+        codes = blocks.quantise(rows, largest, inverse, 127).to(torch.int8)
+        scale.masked_fill_(largest.isfinite().logical_not_(), torch.nan)
+        return (blocks.as_bytes(scale, codes.view(-1)[: x.numel()]),)
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        code = check_code("Int8", payload, self.code_bytes(info.numel), info)
+        if self.block == _NATIVE_BLOCK and native.serves(code):
+            return native.extension().codec_decompress("int8", code, info.numel)
+        scale_bytes = self.code_bytes(info.numel) - info.numel
+        scale = code[:scale_bytes].clone().view(torch.float32)
+        rows = blocks.in_blocks(code[scale_bytes:].view(torch.int8), self.block)
+        return rows.to(torch.float32).mul_(scale.unsqueeze(1)).view(-1)[: info.numel]

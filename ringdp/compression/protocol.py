@@ -1,0 +1,98 @@
+"""What a compressor is, and what it is told about the tensor in its hands."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Aggregate = Literal["owner", "gather", "sum"]
+AGGREGATES: tuple[Aggregate, ...] = ("owner", "gather", "sum")
+Payload = tuple[Tensor, ...]
+
+
+class Info:
+    """About the elements that a compressor is given.
+
+    Attributes:
+        name: the parameter's.
+        shape: the parameter's; the elements may be a part of it.
+        numel: how many elements there are.
+        step: backwards that synchronised before this one, the same on all ranks.
+        rank, world_size: this process and how many there are. Results must not depend on `rank` in `decompress`.
+        device: where the elements are.
+        phase: ``rank`` while this rank's gradient is encoded, ``owner`` while the owner encodes the mean.
+        part: which part of the parameter this is, 0 for all of it.
+        state: a dict of this parameter's, part's and phase's own. What `compress` leaves in it is there in the next
+            step and in checkpoints, unless a gradient overflowed: then the step leaves no trace. Replace tensors in
+            it, never change them in place. Empty in `decompress`.
+    """
+
+    __slots__ = ("_seeds", "device", "name", "numel", "part", "phase", "rank", "shape", "state", "step", "world_size")
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        shape: tuple[int, ...],
+        numel: int,
+        step: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        phase: Literal["rank", "owner"] = "rank",
+        part: int = 0,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.name, self.shape, self.numel, self.step = name, shape, numel, step
+        self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
+        self.phase, self.part = phase, part
+        self.state: dict[str, Any] = {} if state is None else state
+        self._seeds: dict[int, torch.Generator] = {}
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Random numbers that are the same on all ranks, and in `compress` and `decompress` of the same elements.
+
+        Seeded with name, step, phase and part; it starts anew in each of the two.
+        """
+        return self._generator(-1)
+
+    @property
+    def private_generator(self) -> torch.Generator:
+        """Random numbers of this rank's own, for stochastic rounding; the same in the same run."""
+        return self._generator(self.rank)
+
+    def _generator(self, rank: int) -> torch.Generator:
+        if rank not in self._seeds:
+            text = f"{self.name}\0{self.step}\0{self.phase}\0{self.part}\0{rank}"
+            seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+            self._seeds[rank] = torch.Generator(self.device).manual_seed(seed)
+        return self._seeds[rank]
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """Turns elements into fewer bytes and back; two methods are all that is needed.
+
+    Optional attributes, with what holds where they are missing:
+        aggregate: how the ranks' payloads become one mean: ``owner`` (the default) encodes twice and moves as few bytes
+            as an all-reduce; ``gather``: everyone decodes everyone's payload; ``sum``: payload tensors are added up,
+            for linear methods. docs/custom_compressors.md has the costs.
+        fixed_size: payloads of equally many elements have the same dtypes and sizes (True); False costs an exchange of
+            sizes before each exchange of payloads.
+        carries_nan: an infinity or NaN in the elements decodes to one (False): the framework then looks for them
+            itself, and tells the other ranks.
+        error_feedback: True for `ErrorFeedback`, or an object with its methods (None).
+        native: name of the core's codec that does the very same, in C++ (None).
+    """
+
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        """A tuple of tensors of any dtype that stand for `x`, which is float32 ``[numel]``, not to be changed."""
+        ...
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        """float32 ``[numel]`` from what `compress` gave on any rank; new, or at least not changed by anybody later."""
+        ...

@@ -1,0 +1,70 @@
+"""Compressors by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ringdp.compression.feedback import feedback_of
+from ringdp.compression.protocol import AGGREGATES, Compressor
+from ringdp.errors import InvalidArgumentError
+
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+_factories: dict[str, Callable[..., Any]] = {}
+
+
+def register(*names: str) -> Callable[[Factory], Factory]:
+    """A decorator: `get` calls the class or function for these names; a later one takes an earlier one's place."""
+
+    def remember(factory: Factory) -> Factory:
+        for name in names:
+            if not isinstance(name, str) or not name:
+                raise InvalidArgumentError(f"a compressor's name must be a text that is not empty, not {name!r}")
+            _factories[name] = factory
+        return factory
+
+    return remember
+
+
+def names() -> list[str]:
+    return sorted(_factories)
+
+
+def get(spec: Any, **options: Any) -> Compressor | None:
+    """The compressor that `spec` says: a registered name, a compressor, or None, which is none (exact).
+
+    Args:
+        options: for the class or function behind a name, for example ``get("int8", block=128)``.
+
+    Raises:
+        InvalidArgumentError: nobody registered the name, or the object is no compressor; says what is missing.
+    """
+    if spec is None:
+        return None
+    made = spec
+    if isinstance(spec, str):
+        if spec not in _factories:
+            near = difflib.get_close_matches(spec, _factories, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidArgumentError(f"there is no compressor {spec!r}, there are {', '.join(names())}{hint}")
+        made = _factories[spec](**options)
+    elif options:
+        raise InvalidArgumentError(f"options {', '.join(options)} go with a name, not with {spec!r}")
+    _check(made, spec)
+    return made
+
+
+def _check(made: Any, spec: Any) -> None:
+    if isinstance(made, type):
+        raise InvalidArgumentError(f"{made.__name__} is a class: pass an object, {made.__name__}()")
+    missing = [method for method in ("compress", "decompress") if not callable(getattr(made, method, None))]
+    if missing:
+        raise InvalidArgumentError(
+            f"{spec!r} is no compressor: it has no method {' and no '.join(missing)}"
+            " (compress(x, info) -> tuple of tensors, decompress(payload, info) -> tensor)"
+        )
+    aggregate = getattr(made, "aggregate", "owner")
+    if aggregate not in AGGREGATES:
+        raise InvalidArgumentError(f"{spec!r}: aggregate must be one of {', '.join(AGGREGATES)}, not {aggregate!r}")
+    feedback_of(getattr(made, "error_feedback", None))
