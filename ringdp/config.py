@@ -31,6 +31,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_ADVERTISE": "one more address or name[:port] under which the others can reach this rank (containers, NAT)",
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
     "RINGDP_TRANSPORT": "auto: shared memory inside a host where it can be had, else TCP; shm: or fail; tcp: never",
+    "RINGDP_RATE": "what this host sends over TCP at most, to try a slower network: 1gbit | 100mbit | 125MB/s",
     "RINGDP_SPIN_US": "microseconds to poll before sleeping while waiting; 0 sleeps at once",
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
     "RINGDP_STALL_NOTICE": "seconds between two log lines about an operation that does not move; 0 for none",
@@ -42,6 +43,7 @@ VARIABLES: Mapping[str, str] = {
 
 _TRANSPORTS = ("auto", "tcp", "shm")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmg]?)bit(?:/s)?|([kMG]?)B/s)", re.ASCII)
 _HEX_SECRET = re.compile(rb"[0-9a-fA-F]{64}")
 
 
@@ -71,6 +73,8 @@ class RingConfig:
             else TCP, and says why; ``shm`` makes that an error on all ranks; ``tcp`` never tries. It changes no
             result. Between hosts it is always TCP.
         connect_timeout_ms: how long the ranks have to connect to each other.
+        rate_bytes_per_s: what the ranks of this host together send over TCP at most, each an equal share of it, as
+            through a network card of that speed; 0 for no limit. Shared memory is not limited.
         spin_us: how long a wait polls before it sleeps.
         stall_notice_ms: how often a log line says who an operation waits for that does not move; 0 for never.
         host_silence_ms: how long a rank's host may leave everything unanswered before the rank counts as lost. A
@@ -91,6 +95,7 @@ class RingConfig:
     advertise: str = ""
     port_range: tuple[int, int] | None = None
     transport: str = "auto"
+    rate_bytes_per_s: int = 0
     connect_timeout_ms: int = 120_000
     spin_us: int = 50
     stall_notice_ms: int = 10_000
@@ -117,6 +122,10 @@ class RingConfig:
                 )
         if self.transport not in _TRANSPORTS:
             raise InvalidArgumentError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
+        if self.rate_bytes_per_s != 0 and not 1_000 <= self.rate_bytes_per_s <= 10**12:
+            raise InvalidArgumentError(
+                f"rate_bytes_per_s must be 0 (no limit) or between 1000 and 10^12, not {self.rate_bytes_per_s}"
+            )
         if self.connect_timeout_ms <= 0:
             raise InvalidArgumentError(f"connect_timeout_ms must be above 0, not {self.connect_timeout_ms}")
         if not 0 <= self.spin_us <= 1_000_000:
@@ -236,7 +245,7 @@ def warn_about_unknown(environ: Mapping[str, str]) -> None:
     """Warn about ``RINGDP_*`` variables that nothing reads, most likely misspelt."""
     for name in sorted(environ):
         if name.startswith("RINGDP_") and name not in VARIABLES and not name.startswith("RINGDP_BUILD_"):
-            near = " or ".join(difflib.get_close_matches(name, VARIABLES, n=2, cutoff=0.0))
+            near = " or ".join(difflib.get_close_matches(name, VARIABLES, n=3, cutoff=0.0))
             warnings.warn(f"{name} is not a variable ringdp knows; did you mean {near}?", stacklevel=2)
 
 
@@ -284,6 +293,21 @@ def _port_range(text: str) -> tuple[int, int]:
     return (int(single), int(single)) if single else (int(low), int(high))
 
 
+def _rate(text: str) -> int:
+    """Bytes a second. Decimal, as for every network: 1 gbit is 10^9 bits, 1 MB/s is 10^6 bytes a second."""
+    match = _RATE.fullmatch(text if text.endswith("B/s") else text.lower())
+    if match is None:
+        raise InvalidArgumentError(
+            f"RINGDP_RATE={text} is not a rate: write 1gbit, 100mbit or 500kbit, or bytes a second as 125MB/s"
+        )
+    amount, bits, many = match.groups()
+    per_s = float(amount) * 1000.0 ** " kmg".index((bits or (many or "").lower()) or " ")
+    rate = round(per_s if bits is None else per_s / 8)
+    if rate == 0:
+        raise InvalidArgumentError(f"RINGDP_RATE={text} would send nothing; leave the variable out for no limit")
+    return rate
+
+
 def _spin_us(text: str) -> int:
     return whole_number("RINGDP_SPIN_US", text)
 
@@ -305,6 +329,7 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_ADVERTISE": ("advertise", str),
     "RINGDP_PORT_RANGE": ("port_range", _port_range),
     "RINGDP_TRANSPORT": ("transport", str.lower),
+    "RINGDP_RATE": ("rate_bytes_per_s", _rate),
     "RINGDP_SPIN_US": ("spin_us", _spin_us),
     "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _milliseconds("RINGDP_CONNECT_TIMEOUT")),
     "RINGDP_STALL_NOTICE": ("stall_notice_ms", _milliseconds("RINGDP_STALL_NOTICE")),

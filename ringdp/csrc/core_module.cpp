@@ -61,7 +61,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed,
                                       const std::string& host_id, const TuningLimits& table,
                                       const std::string& table_source, const std::string& transport,
-                                      std::size_t shm_ring_bytes) {
+                                      std::size_t shm_ring_bytes, int64_t rate_bytes_per_s) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -79,6 +79,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   EngineOptions options;
   options.spin_us = spin_us;
   options.stall_notice_ms = stall_notice_ms;
+  options.rate_bytes_per_s = rate_bytes_per_s;
   options.check_interrupt = check_interrupt;
   if (segment_bytes < kGranuleBytes || segment_bytes > kSegmentBytes)
     throw Error(ErrorKind::kValue, "segment_bytes must be " + std::to_string(kGranuleBytes) + " to " +
@@ -295,6 +296,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("epoch") = 0, py::arg("stall_notice_ms") = 10'000, py::arg("segment_bytes") = kSegmentBytes,
            py::arg("fault_seed") = 0, py::arg("host_id") = "", py::arg("table") = TuningLimits{},
            py::arg("table_source") = "built in", py::arg("transport") = "auto", py::arg("shm_ring_bytes") = 0,
+           py::arg("rate_bytes_per_s") = 0,
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.")
       .def("shut_down", &Runtime::shut_down, NoGil())
       .def(

@@ -93,6 +93,17 @@ def test_killed_in_a_large_all_reduce_of_several_hosts(hosts: str, victim: int, 
         expect_peer_lost(story, tmp_path, victim, "all_reduce #")
 
 
+def held_back(folder: str, victim: int) -> Story:
+    with mock.patch.dict(os.environ, RINGDP_RATE="2gbit", RINGDP_TRANSPORT="tcp"):
+        return in_a_large_all_reduce(folder, victim)
+
+
+def test_killed_while_a_rate_holds_everybody_back(tmp_path: Path) -> None:
+    outcomes = run_outcomes(held_back, str(tmp_path), 2, world_size=4)
+    for story in stories(outcomes, 2):
+        expect_peer_lost(story, tmp_path, 2, "all_reduce #")
+
+
 def while_the_others_wait(folder: str, victim: int) -> Story:
     rank, world = me()
     with job(folder) as story:

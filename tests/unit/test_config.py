@@ -63,6 +63,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "RINGDP_ADVERTISE": "203.0.113.7",
             "RINGDP_PORT_RANGE": "29600-29699",
             "RINGDP_TRANSPORT": "TCP",
+            "RINGDP_RATE": "1gbit",
             "RINGDP_SPIN_US": "0",
             "RINGDP_CONNECT_TIMEOUT": "2.5",
             "RINGDP_STALL_NOTICE": "0.5",
@@ -80,6 +81,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "advertise": "203.0.113.7",
         "port_range": (29600, 29699),
         "transport": "tcp",
+        "rate_bytes_per_s": 125_000_000,
         "spin_us": 0,
         "connect_timeout_ms": 2500,
         "stall_notice_ms": 500,
@@ -141,8 +143,36 @@ def test_port_range_forms(text: str, expected: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
+    "text, bytes_per_s",
+    [
+        ("1gbit", 125_000_000),
+        ("2.5Gbit", 312_500_000),
+        ("100 Mbit/s", 12_500_000),
+        ("500kbit", 62_500),
+        ("80000bit", 10_000),
+        ("125MB/s", 125_000_000),
+        ("1.25 GB/s", 1_250_000_000),
+        ("64kB/s", 64_000),
+    ],
+)
+def test_rate_forms(text: str, bytes_per_s: int) -> None:
+    assert RingConfig.from_environment({"RINGDP_RATE": text}).rate_bytes_per_s == bytes_per_s
+
+
+@pytest.mark.parametrize(
     "variable, text",
     [
+        ("RINGDP_RATE", "fast"),
+        ("RINGDP_RATE", "1g"),
+        ("RINGDP_RATE", "1000"),
+        ("RINGDP_RATE", "-1gbit"),
+        ("RINGDP_RATE", "1gbps"),
+        ("RINGDP_RATE", "125mb/s"),
+        ("RINGDP_RATE", "125MiB/s"),
+        ("RINGDP_RATE", "0gbit"),
+        ("RINGDP_RATE", "1bit"),
+        ("RINGDP_RATE", "infbit"),
+        ("RINGDP_RATE", "99999gbit"),
         ("RINGDP_PORT_RANGE", "many"),
         ("RINGDP_PORT_RANGE", "9-3"),
         ("RINGDP_PORT_RANGE", "0-3"),

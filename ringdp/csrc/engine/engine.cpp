@@ -32,6 +32,7 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
       writing_(peers.size(), 0),
       farewells_(peers.size()) {
   for (MetPeer& peer : peers) peers_.push_back(peer.info);
+  if (options_.rate_bytes_per_s > 0) limiter_.emplace(options_.rate_bytes_per_s);
   Link::Events events;
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
   events.mismatched = [this](Link::Disagreement it) { on_mismatched(std::move(it)); };
@@ -47,6 +48,7 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     poller_.add(peer.channel->poll_fd(), static_cast<uint32_t>(place));
     if (int bell = peer.channel->bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(place));
     std::unique_ptr<Channel> channel = std::move(peer.channel);
+    if (limiter_ && !channel->direct()) channel = std::make_unique<LimitedChannel>(std::move(channel), *limiter_);
     if (options_.wrap_channel) channel = options_.wrap_channel(std::move(channel), place);
     links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(channel), events);
     some_streams_ |= !links_[place]->direct();

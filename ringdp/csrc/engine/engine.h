@@ -29,6 +29,7 @@
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
 #include "transport/poller.h"
+#include "transport/rate_limit.h"
 
 namespace ringdp {
 
@@ -37,6 +38,7 @@ struct EngineOptions {
   bool shares_cores = false;                  // more ranks than cores here: whoever polls lets others run
   int64_t stall_notice_ms = 10'000;           // how often a log line says who an operation waits for; 0: never
   int64_t host_silence_ms = 4000;             // after which a peer whose host does not answer is lost
+  int64_t rate_bytes_per_s = 0;               // what is sent over streams (TCP) at most; 0: all that goes
   std::function<void()> check_interrupt;      // called about ten times a second by threads that wait; may throw
   std::size_t segment_bytes = kSegmentBytes;  // longest payload of a frame sent; for tests
   std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel;  // the same
@@ -182,7 +184,8 @@ class Engine {
   bool serve(const std::vector<Poller::Event>& events);
   bool lie_down();
   void sleep(const Work* until, Deadline deadline);
-  void watch_blocked();  // tells the poller which channels are full
+  void watch_blocked();      // tells the poller which channels are full
+  void wake_for_the_rate();  // and when more may be sent
   bool anything_outgoing() const;
   void check_deadlines();
   Deadline next_deadline() const;
@@ -248,9 +251,11 @@ class Engine {
 
   // driver
   Poller poller_;
+  std::optional<RateLimiter> limiter_;  // of all streams; outlives the links
   std::vector<std::unique_ptr<Link>> links_;
-  bool some_streams_ = false;  // not all links are direct
-  std::vector<char> writing_;  // the poller watches for room to write
+  std::size_t first_link_ = 0;  // with a limiter: whose turn it is
+  bool some_streams_ = false;   // not all links are direct
+  std::vector<char> writing_;   // the poller watches for room to write
   ScratchPool scratch_;
   std::vector<GroupPtr> busy_;         // groups with operations queued or active
   Clock::time_point crowded_until_{};  // somebody else wants this core: no polling before that

@@ -224,11 +224,17 @@ bool Engine::anything_outgoing() const {
 bool Engine::pump_links() {
   bool moved = false;
   bool few = world() <= kPolledLinks;
-  for (auto& link : links_) {
+  const std::size_t first = first_link_;
+  for (std::size_t i = 0; i < links_.size(); ++i) {
+    const std::size_t place = first + i < links_.size() ? first + i : first + i - links_.size();
+    auto& link = links_[place];
     if (!link || link->broken() || link->departed()) continue;
     bool ask = few || link->direct();
-    if (link->has_outgoing() && (ask || !link->wants_write()))
-      moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
+    if (link->has_outgoing() && (ask || !link->wants_write())) {
+      bool sent = guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
+      if (sent && limiter_) first_link_ = (place + 1) % links_.size();
+      moved |= sent;
+    }
     if (ask && link->expects() && !link->broken())
       moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
   }
@@ -261,8 +267,14 @@ void Engine::watch_blocked() {
   }
 }
 
+void Engine::wake_for_the_rate() {
+  if (limiter_ && std::any_of(links_.begin(), links_.end(), [](auto& link) { return link && link->held_back(); }))
+    poller_.wake_at(limiter_->next());
+}
+
 void Engine::sleep(const Work* until, Deadline deadline) {
   watch_blocked();
+  wake_for_the_rate();
   {
     std::lock_guard lock(mutex_);
     if (!inbox_.empty() || !requests_.empty()) return;

@@ -40,6 +40,8 @@ Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, Al
   options.shares_cores = ranks_on_this_host_ > cores();
   bool streams = std::any_of(peers.begin(), peers.end(), [](const MetPeer& peer) { return peer.transport == "tcp"; });
   if (options.shares_cores && streams) options.spin_us = std::min<int64_t>(options.spin_us, 10);
+  if (options.rate_bytes_per_s > 0)  // they share a network card
+    options.rate_bytes_per_s = std::max<int64_t>(1, options.rate_bytes_per_s / ranks_on_this_host_);
   engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));
   try {
     communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });

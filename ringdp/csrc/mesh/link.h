@@ -89,9 +89,10 @@ class Link {
   bool pump_send();
   bool pump_receive(std::size_t budget_bytes);
 
-  bool wants_write() const { return blocked_; }                              // the channel is full: poll for room
-  bool has_outgoing() const;                                                 // frames or sendable flows wait
-  bool expects() const { return !receiving_.empty() || !sending_.empty(); }  // bytes, or grants
+  bool wants_write() const { return blocked_ && !channel_->held_back(); }     // the channel is full: poll for room
+  bool held_back() const { return has_outgoing() && channel_->held_back(); }  // no use in polling: try later
+  bool has_outgoing() const;                                                  // frames or sendable flows wait
+  bool expects() const { return !receiving_.empty() || !sending_.empty(); }   // bytes, or grants
   bool departed() const { return departed_; }
   bool broken() const { return broken_; }
   bool drained() const { return broken_ || channel_->drained(); }

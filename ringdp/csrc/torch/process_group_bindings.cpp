@@ -89,6 +89,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   engine_options.spin_us = config["spin_us"].cast<int64_t>();
   engine_options.stall_notice_ms = config["stall_notice_ms"].cast<int64_t>();
   engine_options.host_silence_ms = config["host_silence_ms"].cast<int64_t>();
+  engine_options.rate_bytes_per_s = config["rate_bytes_per_s"].cast<int64_t>();
   engine_options.check_interrupt = check_python_signals;
   const AlgorithmTables tables = tables_of(config);
   py::gil_scoped_release no_gil;
@@ -104,6 +105,10 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
       StoreAdapter adapter(store, store_prefix(group_id));
       runtime = std::make_shared<Runtime>(adapter, options, engine_options, tables);
     }
+    if (engine_options.rate_bytes_per_s > 0 && rank == 0)
+      log(LogLevel::kWarning, "RINGDP_RATE: the ranks of this host together send at most " +
+                                  std::to_string(engine_options.rate_bytes_per_s) +
+                                  " bytes a second over TCP; leave the variable out for the network's own speed");
     if (rank == 0 && size > 1)
       log(LogLevel::kInfo, all_reduce_in_words(tables, runtime->hosts(), options.tables_source));
     {

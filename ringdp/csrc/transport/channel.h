@@ -35,6 +35,8 @@ class Channel {
   virtual ~Channel() = default;
 
   virtual IoResult send(std::span<const iovec> pieces) = 0;
+  // What the last `send` would have blocked on is not the descriptor but time: polling for room is of no use.
+  virtual bool held_back() const { return false; }
 
   virtual bool direct() const { return false; }
   virtual IoResult receive(std::span<const iovec> pieces) = 0;  // unless direct

@@ -1,23 +1,10 @@
 #include "transport/faulty.h"
 
 #include <algorithm>
-#include <vector>
+
+#include "transport/pieces.h"
 
 namespace ringdp {
-namespace {
-
-std::vector<iovec> first_bytes(std::span<const iovec> pieces, std::size_t bytes) {
-  std::vector<iovec> out;
-  for (iovec piece : pieces) {
-    piece.iov_len = std::min(piece.iov_len, bytes);
-    bytes -= piece.iov_len;
-    if (piece.iov_len > 0) out.push_back(piece);
-  }
-  return out;
-}
-
-}  // namespace
-
 IoResult FaultyChannel::send(std::span<const iovec> pieces) {
   if (refuses()) return {IoStatus::kWouldBlock};
   return inner_->send(first_bytes(pieces, some()));

@@ -2,8 +2,10 @@
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 
@@ -13,6 +15,7 @@ namespace ringdp {
 namespace {
 
 constexpr uint32_t kWakeToken = 0xffffffffU;
+constexpr uint32_t kTimerToken = 0xfffffffeU;
 
 void control(int epoll, int action, int fd, uint32_t token, uint32_t events) {
   epoll_event event{};
@@ -48,15 +51,30 @@ const std::vector<Poller::Event>& Poller::wait(int timeout_ms) {
     throw_system("wait for the network", errno);
   }
   for (int i = 0; i < count; ++i) {
-    if (raw[i].data.u32 == kWakeToken) {
+    if (raw[i].data.u32 == kWakeToken || raw[i].data.u32 == kTimerToken) {
+      const Fd& rung = raw[i].data.u32 == kWakeToken ? wakeup_ : timer_;
       uint64_t value;
-      [[maybe_unused]] auto ignored = read(wakeup_.get(), &value, sizeof(value));  // EAGAIN if another read won
+      [[maybe_unused]] auto ignored = read(rung.get(), &value, sizeof(value));  // EAGAIN if another read won
       continue;
     }
     bool broken = (raw[i].events & (EPOLLHUP | EPOLLERR)) != 0;  // seen by the next receive
     events_.push_back({raw[i].data.u32, broken || (raw[i].events & EPOLLIN) != 0, (raw[i].events & EPOLLOUT) != 0});
   }
   return events_;
+}
+
+void Poller::wake_at(Clock::time_point time) {
+  if (!timer_) {
+    timer_ = Fd(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    if (!timer_) throw_system("create a timer", errno);
+    control(epoll_.get(), EPOLL_CTL_ADD, timer_.get(), kTimerToken, EPOLLIN);
+  }
+  // Clock is CLOCK_MONOTONIC; a time that has passed rings at once, zero would switch the timer off.
+  auto ns = std::max<int64_t>(1, std::chrono::nanoseconds(time.time_since_epoch()).count());
+  itimerspec when{};
+  when.it_value.tv_sec = ns / 1'000'000'000;
+  when.it_value.tv_nsec = ns % 1'000'000'000;
+  if (timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr) != 0) throw_system("set a timer", errno);
 }
 
 void Poller::wake() {
@@ -67,6 +85,7 @@ void Poller::wake() {
 void Poller::close() {
   epoll_.reset();
   wakeup_.reset();
+  timer_.reset();
 }
 
 }  // namespace ringdp

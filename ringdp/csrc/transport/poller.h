@@ -1,10 +1,12 @@
-// Poller: waits until one of several descriptors can move bytes, or until another thread wakes it (epoll(7), eventfd(2)).
+// Poller: waits until one of several descriptors can move bytes, until a time, or until another thread wakes it (epoll(7),
+// eventfd(2), timerfd_create(2)).
 // `wake` may be called from any thread, the rest by the thread that drives the engine.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/fd.h"
 
 namespace ringdp {
@@ -24,12 +26,14 @@ class Poller {
   void want_write(int fd, uint32_t token, bool want);
   void remove(int fd);
   const std::vector<Event>& wait(int timeout_ms);  // -1: until something happens; EINTR ends it early
+  void wake_at(Clock::time_point time);  // ends a `wait` then, once; finer than its milliseconds. The last call counts
   void wake();
   void close();  // no `wait` may follow; `wake` is then without effect
 
  private:
   Fd epoll_;
   Fd wakeup_;
+  Fd timer_;  // made by the first wake_at
   std::vector<Event> events_;
 };
 

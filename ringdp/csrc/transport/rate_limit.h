@@ -1,0 +1,60 @@
+// A sender that is no faster than a given line, in software: RateLimiter keeps the books for all channels of a process,
+// LimitedChannel asks it before each send. What is received is not limited: the peers limit what they send.
+// Used by the thread that drives the engine, which sleeps until `next` where a channel is held back.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <utility>
+
+#include "base/deadline.h"
+#include "transport/channel.h"
+
+namespace ringdp {
+
+// A token bucket, kept as the time at which the line has carried all that was handed to it. A line that rests gains
+// nothing beyond kBurst; a sender that was refused and comes late gets what it missed, up to kLateness: else every late
+// wake-up would cost rate.
+class RateLimiter {
+ public:
+  static constexpr auto kQuantum = std::chrono::microseconds(500);  // of the line, handed out at a time
+  static constexpr auto kBurst = std::chrono::milliseconds(1);
+  static constexpr auto kLateness = std::chrono::milliseconds(20);
+  static constexpr std::size_t kLeastQuantumBytes = 2048;  // slow lines: less is not worth a system call
+
+  explicit RateLimiter(int64_t bytes_per_s);
+
+  std::size_t allowance(Clock::time_point now);  // bytes that may be sent at once; 0: none before `next`
+  void spend(std::size_t bytes, Clock::time_point now);
+  Clock::time_point next() const { return free_at_; }
+
+ private:
+  const double ns_per_byte_;
+  const std::size_t quantum_bytes_;
+  Clock::time_point free_at_{};
+  bool refused_ = false;  // somebody waits for free_at_
+};
+
+class LimitedChannel final : public Channel {
+ public:
+  // The limiter outlives it. `inner` is not direct.
+  LimitedChannel(std::unique_ptr<Channel> inner, RateLimiter& limiter) : inner_(std::move(inner)), limiter_(limiter) {}
+
+  IoResult send(std::span<const iovec> pieces) override;
+  bool held_back() const override { return held_back_; }
+  IoResult receive(std::span<const iovec> pieces) override { return inner_->receive(pieces); }
+  bool drained() const override { return inner_->drained(); }
+  void close_send() override { inner_->close_send(); }
+  int poll_fd() const override { return inner_->poll_fd(); }
+  int bell_fd() const override { return inner_->bell_fd(); }
+  void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
+  int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
+  std::string describe() const override { return inner_->describe(); }
+
+ private:
+  std::unique_ptr<Channel> inner_;
+  RateLimiter& limiter_;
+  bool held_back_ = false;
+};
+
+}  // namespace ringdp
