@@ -13,6 +13,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 BACKEND = "ring"
 _AVERAGING_BACKENDS = frozenset({"ring", "nccl"})  # those with ReduceOp.AVG
 
+_timeouts: dict[str, timedelta] = {}  # of the process groups of ring, by name
 _lobby: Any = None  # where the ranks have met, between that and the process group that takes the connections over
 
 
@@ -52,6 +54,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     atexit.unregister(_shut_down_extension)
     atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
     lobby = None if dist.is_initialized() else _lobby  # the default group's alone
+    _timeouts[options.group_id] = options.timeout
     return extension.create_process_group(
         store=options.store,
         rank=options.group_rank,
@@ -109,6 +112,16 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
         return backend_name(group)
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     return backends.get(device_type, backend_name(group))
+
+
+def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """How long the group's operations may take on this kind of device; None where nobody knows."""
+    if backend_of(group, device_type) == BACKEND:
+        return _timeouts.get(group.group_name)
+    try:
+        return group._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):  # not every backend has such options
+        return None
 
 
 def has_average(group: dist.ProcessGroup, device_type: str) -> bool:

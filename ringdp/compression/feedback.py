@@ -22,7 +22,8 @@ class Feedback(Protocol):
     Optional: ``result(aggregate, state) -> Tensor``, called on all ranks with the decoded mean, gives the gradient, for
     methods that send differences; its state is one more dict, the same on all ranks. With it, a rank's own part goes
     through `before` and `after` too, without loss. ``owner``: another plug-in for the owner's encoding of the mean;
-    without it, this one.
+    without it, this one. ``owed``: names of tensors in `state` that hold what was left out so far, by element, for
+    checkpoints that load at another world size; others are averaged over the ranks.
     """
 
     def before(self, x: Tensor, state: State) -> Tensor:
@@ -40,6 +41,8 @@ class ErrorFeedback:
     The sum of what was sent over all steps is then the sum of the gradients, but for the last residual. Seide et al.,
     "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
     """
+
+    owed = ("residual",)
 
     def before(self, x: Tensor, state: State) -> Tensor:
         return x + state.get("residual", 0.0)

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend": {"errors", "config", "_build", "_C"},
     "process_group": {"", "errors", "config", "backend"},
     "barrier": {"errors"},
-    "hooks": {"errors", "compression", "process_group", "backend"},
+    "hooks": {"errors", "compression", "process_group", "backend", "exchange"},
     "amp": {"errors", "process_group"},
     "exchange": {"errors"},
     "metrics": {"errors", "config", "backend", "exchange"},

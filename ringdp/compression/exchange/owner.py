@@ -1,0 +1,127 @@
+"""``aggregate="owner"``: every element has one owner, who adds up, encodes the mean once more, and sends that to all.
+
+Rank r encodes the parts of the others and sends each to its owner. The owner decodes them, adds in rank order, its own
+part as it is, divides, and encodes. Everybody, the owner too, decodes the owner's bytes: all have the same bits.
+As many bytes as an all-reduce of the codes, and two encodings, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringdp.compression.exchange.agreement import NOT_FINITE, open_messages, raise_together
+from ringdp.compression.exchange.finite import all_finite, spoil, unspoilt, what_is_not_finite
+from ringdp.compression.exchange.outgoing import Outgoing, Sizes, message_bytes
+from ringdp.compression.exchange.packing import front, read
+from ringdp.compression.exchange.plan import Plan
+from ringdp.compression.exchange.requests import AllGather, AllToAll, Exchange
+from ringdp.compression.exchange.section import Coder, Section
+
+
+def owner_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> Exchange:
+    """Put the mean of all ranks' `bucket` (float32, flat) into the plan's sections of it.
+
+    Args:
+        divisor: what sums are divided by, a float32 scalar on the bucket's device.
+    """
+    me, ranks = coder.rank, plan.ranks
+    others = [r for r in range(ranks) if r != me]
+    flags = what_is_not_finite(plan, bucket)
+    outgoing = Outgoing(plan, coder, "rank")
+    for part in others:
+        outgoing.add(part, _Elements(bucket, part, flags))
+    sizes = yield from outgoing.sizes_of_all([[p for p in range(ranks) if p != r] for r in range(ranks)])
+    received = yield AllToAll(*_messages(outgoing, others, flags, plan, sizes, me))
+    messages = dict(zip(others, received.split([message_bytes(plan, sizes[r, me]) for r in others]), strict=True))
+    del received
+    theirs, failed = open_messages(plan, messages, me)
+    if failed or outgoing.error is not None:
+        yield from raise_together(outgoing.error, plan, me)
+    flags = [mine | other for mine, other in zip(flags, theirs, strict=True)]
+
+    answer = Outgoing(plan, coder, "owner")
+    answer.add(me, _Means(plan, bucket, coder, divisor, messages, sizes, flags))
+    sizes = yield from answer.sizes_of_all([[r] for r in range(ranks)])
+    message = torch.empty(
+        max(message_bytes(plan, sizes[r, r]) for r in range(ranks)), dtype=torch.uint8, device=plan.device
+    )
+    answer.write(me, message, flags)
+    results = yield AllGather(message)
+    flags, failed = open_messages(plan, dict(enumerate(results)), me)
+    if failed:
+        yield from raise_together(answer.error, plan, me)
+    for part in range(ranks):
+        at = front(len(plan.sections))
+        for section, forms in zip(plan.sections, sizes[part, part], strict=True):
+            if section.numel(part):
+                payload, at = read(results[part], at, forms)
+                mean = coder.decode(section, payload, "owner", part)
+                section.of(bucket, part).copy_(coder.result(section, mean, part))
+    spoil(plan, bucket, flags)
+
+
+def _messages(
+    outgoing: Outgoing, others: Sequence[int], flags: list[int], plan: Plan, sizes: Sizes, me: int
+) -> tuple[Tensor, list[int], list[int]]:
+    to = [outgoing.size(part) if part != me else 0 for part in range(plan.ranks)]
+    send = torch.empty(sum(to), dtype=torch.uint8, device=plan.device)
+    for part, message in zip(others, send.split([n for n in to if n]), strict=True):
+        outgoing.write(part, message, flags)
+    return send, to, [message_bytes(plan, sizes[r, me]) if r != me else 0 for r in range(plan.ranks)]
+
+
+class _Elements:
+    """This rank's own, of one part, section by section."""
+
+    def __init__(self, bucket: Tensor, part: int, flags: list[int]) -> None:
+        self._bucket, self._part, self._flags = bucket, part, flags
+
+    def __call__(self, index: int, section: Section) -> Tensor:
+        return unspoilt(section.of(self._bucket, self._part), self._flags[index])
+
+
+class _Means:
+    """The means of this rank's parts, section by section in order, from what the others sent.
+
+    A mean that is not finite (the sum overflowed) raises its section's flag, in place.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        bucket: Tensor,
+        coder: Coder,
+        divisor: Tensor,
+        messages: dict[int, Tensor],
+        sizes: Sizes,
+        flags: list[int],
+    ) -> None:
+        self._plan, self._bucket, self._coder, self._divisor = plan, bucket, coder, divisor
+        self._messages, self._sizes, self._flags = messages, sizes, flags
+        self._at = dict.fromkeys(messages, front(len(plan.sections)))
+
+    def __call__(self, index: int, section: Section) -> Tensor:
+        me = self._coder.rank
+        terms = []
+        for r in range(self._plan.ranks):
+            if r == me:
+                own = unspoilt(section.of(self._bucket, me), self._flags[index])
+                terms.append(self._coder.own_term(section, own, me))
+            else:
+                payload, self._at[r] = read(self._messages[r], self._at[r], self._sizes[r, me][index])
+                terms.append(self._coder.decode(section, payload, "rank", me))
+        mean = in_order(terms).div_(self._divisor)
+        if self._plan.watched[index] and not self._flags[index] and not bool(all_finite(mean)):
+            self._flags[index] = NOT_FINITE
+        return unspoilt(mean, self._flags[index])
+
+
+def in_order(terms: Sequence[Tensor]) -> Tensor:
+    """The sum, added one after the other: a new tensor."""
+    total = terms[0] + terms[1]
+    for term in terms[2:]:
+        total.add_(term)
+    return total

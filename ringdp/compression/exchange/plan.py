@@ -1,0 +1,65 @@
+"""What moves when a bucket is exchanged: fixed by its layout, the compressors and the number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from ringdp.compression.exchange.packing import Forms, Promises, room
+from ringdp.compression.exchange.section import Phase, Section, describe
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One bucket's.
+
+    Attributes:
+        sections: what is compressed, all with the same ``aggregate``.
+        ranks: how many there are.
+        device: of the bucket.
+    """
+
+    sections: tuple[Section, ...]
+    ranks: int
+    device: torch.device
+
+    @functools.cached_property
+    def _promises(self) -> Promises:
+        return Promises(self.device)
+
+    @functools.cached_property
+    def fixed_size(self) -> bool:
+        return all(getattr(section.compressor, "fixed_size", True) for section in self.sections)
+
+    @functools.cached_property
+    def watched(self) -> list[bool]:
+        """By section: whether the framework looks for what is not finite, because the code cannot carry it."""
+        return [not getattr(section.compressor, "carries_nan", False) for section in self.sections]
+
+    def forms(self, part: int, phase: Phase) -> list[Forms]:
+        """By section, of a payload of this part."""
+        return [self._promises.of(section, part, phase) for section in self.sections]
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        """What ranks must agree on, a line for each section."""
+        return [self._line(section) for section in self.sections]
+
+    def _line(self, section: Section) -> str:
+        sizes = [room([self._promises.of(section, part, "rank")]) for part in range(section.parts)]
+        aggregate = getattr(section.compressor, "aggregate", "owner")
+        return f"{section.name} [{section.count}] by {describe(section.compressor)}, {aggregate}, in {sizes} bytes"
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        return fingerprint(self.lines)
+
+
+def fingerprint(lines: Sequence[str]) -> int:
+    return zlib.crc32("\n".join(lines).encode())

@@ -1,0 +1,186 @@
+"""A parameter's place in a bucket, and how its elements are encoded and decoded there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringdp.compression import native
+from ringdp.compression.exchange.states import Key, States
+from ringdp.compression.feedback import ErrorFeedback, Feedback, feedback_of
+from ringdp.compression.partition import bounds, turn_of
+from ringdp.compression.protocol import Compressor, Info, Payload
+from ringdp.errors import InvalidArgumentError
+
+_CPU = torch.device("cpu")
+Phase = Literal["rank", "owner"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Elements ``begin`` to ``begin + count`` of a bucket: one parameter's, with its compressor.
+
+    Attributes:
+        parts: into how many the elements are cut: the number of ranks where they are owned, else 1.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    count: int
+    compressor: Compressor
+    parts: int
+    device: torch.device = _CPU
+
+    @functools.cached_property
+    def edges(self) -> list[int]:
+        return bounds(self.count, self.parts, turn_of(self.name))
+
+    @functools.cached_property
+    def feedback(self) -> Feedback | None:
+        return feedback_of(getattr(self.compressor, "error_feedback", None))
+
+    @functools.cached_property
+    def result(self) -> Any:
+        """The plug-in's method that makes the gradient of the mean, or None where the mean is it."""
+        return getattr(self.feedback, "result", None)
+
+    def feedback_in(self, phase: Phase) -> Feedback | None:
+        return self.feedback if phase == "rank" else getattr(self.feedback, "owner", self.feedback)
+
+    def numel(self, part: int) -> int:
+        return self.edges[part + 1] - self.edges[part]
+
+    def zeros(self) -> Tensor:
+        """float32 ``[count]``."""
+        return torch.zeros(self.count, device=self.device)
+
+    def of(self, bucket: Tensor, part: int) -> Tensor:
+        """This part's elements, as a view of the flat `bucket`."""
+        return bucket[self.begin + self.edges[part] : self.begin + self.edges[part + 1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Coder:
+    """Encodes and decodes sections in one step on one rank.
+
+    Attributes:
+        factor: the loss scale that the gradients carry.
+    """
+
+    states: States
+    rank: int
+    world_size: int
+    step: int
+    factor: float = 1.0
+    device: torch.device = _CPU
+
+    def encode(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
+        """The payload for `x` with what error feedback adds to it; what both remember is pending in `states`.
+
+        Raises:
+            InvalidArgumentError: the compressor did not give a tuple of tensors.
+        """
+        feedback = section.feedback_in(phase)
+        codec = getattr(section.compressor, "native", None)
+        if feedback is not None and type(feedback) is ErrorFeedback and codec and native.serves(x):
+            return self._encode_natively(section, x, phase, part, codec)
+        key = Key(section.name, "feedback", phase, part)
+        state = self.states.copy(key, self.factor) if feedback is not None else {}
+        fed = x if feedback is None else feedback.before(x, state)
+        payload = self.compress(section, fed, phase, part)
+        if feedback is not None:
+            feedback.after(fed, self.decode(section, payload, phase, part), state)
+            self.states.keep(key, state, self.factor)
+        return payload
+
+    def own_term(self, section: Section, x: Tensor, part: int) -> Tensor:
+        """What a rank's own part adds to the sum: itself, without loss; its difference where differences are sent."""
+        feedback = section.feedback
+        if feedback is None or section.result is None:
+            return x
+        key = Key(section.name, "feedback", "rank", part)
+        state = self.states.copy(key, self.factor)
+        fed = feedback.before(x, state)
+        feedback.after(fed, fed, state)
+        self.states.keep(key, state, self.factor)
+        return fed
+
+    def decode(self, section: Section, payload: Payload, phase: Phase, part: int) -> Tensor:
+        """float32 ``[numel]`` of the part.
+
+        Raises:
+            InvalidArgumentError: the compressor gave something else.
+        """
+        info = self._info(section, phase, part, {})
+        x = section.compressor.decompress(payload, info)
+        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != info.numel:
+            raise InvalidArgumentError(
+                f"{describe(section.compressor)}.decompress must give float32 [{info.numel}] for {section.name},"
+                f" not {_what(x)}",
+                name=section.name,
+            )
+        return x.view(-1)
+
+    def result(self, section: Section, mean: Tensor, part: int) -> Tensor:
+        """The gradient's elements of the decoded mean."""
+        if section.result is None:
+            return mean
+        key = Key(section.name, "feedback", "result", part)
+        state = self.states.copy(key, self.factor)
+        gradient: Tensor = section.result(mean, state)
+        self.states.keep(key, state, self.factor)
+        return gradient
+
+    def compress(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
+        """As `encode`, without error feedback."""
+        key = Key(section.name, "compressor", phase, part)
+        info = self._info(section, phase, part, self.states.copy(key))
+        payload = section.compressor.compress(x, info)
+        self.states.keep(key, info.state)
+        if not isinstance(payload, tuple | list) or not all(isinstance(it, Tensor) for it in payload):
+            raise InvalidArgumentError(
+                f"{describe(section.compressor)}.compress must give a tuple of tensors for {section.name},"
+                f" not {_what(payload)}",
+                name=section.name,
+            )
+        return tuple(payload)
+
+    def _encode_natively(self, section: Section, x: Tensor, phase: Phase, part: int, codec: str) -> Payload:
+        key = Key(section.name, "feedback", phase, part)
+        residual = self.states.copy(key).get("residual")
+        if residual is None:
+            residual = torch.zeros_like(x)
+        code, new = native.extension().codec_compress_with_feedback(codec, x, residual, self.factor)
+        self.states.keep(key, {"residual": new})
+        return (code,)
+
+    def _info(self, section: Section, phase: Phase, part: int, state: dict[str, Any]) -> Info:
+        return Info(
+            name=section.name,
+            shape=section.shape,
+            numel=section.numel(part),
+            step=self.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+            phase=phase,
+            part=part,
+            state=state,
+        )
+
+
+def describe(compressor: Compressor) -> str:
+    """For messages, and compared between ranks: the class, and its settings where it says them without an address."""
+    text = repr(compressor)
+    return type(compressor).__qualname__ if " at 0x" in text or text.startswith("<") else text
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,50 @@
+"""``aggregate="sum"``: payload tensors are added over the ranks and decoded once, for compressors that are linear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringdp.compression.exchange.agreement import NOT_FINITE, raise_together
+from ringdp.compression.exchange.finite import spoil, unspoilt, what_is_not_finite
+from ringdp.compression.exchange.packing import check_promise
+from ringdp.compression.exchange.plan import Plan
+from ringdp.compression.exchange.requests import AllReduce, Exchange
+from ringdp.compression.exchange.section import Coder
+from ringdp.compression.protocol import Payload
+
+
+def sum_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> Exchange:
+    """As `owner_exchange`; tensors of one dtype are added as one."""
+    flags = what_is_not_finite(plan, bucket)
+    promised = plan.forms(0, "rank")
+    payloads: list[Payload] = []
+    error: Exception | None = None
+    try:
+        for index, section in enumerate(plan.sections):
+            payload: Payload = ()
+            if section.count:
+                payload = coder.encode(section, unspoilt(section.of(bucket, 0), flags[index]), "rank", 0)
+                check_promise(section, promised[index], payload, section.count)
+            payloads.append(payload)
+    except Exception as caught:  # told to all ranks, which then raise together
+        error = caught
+        payloads = [tuple(torch.zeros(f.shape, dtype=f.dtype, device=plan.device) for f in it) for it in promised]
+    tensors = [tensor for payload in payloads for tensor in payload]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+    flat = {dtype: torch.cat(several) for dtype, several in by_dtype.items()}
+    marks = torch.tensor([error is not None, *(flag & NOT_FINITE for flag in flags)], dtype=torch.int32)
+    marks = marks.to(plan.device)
+    yield AllReduce([*flat.values(), marks])
+    failures, *spoilt = marks.tolist()
+    if failures:
+        yield from raise_together(error, plan, coder.rank)
+    rest = {dtype: iter(it.split([t.numel() for t in by_dtype[dtype]])) for dtype, it in flat.items()}
+    for section, payload in zip(plan.sections, payloads, strict=True):
+        summed = tuple(next(rest[tensor.dtype]).view(tensor.shape) for tensor in payload)
+        if section.count:
+            mean = coder.decode(section, summed, "rank", 0) / divisor
+            section.of(bucket, 0).copy_(coder.result(section, mean, 0))
+    spoil(plan, bucket, [NOT_FINITE * (count > 0) for count in spoilt])

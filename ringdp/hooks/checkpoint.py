@@ -1,0 +1,100 @@
+"""The memory of compression between steps and between runs: by parameter name, exact or as the mean over ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp.compression.exchange import Section, States, saved
+from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.exchange import all_gather_bytes
+
+_VERSION = 1
+
+
+class Memory:
+    """States by parameter, and what a checkpoint held of parameters that have not come up yet.
+
+    Attributes:
+        step: backwards that synchronised.
+    """
+
+    def __init__(self) -> None:
+        self.states = States()
+        self.step = 0
+        self._sections: dict[str, Section] = {}
+        self._waiting: dict[str, saved.Saved] = {}
+        self._consolidated = False  # what waits
+
+    def know(self, sections: Iterable[Section], group: dist.ProcessGroup) -> None:
+        """These take up what was loaded for them. A parameter with another compressor than before forgets."""
+        for section in sections:
+            before = self._sections.get(section.name)
+            if before is not None and before.compressor is not section.compressor:
+                self.states.forget(section.name)
+            self._sections[section.name] = section
+            if section.name in self._waiting:
+                held = self._waiting.pop(section.name)
+                self.states.take(saved.load(section, held, group.rank(), consolidated=self._consolidated))
+
+    def state_dict(self, group: dist.ProcessGroup, *, consolidated: bool) -> dict[str, Any]:
+        """For `load_state_dict`; with `consolidated` all ranks must call.
+
+        Raises:
+            InvalidStateError: a state of the other kind was loaded, and not all its parameters have come up since.
+        """
+        if self._waiting and self._consolidated != consolidated:
+            kind = "consolidated" if self._consolidated else "exact"
+            raise InvalidStateError(
+                f"the compression state was loaded from a {kind} one, which {', '.join(sorted(self._waiting))} has not"
+                f" taken up yet: run a backward first, or save a {kind} one"
+            )
+        parameters = dict(self._waiting)
+        for name, section in self._sections.items():
+            held = saved.save(section, {key: it for key, it in self.states.items().items() if key.name == name})
+            if consolidated:
+                held = self._mean(section, held, group)
+            if held:
+                parameters[name] = held
+        return {
+            "version": _VERSION,
+            "step": self.step,
+            "world_size": group.size(),
+            "rank": None if consolidated else group.rank(),
+            "parameters": parameters,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
+        """Forget everything, and go on from there."""
+        if state.get("version") != _VERSION:
+            raise InvalidArgumentError(f"a compression state of version {state.get('version')}, not {_VERSION}")
+        rank, ranks = state["rank"], state["world_size"]
+        if rank is not None and (rank, ranks) != (group.rank(), group.size()):
+            raise InvalidArgumentError(
+                f"this compression state is rank {rank}'s of {ranks}, this is rank {group.rank()} of {group.size()}:"
+                " save it with consolidated=True to load it at any world size",
+                rank=group.rank(),
+            )
+        self.states.replace({})
+        self.step = state["step"]
+        self._consolidated = rank is None
+        self._waiting = {name: dict(held) for name, held in state["parameters"].items()}
+        self.know(list(self._sections.values()), group)
+
+    def _mean(self, section: Section, held: saved.Saved, group: dist.ProcessGroup) -> saved.Saved:
+        """Over the ranks, of tensors with a value for each element: the others belong to a part of this world."""
+        whole = {path: it for path, it in held.items() if path.count("/") < 3}
+        if group.size() == 1:
+            return whole
+        told = all_gather_bytes(json.dumps(sorted(whole)).encode(), group)
+        paths = sorted({path for line in told for path in json.loads(line)})
+        means: saved.Saved = {}
+        for path in paths:
+            value: Tensor = whole.get(path, section.zeros())
+            means[path] = saved.share(section, path, value, group.rank(), group.size())
+            dist.all_reduce(means[path], group=group)
+        return means
