@@ -1,5 +1,11 @@
-"""What users need to test their own compressors and scripts: `simulate` plays n ranks in one process."""
+"""What users need to test their own compressors and scripts: one process that plays all ranks, or real processes.
 
+`check_compressor` says in words what a compressor does not keep, `simulate` runs the exchange of n ranks with the
+bits of the real one, `run_ranks` calls a function on n processes with a process group of ``ring``.
+"""
+
+from ringdp.testing.check import Report, check_compressor
+from ringdp.testing.ranks import RankError, run_ranks
 from ringdp.testing.simulation import Simulation, simulate
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["RankError", "Report", "Simulation", "check_compressor", "run_ranks", "simulate"]

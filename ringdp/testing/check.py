@@ -1,0 +1,241 @@
+"""Whether a compressor keeps its promises, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringdp import compression
+from ringdp.compression.exchange import Coder, Layout, Place, States, describe, saved
+from ringdp.compression.exchange.packing import check_promise, forms_of
+from ringdp.compression.exchange.section import Section
+from ringdp.errors import InvalidArgumentError
+from ringdp.testing.simulation import Simulation, simulate, together
+
+SIZES = (1, 2, 255, 256, 257, 1000, 4096)
+WORLDS = range(1, 9)
+_NAME = "checked"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `check_compressor` found; as text it is a list of sentences.
+
+    Attributes:
+        passed: the promises that hold.
+        bits: of a payload, by element, at 4,096 elements of a Gaussian.
+        nmse: the squared error of decoding one such payload by the squared norm.
+    """
+
+    compressor: str
+    passed: list[str]
+    bits: float
+    nmse: float
+
+    def __str__(self) -> str:
+        lines = [f"{self.compressor}: {self.bits:.2f} bits an element, NMSE {self.nmse:.1e}"]
+        return "\n".join([*lines, *(f"  ok  {promise}" for promise in self.passed)])
+
+
+def check_compressor(compressor: Any, *, device: torch.device | str = "cpu") -> Report:
+    """Try a compressor on what gradients can hold, alone and on 1 to 8 simulated ranks.
+
+    Args:
+        compressor: a registered name or an object.
+        device: where to try it.
+
+    Raises:
+        InvalidArgumentError: it is no compressor.
+        AssertionError: it breaks a promise; the text says each that it breaks, and how.
+    """
+    chosen = compression.get(compressor)
+    if chosen is None:
+        raise InvalidArgumentError("None is no compressor: gradients stay exact")
+    bench = _Bench(chosen, torch.device(device))
+    passed, failed = [], []
+    for promise, check in bench.checks():
+        try:
+            check()
+            passed.append(promise)
+        except AssertionError as broken:
+            failed.append(f"{promise}: {broken}")
+        except Exception as error:
+            failed.append(f"{promise}: it raised {type(error).__name__}: {error}")
+    if failed:
+        raise AssertionError("\n".join([f"{describe(chosen)} breaks {len(failed)} promise(s):", *failed]))
+    return Report(describe(chosen), passed, *bench.quality())
+
+
+class _Bench:
+    def __init__(self, compressor: compression.Compressor, device: torch.device) -> None:
+        self.compressor, self.device = compressor, device
+        self.feedback = self.section(1).feedback
+
+    def checks(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        yield "the same elements give the same payload, and are not changed", self.deterministic
+        yield "payloads have the promised sizes, and decode to float32 [numel]", self.sizes
+        yield "zeros decode to zeros", self.zeros
+        yield "subnormal numbers decode to finite ones", lambda: self.finite(self.gaussian(1000) * 2.0**-140)
+        yield "1e-30 beside 1e30 decodes to finite numbers", self.range
+        yield "infinities and NaN are seen by every rank, in that step only", self.overflow
+        yield "1 to 8 ranks end with the same bits", self.worlds
+        yield "state is replaced, not changed in place", self.state
+        if hasattr(self.feedback, "owed") and not hasattr(self.feedback, "result"):
+            yield "what was sent and what is owed add up to the gradients (error feedback)", self.telescoping
+
+    # What the checks are made of.
+
+    def section(self, count: int) -> Section:
+        return Section(_NAME, (count,), 0, count, self.compressor, 1, self.device)
+
+    def gaussian(self, count: int, seed: int = 0) -> Tensor:
+        return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+    def gradients(self, ranks: int, steps: int, count: int = 3000) -> list[list[Tensor]]:
+        return [[self.gaussian(count, 100 * step + r) for r in range(ranks)] for step in range(steps)]
+
+    def encode(self, x: Tensor) -> compression.Payload:
+        coder = Coder(States(), 0, 1, 0, device=self.device)
+        return coder.compress(self.section(x.numel()), x, "rank", 0)
+
+    def decode(self, payload: compression.Payload, count: int) -> Tensor:
+        return Coder(States(), 0, 1, 0, device=self.device).decode(self.section(count), payload, "rank", 0)
+
+    def quality(self) -> tuple[float, float]:
+        x = self.gaussian(4096)
+        payload = self.encode(x)
+        error = (self.decode(payload, 4096) - x).square().sum() / x.square().sum()
+        return 8 * sum(form.nbytes for form in forms_of(payload)) / 4096, float(error)
+
+    # The promises.
+
+    def deterministic(self) -> None:
+        x = self.gaussian(1000)
+        before = x.clone()
+        first, second = self.encode(x), self.encode(x)
+        assert torch.equal(x, before), "compress changed its input"
+        same = len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+        assert same, "two calls gave different payloads; take random numbers from info.generator or private_generator"
+        once, again = self.decode(first, 1000), self.decode(first, 1000)
+        assert _same(once, again), "two calls of decompress gave different elements"
+
+    def sizes(self) -> None:
+        for count in SIZES:
+            promised = forms_of(self.encode(torch.zeros(count, device=self.device)))
+            for x in (self.gaussian(count), self.gaussian(count, 1) * 1e-3):
+                payload = self.encode(x)
+                try:
+                    check_promise(self.section(count), promised, payload, count)
+                except InvalidArgumentError as broken:
+                    raise AssertionError(str(broken)) from None
+                self.decode(payload, count)
+
+    def zeros(self) -> None:
+        decoded = self.decode(self.encode(torch.zeros(1000, device=self.device)), 1000)
+        assert bool(decoded.isfinite().all()), "they decode to infinities or NaN: is there a division by a scale of 0?"
+        assert float(decoded.abs().max()) < 1e-20, f"they decode to up to {float(decoded.abs().max()):g}"
+
+    def finite(self, x: Tensor) -> None:
+        wrong = int(self.decode(self.encode(x), x.numel()).isfinite().logical_not().sum())
+        assert wrong == 0, f"{wrong} of {x.numel()} elements decode to infinities or NaN"
+
+    def range(self) -> None:
+        x = self.gaussian(1000) * 1e-30
+        x[::7] = 1e30
+        decoded = self.decode(self.encode(x), 1000)
+        # float16 cannot hold 1e30, and an infinity tells so where infinities are carried.
+        told = (decoded == torch.inf) & (x == 1e30) & bool(getattr(self.compressor, "carries_nan", False))
+        wrong = int((decoded.isfinite() | told).logical_not().sum())
+        assert wrong == 0, f"{wrong} of 1000 elements decode to infinities or NaN"
+
+    def overflow(self) -> None:
+        for value in (torch.inf, -torch.inf, torch.nan):
+            if getattr(self.compressor, "carries_nan", False):
+                x = self.gaussian(1000)
+                x[500] = value
+                decoded = self.decode(self.encode(x), 1000)
+                assert not bool(decoded[500].isfinite()), (
+                    f"carries_nan is set, and a {value} among 1,000 elements decodes to {float(decoded[500]):g}"
+                )
+            for ranks in (2, 3):
+                steps = self.gradients(ranks, 3)
+                before = simulate(self.compressor, steps[0], ranks, name=_NAME)
+                remembered = _snapshot(before.states)
+                steps[1][ranks - 1][1234] = value
+                hit = simulate(self.compressor, steps[1], ranks, name=_NAME, after=before)
+                assert not bool(hit.mean.isfinite().all()), f"a {value} on rank {ranks - 1} became a finite mean"
+                assert _equal(remembered, _snapshot(hit.states)), f"a {value} changed what is remembered"
+                clean = simulate(self.compressor, steps[2], ranks, name=_NAME, after=hit)
+                assert bool(clean.mean.isfinite().all()), f"the step after a {value} is not finite either"
+
+    def worlds(self) -> None:
+        for ranks in WORLDS:
+            for count in (1, 300, 3000):
+                simulate(self.compressor, self.gradients(ranks, 2, count), ranks, name=_NAME)
+
+    def state(self) -> None:
+        first = simulate(self.compressor, self.gradients(2, 1), 2, name=_NAME)
+        before = _snapshot(first.states)
+        layouts = [Layout([Place(_NAME, (3000,), 0, 3000, self.compressor)], 2, self.device) for _ in range(2)]
+        buckets = [self.gaussian(3000, 7 + r) for r in range(2)]
+        coders = [Coder(first.states[r], r, 2, 1, device=self.device) for r in range(2)]
+        together([layouts[r].average(buckets[r], coders[r], 2) for r in range(2)])
+        changed = _difference(before, _snapshot(first.states))
+        assert changed is None, f"{changed} was changed in place: an overflow could not take the step back"
+
+    def telescoping(self) -> None:
+        for ranks in (2, 3, 5):
+            steps = self.gradients(ranks, 6)
+            done = simulate(self.compressor, steps, ranks, name=_NAME)
+            sent = torch.stack(done.means).double().sum(0)
+            exact = torch.stack([torch.stack(step).double().mean(0) for step in steps]).sum(0)
+            off = float((sent + self.owed(done, ranks) - exact).abs().max() / exact.abs().max())
+            assert off < 1e-4, f"after 6 steps on {ranks} ranks they differ by {off:.1e} of the largest sum"
+
+    def owed(self, done: Simulation, ranks: int) -> Tensor:
+        """What the mean still lacks, by all ranks."""
+        parts = ranks if getattr(self.compressor, "aggregate", "owner") == "owner" else 1
+        section = Section(_NAME, (3000,), 0, 3000, self.compressor, parts, self.device)
+        total = torch.zeros(3000, dtype=torch.float64, device=self.device)
+        for rank, states in enumerate(done.states):
+            for path, value in saved.save(section, states.items()).items():
+                if path in getattr(self.feedback, "owed", ()):
+                    total += saved.share(section, path, value.double(), rank, ranks)
+        return total
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
+
+
+def _bits(x: Tensor) -> list[int]:
+    flat: list[int] = x.detach().contiguous().view(-1).view(torch.uint8).tolist()
+    return flat
+
+
+def _snapshot(states: list[States]) -> dict[str, Any]:
+    return {
+        f"rank {rank}'s {name} ({key.kind}, {key.phase}, part {key.part})": value.clone()
+        if isinstance(value, Tensor)
+        else value
+        for rank, state in enumerate(states)
+        for key, held in state.items().items()
+        for name, value in held.items()
+    }
+
+
+def _equal(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return before.keys() == after.keys() and _difference(before, after) is None
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    for what, value in before.items():
+        other = after.get(what)
+        same = _same(value, other) if isinstance(value, Tensor) and isinstance(other, Tensor) else value == other
+        if not same:
+            return what
+    return None
