@@ -11,6 +11,7 @@
 #include "engine/group.h"
 #include "kernels/kernels.h"
 #include "mesh/store.h"
+#include "python_codecs.h"
 #include "python_errors.h"
 #include "python_naming.h"
 #include "transport/faulty.h"
@@ -114,6 +115,21 @@ class PythonWork {
   std::shared_ptr<Work> work_;
 };
 
+// A FiniteReport with the buffers that its address is in.
+struct PythonReport {
+  std::shared_ptr<FiniteReport> report;  // shared with the operation
+  std::vector<std::span<std::byte>> buffers;
+
+  std::optional<std::pair<std::size_t, std::size_t>> own() const {
+    for (std::size_t i = 0; i < buffers.size(); ++i) {
+      const std::byte* begin = buffers[i].data();
+      if (report->own != nullptr && report->own >= begin && report->own < begin + buffers[i].size())
+        return std::pair(i, static_cast<std::size_t>(report->own - begin) / sizeof(float));
+    }
+    return std::nullopt;
+  }
+};
+
 // A store that Python keeps, for ranks that are processes: `set(key, value)`, and `find(key)` which gives None for what is
 // not there. What they raise passes through.
 class CallbackStore final : public Store {
@@ -152,6 +168,42 @@ class PythonGroup {
     return issue({view}, [&](CallOptions options) {
       return group_->all_reduce(view.bytes(), dtype_from(dtype), op_from(op), std::move(options));
     });
+  }
+  // `buffers[i]`: float32, section i. Residuals: one for each section, or None for all.
+  std::pair<PythonWork, PythonReport> all_reduce_compressed(const std::vector<py::buffer>& buffers,
+                                                            const std::vector<uint32_t>& turns,
+                                                            const std::string& codec,
+                                                            const std::vector<py::buffer>& residuals,
+                                                            const std::vector<py::buffer>& new_residuals, float factor,
+                                                            std::optional<std::size_t> divisor) {
+    if (turns.size() != buffers.size() || residuals.size() != new_residuals.size() ||
+        (!residuals.empty() && residuals.size() != buffers.size()))
+      throw Error(ErrorKind::kValue, "as many turns, residuals and new residuals as buffers");
+    std::vector<View> views;
+    const auto inputs = bytes_of(buffers, views), old = bytes_of(residuals, views),
+               next = bytes_of(new_residuals, views);
+    std::vector<CompressedSection> sections;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      CompressedSection& it = sections.emplace_back();
+      it.x = reinterpret_cast<float*>(inputs[i].data());
+      it.count = inputs[i].size() / sizeof(float);
+      if (inputs[i].size() % sizeof(float) != 0)
+        throw Error(ErrorKind::kValue, "buffer " + std::to_string(i) + " is no whole number of float32");
+      it.turn = turns[i];
+      if (old.empty()) continue;
+      if (old[i].size() != inputs[i].size() || next[i].size() != inputs[i].size())
+        throw Error(ErrorKind::kValue, "residuals of another size than buffer " + std::to_string(i));
+      it.residual = reinterpret_cast<const float*>(old[i].data());
+      it.new_residual = reinterpret_cast<float*>(next[i].data());
+    }
+    const Compression compression{codec_by_name(codec), factor,
+                                  divisor.value_or(static_cast<std::size_t>(group_->view().size))};
+    PythonReport report{std::make_shared<FiniteReport>(), inputs};
+    PythonWork work = issue(std::move(views), [&](CallOptions options) {
+      options.finite = report.report;
+      return group_->all_reduce_compressed(std::move(sections), compression, std::move(options));
+    });
+    return {std::move(work), std::move(report)};
   }
   // For benchmarks: what a call takes that nothing of Python is part of. Seconds of each.
   std::vector<double> time_all_reduce(const py::buffer& buffer, const std::string& dtype, int count) {
@@ -306,17 +358,29 @@ PYBIND11_MODULE(_core, module) {
       .def("bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); })
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
   bind_named_scope(module);
+  bind_codecs(module);
   py::class_<PythonWork>(module, "Work", "An operation in flight.")
       .def("wait", &PythonWork::wait, py::arg("timeout_ms") = 0, NoGil())
       .def("done", &PythonWork::done)
       .def("source", &PythonWork::source,
            "Of a message received: the sender's rank in the group; -1 before it is known.");
+  py::class_<PythonReport>(module, "FiniteReport",
+                           "What an all-reduce saw of infinities and NaNs; read when it is done.")
+      .def_property_readonly("finite", [](const PythonReport& self) { return self.report->finite; })
+      .def_property_readonly("own", &PythonReport::own,
+                             "(buffer, element) of this rank's first input that was not finite, or None.");
   py::class_<PythonGroup>(module, "Group", "Collectives of some ranks of a Runtime.")
       .def(py::init<std::shared_ptr<Runtime>, const std::string&, std::vector<int>, int64_t,
                     const std::optional<TuningLimits>&>(),
            py::arg("runtime"), py::arg("name"), py::arg("members"), py::kw_only(), py::arg("timeout_ms") = 30'000,
            py::arg("table") = py::none(), "`table`: the Runtime's, unless another is given.")
       .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM")
+      .def(
+          "all_reduce_compressed", &PythonGroup::all_reduce_compressed, py::arg("buffers"), py::arg("turns"),
+          py::arg("codec"), py::kw_only(), py::arg("residuals") = std::vector<py::buffer>{},
+          py::arg("new_residuals") = std::vector<py::buffer>{}, py::arg("factor") = 1.0F,
+          py::arg("divisor") = py::none(),
+          "Mean over all ranks of float32 buffers, one for each parameter, as codes on the wire; (Work, FiniteReport).")
       .def("time_all_reduce", &PythonGroup::time_all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("count"),
            "All-reduce (SUM, in place) `count` times and wait for each, all in C++; the seconds of each.")
       .def("broadcast", &PythonGroup::broadcast, py::arg("buffer"), py::arg("dtype"), py::arg("root"))

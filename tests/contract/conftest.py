@@ -8,7 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 # On both in every run; the others over TCP in `make test-all`.
-ON_BOTH = {"test_collectives_core", "test_messages_core", "test_operations_torch", "test_sampled_processes"}
+ON_BOTH = {
+    "test_collectives_core",
+    "test_compressed_core",
+    "test_messages_core",
+    "test_operations_torch",
+    "test_sampled_processes",
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -42,6 +42,10 @@ def named_reduce(group: Any, name: str, count: int = SMALL) -> Any:
         return group.all_reduce(zeros(count), "float32")
 
 
+def compressed(group: Any, count: int, codec: str) -> Any:
+    return group.all_reduce_compressed([zeros(count)], [0], codec)[0]
+
+
 def gather(group: Any, n: int, root: int) -> Any:
     return group.gather(zeros(SMALL), blocks(n) if group.rank == root else [], "float32", root)
 
@@ -64,6 +68,9 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "all_reduce(float32[12], SUM) 'bucket 0: a'": lambda group, n: named_reduce(group, "bucket 0: a"),
     "all_reduce(float32[12], SUM) 'bucket 1: b'": lambda group, n: named_reduce(group, "bucket 1: b"),
     "all_reduce(float32[400000], SUM) 'bucket 2: c'": lambda group, n: named_reduce(group, "bucket 2: c", LARGE),
+    "all_reduce(float32[12], AVG, int8)": lambda group, n: compressed(group, SMALL, "int8"),
+    "all_reduce(float32[12], AVG, int4)": lambda group, n: compressed(group, SMALL, "int4"),
+    "all_reduce(float32[400000], AVG, int8)": lambda group, n: compressed(group, LARGE, "int8"),
     "broadcast(float32[12], root 0)": lambda group, n: group.broadcast(zeros(SMALL), "float32", 0),
     "broadcast(float32[12], root 1)": lambda group, n: group.broadcast(zeros(SMALL), "float32", 1),
     "broadcast(float32[400000], root 0)": lambda group, n: group.broadcast(zeros(LARGE), "float32", 0),

@@ -65,4 +65,9 @@ std::string_view collective_name(Collective what) {
   return i < kCollectives.size() ? kCollectives[i] : "unknown";
 }
 
+std::string_view codec_name(CodecId codec) {
+  auto i = static_cast<std::size_t>(codec);
+  return i < kCodecNames.size() ? kCodecNames[i] : "unknown";
+}
+
 }  // namespace ringdp

@@ -1,7 +1,8 @@
-// The words every layer shares: element types, reductions, collectives.
+// The words every layer shares: element types, reductions, collectives, codecs.
 // Owns nothing; any thread.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -62,9 +63,14 @@ enum class Collective : uint8_t {
   kRecv = 10,
 };
 
+enum class CodecId : uint8_t { kFloat16 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+inline constexpr int kCodecCount = 4;
+inline constexpr std::array<std::string_view, kCodecCount> kCodecNames{"float16", "bfloat16", "int8", "int4"};
+
 std::size_t dtype_size(DType dtype);
 std::string_view dtype_name(DType dtype);           // torch's names: "float32", "bfloat16", …
 std::string_view reduce_op_name(ReduceOp op);       // "SUM", "AVG", …
 std::string_view collective_name(Collective what);  // "all_reduce", "broadcast", …
+std::string_view codec_name(CodecId codec);         // "int8", …
 
 }  // namespace ringdp

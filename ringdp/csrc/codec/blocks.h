@@ -23,6 +23,7 @@ using kernels::one_nan;
 
 inline constexpr uint32_t kMagnitude = 0x7fffffffu;
 inline constexpr uint32_t kInfinity = 0x7f800000u;
+inline constexpr uint32_t kLargeScale = 0x7b800000u;  // 2^120: times any code below it is finite
 inline constexpr float kTiny = 0x1p-100f;
 inline constexpr float kTinyFactor = 0x1p+60f;
 

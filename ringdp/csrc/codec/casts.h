@@ -16,11 +16,15 @@ struct Casts {
 
   static std::size_t bytes(std::size_t count) { return count * sizeof(uint16_t); }
 
+  static bool all_finite(const uint16_t* x, std::size_t n) {
+    bool finite = true;
+    for (std::size_t i = 0; i < n; ++i) finite &= (x[i] & kExponent) != kExponent;
+    return finite;
+  }
+
   static Encoded narrow(uint16_t* out, const float* x, std::size_t n) {
     kKernels(kType, ReduceOp::kSum).store(out, x, 1.0f, n);
-    bool finite = true;
-    for (std::size_t i = 0; i < n; ++i) finite &= (out[i] & kExponent) != kExponent;
-    return finite ? Encoded::kFinite : Encoded::kNonFinite;
+    return all_finite(out, n) ? Encoded::kFinite : Encoded::kNonFinite;
   }
 
   static Encoded compress(std::byte* code, const float* x, std::size_t count) {
@@ -72,6 +76,13 @@ struct Casts {
     const ReduceKernels& kernels = kKernels(kType, ReduceOp::kSum);
     for_each_tile(code, count,
                   [&](std::size_t at, const uint16_t* tile, std::size_t n) { kernels.load(out + at, tile, n); });
+  }
+
+  static Encoded inspect(const std::byte* code, std::size_t count) {
+    bool finite = true;
+    for_each_tile(code, count,
+                  [&](std::size_t, const uint16_t* tile, std::size_t n) { finite &= all_finite(tile, n); });
+    return finite ? Encoded::kFinite : Encoded::kNonFinite;
   }
 
   static void decode_add(float* sum, const std::byte* code, std::size_t count) {

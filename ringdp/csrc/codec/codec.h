@@ -9,13 +9,11 @@
 #include <cstddef>
 #include <string_view>
 
+#include "base/types.h"
+
 namespace ringdp {
 
-// The values are part of the wire format: append, never renumber.
-enum class CodecId : unsigned char { kFloat16 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
-inline constexpr int kCodecCount = 4;
-
-// What one call to compress saw.
+// What a call saw.
 enum class Encoded { kFinite, kNonFinite };
 
 struct Codec {
@@ -36,6 +34,8 @@ struct Codec {
 
   void (*decode_set)(float* out, const std::byte* code, std::size_t count);
   void (*decode_add)(float* sum, const std::byte* code, std::size_t count);  // sum += decode(code)
+  // Whether all that the code decodes to is finite; looks at little but the scales.
+  Encoded (*inspect)(const std::byte* code, std::size_t count);
 };
 
 const Codec& codec(CodecId id);  // of the selected instruction set (select_isa); throws Error(kValue) for an unknown id

@@ -88,6 +88,12 @@ struct ReferenceLoops {
     for (std::size_t i = 0; i < count; ++i) out[i] = decoded(code, i, count);
   }
 
+  static Encoded inspect(const std::byte* code, std::size_t count) {
+    bool finite = true;
+    for (std::size_t i = 0; i < count; ++i) finite &= std::isfinite(decoded(code, i, count));
+    return finite ? Encoded::kFinite : Encoded::kNonFinite;
+  }
+
   static void decode_add(float* sum, const std::byte* code, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) sum[i] = one_nan(sum[i] + decoded(code, i, count));
   }

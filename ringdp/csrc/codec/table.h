@@ -20,25 +20,25 @@ const CodecTable* avx2_table();  // null where the compiler does not target x86-
 const CodecTable* avx512_table();
 
 template <class Loops>
-constexpr Codec make_codec(CodecId id, std::string_view name, std::size_t (*bytes)(std::size_t)) {
+constexpr Codec make_codec(CodecId id, std::size_t (*bytes)(std::size_t)) {
   return {.id = id,
-          .name = name,
+          .name = kCodecNames[static_cast<std::size_t>(id)],
           .block = Loops::kElements,
           .encoded_bytes = bytes,
           .compress = Loops::compress,
           .compress_with_feedback = Loops::compress_with_feedback,
           .decode_set = Loops::decode_set,
-          .decode_add = Loops::decode_add};
+          .decode_add = Loops::decode_add,
+          .inspect = Loops::inspect};
 }
 
 template <template <class> class BlockLoops, const ReduceKernels& (*kKernels)(DType, ReduceOp) = reduce_kernels>
 constexpr CodecTable make_table() {
   using Half = Casts<DType::kFloat16, kKernels>;
   using Brain = Casts<DType::kBfloat16, kKernels>;
-  return {make_codec<Half>(CodecId::kFloat16, "float16", Half::bytes),
-          make_codec<Brain>(CodecId::kBfloat16, "bfloat16", Brain::bytes),
-          make_codec<BlockLoops<Int8Block>>(CodecId::kInt8, "int8", encoded_bytes<Int8Block>),
-          make_codec<BlockLoops<Int4Block>>(CodecId::kInt4, "int4", encoded_bytes<Int4Block>)};
+  return {make_codec<Half>(CodecId::kFloat16, Half::bytes), make_codec<Brain>(CodecId::kBfloat16, Brain::bytes),
+          make_codec<BlockLoops<Int8Block>>(CodecId::kInt8, encoded_bytes<Int8Block>),
+          make_codec<BlockLoops<Int4Block>>(CodecId::kInt4, encoded_bytes<Int4Block>)};
 }
 
 }  // namespace ringdp::codecs

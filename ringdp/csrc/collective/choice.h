@@ -13,7 +13,15 @@
 namespace ringdp {
 
 // On the wire as OperationShape::algorithm: append, never renumber.
-enum class Algorithm : uint8_t { kExchange = 0, kRing = 1, kFold = 2, kPairwise = 3, kChain = 4, kTwoLevel = 5 };
+enum class Algorithm : uint8_t {
+  kExchange = 0,
+  kRing = 1,
+  kFold = 2,
+  kPairwise = 3,
+  kChain = 4,
+  kTwoLevel = 5,
+  kCompressed = 6
+};
 
 std::string_view algorithm_name(Algorithm algorithm);
 

@@ -1,11 +1,14 @@
 #include "collective/table.h"
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 
+#include "base/bytes.h"
 #include "base/error.h"
 #include "collective/chain.h"
 #include "collective/chunks.h"
+#include "collective/compressed_all_reduce.h"
 #include "collective/exchange.h"
 #include "collective/fold.h"
 #include "collective/host_map.h"
@@ -82,6 +85,25 @@ void check_pieces(const GroupView& group, const std::vector<std::span<std::byte>
 
 void check_reduction(DType dtype, ReduceOp op) { (void)reduce_kernels(dtype, op); }
 
+void check_compression(const std::vector<CompressedSection>& sections, const Compression& compression) {
+  const auto refuse = [](const std::string& why) { throw Error(ErrorKind::kValue, "compressed all_reduce: " + why); };
+  (void)codec(compression.codec);
+  if (compression.divisor == 0) refuse("the divisor is 0; it is the number of ranks that have input");
+  if (!(compression.factor > 0) || !std::isfinite(compression.factor))
+    refuse("the factor between gradients and residuals is " + std::to_string(compression.factor) +
+           "; it must be positive and finite");
+  for (std::size_t i = 0; i < sections.size(); ++i) {
+    const CompressedSection& it = sections[i];
+    if (it.count == 0) continue;
+    const std::string section = "section " + std::to_string(i);
+    if (it.x == nullptr) refuse(section + " has " + std::to_string(it.count) + " elements at no address");
+    if ((it.residual == nullptr) != (it.new_residual == nullptr))
+      refuse(section + " has one residual; error feedback needs the old one and room for the new one");
+    if (it.residual != nullptr && it.residual == it.new_residual)
+      refuse(section + " would overwrite its residual; if the step is skipped, the old one still counts");
+  }
+}
+
 // Exchange has one type for what it sends and what it receives; it only reads the former.
 std::span<std::byte> writable(std::span<const std::byte> memory) {
   return {const_cast<std::byte*>(memory.data()), memory.size()};
@@ -136,6 +158,23 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
     default:
       return std::make_unique<Ring>(group, shape, std::move(name), slabs_of(memory, group, dtype), true);
   }
+}
+
+std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, std::vector<CompressedSection> sections,
+                                                      const Compression& compression,
+                                                      std::shared_ptr<FiniteReport> report, std::string name) {
+  check_compression(sections, compression);
+  std::size_t count = 0;
+  uint64_t layout = hash_mix(host_digest(group.hosts), compression.divisor);
+  for (const CompressedSection& section : sections) {
+    count += section.count;
+    layout = hash_mix(hash_mix(layout, section.count), section.turn);
+  }
+  OperationShape shape = shape_of(Collective::kAllReduce, DType::kFloat32, ReduceOp::kAvg, Algorithm::kCompressed,
+                                  count * sizeof(float), static_cast<int>(compression.codec));
+  shape.layout_hash = layout;
+  return std::make_unique<CompressedAllReduce>(group, shape, std::move(name), std::move(sections), compression,
+                                               std::move(report));
 }
 
 std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,

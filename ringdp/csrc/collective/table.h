@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "collective/choice.h"
+#include "collective/compressed.h"
+#include "collective/finite.h"
 #include "collective/operation.h"
 
 namespace ringdp {
@@ -16,6 +18,11 @@ namespace ringdp {
 std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name);
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name);
+// The mean of all ranks' sections, as codes on the wire; `report` may be null. Throws Error(kValue) for what cannot be: see
+// compressed.h.
+std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, std::vector<CompressedSection> sections,
+                                                      const Compression& compression,
+                                                      std::shared_ptr<FiniteReport> report, std::string name);
 // Adds in rank order, whatever the size; `memory` is the result on the root and stays as it is elsewhere.
 std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
                                        DType dtype, ReduceOp op, int root, std::string name);

@@ -80,8 +80,9 @@ std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType
 
 std::shared_ptr<Work> GroupHandle::all_reduce_compressed(std::vector<CompressedSection> sections,
                                                          const Compression& compression, CallOptions options) {
-  (void)sections, (void)compression, (void)options;
-  throw Error(ErrorKind::kState, "compressed all-reduce: to come");
+  auto report = std::move(options.finite);
+  return submit(make_all_reduce_compressed(view_, std::move(sections), compression, std::move(report), current_name()),
+                std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::broadcast(std::span<std::byte> memory, DType dtype, int root, CallOptions options) {

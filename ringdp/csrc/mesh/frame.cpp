@@ -50,6 +50,8 @@ std::string OperationShape::text() const {
     out += ", " + std::string(reduce_op_name(op));
   if (what == Collective::kSend || what == Collective::kRecv)
     out += ", tag " + std::to_string(root);
+  else if (root >= 0 && what == Collective::kAllReduce)
+    out += ", " + std::string(codec_name(static_cast<CodecId>(root)));
   else if (root >= 0)
     out += ", root " + std::to_string(root);
   return out + ")";

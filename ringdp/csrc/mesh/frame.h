@@ -43,7 +43,7 @@ struct OperationShape {
   DType dtype = DType::kUint8;
   ReduceOp op = ReduceOp::kSum;
   uint8_t algorithm = 0;
-  int32_t root = -1;         // or the tag of a send
+  int32_t root = -1;         // or the tag of a send, the codec of a compressed all-reduce
   uint64_t count = 0;        // elements, of one rank's input
   uint32_t name_hash = 0;    // of the name given to it (bucket, `ringdp.named`); 0 for none
   uint64_t layout_hash = 0;  // of anything else that must agree (splits, parameter names); only in the fingerprint

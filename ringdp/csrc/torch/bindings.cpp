@@ -9,5 +9,6 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_work(module);
   ringdp::bind_process_group(module);
   ringdp::bind_reducer(module);
+  ringdp::bind_compression(module);
   ringdp::bind_loss_scale(module);
 }

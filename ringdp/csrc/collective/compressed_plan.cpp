@@ -1,0 +1,152 @@
+#include "collective/compressed_plan.h"
+
+#include <algorithm>
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kShortestSegment = 4 * 1024;
+// Long segments cost fewer frames, short ones let the steps of a small buffer overlap.
+constexpr std::size_t kLeastSegments = 8;  // of a part, where it has so much
+
+// How many turns apart things are; the bits do not depend on it. Inside a host inputs are sent that much before their sum
+// leaves it, and results follow codes at that distance: the line is busy while a segment is on its way.
+constexpr std::size_t kLead = 2;
+constexpr std::size_t kLag = 4;
+
+std::size_t units_of(std::size_t count) { return (count + CompressedPlan::kUnit - 1) / CompressedPlan::kUnit; }
+
+}  // namespace
+
+CompressedPlan::CompressedPlan(const HostMap& hosts, std::span<const CompressedSection> sections, const Codec& codec)
+    : hosts_(hosts),
+      rank_(hosts.local()[static_cast<std::size_t>(hosts.place)]),
+      parts_(hosts.most * hosts.count()),
+      of_part_(static_cast<std::size_t>(parts_)) {
+  std::size_t units = 0;
+  for (const CompressedSection& section : sections) units += units_of(section.count);
+  const std::size_t share = units * kUnit / static_cast<std::size_t>(parts_) / kLeastSegments;
+  const std::size_t limit = std::clamp(share - share % kUnit, kShortestSegment, kLongestSegment);
+  const std::vector<std::vector<Run>> parts = cut(sections);
+  for (int part = 0; part < parts_; ++part) make_segments(part, parts[static_cast<std::size_t>(part)], limit, codec);
+  make_streams();
+}
+
+// Part p of P of a section has U/P of its U units, and one more where (p - turn) mod P < U mod P: what is left over goes to
+// other ranks for other sections.
+std::vector<std::vector<CompressedPlan::Run>> CompressedPlan::cut(std::span<const CompressedSection> sections) const {
+  const auto parts = static_cast<std::size_t>(parts_);
+  std::vector<std::vector<Run>> out(parts);
+  for (std::size_t i = 0; i < sections.size(); ++i) {
+    const std::size_t count = sections[i].count, units = units_of(count);
+    std::size_t begin = 0;
+    for (std::size_t part = 0; part < parts; ++part) {
+      const bool more = (part + parts - sections[i].turn % parts) % parts < units % parts;
+      const std::size_t end = std::min(begin + (units / parts + (more ? 1 : 0)) * kUnit, count);
+      if (begin < end) out[part].push_back({i, begin, end});
+      begin = end;
+    }
+  }
+  return out;
+}
+
+void CompressedPlan::make_segments(int part, const std::vector<Run>& runs, std::size_t limit, const Codec& codec) {
+  bool open = false;
+  for (Run run : runs) {
+    while (run.begin < run.end) {
+      const std::size_t used = open ? segments_.back().elements : 0;
+      const std::size_t room = (limit - used) / kUnit * kUnit;
+      if (open && room == 0) {
+        open = false;
+        continue;
+      }
+      if (!open) {
+        of_part_[static_cast<std::size_t>(part)].push_back(segments_.size());
+        segments_.push_back(
+            {.share = part / hosts_.count(), .owner = part % hosts_.count(), .first_tile = tiles_.size()});
+        open = true;
+      }
+      Segment& segment = segments_.back();
+      const std::size_t count = std::min({run.end - run.begin, room, kTileElements});
+      tiles_.push_back({run.section, run.begin, count, segment.elements, segment.code_bytes});
+      ++segment.tile_count;
+      segment.elements += count;
+      segment.code_bytes += codec.encoded_bytes(count);
+      run.begin += count;
+    }
+  }
+}
+
+void CompressedPlan::make_streams() {
+  const std::vector<int>& local = hosts_.local();
+  for (int step = 1; step < hosts_.ranks; ++step) {
+    const int member = (rank_ + step) % hosts_.ranks;
+    bool meets = false;
+    for (int share = 0; share < hosts_.most; ++share) {
+      const int mine = carrier(hosts_.here, share);
+      if (std::find(local.begin(), local.end(), member) != local.end()) {
+        meets = meets || mine == rank_ || mine == member;
+        continue;
+      }
+      for (int host = 0; host < hosts_.count(); ++host)
+        meets = meets || (mine == rank_ && host != hosts_.here && carrier(host, share) == member);
+    }
+    if (!meets) continue;
+    out_.emplace_back().member = member;
+    in_.emplace_back().member = member;
+  }
+  std::size_t rounds = 0;
+  for (const auto& part : of_part_) rounds = std::max(rounds, part.size());
+  const std::size_t lead = hosts_.most > 1 ? kLead : 0;
+  for (std::size_t turn = 0; turn < rounds + lead + kLag + 1; ++turn) {
+    auto for_round = [&](std::size_t delay, auto add_pieces) {
+      if (turn < delay) return;
+      for (const auto& part : of_part_)
+        if (turn - delay < part.size()) (this->*add_pieces)(part[turn - delay]);
+    };
+    for_round(0, &CompressedPlan::add_inputs);
+    for_round(lead, &CompressedPlan::add_codes);
+    for_round(lead + kLag, &CompressedPlan::add_results);
+    for_round(lead + kLag + 1, &CompressedPlan::add_results_inside);
+  }
+}
+
+void CompressedPlan::add_inputs(std::size_t segment) {
+  const std::vector<int>& local = hosts_.local();
+  if (!carries(segments_[segment]))
+    return add(out_, carrier(hosts_.here, segments_[segment].share), segment, Kind::kInput);
+  for (int place = 0; place < static_cast<int>(local.size()); ++place)
+    if (place != hosts_.place) add(in_, local[static_cast<std::size_t>(place)], segment, Kind::kInput, place);
+}
+
+void CompressedPlan::add_codes(std::size_t segment) {
+  const Segment& it = segments_[segment];
+  if (!carries(it)) return;
+  if (!owns(it)) return add(out_, carrier(it.owner, it.share), segment, Kind::kCode);
+  for (int host = 0; host < hosts_.count(); ++host)
+    if (host != hosts_.here) add(in_, carrier(host, it.share), segment, Kind::kCode, host);
+}
+
+void CompressedPlan::add_results(std::size_t segment) {
+  const Segment& it = segments_[segment];
+  if (!carries(it)) return;
+  if (!owns(it)) return add(in_, carrier(it.owner, it.share), segment, Kind::kResult);
+  for (int host = 0; host < hosts_.count(); ++host)
+    if (host != hosts_.here) add(out_, carrier(host, it.share), segment, Kind::kResult);
+}
+
+void CompressedPlan::add_results_inside(std::size_t segment) {
+  const Segment& it = segments_[segment];
+  if (!carries(it)) return add(in_, carrier(hosts_.here, it.share), segment, Kind::kResult);
+  for (int member : hosts_.local())
+    if (member != rank_) add(out_, member, segment, Kind::kResult);
+}
+
+void CompressedPlan::add(std::vector<Stream>& streams, int member, std::size_t segment, Kind kind, int source) {
+  auto stream = std::find_if(streams.begin(), streams.end(), [&](const Stream& it) { return it.member == member; });
+  const Segment& it = segments_[segment];
+  const uint64_t bytes = kind == Kind::kInput ? it.input_bytes() : it.code_bytes;
+  stream->pieces.push_back({kind, segment, stream->total(), bytes, source});
+}
+
+}  // namespace ringdp

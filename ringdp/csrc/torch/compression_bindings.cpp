@@ -1,0 +1,178 @@
+// The compressed all-reduce and the codecs for Python, over tensors: float32, on the CPU, contiguous.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "base/error.h"
+#include "codec/codec.h"
+#include "torch/bindings.h"
+#include "torch/ring_of.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+using MaybeTensor = std::optional<at::Tensor>;
+
+[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kValue, "all_reduce_compressed: " + why); }
+
+void require_flat(const at::Tensor& tensor, at::ScalarType type, const std::string& name) {
+  if (tensor.scalar_type() == type && tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
+      !tensor.is_conj() && !tensor.is_neg())
+    return;
+  throw Error(ErrorKind::kValue, name + " is " + c10::str(tensor.scalar_type()) + " on " + c10::str(tensor.device()) +
+                                     (tensor.is_contiguous() ? "" : ", not contiguous") + "; it must be " +
+                                     c10::str(type) + ", contiguous, on the CPU");
+}
+
+// A FiniteReport as Python reads it: `own` counts elements of the buffer.
+struct BufferReport {
+  std::shared_ptr<FiniteReport> report;  // shared with the operation
+  const std::byte* begin;
+
+  int64_t own() const {
+    return report->own == nullptr ? -1 : (report->own - begin) / static_cast<int64_t>(sizeof(float));
+  }
+};
+
+void require_apart(const std::vector<int64_t>& offsets, const std::vector<int64_t>& counts, int64_t numel) {
+  std::vector<std::size_t> order(offsets.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return offsets[a] < offsets[b]; });
+  int64_t end = 0;
+  for (const std::size_t i : order) {
+    const std::string range =
+        "elements " + std::to_string(offsets[i]) + " to " + std::to_string(offsets[i] + counts[i]);
+    if (offsets[i] < 0 || counts[i] < 0 || counts[i] > numel - offsets[i])
+      refuse(range + " are not in a buffer of " + std::to_string(numel));
+    if (counts[i] > 0 && offsets[i] < end) refuse(range + " are in two sections");
+    end = std::max(end, offsets[i] + counts[i]);
+  }
+}
+
+void add_residuals(CompressedSection& section, const at::Tensor& residual, const at::Tensor& next,
+                   const std::string& name) {
+  require_flat(residual, at::kFloat, name);
+  require_flat(next, at::kFloat, "new " + name);
+  const auto count = static_cast<int64_t>(section.count);
+  if (residual.numel() != count || next.numel() != count)
+    refuse(name + " has " + std::to_string(residual.numel()) + " and " + std::to_string(next.numel()) +
+           " elements, its section " + std::to_string(count));
+  section.residual = residual.const_data_ptr<float>();
+  section.new_residual = next.mutable_data_ptr<float>();
+}
+
+std::pair<c10::intrusive_ptr<c10d::Work>, BufferReport> all_reduce_compressed(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, const at::Tensor& buffer, const std::vector<int64_t>& offsets,
+    const std::vector<int64_t>& counts, const std::vector<uint32_t>& turns, const std::vector<MaybeTensor>& residuals,
+    const std::vector<MaybeTensor>& new_residuals, const std::string& codec, float factor, std::size_t divisor) {
+  const std::size_t sections_count = offsets.size();
+  for (const std::size_t size : {counts.size(), turns.size(), residuals.size(), new_residuals.size()})
+    if (size != sections_count)
+      refuse("as many counts, turns, residuals and new residuals as offsets: " + std::to_string(size) + " are not " +
+             std::to_string(sections_count));
+  require_flat(buffer, at::kFloat, "the buffer");
+  require_apart(offsets, counts, buffer.numel());
+  ProcessGroupRing* ring = ring_of(*group, c10::DeviceType::CPU);
+  if (ring == nullptr) refuse("the group's backend for the CPU is not ring");
+  std::vector<CompressedSection> sections;
+  std::vector<at::Tensor> kept;
+  for (std::size_t i = 0; i < sections_count; ++i) {
+    CompressedSection& section = sections.emplace_back();
+    section.x = buffer.mutable_data_ptr<float>() + offsets[i];
+    section.count = static_cast<std::size_t>(counts[i]);
+    section.turn = turns[i];
+    const std::string name = "residual " + std::to_string(i);
+    if (residuals[i].has_value() != new_residuals[i].has_value()) refuse(name + " and its new one must both be given");
+    if (!residuals[i]) continue;
+    add_residuals(section, *residuals[i], *new_residuals[i], name);
+    kept.push_back(*residuals[i]);
+    kept.push_back(*new_residuals[i]);
+  }
+  BufferReport report{std::make_shared<FiniteReport>(), static_cast<const std::byte*>(buffer.const_data_ptr())};
+  const Compression compression{codec_by_name(codec), factor, divisor};
+  py::gil_scoped_release no_gil;
+  auto work = ring->all_reduce_compressed(buffer, std::move(sections), compression, report.report, std::move(kept));
+  return {std::move(work), std::move(report)};
+}
+
+// ---- The codecs ----
+
+at::Tensor bytes_tensor(std::size_t bytes) { return at::empty(static_cast<int64_t>(bytes), at::kByte); }
+std::byte* code_of(const at::Tensor& code) { return static_cast<std::byte*>(code.mutable_data_ptr()); }
+
+at::Tensor compress(const std::string& name, const at::Tensor& x) {
+  const Codec& it = codec(codec_by_name(name));
+  require_flat(x, at::kFloat, "x");
+  py::gil_scoped_release no_gil;
+  const auto count = static_cast<std::size_t>(x.numel());
+  at::Tensor code = bytes_tensor(it.encoded_bytes(count));
+  it.compress(code_of(code), x.const_data_ptr<float>(), count);
+  return code;
+}
+
+std::pair<at::Tensor, at::Tensor> compress_with_feedback(const std::string& name, const at::Tensor& x,
+                                                         const at::Tensor& residual, float factor) {
+  const Codec& it = codec(codec_by_name(name));
+  require_flat(x, at::kFloat, "x");
+  require_flat(residual, at::kFloat, "the residual");
+  if (x.numel() != residual.numel())
+    throw Error(ErrorKind::kValue,
+                "a residual of " + std::to_string(residual.numel()) + " elements for " + std::to_string(x.numel()));
+  if (!(factor > 0)) throw Error(ErrorKind::kValue, "the factor must be positive, not " + std::to_string(factor));
+  py::gil_scoped_release no_gil;
+  const auto count = static_cast<std::size_t>(x.numel());
+  at::Tensor code = bytes_tensor(it.encoded_bytes(count)), next = at::empty_like(residual);
+  it.compress_with_feedback(code_of(code), x.const_data_ptr<float>(), residual.const_data_ptr<float>(),
+                            next.mutable_data_ptr<float>(), factor, count);
+  return {code, next};
+}
+
+at::Tensor decompress(const std::string& name, const at::Tensor& code, int64_t numel) {
+  const Codec& it = codec(codec_by_name(name));
+  require_flat(code, at::kByte, "the code");
+  const auto count = static_cast<std::size_t>(numel);
+  if (numel < 0 || static_cast<std::size_t>(code.numel()) != it.encoded_bytes(count))
+    throw Error(ErrorKind::kValue, "a code of " + std::to_string(code.numel()) + " bytes; " + std::to_string(numel) +
+                                       " elements of " + name + " have " +
+                                       std::to_string(numel < 0 ? 0 : it.encoded_bytes(count)));
+  py::gil_scoped_release no_gil;
+  at::Tensor out = at::empty(numel, at::kFloat);
+  it.decode_set(out.mutable_data_ptr<float>(), static_cast<const std::byte*>(code.const_data_ptr()), count);
+  return out;
+}
+
+}  // namespace
+
+void bind_compression(py::module_& module) {
+  py::class_<BufferReport>(module, "FiniteReport",
+                           "What an all-reduce saw of infinities and NaNs; read when its Work is done.")
+      .def_property_readonly("finite", [](const BufferReport& self) { return self.report->finite; })
+      .def_property_readonly("own", &BufferReport::own,
+                             "Element of the buffer: this rank's first input that was not finite; -1 where none was.");
+  module.def(
+      "all_reduce_compressed", &all_reduce_compressed, py::arg("process_group"), py::arg("buffer"), py::arg("offsets"),
+      py::arg("counts"), py::arg("turns"), py::arg("residuals"), py::arg("new_residuals"), py::arg("codec"),
+      py::arg("factor"), py::arg("divisor"),
+      "Mean over all ranks of sections of a float32 buffer, in place, as codes on the wire: (Work, FiniteReport).\n"
+      "Section i is elements offsets[i] to offsets[i] + counts[i], one parameter; turns[i] is zlib.crc32 of its\n"
+      "name. residuals, new_residuals: float32 [counts[i]], or None in both for no error feedback. The buffer is\n"
+      "`factor` times larger than residuals; the sum is divided by `divisor`. Raises ValueError.");
+  module.def("codec_bytes", [](const std::string& name, std::size_t numel) {
+    return codec(codec_by_name(name)).encoded_bytes(numel);
+  });
+  module.def("codec_compress", &compress, py::arg("codec"), py::arg("x"),
+             "The code of float32 elements, uint8 [codec_bytes(codec, x.numel())].");
+  module.def(
+      "codec_compress_with_feedback", &compress_with_feedback, py::arg("codec"), py::arg("x"), py::arg("residual"),
+      py::arg("factor"),
+      "(code, new residual) of x + factor * residual; what the code leaves out, divided by factor, is the new one.");
+  module.def("codec_decompress", &decompress, py::arg("codec"), py::arg("code"), py::arg("numel"),
+             "float32 [numel]. Raises ValueError for a code of another length.");
+}
+
+}  // namespace ringdp
