@@ -136,7 +136,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(options.width)
         self.head = nn.Linear(options.width, alphabet, bias=False)
         self.head.weight = self.characters.weight  # tied
-        nn.init.normal_(self.characters.weight, std=0.02)
+        for table in (self.characters, self.positions):  # alike, or the place would drown the character
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1], device=x.device)
