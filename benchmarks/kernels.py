@@ -5,9 +5,9 @@
     python benchmarks/kernels.py --isa avx2 --size 256m
 
 Compiled from the codecs' sources with setup.py's flags (kernels.cpp), in build/benchmarks. Every round takes each pass
-once over `--size` bytes of float32, in segments of 64 Ki elements as the engine does; codes lie in memory, too. Medians;
-a ratio is that of each round's memcpy, its median. memcpy reads and writes what a pass only reads (compress) or only
-writes (decode).
+once over `--size` bytes of float32, in segments of 64 Ki elements as the engine does; codes lie in memory, too.
+Medians; a ratio is the median of those to the same round's memcpy, which reads and writes what a pass only reads
+(compress) or only writes (decode).
 """
 
 from __future__ import annotations
@@ -138,9 +138,7 @@ def report(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    return command.run(
-        lambda: measure(args), report, json_path=args.json, cannot=(KernelsUnavailable,), failed=()
-    )
+    return command.run(lambda: measure(args), report, json_path=args.json, cannot=(KernelsUnavailable,), failed=())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training with simulated ranks: what each method of `compression_quality.py` ends with. Models and data are the examples'."""
+"""Training with simulated ranks for `compression_quality.py`. Models and data are the examples'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from simulated_ranks import SimulatedRanks
@@ -17,10 +16,9 @@ from torch.nn import functional
 
 from ringdp import compression
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import char_lm  # noqa: E402
-import digits  # noqa: E402
+from examples import char_lm, digits
 
 RANKS = 4
 OVERFLOW_EVERY = 50
@@ -39,6 +37,7 @@ METHODS = {
     "exact": Method(None),
     "int8": Method("int8"),
     "int4": Method("int4"),
+    "exact, overflows": Method(None, overflows=True),
     "int8, overflows": Method("int8", overflows=True),
     "fp16": Method("fp16"),
     "bf16": Method("bf16"),
@@ -52,24 +51,23 @@ class Averaged:
         self.model, self.method, self.ranks = model, method, ranks
         self.named = dict(model.named_parameters())
         self.scaler = torch.amp.GradScaler("cpu", SCALE, growth_interval=GROWTH_INTERVAL, enabled=method.overflows)
-        self.step, self.simulated = 0, None
+        self.step = 0
+        self.simulated: SimulatedRanks | None = None
         if method.compressor is not None:
-            chosen = compression.assign(method.compressor, (), self.named, dict(model.named_modules()))
             one = compression.get(method.compressor)
             assert one is not None
-            exact = [name for name, it in chosen.items() if it is None]
             counts = {name: it.numel() for name, it in self.named.items()}
-            self.simulated = SimulatedRanks(counts, one, ranks, exact=exact)
+            self.simulated = SimulatedRanks(counts, one, ranks, exact=exact_names(model))
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> float:
-        """Sets each parameter's grad from the ranks' losses and returns the mean loss; with loss scaling it stays on."""
+        """Set each parameter's grad, loss scale and all, from the ranks' losses; returns their mean."""
         gradients, total = [], 0.0
         for loss in losses:
             self.model.zero_grad()
             value = loss()
-            self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(value).backward()
             total += value.item()
-            gradients.append([one.grad for one in self.named.values()])
+            gradients.append([one.grad for one in self.named.values() if one.grad is not None])
         self.step += 1
         if self.method.overflows and self.step % OVERFLOW_EVERY == 0:
             gradients[self.step // OVERFLOW_EVERY % self.ranks][0].view(-1)[0] = torch.inf
@@ -84,9 +82,15 @@ class Averaged:
         return [torch.stack(several).sum(0) / self.ranks for several in zip(*gradients, strict=True)]
 
 
+def exact_names(model: nn.Module) -> list[str]:
+    """The parameters that the rules leave exact unless told otherwise."""
+    chosen = compression.assign("int8", (), dict(model.named_parameters()), dict(model.named_modules()))
+    return [name for name, it in chosen.items() if it is None]
+
+
 @functools.cache
 def text() -> tuple[Tensor, Tensor, int]:
-    """Training text, text that is not trained on, both int64 numbers of characters, and how many characters there are."""
+    """Text to train on and text that is not, as int64 numbers of characters, and how many characters there are."""
     raw = torch.frombuffer(bytearray(char_lm.read(400_000)), dtype=torch.uint8)
     data, alphabet = char_lm.encode(raw)
     cut = int(len(data) * (1 - char_lm.HELD_OUT))
@@ -94,9 +98,13 @@ def text() -> tuple[Tensor, Tensor, int]:
 
 
 def gpt_options(**changes: int) -> argparse.Namespace:
-    """Of examples/char_lm.py, for a model of 0.12 M parameters and small batches."""
-    chosen = {"width": 96, "layers": 1, "batch_size": 8, "context": 32} | changes
-    return char_lm.parse([word for name, it in chosen.items() for word in (f"--{name.replace('_', '-')}", str(it))])
+    """Of examples/char_lm.py."""
+    return char_lm.parse([word for name, it in changes.items() for word in (f"--{name.replace('_', '-')}", str(it))])
+
+
+def small_gpt_options(**changes: int) -> argparse.Namespace:
+    """For a model of 0.12 M parameters and small batches."""
+    return gpt_options(**{"width": 96, "layers": 1, "batch_size": 8, "context": 32} | changes)
 
 
 def train_gpt(
@@ -139,6 +147,11 @@ def unseen_nats(model: nn.Module, unseen: Tensor, context: int) -> float:
     return total / len(windows)
 
 
+def digits_options(epochs: int) -> argparse.Namespace:
+    """Of examples/digits.py."""
+    return digits.parse(["--epochs", str(epochs)])
+
+
 def train_digits(method: Method, seed: int, options: argparse.Namespace) -> float:
     """Accuracy of examples/digits.py's network on its test images, in percent."""
     training, test = digits.load_digits(seed)
@@ -170,18 +183,15 @@ def _digits_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def gradients_of_ranks(options: argparse.Namespace, ranks: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Gradients of `ranks` ranks by parameter, of the GPT after ``options.steps`` steps of exact training."""
-    taken: dict[str, Any] = {}
-
-    def remember(step: int, averaged: Averaged) -> None:
-        taken["model"] = averaged.model
-
-    train_gpt(METHODS["exact"], seed, options, on_step=remember)
-    model, training = taken["model"], text()[0]
-    result = []
+    """Of each rank, by name, where they are compressed; after ``options.steps`` steps of exact training."""
+    taken: list[nn.Module] = []
+    train_gpt(METHODS["exact"], seed, options, on_step=lambda step, averaged: taken.append(averaged.model))
+    model, training, result = taken[-1], text()[0], []
+    exact = exact_names(model)
     for rank in range(ranks):
         model.zero_grad()
         draw = torch.Generator().manual_seed(1_000_003 + rank)
         gpt_loss(model, windows_of(training, options, draw)).backward()
-        result.append({name: one.grad.clone() for name, one in model.named_parameters()})
+        named = {name: it.grad for name, it in model.named_parameters() if name not in exact}
+        result.append({name: it.clone() for name, it in named.items() if it is not None})
     return result

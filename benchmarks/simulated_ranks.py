@@ -1,7 +1,7 @@
 """n ranks in one process, the whole model at once: the bits of the exchange by owners, without its messages.
 
 Blocks of the core's codecs are counted from a parameter's start and parts begin at multiples of 256 elements
-(docs/wire_format.md), so that parameters padded to such multiples can be encoded as one flat tensor, all ranks' in one call.
+(docs/wire_format.md), so parameters padded to such multiples can be encoded as one flat tensor, all ranks' in one call.
 `ringdp.testing.simulate` runs the real exchange, parameter by parameter; the tests hold this against it.
 """
 
@@ -32,15 +32,16 @@ class SimulatedRanks:
         self.ranks, self.compressor = ranks, compressor
         self.feedback = feedback_of(getattr(compressor, "error_feedback", None)) is not None
         self.places: list[slice | None] = []
-        begin, owners = 0, []
+        begin, owners = 0, list[Tensor]()
         for name, count in counts.items():
             if name in exact:
                 self.places.append(None)
                 continue
             self.places.append(slice(begin, begin + count))
-            begin += -(-count // UNIT) * UNIT
+            padded = -(-count // UNIT) * UNIT
+            begin += padded
             edges = bounds(count, ranks, turn_of(name))
-            owner = torch.zeros(begin - sum(map(len, owners)), dtype=torch.int64)
+            owner = torch.zeros(padded, dtype=torch.int64)
             for rank in range(ranks):
                 owner[edges[rank] : edges[rank + 1]] = rank
             owners.append(owner)
