@@ -119,12 +119,13 @@ class PythonWork {
 struct PythonReport {
   std::shared_ptr<FiniteReport> report;  // shared with the operation
   std::vector<std::span<std::byte>> buffers;
+  std::size_t element_bytes = sizeof(float);
 
   std::optional<std::pair<std::size_t, std::size_t>> own() const {
     for (std::size_t i = 0; i < buffers.size(); ++i) {
       const std::byte* begin = buffers[i].data();
       if (report->own != nullptr && report->own >= begin && report->own < begin + buffers[i].size())
-        return std::pair(i, static_cast<std::size_t>(report->own - begin) / sizeof(float));
+        return std::pair(i, static_cast<std::size_t>(report->own - begin) / element_bytes);
     }
     return std::nullopt;
   }
@@ -169,6 +170,16 @@ class PythonGroup {
       return group_->all_reduce(view.bytes(), dtype_from(dtype), op_from(op), std::move(options));
     });
   }
+  std::pair<PythonWork, PythonReport> all_reduce_watched(const py::buffer& buffer, const std::string& dtype,
+                                                         const std::string& op) {
+    View view(buffer);
+    PythonReport report{std::make_shared<FiniteReport>(), {view.bytes()}, dtype_size(dtype_from(dtype))};
+    PythonWork work = issue({view}, [&](CallOptions options) {
+      options.finite = report.report;
+      return group_->all_reduce(view.bytes(), dtype_from(dtype), op_from(op), std::move(options));
+    });
+    return {std::move(work), std::move(report)};
+  }
   // `buffers[i]`: float32, section i. Residuals: one for each section, or None for all.
   std::pair<PythonWork, PythonReport> all_reduce_compressed(const std::vector<py::buffer>& buffers,
                                                             const std::vector<uint32_t>& turns,
@@ -206,7 +217,7 @@ class PythonGroup {
     return {std::move(work), std::move(report)};
   }
   // For benchmarks: what a call takes that nothing of Python is part of. Seconds of each.
-  std::vector<double> time_all_reduce(const py::buffer& buffer, const std::string& dtype, int count) {
+  std::vector<double> time_all_reduce(const py::buffer& buffer, const std::string& dtype, int count, bool watched) {
     View view(buffer);
     DType type = dtype_from(dtype);
     std::vector<double> seconds;
@@ -215,6 +226,7 @@ class PythonGroup {
       auto start = std::chrono::steady_clock::now();
       CallOptions options;
       options.caller_waits = true;
+      if (watched) options.finite = std::make_shared<FiniteReport>();
       group_->wait(*group_->all_reduce(view.bytes(), type, ReduceOp::kSum, std::move(options)));
       seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     }
@@ -375,6 +387,8 @@ PYBIND11_MODULE(_core, module) {
            py::arg("runtime"), py::arg("name"), py::arg("members"), py::kw_only(), py::arg("timeout_ms") = 30'000,
            py::arg("table") = py::none(), "`table`: the Runtime's, unless another is given.")
       .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM")
+      .def("all_reduce_watched", &PythonGroup::all_reduce_watched, py::arg("buffer"), py::arg("dtype"),
+           py::arg("op") = "SUM", "As all_reduce: (Work, FiniteReport).")
       .def(
           "all_reduce_compressed", &PythonGroup::all_reduce_compressed, py::arg("buffers"), py::arg("turns"),
           py::arg("codec"), py::kw_only(), py::arg("residuals") = std::vector<py::buffer>{},
@@ -382,6 +396,7 @@ PYBIND11_MODULE(_core, module) {
           py::arg("divisor") = py::none(),
           "Mean over all ranks of float32 buffers, one for each parameter, as codes on the wire; (Work, FiniteReport).")
       .def("time_all_reduce", &PythonGroup::time_all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("count"),
+           py::kw_only(), py::arg("watched") = false,
            "All-reduce (SUM, in place) `count` times and wait for each, all in C++; the seconds of each.")
       .def("broadcast", &PythonGroup::broadcast, py::arg("buffer"), py::arg("dtype"), py::arg("root"))
       .def("all_gather", &PythonGroup::all_gather, py::arg("input"), py::arg("outputs"), py::arg("dtype"))

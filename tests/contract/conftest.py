@@ -11,6 +11,7 @@ import pytest
 ON_BOTH = {
     "test_collectives_core",
     "test_compressed_core",
+    "test_finite_core",
     "test_messages_core",
     "test_operations_torch",
     "test_sampled_processes",

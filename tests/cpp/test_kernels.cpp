@@ -507,6 +507,41 @@ CASE("a thread that flushes subnormals to zero gets the same bits inside a Float
 }
 #endif
 
+CASE("the first infinity or NaN is found where the reference finds it, and nowhere else") {
+  on_every_isa([](const std::string& isa) {
+    for (const DType dtype :
+         {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64, DType::kComplex64, DType::kComplex128}) {
+      for (const int size : {0, 1, 7, 64, 1021, 1024, 1025, 3000}) {
+        const auto count = static_cast<std::size_t>(size);
+        for (const std::size_t offset : {std::size_t{0}, std::size_t{1}}) {
+          Buffer buffer(dtype_size(dtype), count, offset);
+          std::memset(buffer.data(), 0x3b, buffer.bytes());  // finite in every type, as is its negative
+          EXPECT(first_non_finite(dtype)(buffer.data(), count) == count, isa + ": finite elements");
+          for (std::size_t at = 0; at < count; at += count / 13 + 1) {
+            fill(buffer, dtype, at);
+            const std::size_t found = first_non_finite(dtype)(buffer.data(), count);
+            EXPECT(found == first_non_finite_reference(dtype)(buffer.data(), count),
+                   isa + " " + std::string(dtype_name(dtype)) + " of " + std::to_string(count) + " elements");
+          }
+        }
+      }
+    }
+    CHECK(first_non_finite(DType::kInt32) == nullptr);
+  });
+}
+
+CASE("each of the 65536 halves of both kinds is finite just where its value is") {
+  on_every_isa([](const std::string& isa) {
+    for (const DType dtype : {DType::kFloat16, DType::kBfloat16})
+      for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
+        const auto half = static_cast<uint16_t>(bits);
+        float value = 0;
+        reduce_kernels_reference(dtype, ReduceOp::kSum).load(&value, &half, 1);
+        EXPECT((first_non_finite(dtype)(&half, 1) == 1) == std::isfinite(value), isa + ": " + std::to_string(bits));
+      }
+  });
+}
+
 CASE("kernels are looked up and run by several threads at once") {
   testing::run_ranks(4, [](int rank) {
     std::vector<float> a(1000, static_cast<float>(rank)), b(1000, 1.0f);

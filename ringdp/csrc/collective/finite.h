@@ -1,14 +1,46 @@
 // FiniteReport: what an all-reduce saw of infinities and NaNs, looked for where the bytes are in a cache anyway.
 // Made by the caller, written by the thread that drives the engine, read by anybody once the Work is done.
+// FiniteWatch: what an algorithm shows its elements to. Owned by the operation, which has nothing to do if there is no report.
 #pragma once
 
 #include <cstddef>
+#include <memory>
+#include <span>
+
+#include "kernels/kernels.h"
 
 namespace ringdp {
 
 struct FiniteReport {
   bool finite = true;              // all elements of the result; the same on all ranks
   const std::byte* own = nullptr;  // the first element of this rank's input that was not finite, as far as it was found
+};
+
+class FiniteWatch {
+ public:
+  FiniteWatch() = default;
+  // `report` may be null, and stays as it is for types that have no infinities. It is shared with the caller.
+  FiniteWatch(DType dtype, std::shared_ptr<FiniteReport> report);
+
+  bool on() const { return report_ != nullptr; }
+
+  // Elements of this rank's input, before they are overwritten; each is shown once, in any order.
+  void own(std::span<const std::byte> input) {
+    if (on()) look_at_own(input);
+  }
+  // Bytes [from, upto) of `block` have become what the result is; the parts of a block are shown in order, and may end
+  // within an element.
+  void result(std::span<const std::byte> block, std::size_t from, std::size_t upto) {
+    if (on()) look_at_result(block, from, upto);
+  }
+
+ private:
+  void look_at_own(std::span<const std::byte> input);
+  void look_at_result(std::span<const std::byte> block, std::size_t from, std::size_t upto);
+
+  std::size_t element_bytes_ = 1;
+  FirstNonFinite find_ = nullptr;
+  std::shared_ptr<FiniteReport> report_;
 };
 
 }  // namespace ringdp

@@ -14,6 +14,7 @@ Fold::Fold(GroupView group, OperationShape shape, std::string name, std::span<st
 void Fold::prepare() {
   bool here = folds(group_.rank);
   if (here) fold_.begin(scratch(), memory_, memory_);
+  fold_.watch(&watch_, &watch_);
   // Each rank begins with its right neighbour, so that not everybody sends to the same one at once.
   for (int step = 1; step < group_.size; ++step) {
     int from = (group_.rank + group_.size - step) % group_.size, to = (group_.rank + step) % group_.size;

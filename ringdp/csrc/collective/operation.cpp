@@ -36,6 +36,8 @@ void Operation::start(const OperationContext& context) {
   started_ = true;
   if (before_) before_();
   for (auto& [to, from] : copies_) std::memmove(to.data(), from.data(), from.size());
+  watch_.own(only_looked_at_);
+  watch_.result(only_looked_at_, 0, only_looked_at_.size());
   prepare();
   prepared_ = true;
   // Receivers first: what a peer sent early may already complete this, and set what can be sent.

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "collective/finite.h"
 #include "collective/scratch.h"
 #include "mesh/link.h"
 
@@ -51,6 +52,11 @@ class Operation : public FlowHandler {
 
   // A copy within this rank, made when the operation starts: earlier operations of the group may still write `from`.
   void copy_at_start(std::span<std::byte> to, std::span<const std::byte> from);
+
+  // Of an all-reduce: what its elements are is told in `report`, which may be null.
+  void watch(std::shared_ptr<FiniteReport> report) { watch_ = FiniteWatch(identity_.shape.dtype, std::move(report)); }
+  // Nothing is going to happen to this memory: it is input and result, looked at when the operation starts.
+  void look_at_start(std::span<const std::byte> memory) { only_looked_at_ = memory; }
 
   // What the caller's kind of buffers needs around the operation, run by the driver: `before` when it starts, `after` when
   // it is complete and before anybody hears of it. Copies between strided and flat memory, for example.
@@ -98,12 +104,14 @@ class Operation : public FlowHandler {
   const GroupView group_;
   std::deque<SendFlow> sends_;  // deques: links hold pointers
   std::deque<RecvFlow> receives_;
+  FiniteWatch watch_;
 
  private:
   FlowIdentity identity_;
   OperationContext context_;
   std::vector<std::span<const std::byte>> memory_;
   std::vector<std::pair<std::span<std::byte>, std::span<const std::byte>>> copies_;
+  std::span<const std::byte> only_looked_at_;
   std::function<void()> before_;
   std::function<void()> after_;
   std::vector<int> announce_to_;

@@ -27,6 +27,7 @@ void Pairwise::prepare() {
     own_out_ = {scratch_.get(), own_out_.size()};
   }
   fold_.begin(scratch(), chunks_[group_.rank], own_out_);
+  fold_.watch(&watch_, &watch_);
   std::size_t mine = own_out_.size();
   for (int step = 1; step < group_.size; ++step) {
     int to = (group_.rank + step) % group_.size, from = (group_.rank + group_.size - step) % group_.size;
@@ -42,6 +43,7 @@ std::span<const std::byte> Pairwise::outgoing(SendFlow& flow, uint64_t offset, s
     std::size_t block_rest = RankOrderFold::kBlockBytes - offset % RankOrderFold::kBlockBytes;
     std::size_t length = std::min<std::size_t>({max, block_rest, theirs.size() - offset});
     if (offset + length < theirs.size()) length -= length % kGranuleBytes;
+    watch_.own(theirs.subspan(offset, length));
     return theirs.subspan(offset, length);
   }
   std::span<const std::byte> result = own_out_;
@@ -56,8 +58,11 @@ std::span<std::byte> Pairwise::incoming(RecvFlow& flow, uint64_t offset, std::si
   return result.subspan(offset, length);
 }
 
-void Pairwise::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte>) {
-  if (offset >= own_out_.size()) return;
+void Pairwise::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
+  if (offset >= own_out_.size()) {
+    const std::size_t at = offset - own_out_.size();
+    return watch_.result(chunks_[flow.member], at, at + data.size());
+  }
   fold_.received(flow.member, std::min<uint64_t>(flow.received, own_out_.size()));
   advance();
 }

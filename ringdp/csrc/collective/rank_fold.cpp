@@ -63,10 +63,12 @@ uint64_t RankOrderFold::advance(uint64_t limit) {
     // Whole pieces, and never across a block's end, where a peer's bytes continue in its other block.
     uint64_t block_end = (folded_ / kBlockBytes + 1) * kBlockBytes;
     std::size_t bytes = std::min({end - folded_, block_end - folded_, uint64_t{kPieceBytes}});
+    if (watch_own_ != nullptr) watch_own_->own({source(rank_, folded_), bytes});
     if (kernels_.accumulate != nullptr)
       fold_half(folded_, bytes);
     else
       fold_wide(folded_, bytes);
+    if (watch_result_ != nullptr) watch_result_->result(out_, folded_, folded_ + bytes);
     folded_ += bytes;
   }
   return folded_;

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "collective/finite.h"
 #include "collective/scratch.h"
 #include "kernels/kernels.h"
 
@@ -23,6 +24,9 @@ class RankOrderFold {
   // `own` and `out` may be the same memory, and are it if there is nobody else (but for half types). Both [bytes]. All of `own` counts as there;
   // what comes later is told by `received` like everybody's.
   void begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out);
+
+  // What is folded is shown to them; null: it is not this rank's input, or not what the result is.
+  void watch(FiniteWatch* own, FiniteWatch* result) { watch_own_ = own, watch_result_ = result; }
 
   // Room for `length` bytes of rank `member` at `offset`; empty if they cross a block's end.
   std::span<std::byte> room(int member, uint64_t offset, std::size_t length);
@@ -54,6 +58,8 @@ class RankOrderFold {
   ScratchPool::Block sum_;
   std::vector<uint64_t> upto_;
   uint64_t folded_ = 0;
+  FiniteWatch* watch_own_ = nullptr;
+  FiniteWatch* watch_result_ = nullptr;
   std::span<const std::byte> lent_;  // during `take`: the other rank's bytes at `folded_`
   uint64_t lent_at_ = 0;
 };

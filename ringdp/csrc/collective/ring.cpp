@@ -67,9 +67,10 @@ void Ring::make_ready(SendFlow& send, uint64_t received) {
 std::span<const std::byte> Ring::outgoing(SendFlow&, uint64_t offset, std::size_t max) {
   while (offset >= legs_[out_leg_].out_begin + out_block(legs_[out_leg_]).size()) ++out_leg_;
   const Leg& leg = legs_[out_leg_];
-  std::span<std::byte> rest = out_block(leg).subspan(offset - leg.out_begin);
-  if (rest.size() <= max) return rest;
-  return rest.first(max - max % kGranuleBytes);
+  std::span<std::byte> next = out_block(leg).subspan(offset - leg.out_begin);
+  if (next.size() > max) next = next.first(max - max % kGranuleBytes);
+  if (leg.step == 0) watch_.own(next);
+  return next;
 }
 
 std::span<std::byte> Ring::incoming(RecvFlow&, uint64_t offset, std::size_t length) {
@@ -84,13 +85,17 @@ std::span<std::byte> Ring::incoming(RecvFlow&, uint64_t offset, std::size_t leng
 void Ring::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
   if (!data.empty()) {
     const Leg& leg = legs_[in_leg_];  // `incoming` has just set it
+    const std::span<std::byte> block = in_block(leg);
+    const std::size_t at = offset - leg.in_begin;
     if (leg.step < reduce_steps_) {
-      std::byte* own = in_block(leg).data() + (offset - leg.in_begin);
+      std::byte* own = block.data() + at;
       std::size_t count = data.size() / element_bytes_;
+      watch_.own({own, data.size()});
       kernels_->combine(own, data.data(), own, count);
       if (leg.step == reduce_steps_ - 1 && kernels_->divide != nullptr && identity().shape.op == ReduceOp::kAvg)
         kernels_->divide(own, static_cast<std::size_t>(group_.size), count);
     }
+    if (leg.step >= reduce_steps_ - 1) watch_.result(block, at, at + data.size());
   }
   make_ready(sends_.front(), flow.received);
 }

@@ -33,6 +33,7 @@ struct Stage {
   std::span<const std::byte> input;
   Stage* own = nullptr;
   Stage* next = nullptr;                // the sum whose `own` this is
+  bool final = false;                   // its sum is what the result is
   std::unique_ptr<RankOrderFold> fold;  // while bytes of the others wait in it
 
   // Of a sum that only passes through: its memory is there from its first byte until it has been sent.
@@ -41,6 +42,7 @@ struct Stage {
   ScratchPool::Block room{nullptr, {}};
 
   bool complete() const { return done == size; }
+  bool adds_input() const { return own == nullptr || own->kind == Kind::kInput; }  // this rank's, not a sum
   bool own_complete() const { return own == nullptr || own->complete(); }
 };
 

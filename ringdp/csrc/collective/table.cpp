@@ -146,7 +146,11 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
   Algorithm algorithm = choose_all_reduce(table, group.hosts, dtype, memory.size());
   OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm, memory.size());
   shape.layout_hash = host_digest(group.hosts);
-  if (group.size == 1) return empty_exchange(group, shape, std::move(name));
+  if (group.size == 1) {
+    auto alone = empty_exchange(group, shape, std::move(name));
+    alone->look_at_start(memory);
+    return alone;
+  }
   switch (algorithm) {
     case Algorithm::kFold:
       return std::make_unique<Fold>(group, shape, std::move(name), memory);

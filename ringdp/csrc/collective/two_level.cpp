@@ -49,6 +49,7 @@ void TwoLevel::begin_sum(Stage& stage) {
     stage.memory = {stage.room.get(), stage.size};
   }
   stage.fold->begin(scratch(), stage.own != nullptr ? stage.own->memory : stage.input, stage.memory);
+  stage.fold->watch(stage.adds_input() ? &watch_ : nullptr, stage.final ? &watch_ : nullptr);
   if (stage.own != nullptr) stage.fold->received(stage.place, 0);
 }
 
@@ -105,9 +106,10 @@ std::span<const std::byte> TwoLevel::outgoing(SendFlow& flow, uint64_t offset, s
   const std::vector<Piece>& pieces = out.stream->pieces;
   while (offset >= pieces[out.current].end()) ++out.current;
   const Piece& piece = pieces[out.current];
-  std::span<std::byte> rest = piece.stage->memory.subspan(offset - piece.begin);
-  if (rest.size() <= max) return rest;
-  return rest.first(max - max % kGranuleBytes);
+  std::span<std::byte> next = piece.stage->memory.subspan(offset - piece.begin);
+  if (next.size() > max) next = next.first(max - max % kGranuleBytes);
+  if (piece.stage->kind == Stage::Kind::kInput) watch_.own(next);
+  return next;
 }
 
 const TwoLevel::Piece& TwoLevel::piece_at(RecvFlow& flow, uint64_t offset) {
@@ -146,6 +148,7 @@ void TwoLevel::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> dat
   Stage& stage = *piece.stage;
   std::size_t upto = offset - piece.begin + data.size();
   if (stage.kind == Stage::Kind::kCopy) {
+    watch_.result(stage.memory, offset - piece.begin, upto);
     stage.done = upto;
   } else {
     stage.fold->received(piece.part, upto);

@@ -98,6 +98,7 @@ void AllReducePlan::make_ring_step(int share, Step step) {
   bool adds = step < h - 1;
   int divisor = step == h - 2 ? ranks_ : 1;
   Stage& got = adds ? add_sum(memory, 2, 1, divisor, latest(share, coming)) : add_stage(Stage::Kind::kCopy, memory);
+  got.final = step == h - 2;
   add_incoming(carrier(host_after(here, -1), share), got);
   latest(share, coming) = &got;
 }
@@ -122,7 +123,9 @@ void AllReducePlan::make_exchange_step(int share, Step step) {
     add_incoming(peer, got);
     latest(share, other) = &got;
   }
-  if (sum != nullptr) latest(share, here) = sum;
+  if (sum == nullptr) return;
+  sum->final = true;
+  latest(share, here) = sum;
 }
 
 std::vector<int> AllReducePlan::finished_blocks(Step step) const {

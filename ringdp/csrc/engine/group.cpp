@@ -75,7 +75,9 @@ std::shared_ptr<Work> GroupHandle::barrier(CallOptions options) {
 
 std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op,
                                               CallOptions options) {
-  return submit(make_all_reduce(table_, view_, memory, dtype, op, current_name()), std::move(options));
+  auto operation = make_all_reduce(table_, view_, memory, dtype, op, current_name());
+  operation->watch(options.finite);
+  return submit(std::move(operation), std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::all_reduce_compressed(std::vector<CompressedSection> sections,

@@ -73,8 +73,8 @@ Selection& selection() {
 const ReduceKernels& find(const kernels::KernelTable& table, DType dtype, ReduceOp op) {
   const auto row = static_cast<std::size_t>(dtype);
   const auto column = static_cast<std::size_t>(op);
-  if (row < table.size() && column < table[row].size() && table[row][column].combine != nullptr)
-    return table[row][column];
+  if (row < table.reduce.size() && column < table.reduce[row].size() && table.reduce[row][column].combine != nullptr)
+    return table.reduce[row][column];
   throw Error(ErrorKind::kValue,
               std::string(reduce_op_name(op)) + " is not defined for " + std::string(dtype_name(dtype)) + " tensors");
 }
@@ -112,15 +112,23 @@ bool reduction_supported(DType dtype, ReduceOp op) {
   const kernels::KernelTable& table = kernels::reference_table();
   const auto row = static_cast<std::size_t>(dtype);
   const auto column = static_cast<std::size_t>(op);
-  return row < table.size() && column < table[row].size() && table[row][column].combine != nullptr;
+  return row < table.reduce.size() && column < table.reduce[row].size() && table.reduce[row][column].combine != nullptr;
 }
 
 const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op) {
   return find(*selection().table.load(std::memory_order_relaxed), dtype, op);
 }
 
+FirstNonFinite first_non_finite(DType dtype) {
+  return selection().table.load(std::memory_order_relaxed)->first_non_finite[static_cast<std::size_t>(dtype)];
+}
+
 const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op) {
   return find(kernels::reference_table(), dtype, op);
+}
+
+FirstNonFinite first_non_finite_reference(DType dtype) {
+  return kernels::reference_table().first_non_finite[static_cast<std::size_t>(dtype)];
 }
 
 }  // namespace ringdp

@@ -123,4 +123,32 @@ RINGDP_ALWAYS_INLINE T divided(T x, Divisor<T> divisor) {
   return static_cast<T>(static_cast<Divisor<T>>(x) / divisor);
 }
 
+// How a type's bits say that a value is not finite: all bits of the exponent are set. Added to the bits without sign, one at
+// the exponent's lowest place carries into the sign just then.
+template <class T>
+struct Exponent {
+  using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+  static constexpr Bits kOne = Bits{1} << (std::numeric_limits<T>::digits - 1);
+};
+template <>
+struct Exponent<Float16> {
+  using Bits = uint16_t;
+  static constexpr Bits kOne = 0x0400;
+};
+template <>
+struct Exponent<Bfloat16> {
+  using Bits = uint16_t;
+  static constexpr Bits kOne = 0x0080;
+};
+
+template <class T>
+inline constexpr auto kSignBit = static_cast<typename Exponent<T>::Bits>(
+    typename Exponent<T>::Bits{1} << (8 * sizeof(typename Exponent<T>::Bits) - 1));
+
+// The sign bit is set for an infinity or a NaN; other bits are of no meaning.
+template <class T, class Bits>
+RINGDP_ALWAYS_INLINE Bits carry_of_non_finite(Bits bits) {
+  return static_cast<Bits>(static_cast<Bits>(bits & static_cast<Bits>(~kSignBit<T>)) + Exponent<T>::kOne);
+}
+
 }  // namespace ringdp::kernels

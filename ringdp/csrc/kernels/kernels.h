@@ -1,4 +1,4 @@
-// CPU loops over elements: reduce, widen, round. Stateless, any thread.
+// CPU loops over elements: reduce, widen, round, look for infinities. Stateless, any thread.
 // The instruction set is chosen once, at the first call (RINGDP has no environment variables in C++:
 // `select_isa` is called from Python's configuration or by a test). Every instruction set gives the same bits:
 // no fused multiply-add, no reordering. A NaN from either operand propagates; SUM, AVG and PRODUCT give the one quiet NaN
@@ -38,7 +38,13 @@ struct ReduceKernels {
 bool reduction_supported(DType dtype, ReduceOp op);
 const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op);  // throws Error(kValue) naming both if unsupported
 
+// The index of the first infinity or NaN among `count` elements, `count` if there is none; of a complex number both parts
+// count. Looks at exponent bits, so no floating-point mode matters.
+using FirstNonFinite = std::size_t (*)(const void* x, std::size_t count);
+FirstNonFinite first_non_finite(DType dtype);  // null for types that have neither
+
 // The plain loops the vectorised ones are compared with, to the bit.
 const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op);
+FirstNonFinite first_non_finite_reference(DType dtype);
 
 }  // namespace ringdp

@@ -1,4 +1,6 @@
 // The definition, element by element: what the vector loops are compared with, to the bit.
+#include <cmath>
+
 #include "kernels/table.h"
 
 namespace ringdp::kernels {
@@ -31,6 +33,18 @@ struct ReferenceLoops {
     uint16_t* values = static_cast<uint16_t*>(x);
     for (std::size_t i = 0; i < count; ++i)
       values[i] = Format::narrow(Format::widen(values[i]) / static_cast<float>(divisor));
+  }
+
+  template <class T, std::size_t kParts>
+  static std::size_t first_non_finite(const void* x, std::size_t count) {
+    for (std::size_t i = 0; i < kParts * count; ++i) {
+      if constexpr (std::is_floating_point_v<T>) {
+        if (!std::isfinite(static_cast<const T*>(x)[i])) return i / kParts;
+      } else {
+        if (!std::isfinite(T::widen(static_cast<const uint16_t*>(x)[i]))) return i / kParts;
+      }
+    }
+    return count;
   }
 
   template <class Format>

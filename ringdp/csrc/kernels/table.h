@@ -11,8 +11,11 @@
 
 namespace ringdp::kernels {
 
-// kernels with combine == nullptr: the pair is not supported.
-using KernelTable = std::array<std::array<ReduceKernels, kReduceOpCount>, kDTypeCount>;
+struct KernelTable {
+  // combine == nullptr: the pair is not supported.
+  std::array<std::array<ReduceKernels, kReduceOpCount>, kDTypeCount> reduce{};
+  std::array<FirstNonFinite, kDTypeCount> first_non_finite{};
+};
 
 const KernelTable& reference_table();
 const KernelTable& scalar_table();
@@ -22,6 +25,7 @@ const KernelTable* avx512_table();
 // `Loops` has static member templates
 //   combine<T, Op, kParts>, divide<T, kParts>                  kParts: Ts per element, 2 for complex
 //   half_combine<Format, Op>, half_divide<Format>, half_load<Format>, half_accumulate<Format, Op>, half_store<Format>
+//   first_non_finite<T, kParts>                            T: Float16 and Bfloat16 for half types
 template <class Loops>
 class TableBuilder {
  public:
@@ -42,12 +46,19 @@ class TableBuilder {
     builder.add_bool();
     builder.add_complex<float>(DType::kComplex64);
     builder.add_complex<double>(DType::kComplex128);
+    builder.find_in(DType::kFloat16) = Loops::template first_non_finite<Float16, 1>;
+    builder.find_in(DType::kBfloat16) = Loops::template first_non_finite<Bfloat16, 1>;
+    builder.find_in(DType::kFloat32) = Loops::template first_non_finite<float, 1>;
+    builder.find_in(DType::kFloat64) = Loops::template first_non_finite<double, 1>;
+    builder.find_in(DType::kComplex64) = Loops::template first_non_finite<float, 2>;
+    builder.find_in(DType::kComplex128) = Loops::template first_non_finite<double, 2>;
     return builder.table_;
   }
 
  private:
+  constexpr FirstNonFinite& find_in(DType dtype) { return table_.first_non_finite[static_cast<std::size_t>(dtype)]; }
   constexpr ReduceKernels& at(DType dtype, ReduceOp op) {
-    return table_[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
+    return table_.reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
   }
 
   template <class T>

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_reducer(module);
   ringdp::bind_compression(module);
   ringdp::bind_loss_scale(module);
+  ringdp::bind_gradient_marks(module);
 }
