@@ -17,8 +17,8 @@ need("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-ONE_HOST = {f"{size} ranks": (0,) * size for size in (1, 2, 3, 4, 5)}
-TWO_LEVELS = {"2x2": (0, 0, 1, 1), "1+2": (0, 1, 1), "2+1+1": (0, 0, 1, 2), "3+2": (0, 1, 0, 0, 1)}
+ONE_HOST = {f"{size} ranks": (0,) * size for size in (1, 2, 3, 5)}
+TWO_LEVELS = {"1+2": (0, 1, 1), "2+1+1": (0, 0, 1, 2), "3+2": (0, 1, 0, 0, 1)}
 LAYOUTS = ONE_HOST | TWO_LEVELS
 TABLES = {"small": ALWAYS_SMALL, "large": NEVER_SMALL}
 every_layout = pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
@@ -82,7 +82,7 @@ def check(
 def test_first_middle_and_last_element_of_every_rank(
     hosts: tuple[int, ...], table: Mapping[str, int], dtype: str
 ) -> None:
-    counts = [1, 7, 16 * len(hosts) + 1, 40_009]
+    counts = [1, 16 * len(hosts) + 1, 40_009]
     if table is NEVER_SMALL:
         counts.append(len(hosts) * SEGMENT_BYTES // itemsize(dtype) + 17)
     cases = [[inputs_with([], len(hosts), dtype, count) for count in counts]]
