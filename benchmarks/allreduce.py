@@ -4,13 +4,15 @@
     python benchmarks/allreduce.py --ranks 2 --sizes 4k,64k,1m,25m,100m --peers gloo,mpi,ceiling --json out.json
     python benchmarks/allreduce.py --ranks 2 --sizes 4k --peers none --core --percentiles 50,99,99.9 --busy 1
     sudo python benchmarks/allreduce.py --hosts 4 --rate 1gbit --sizes 25m
+    sudo python benchmarks/allreduce.py --hosts 4 --rate 1gbit --sizes 102400000 --peers gloo --compressed int8,int4
 
 The ranks are started once. For each size every backend must first give the exact sum; then blocks of calls alternate
 between the backends, so that whatever the machine does hits them alike, and the end of every block is checked again.
 A time is that of the slowest rank. algbw = size / time; busbw = algbw * 2(n-1)/n, what each rank must send
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). GB are 10^9 bytes, KiB and MiB powers of 1024.
 Between hosts it also prints the bytes that left each interface against 2(h-1)/h of the size, the least that h hosts can
-send, and the share of iperf3's goodput that was reached.
+send, and the share of iperf3's goodput that was reached. `--compressed` adds the mean through int8 and int4 codes,
+whose own length then takes the place of the size.
 
 `ceiling` is a loop through shared memory written for nothing but speed (ceiling.cpp), compiled on the spot: what the
 machine can do. `core` is the C++ call alone, timed in C++, without torch around it.
@@ -35,12 +37,14 @@ from measure import Summary, busy_processes, format_size, format_time, machine, 
 from ranks import RanksFailed
 
 PEERS = ("gloo", "mpi", "ceiling")
+CODECS = ("int8", "int4")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4k,64k,1m,25m,100m", help="bytes to reduce, comma-separated")
     parser.add_argument("--peers", default="gloo,mpi", help="to compare with: of gloo, mpi, ceiling; or none")
+    parser.add_argument("--compressed", metavar="CODEC,CODEC", default="", help="also through these: int8, int4")
     parser.add_argument("--without-ring", action="store_true", help="measure the peers alone")
     parser.add_argument("--core", action="store_true", help="measure the C++ call without torch, too")
     parser.add_argument("--percentiles", metavar="P,P", default="", help="more of them beside the median: 90,99.9")
@@ -63,9 +67,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     args.peer_names = [] if args.peers == "none" else args.peers.split(",")
-    unknown = set(args.peer_names) - set(PEERS)
+    args.codec_names = [name for name in args.compressed.split(",") if name]
+    unknown = (set(args.peer_names) - set(PEERS)) | (set(args.codec_names) - set(CODECS))
     if unknown or any(size < 4 or size % 4 for size in args.size_bytes):
-        parser.error(f"unknown peers: {unknown}" if unknown else "a size must be a positive multiple of 4 bytes")
+        parser.error(
+            f"unknown peers or codecs: {unknown}" if unknown else "a size must be a positive multiple of 4 bytes"
+        )
     if args.rounds < 1 or args.busy < 0:
         parser.error("at least one round is needed, and not fewer than 0 busy processes")
     if any(not 0 <= share <= 1 for share in args.shares.values()):
@@ -84,6 +91,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if "ceiling" in args.peer_names and (reason := ceiling.why_not(ranks=place.ranks, hosts=place.hosts)):
         missing["ceiling"] = reason
     ours = [] if args.without_ring else ["ring", "core"] if args.core else ["ring"]
+    ours += [f"ring-{name}" for name in args.codec_names]
     backends = ours + [name for name in args.peer_names if name not in missing]
     if not backends:
         raise session.Unavailable("nothing is left to measure: " + "; ".join(missing.values()))
@@ -135,7 +143,7 @@ def add_derived(row: dict[str, Any], place: session.Place, line: goodput.Goodput
     busbw = algbw * 2 * (ranks - 1) / ranks
     extra: dict[str, Any] = {"algbw": algbw, "busbw": busbw}
     if place.hosts > 1:
-        least = 2 * (place.hosts - 1) / place.hosts * row["size_bytes"]
+        least = 2 * (place.hosts - 1) / place.hosts * row.get("wire_bytes", row["size_bytes"])
         extra["sent_over_theory"] = max(row["sent_bytes_per_call"]) / least
         if line is not None:
             extra["share_one_way"] = least / median_s / line.one_way

@@ -103,6 +103,9 @@ class Mode:
     wrapper: str = ""  # DDP or RingDP
     backend: str = ""
     gradient_as_bucket_view: bool = False
+    compression: str = ""  # RingDP's
+    hook: str = ""  # DDP's: fp16, torch's fp16_compress_hook
+    largest_error: float = 1e-2  # of a parameter's change in three steps, relative
 
 
 MODES = {
@@ -113,6 +116,12 @@ MODES = {
     "ddp-ring-view": Mode("DDP", "ring", gradient_as_bucket_view=True),
     "ddp-gloo-view": Mode("DDP", "gloo", gradient_as_bucket_view=True),
     "ringdp-gloo": Mode("RingDP", "gloo"),
+    "ringdp-int8": Mode("RingDP", "ring", compression="int8", largest_error=0.05),
+    "ringdp-int4": Mode("RingDP", "ring", compression="int4", largest_error=0.5),
+    "ringdp-fp16": Mode("RingDP", "ring", compression="fp16"),
+    "ringdp-bf16": Mode("RingDP", "ring", compression="bf16", largest_error=0.02),
+    "ddp-gloo-fp16": Mode("DDP", "gloo", hook="fp16"),
+    "ddp-ring-fp16": Mode("DDP", "ring", hook="fp16"),
 }
 DEFAULT_MODES = ("bare", "ddp-gloo", "ringdp", "ddp-ring")
 

@@ -7,7 +7,8 @@
 
 Models: `mlp` (23.1 M parameters), `gpt` (10.8 M), `small` (300 linear layers, so 600 small parameters); plain SGD.
 Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ddp-ring` (torch's DDP on ring),
-`ddp-gloo-view` and `ddp-ring-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo).
+`ddp-gloo-view` and `ddp-ring-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo), `ringdp-int8`,
+`-int4`, `-fp16`, `-bf16` (RingDP with compression), `ddp-gloo-fp16` and `ddp-ring-fp16` (DDP with its fp16 hook).
 Every mode first takes three steps that must agree with gradients averaged over all ranks' batches in one process; then
 blocks of steps alternate between the modes. Times are the slowest rank's.
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work
@@ -94,12 +95,12 @@ def add_derived(rows: Sequence[dict[str, Any]], place: session.Place) -> list[di
         if bare is not None and row["mode"] != "bare":
             extra["over_bare"] = step_s / bare["step"]["median_s"]
             extra["exposed_s"] = step_s - bare["step"]["median_s"]
-            if place.ranks > 1:
+            if place.ranks > 1 and row["all_reduce"]:
                 backward_s, alone_s = bare["backward"]["median_s"], row["all_reduce"]["median_s"]
                 together_s = row["backward"]["median_s"]
                 extra["hidden"] = (backward_s + alone_s - together_s) / min(backward_s, alone_s)
         if place.hosts > 1 and row["mode"] != "bare":
-            least = 2 * (place.hosts - 1) / place.hosts * 4 * row["numel"]
+            least = 2 * (place.hosts - 1) / place.hosts * row["wire_bytes"]
             extra["sent_over_theory"] = max(row["sent_bytes_per_step"]) / least
         result.append(row | extra)
     return result

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from goodput import interface_bytes
 from measure import Summary
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 MIN_STEPS, MAX_STEPS = 3, 200  # of one mode in one block
 CHECKED_STEPS = 3
+HOOKS = {"fp16": fp16_compress_hook}
 PHASES = ("step", "forward", "backward", "optimizer")
 
 
@@ -38,6 +40,9 @@ class Trainee:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     block_medians_s: list[float] = field(default_factory=list)
     all_reduce_s: list[float] = field(default_factory=list)
+    largest_error: float = 1e-2  # of a parameter's change, see Mode
+    wire_bytes: int = 0
+    lossy: bool = False  # what its buckets take alone would be another exchange
     steps: int = 0  # counted in sent_bytes
     sent_bytes: int = 0
 
@@ -88,8 +93,29 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
     if mode.wrapper == "RingDP":
         import ringdp
 
-        return ringdp.RingDP(module, process_group=group)
-    return DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
+        if not mode.compression:
+            return ringdp.RingDP(module, process_group=group)
+        return ringdp.RingDP(module, process_group=group, compression=mode.compression)
+    wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
+    if mode.hook:
+        wrapped.register_comm_hook(group, HOOKS[mode.hook])
+    return wrapped
+
+
+def wire_bytes(mode: models.Mode, module: nn.Module) -> int:
+    """What the gradients of `module` take on the wire."""
+    parameters = dict(module.named_parameters())
+    if mode.hook:
+        return 2 * sum(it.numel() for it in parameters.values())
+    if not mode.compression:
+        return 4 * sum(it.numel() for it in parameters.values())
+    from ringdp import _C, compression
+
+    chosen = compression.assign(mode.compression, (), parameters, dict(module.named_modules()))
+    codecs = {name: getattr(it, "native", None) for name, it in chosen.items()}
+    return sum(
+        _C.codec_bytes(codecs[name], it.numel()) if codecs[name] else 4 * it.numel() for name, it in parameters.items()
+    )
 
 
 def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.ProcessGroup]) -> list[dict[str, Any]]:
@@ -99,7 +125,10 @@ def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.Process
     for word in settings["modes"]:
         mode, task = models.MODES[word], models.make(name, rank=joined.rank)
         group = groups.get(mode.backend)
+        on_wire = wire_bytes(mode, task.module)
         trainee = Trainee(task, wrap(mode, task.module, group), group, settings["set_to_none"])
+        trainee.largest_error, trainee.lossy = mode.largest_error, bool(mode.compression or mode.hook)
+        trainee.wire_bytes = on_wire
         averaged = bool(mode.wrapper) or joined.world_size == 1
         check_training(f"{name} in mode {word}", trainee, one_process if averaged else None)
         trainees[word] = trainee
@@ -109,7 +138,7 @@ def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.Process
         for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
             _block(trainees[mode], counts[mode], settings["interface"])
     return [
-        {"model": name, "mode": mode, "numel": one.task.numel, **_over_ranks(joined, one)}
+        {"model": name, "mode": mode, "numel": one.task.numel, "wire_bytes": one.wire_bytes, **_over_ranks(joined, one)}
         for mode, one in trainees.items()
     ]
 
@@ -126,7 +155,7 @@ def _block(one: Trainee, count: int, interface: str | None) -> None:
     for phase, seconds in zip(PHASES, zip(*timed, strict=True), strict=True):
         one.seconds[phase] += seconds
     one.block_medians_s.append(Summary.of([step for step, *_ in timed]).median_s)
-    if one.group is not None:
+    if one.group is not None and not one.lossy:
         one.all_reduce_s += _all_reduce_alone(one, max(MIN_STEPS, count // 3))
 
 
@@ -183,7 +212,7 @@ def check_training(what: str, trainee: Trainee, reference: tuple[float, list[Ten
         raise WrongResult(f"{what}: the first loss is {losses[0]}, not {first_loss}; nothing is timed")
     for (name, parameter), then, change in zip(named.items(), before, changes, strict=True):
         error = float((parameter.detach() - then - change).norm() / change.norm().clamp_min(1e-12))
-        if not error <= 1e-2:  # of a change that is itself near float32's resolution of the parameter
+        if not error <= trainee.largest_error:  # of a change that is itself near float32's resolution of the parameter
             raise WrongResult(f"{what}: {name} changed otherwise than in one process, by {error:.2%}; nothing is timed")
     digest = hashlib.sha256()
     for parameter in named.values():

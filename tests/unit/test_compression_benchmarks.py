@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +21,14 @@ need("sklearn", "scikit-learn")  # the digits
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # the tools are scripts: they find each other beside themselves
 
+import allreduce  # noqa: E402
 import ceiling  # noqa: E402
 import compression_quality  # noqa: E402
 import kernels  # noqa: E402
+import plots  # noqa: E402
 import quality_runs  # noqa: E402
+import step  # noqa: E402
+import time_to_loss  # noqa: E402
 from simulated_ranks import SimulatedRanks  # noqa: E402
 
 from ringdp import compression, testing  # noqa: E402
@@ -43,22 +50,22 @@ def test_the_whole_model_at_once_has_the_bits_of_the_exchange(name: str, ranks: 
     assert one is not None
     together = SimulatedRanks(counts, one, ranks, exact=["exact"])
     alone = dict.fromkeys(counts)
-    for step in range(4):
-        factor = 2.0**step
+    for turn in range(4):
+        factor = 2.0**turn
         gradients = [[factor * torch.randn(n, generator=draw) for n in counts.values()] for _ in range(ranks)]
-        if step == 2:
+        if turn == 2:
             gradients[1][0][300] = math.inf
         means = together.average(gradients, factor)
         for index, parameter in enumerate(counts):
             spec = None if parameter == "exact" else one
-            if step == 2 and parameter != "first":
+            if turn == 2 and parameter != "first":
                 continue  # a real step is undone as a whole; here each parameter is a step of its own
             rows = [of_rank[index] for of_rank in gradients]
             done = testing.simulate(spec, rows, ranks, name=parameter, scale=factor, after=alone[parameter])
-            assert means[index].isfinite().all() == (step != 2)
-            if step != 2:
+            assert means[index].isfinite().all() == (turn != 2)
+            if turn != 2:
                 alone[parameter] = done
-                assert torch.equal(means[index], done.mean), f"{parameter}, step {step}"
+                assert torch.equal(means[index], done.mean), f"{parameter}, step {turn}"
 
 
 def test_the_interval_is_student_s() -> None:
@@ -109,6 +116,48 @@ def test_codes_stand_beside_what_was_measured_before() -> None:
     lines = run_tool("compression_quality.py", "codes", "--steps", "2", "--width", "16").splitlines()
     assert sum("before: GPT" in line for line in lines) == 4
     assert sum(line.startswith("int8, GPT") for line in lines) == 1
+
+
+def test_all_reduce_through_codes_is_measured_beside_the_exact_one(tmp_path: Path) -> None:
+    path = tmp_path / "allreduce.json"
+    options = ["--sizes", "4k,64k", "--peers", "none", "--compressed", "int8,int4", "--json", str(path)]
+    run_tool("allreduce.py", *options, "--rounds", "1", "--block-seconds", "0.01")
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["backend"] for row in rows} == {"ring", "ring-int8", "ring-int4"}
+    sent = {row["backend"]: row["wire_bytes"] for row in rows if row["size_bytes"] == 65536}
+    assert sent == {"ring": 65536, "ring-int8": 16384 + 64 * 4, "ring-int4": 8192 + 256 * 2}
+
+
+def test_a_loss_is_reached_when_the_mean_over_the_window_is_so_low() -> None:
+    losses = [3.0] * time_to_loss.WINDOW + [1.0] * time_to_loss.WINDOW
+    row = {"losses": losses, "seconds": [0.5 * (step + 1) for step in range(len(losses))]}
+    assert time_to_loss.smooth(losses)[-1] == 1.0
+    assert time_to_loss.seconds_until(row, 2.0) == 0.5 * (time_to_loss.WINDOW + time_to_loss.WINDOW / 2)
+    assert time_to_loss.seconds_until(row, 0.5) is None
+
+
+def test_time_to_loss_keeps_what_other_modes_measured(tmp_path: Path) -> None:
+    path = tmp_path / "loss.json"
+    options = ["--steps", "20", "--width", "16", "--layers", "1", "--add-to", str(path)]
+    for modes in ("ddp-ring-fp16", "ringdp"):
+        text = run_tool("time_to_loss.py", "--modes", modes, *options)
+    assert re.search(r"^ddp-ring-fp16 .*\n^ringdp ", text, re.MULTILINE), text
+    assert [row["mode"] for row in json.loads(path.read_text())["rows"]] == ["ddp-ring-fp16", "ringdp"]
+
+
+@pytest.mark.parametrize("document", sorted((FOLDER.parent / "docs").glob("compression*.md")))
+def test_the_commands_in_the_documents_parse(document: Path) -> None:
+    parsers = {
+        "allreduce.py": allreduce.parse,
+        "compression_quality.py": compression_quality.parse,
+        "kernels.py": kernels.parse,
+        "plots.py": plots.parse,
+        "step.py": step.parse,
+        "time_to_loss.py": time_to_loss.parse,
+    }
+    lines = re.findall(r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", document.read_text(), re.MULTILINE)
+    for tool, options in lines:
+        parsers[tool](shlex.split(options))
 
 
 @pytest.mark.slow
