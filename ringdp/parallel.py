@@ -282,6 +282,18 @@ class RingDP(DistributedDataParallel):
 
     # Uneven inputs (torch's Join): a rank without input repeats the others' collectives.
 
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        """As torch's; a rank without input learns how many have some, which its part of a compressed bucket needs."""
+        syncs = float(not is_joined_rank and self.require_backward_grad_sync)
+        ranks = torch.full((1,), syncs, device=self.device)
+        work = dist.all_reduce(ranks, group=self.process_group, async_op=True)
+        if not is_joined_rank:
+            return work
+        work.wait()
+        with_input = int(ranks.item())
+        self.reducer.shadow_with(self.process_group.size() if self._divide_by_initial_world_size else with_input)
+        return with_input != 0
+
     def _match_all_reduce_for_bwd_pass(self) -> None:
         super()._match_all_reduce_for_bwd_pass()
         self.reducer.shadow_used_map()

@@ -75,14 +75,18 @@ bool Reducer::rebuild_buckets() {
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync) {
   if (hooks_ == nullptr || slots_.empty()) return;
+  const std::shared_ptr<void> due = std::make_shared<int>();
   {
     const Lock lock(mutex_);
     if (recomputing()) return;
     if (sync) throw_if_failed();
     allocate();
-    if (sync) armed_ = true;
+    if (sync) {
+      armed_ = true;
+      due_ = due;
+    }
   }
-  watch_outputs(shared_from_this(), outputs, sync);
+  watch_outputs(shared_from_this(), outputs, sync, due);
 }
 
 void Reducer::demand_sync() {
@@ -113,6 +117,8 @@ void Reducer::begin() {
   began_ = Clock::now();
   stats_.began_ns = nanoseconds(began_);
   stats_.launched_ns = 0;
+  finite_.reset();
+  own_non_finite_ = -1;
   arrival_order_.clear();
   for (Bucket& bucket : buckets_) bucket.pending = bucket.members.size();
   for (Slot& slot : slots_) {
@@ -122,11 +128,12 @@ void Reducer::begin() {
   auto work = std::exchange(forward_work_, nullptr);
   joining_ = work != nullptr;
   sending_ = joining_ ? buckets_.size() : kept_;
+  exchange_.set_factor(residual_factor());
   if (work) {
     work->wait();
-    exchange_.set_divisor(divide_by_all_ranks_ ? group_size_ : work->result()[0].item<int64_t>());
+    divide_by(divide_by_all_ranks_ ? group_size_ : work->result()[0].item<int64_t>());
   } else {
-    exchange_.set_divisor(0);
+    divide_by(0);
   }
   // A graph that is destroyed with its wrapper must not find it gone.
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
@@ -157,7 +164,9 @@ void Reducer::expect_only_what_the_graph_has() {
 
 bool Reducer::take_gradient(std::size_t parameter, const at::Tensor& gradient) {
   Slot& slot = slots_[parameter];
-  if ((!slot.view.defined() && !slot.direct) || !gradient.defined() || c10::GradMode::is_enabled()) return false;
+  if ((!slot.view.defined() && !slot.direct) || slot.cast || !gradient.defined() || c10::GradMode::is_enabled()) {
+    return false;
+  }
   if (gradient.layout() != at::kStrided || gradient.unsafeGetTensorImpl()->is_python_dispatch() ||
       gradient.scalar_type() != slot.parameter.scalar_type()) {
     return false;
@@ -264,7 +273,7 @@ void Reducer::settle_direct(std::size_t parameter, Bucket& bucket) {
   const bool in_place = !hooks_->shared(parameter);
   bucket.buffer = bucket.gradients = in_place ? as_buffer(grad, slot.parameter) : at::Tensor();
   if (bucket.buffer.defined()) return;
-  allocate_bucket(bucket, slot.parameter, 0);
+  allocate_bucket(bucket, slot.parameter.device(), 0);
   slot.view = gradient_view(bucket, 0, slot.parameter);
   if (grad.defined()) adopt(parameter, grad);
 }
@@ -273,7 +282,7 @@ void Reducer::adopt(std::size_t parameter, at::Tensor& gradient) {
   Slot& slot = slots_[parameter];
   if (held_elsewhere(slot.view)) renew_view(slot);
   copy_gradient(slot.view, gradient);
-  if (gradient.requires_grad() || owns_gradient(parameter)) {
+  if (gradient.requires_grad() || slot.cast || owns_gradient(parameter)) {
     slot.copy_back = true;  // create_graph: what comes later differentiates through it
   } else {
     gradient = slot.view;
@@ -298,10 +307,12 @@ void Reducer::launch(Bucket& bucket) {
       if (bucket.marks.defined()) write_marks(bucket.marks);
       if (next_bucket_ == 0) stats_.launched_ns = nanoseconds(Clock::now());
       next_bucket_ = bucket.index + 1;  // also where it fails: the others have seen this rank's part of it, or its end
+      bucket.sent_in = step_;
+      list_sections(bucket, bucket.buffer, /*with_residuals=*/true);
       exchange_.launch(bucket, sending_, parameters_);
       // A hook's callbacks may have operations of their own still to come, at another time on every rank.
       const bool last = bucket.index + 1 == sending_;
-      if (last && !exchange_.has_hook() && sends_used_map()) launch_used_map(/*with_input=*/true);
+      if (last && !calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
     });
   } catch (...) {
     if (failed_.empty()) failed_ = current_error_text();

@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -17,6 +18,7 @@
 #include "torch/reducer_exchange.h"
 #include "torch/reducer_hooks.h"
 #include "torch/reducer_watch.h"
+#include "torch/residuals.h"
 
 namespace ringdp {
 
@@ -35,6 +37,7 @@ struct ReducerOptions {
   bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
   bool skip_unused = false;        // buckets that no rank has gradients for stay at home
   bool names_compared = false;     // the backend raises on all ranks where an operation's names differ
+  std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
 };
 
 // Of the last backward that synchronised, and sums over all of them. Clock readings only.
@@ -52,6 +55,25 @@ struct ReducerStats {
   int64_t computed_ns = 0;
   int64_t finished_ns = 0;
   int64_t unused_bytes = 0;  // of parameters without gradient on this rank
+};
+
+// What one bucket cost the last time it was sent.
+struct BucketRow {
+  std::size_t index = 0;
+  std::string name;
+  int method = -1;               // -1: exact
+  std::size_t numel = 0;         // gradients
+  std::size_t bytes_before = 0;  // of the gradients in the bucket's dtype
+  std::size_t bytes_after = 0;   // of the codes of one rank's gradients; for methods that are hooks as before
+  double seconds = 0;            // from launch until it was reduced
+  double exposed_s = 0;          // what the end of backward waited for it
+};
+
+// How gradients are reduced where not exactly, all by watched parameter. See Method.
+struct MethodPlan {
+  std::vector<std::shared_ptr<Method>> methods;
+  std::vector<int> method_of;   // -1: exact
+  std::vector<uint32_t> turns;  // see CompressedSection
 };
 
 class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
@@ -85,6 +107,22 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
   void remove_hooks();
 
+  // Methods: see reducer_methods.cpp. Residuals of parameters whose method stays the same are kept.
+  void set_methods(MethodPlan plan);
+  void watch_finite(bool watch);
+  // Of torch's scaler; one that calls note_loss_scale needs none.
+  void set_loss_scale(double scale);
+  // Ranks that have input, for one that has none and repeats the others' collectives.
+  void shadow_with(int64_t ranks_with_input);
+  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nothing where nobody looked.
+  std::optional<bool> finite();
+  std::vector<std::size_t> non_finite();  // watched parameters whose .grad is not finite; looks at all of them
+  int64_t own_non_finite();  // in that backward, the first watched parameter whose own gradient was not finite, -1
+  // By watched parameter, float32 [numel] in the parameter's row-major order. Copies.
+  std::map<std::size_t, at::Tensor> residuals();
+  void set_residuals(const std::map<std::size_t, at::Tensor>& residuals);
+  std::vector<BucketRow> bucket_rows();
+
   // zero_grad(set_to_none=False) for all parameters here: one pass per bucket where it can be.
   void zero_gradients();
 
@@ -117,9 +155,12 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     std::size_t bucket = 0;
     bool sparse = false;
     bool direct = false;
-    bool copy_back = false;  // .grad stays as it is; the result is copied into it
-    bool local = false;      // .grad has something that was not averaged (no_sync)
-    bool used = false;       // has a gradient in this backward
+    Method* method = nullptr;            // null: exact
+    c10::ScalarType dtype = at::kFloat;  // its own when the buckets were laid out
+    bool cast = false;                   // the bucket has another
+    bool copy_back = false;              // .grad stays as it is; the result is copied into it
+    bool local = false;                  // .grad has something that was not averaged (no_sync)
+    bool used = false;                   // has a gradient in this backward
     bool ready = false;
     int arrivals = 0;  // static graph: expected in one backward
     int arrivals_left = 0;
@@ -145,6 +186,13 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void throw_where_they_differ(const std::vector<std::vector<uint8_t>>& all) const;
   void average_left_over(const std::vector<std::size_t>& watched);
   void take_trainable();
+  Method* method_of(std::size_t watched) const;
+  LayoutItem layout_item(std::size_t watched) const;
+  c10::ScalarType bucket_dtype(std::size_t watched) const;
+  void describe_items();
+  void lay_out_again();
+  bool compressed(std::size_t bucket) const { return slots_[layout_[bucket].front()].method != nullptr; }
+  bool calls_back() const;
 
   void plan(std::span<const std::size_t> order);
   void plan_in_reverse();
@@ -166,6 +214,21 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void mark_ready(std::size_t parameter);
   void launch_full_buckets();
   void launch(Bucket& bucket);
+  void list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_residuals);
+  void refuse_hook_with_methods() const;
+  void check_methods(const MethodPlan& plan);
+  bool looks_for_non_finite() const;
+  float residual_factor() const;
+  using HookMethods = std::map<HookMethod*, std::optional<bool>>;  // whether each found its results finite
+  HookMethods ask_hook_methods();
+  void finish_hook_methods(const HookMethods& used);
+  void divide_by(int64_t ranks_with_input);
+  void look_at_reports(const HookMethods& hook_methods);
+  std::optional<bool> look_at_result(const Bucket& bucket) const;
+  void commit_residuals();
+  bool used_somewhere(std::size_t parameter) const;
+  int64_t watched_at(const Bucket& bucket, const std::byte* address) const;
+  bool backward_due() const;
   void write_marks(const at::Tensor& marks) const;
   bool owns_gradient(std::size_t parameter) const;
   bool sends_used_map() const;
@@ -197,9 +260,16 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::vector<std::string> names_;
   std::vector<Slot> slots_;
   std::vector<LayoutItem> items_;
-  std::vector<bool> idle_;  // no rank had a gradient for it when the order was learned; only with skip_unused
+  std::vector<std::size_t> order_;  // that the buckets are laid out by
+  std::vector<bool> idle_;          // no rank had a gradient for it when the order was learned; only with skip_unused
   ReducerOptions options_;
   BucketExchange exchange_;
+  MethodPlan methods_;
+  Residuals residuals_;
+  double loss_scale_ = 1.0;
+  bool watching_ = false;
+  std::optional<bool> finite_;
+  int64_t own_non_finite_ = -1;
   int group_size_;
   std::unique_ptr<GradientHooks> hooks_;
   bool hooks_removed_ = false;
@@ -212,11 +282,12 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool order_known_ = false;
   bool rebuilt_ = false;
 
-  bool armed_ = false;     // a synchronised forward has run, its backward has not begun
-  bool demanded_ = false;  // armed by demand_sync
-  bool active_ = false;    // a synchronised backward is running
-  bool joining_ = false;   // some ranks may have run out of input (torch's Join) and repeat all buckets
-  int quiet_task_ = -1;    // the backward that was told not to synchronise
+  bool armed_ = false;       // a synchronised forward has run, its backward has not begun
+  std::weak_ptr<void> due_;  // what the graph of that forward keeps alive
+  bool demanded_ = false;    // armed by demand_sync
+  bool active_ = false;      // a synchronised backward is running
+  bool joining_ = false;     // some ranks may have run out of input (torch's Join) and repeat all buckets
+  int quiet_task_ = -1;      // the backward that was told not to synchronise
   std::size_t next_bucket_ = 0;
   int64_t step_ = 0;
   std::vector<std::size_t> arrival_order_;

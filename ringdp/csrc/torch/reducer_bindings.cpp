@@ -24,7 +24,8 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
                                       std::vector<std::string> used_in, const std::vector<bool>& sparse,
                                       GroupPointer group, std::vector<std::size_t> caps_bytes,
                                       const std::optional<bool>& find_unused, bool average, bool own_gradients,
-                                      bool skip_unused, bool names_compared, bool graph_shows_unused) {
+                                      bool skip_unused, bool names_compared, bool graph_shows_unused,
+                                      const std::optional<at::ScalarType>& reduce_dtype) {
   TORCH_CHECK(
       names.size() == parameters.size() && used_in.size() == parameters.size() && sparse.size() == parameters.size(),
       "one name, one place and one sparse flag per parameter");
@@ -40,6 +41,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   options.skip_unused = skip_unused;
   options.names_compared = names_compared;
   options.graph_shows_unused = graph_shows_unused;
+  options.reduce_dtype = reduce_dtype;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
@@ -74,6 +76,33 @@ py::dict stats_as_dict(Reducer& reducer) {
   result["exposed_wait_s"] = stats.exposed_wait_s;
   result["total_backward_s"] = stats.total_backward_s;
   result["total_exposed_wait_s"] = stats.total_exposed_wait_s;
+  return result;
+}
+
+void set_methods(Reducer& reducer, std::vector<std::shared_ptr<Method>> methods, std::vector<int> method_of,
+                 std::vector<uint32_t> turns) {
+  reducer.set_methods({std::move(methods), std::move(method_of), std::move(turns)});
+}
+
+py::list rows_as_dicts(Reducer& reducer) {
+  std::vector<BucketRow> rows;
+  {
+    py::gil_scoped_release no_gil;
+    rows = reducer.bucket_rows();
+  }
+  py::list result;
+  for (const BucketRow& row : rows) {
+    py::dict one;
+    one["index"] = row.index;
+    one["name"] = row.name;
+    one["method"] = row.method;
+    one["numel"] = row.numel;
+    one["bytes_before"] = row.bytes_before;
+    one["bytes_after"] = row.bytes_after;
+    one["seconds"] = row.seconds;
+    one["exposed_s"] = row.exposed_s;
+    result.append(one);
+  }
   return result;
 }
 
@@ -136,11 +165,22 @@ void bind_reducer(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
-           py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"))
+           py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
+           py::arg("reduce_dtype") = py::none())
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
       .def("register_builtin_comm_hook", &register_builtin_hook, NoGil())
+      .def("set_methods", &set_methods, py::arg("methods"), py::arg("method_of"), py::arg("turns"), NoGil())
+      .def("watch_finite", &Reducer::watch_finite, py::arg("watch"), NoGil())
+      .def("set_loss_scale", &Reducer::set_loss_scale, py::arg("scale"), NoGil())
+      .def("finite", &Reducer::finite, NoGil())
+      .def("non_finite", &Reducer::non_finite, NoGil())
+      .def("own_non_finite", &Reducer::own_non_finite, NoGil())
+      .def("residuals", &Reducer::residuals, NoGil())
+      .def("set_residuals", &Reducer::set_residuals, py::arg("residuals"), NoGil())
+      .def("bucket_rows", &rows_as_dicts)
+      .def("shadow_with", &Reducer::shadow_with, py::arg("ranks_with_input"), NoGil())
       .def("zero_gradients", &Reducer::zero_gradients, NoGil())
       .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
       .def("shadow_used_map", &Reducer::shadow_used_map, NoGil())

@@ -51,15 +51,27 @@ bool used_elsewhere(std::size_t references, Slot* slot) {
   return references > 1 && (references > 2 || !python_only_preserves(slot));
 }
 
+at::Tensor view_like(const at::Tensor& parameter, const at::Tensor& memory, int64_t offset) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto first = memory.storage_offset() + offset;
+  at::Tensor view = at::empty({0}, memory.options());
+  if (parameter.is_non_overlapping_and_dense()) {
+    view.set_(memory.storage(), first, parameter.sizes(), parameter.strides());
+  } else {
+    view.set_(memory.storage(), first, parameter.sizes(), c10::contiguous_strides(parameter.sizes()));
+  }
+  return view;
+}
+
 }  // namespace
 
 bool held_elsewhere(const at::Tensor& tensor) {
   return used_elsewhere(tensor.use_count(), tensor.unsafeGetTensorImpl()->pyobj_slot());
 }
 
-void allocate_bucket(Bucket& bucket, const at::Tensor& parameter, std::size_t mark_count) {
+void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto options = at::TensorOptions().dtype(parameter.scalar_type()).device(parameter.device());
+  const auto options = at::TensorOptions().dtype(bucket.dtype).device(device);
   const auto numel = static_cast<int64_t>(bucket.plan.numel);
   bucket.buffer = at::empty({numel + static_cast<int64_t>(mark_count)}, options);
   ask_for_huge_pages(bucket.buffer);
@@ -69,16 +81,10 @@ void allocate_bucket(Bucket& bucket, const at::Tensor& parameter, std::size_t ma
 }
 
 at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto offset = bucket.buffer.storage_offset() + static_cast<int64_t>(bucket.plan.offsets[position]);
-  at::Tensor view = at::empty({0}, bucket.buffer.options());
-  if (parameter.is_non_overlapping_and_dense()) {
-    view.set_(bucket.buffer.storage(), offset, parameter.sizes(), parameter.strides());
-  } else {
-    view.set_(bucket.buffer.storage(), offset, parameter.sizes(), c10::contiguous_strides(parameter.sizes()));
-  }
-  return view;
+  return view_like(parameter, bucket.buffer, static_cast<int64_t>(bucket.plan.offsets[position]));
 }
+
+at::Tensor as_parameter(const at::Tensor& flat, const at::Tensor& parameter) { return view_like(parameter, flat, 0); }
 
 at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter) {
   if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.is_conj() || gradient.is_neg() ||

@@ -6,25 +6,42 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
+#include "collective/compressed.h"
+#include "collective/finite.h"
 #include "torch/bucket_layout.h"
+#include "torch/method.h"
 
 namespace ringdp {
+
+struct BucketTimes {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point launched;
+  std::shared_ptr<std::atomic<Clock::time_point>> done;  // shared with the future that sets it
+  double seconds = 0;                                    // from its launch until it was reduced
+  double exposed_s = 0;                                  // what the end of backward waited for it
+};
 
 struct Bucket {
   std::size_t index = 0;
   std::vector<std::size_t> members;  // parameter indices, in the order of the buffer
   BucketPlan plan;
-  std::string name;      // "bucket 3: layer1.weight, layer1.bias"
-  bool sparse = false;   // one sparse gradient, which is then `buffer` itself
-  bool direct = false;   // one large gradient, reduced where autograd left it: no memory between steps
-  at::Tensor buffer;     // [plan.numel + marks]: what is sent
-  at::Tensor gradients;  // [plan.numel]: the same memory without the marks
+  std::string name;                    // "bucket 3: layer1.weight, layer1.bias"
+  bool sparse = false;                 // one sparse gradient, which is then `buffer` itself
+  bool direct = false;                 // one large gradient, reduced where autograd left it: no memory between steps
+  Method* method = nullptr;            // null: exactly
+  c10::ScalarType dtype = at::kFloat;  // of the buffer; a gradient of another one is cast in, and the result back
+  at::Tensor buffer;                   // [plan.numel + marks]: what is sent
+  at::Tensor gradients;                // [plan.numel]: the same memory without the marks
   at::Tensor marks;  // [parameters + 1]: above zero where some rank had a gradient, and, at the end, where some rank
                      // lacked one; undefined in all but one bucket
 
@@ -32,15 +49,25 @@ struct Bucket {
   std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> future;
+  c10d::CommHookInterface* hook = nullptr;  // whose result `future` is
+  // Of the last time it was sent, which was in that step.
+  int64_t sent_in = 0;
+  std::vector<CompressedSection> sections;  // of a codec's
+  std::vector<at::Tensor> residuals;        // the memory they point to
+  std::shared_ptr<FiniteReport> report;     // null where nobody looked
+  BucketTimes times;
 };
 
-// Zeroed memory for a dense bucket of gradients like `parameter`'s, with `mark_count` elements behind them. Large CPU
-// buffers ask for huge pages.
-void allocate_bucket(Bucket& bucket, const at::Tensor& parameter, std::size_t mark_count);
+// Zeroed memory for a dense bucket, of its dtype, with `mark_count` elements behind the gradients. Large CPU buffers ask
+// for huge pages.
+void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count);
 
 // The gradient of `parameter` as part of the buffer: its shape, its strides where it is dense (else row-major). Not a view
 // in autograd's sense, so detach_() on it works.
 at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter);
+
+// The memory of [numel] elements as a gradient lies in it: the shape of `parameter`, its strides where it is dense.
+at::Tensor as_parameter(const at::Tensor& flat, const at::Tensor& parameter);
 
 // `gradient` as a buffer of a direct bucket, sharing its memory. Undefined where that cannot be: other strides than all
 // ranks use for `parameter`, memory that somebody else uses too, a graph of its own.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/error.h"
 #include "base/naming.h"
 #include "torch/reducer.h"
 
@@ -13,14 +14,21 @@ namespace ringdp {
 
 void Reducer::register_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   const Lock lock(mutex_);
+  refuse_hook_with_methods();
   exchange_.set_hook(std::move(hook));
   hook_was_set();
 }
 
 void Reducer::register_builtin_hook(BuiltinHook which) {
   const Lock lock(mutex_);
+  refuse_hook_with_methods();
   exchange_.set_builtin_hook(which);
   hook_was_set();
+}
+
+// Also of hooks that RingDP itself registers, for mixed precision and optimizers in backward.
+void Reducer::refuse_hook_with_methods() const {
+  if (!methods_.methods.empty()) throw Error(ErrorKind::kState, BucketExchange::kHookAndMethods);
 }
 
 // Buckets for hooks are laid out without marks, and a world of one has had none.
@@ -94,7 +102,7 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
     } else if (bucket.direct) {
       zeros = at::zeros({parameter.numel()}, parameter.options());
     } else {
-      zeros = at::zeros_like(exchange_.has_hook() ? bucket.gradients : bucket.buffer);
+      zeros = at::zeros_like(exchange_.hook_of(bucket) != nullptr ? bucket.gradients : bucket.buffer);
     }
     result.push_back(exchange_.describe(bucket, std::move(zeros), buckets_.size(), parameters_));
   }
@@ -104,8 +112,12 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
 c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket) {
   const Lock lock(mutex_);
   TORCH_CHECK(bucket.getIndex() < buckets_.size(), "there is no bucket ", bucket.getIndex());
-  const NamedScope scope(buckets_[bucket.getIndex()].name);  // the other ranks' operation has this name
-  return exchange_.shadow(bucket);
+  Bucket& shadowed = buckets_[bucket.getIndex()];
+  const NamedScope scope(shadowed.name);  // the other ranks' operation has this name
+  // Zeros, and no error feedback: what this rank has left out waits until it has input again.
+  list_sections(shadowed, bucket.getBuffer(), /*with_residuals=*/false);
+  shadowed.sent_in = step_;
+  return exchange_.shadow(shadowed, bucket);
 }
 
 void Reducer::shadow_used_map() {
@@ -116,8 +128,14 @@ void Reducer::shadow_used_map() {
 }
 
 void Reducer::shadow_end_of_backward() {
-  const Lock lock(mutex_);
-  if (!order_known_ && !local()) exchange_order();
+  const HookMethods hook_methods = ask_hook_methods();
+  {
+    const Lock lock(mutex_);
+    used_ = {};
+    look_at_reports(hook_methods);
+    if (!order_known_ && !local()) exchange_order();
+  }
+  finish_hook_methods(hook_methods);
 }
 
 void Reducer::reset() {
@@ -141,8 +159,13 @@ void Reducer::reset() {
 void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
   const Lock lock(mutex_);
   exchange_.set_group(std::move(group), average);
-  group_size_ = exchange_.ranks();
+  const bool other_size = std::exchange(group_size_, exchange_.ranks()) != exchange_.ranks();
   options_.names_compared = names_compared;
+  if (!methods_.methods.empty()) {
+    check_methods(methods_);
+    if (other_size) residuals_.clear();  // other ranks own their parts
+    lay_out_again();
+  }
   set_hooks();
 }
 

@@ -8,9 +8,24 @@
 
 #include "base/naming.h"
 #include "engine/hold.h"
+#include "torch/ring_of.h"
 
 namespace ringdp {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+// `begin`: when the end of backward began to wait. What nobody was told about ends when that wait does.
+void note_end(BucketTimes& times, Clock::time_point begin, const c10d::Work* work) {
+  const auto now = Clock::now();
+  const auto* ring_work = dynamic_cast<const RingWork*>(work);
+  Clock::time_point done = ring_work != nullptr ? ring_work->marked_at() : times.done->load();
+  if (done == Clock::time_point()) done = now;
+  times.seconds = seconds(done - times.launched);
+  times.exposed_s = seconds(now - begin);
+}
 
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
@@ -82,7 +97,28 @@ c10d::GradBucket BucketExchange::describe(const Bucket& bucket, at::Tensor buffe
                           std::move(shapes), std::move(members), std::nullopt);
 }
 
-c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce(at::Tensor buffer) {
+bool BucketExchange::has_codecs(c10::Device device) const {
+  return device.is_cpu() && ring_of(*group_, device.type()) != nullptr;
+}
+
+const NativeMethod* BucketExchange::native(const Bucket& bucket) {
+  const auto* native = dynamic_cast<const NativeMethod*>(bucket.method);
+  return native != nullptr && native->enabled() ? native : nullptr;
+}
+
+c10d::CommHookInterface* BucketExchange::hook_of(const Bucket& bucket) const {
+  if (bucket.method == nullptr) return hook_.get();
+  auto* method = dynamic_cast<HookMethod*>(bucket.method);
+  return method != nullptr && method->enabled() ? &method->hook() : nullptr;
+}
+
+std::shared_ptr<FiniteReport> BucketExchange::report_for(const at::Tensor& buffer) const {
+  const bool floating = buffer.is_floating_point() || buffer.is_complex();
+  if (!watching_ || buffer.is_sparse() || !floating || !has_codecs(buffer.device())) return nullptr;
+  return std::make_shared<FiniteReport>();
+}
+
+c10::intrusive_ptr<c10d::Work> BucketExchange::mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool average = average_ && divisor_ == 0 && !buffer.is_sparse();
   if (!average) {
@@ -90,32 +126,60 @@ c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce(at::Tensor buffer) {
     // Before the sum, as torch's DDP does it, and for the same bits.
     if (divisor != 1) buffer.mul_(1.0 / static_cast<double>(divisor));
   }
+  return all_reduce(buffer, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, report);
+}
+
+c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
+                                                          const std::shared_ptr<FiniteReport>& report) {
   std::vector<at::Tensor> tensors{as_real(buffer)};
-  return group_->allreduce(tensors, with_op(average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM));
+  if (report) return ring_of(*group_, buffer.device().type())->all_reduce_watched(tensors[0], op, report);
+  return group_->allreduce(tensors, with_op(op));
+}
+
+c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce_compressed(const Bucket& bucket, at::Tensor buffer,
+                                                                     CodecId codec) {
+  Compression compression;
+  compression.codec = codec;
+  compression.factor = factor_;
+  compression.divisor = static_cast<std::size_t>(divisor_ == 0 ? ranks() : divisor_);
+  ProcessGroupRing* ring = ring_of(*group_, buffer.device().type());
+  return ring->all_reduce_compressed(std::move(buffer), bucket.sections, compression, bucket.report, bucket.residuals);
 }
 
 void BucketExchange::launch(Bucket& bucket, std::size_t bucket_count, const std::vector<at::Tensor>& parameters) {
   if (!bucket.sparse) wait_for_streams(bucket);
+  bucket.report = nullptr;
   if (ranks() == 1 && !has_hook()) return;
   const NamedScope scope(bucket.name);
-  if (has_hook()) {
+  bucket.times = {Clock::now(), std::make_shared<std::atomic<Clock::time_point>>()};
+  bucket.hook = hook_of(bucket);
+  if (bucket.hook != nullptr) {
     at::Tensor buffer = bucket.sparse ? bucket.buffer : bucket.gradients;
     c10d::GradBucket described = describe(bucket, std::move(buffer), bucket_count, parameters);
     const CallbackHold hold;  // until the hook has attached what follows
-    bucket.future = hook_->runHook(described);
+    bucket.future = bucket.hook->runHook(described);
+    bucket.future->addCallback([done = bucket.times.done](c10::ivalue::Future&) { *done = Clock::now(); });
+  } else if (const NativeMethod* method = native(bucket)) {
+    bucket.report = std::make_shared<FiniteReport>();
+    bucket.work = all_reduce_compressed(bucket, bucket.buffer, method->codec());
   } else {
-    bucket.work = all_reduce(bucket.buffer);
+    bucket.report = report_for(bucket.buffer);
+    bucket.work = mean(bucket.buffer, bucket.report);
   }
 }
 
 void BucketExchange::wait(Bucket& bucket) {
-  if (auto work = std::exchange(bucket.work, nullptr)) work->wait();
+  const auto begin = Clock::now();
+  auto work = std::exchange(bucket.work, nullptr);
   auto future = std::exchange(bucket.future, nullptr);
+  if (!work && !future) return;
+  if (work) work->wait();
+  if (future) future->wait();
+  note_end(bucket.times, begin, work.get());
   if (!future) return;
-  future->wait();
   if (future->hasError()) std::rethrow_exception(future->exception_ptr());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor result = hook_->parseHookResult(future->value());
+  at::Tensor result = bucket.hook->parseHookResult(future->value());
   if (bucket.sparse) {
     bucket.buffer = result;
   } else if (result.data_ptr() != bucket.gradients.data_ptr() ||
@@ -126,17 +190,24 @@ void BucketExchange::wait(Bucket& bucket) {
 
 void BucketExchange::average(at::Tensor buffer) {
   set_divisor(0);
-  all_reduce(std::move(buffer))->wait();
+  mean(std::move(buffer), nullptr)->wait();
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(c10d::GradBucket& bucket) {
-  const CallbackHold hold;
-  return has_hook() ? hook_->runHook(bucket) : sum(bucket);
+c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(Bucket& bucket, c10d::GradBucket& zeros) {
+  if (auto* hook = hook_of(bucket)) {
+    const CallbackHold hold;
+    return hook->runHook(zeros);
+  }
+  if (const NativeMethod* method = native(bucket)) {
+    bucket.report = std::make_shared<FiniteReport>();
+    return all_reduce_compressed(bucket, zeros.getBuffer(), method->codec())->getFuture();
+  }
+  bucket.report = report_for(zeros.getBuffer());
+  return all_reduce(zeros.getBuffer(), c10d::ReduceOp::SUM, bucket.report)->getFuture();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::sum(const c10d::GradBucket& bucket) {
-  std::vector<at::Tensor> tensors{as_real(bucket.getBuffer())};
-  return group_->allreduce(tensors, with_op(c10d::ReduceOp::SUM))->getFuture();
+  return all_reduce(bucket.getBuffer(), c10d::ReduceOp::SUM, nullptr)->getFuture();
 }
 
 }  // namespace ringdp

@@ -1,4 +1,4 @@
-// How a full bucket becomes an averaged one: an all-reduce, or the communication hook that the user registered.
+// How a full bucket becomes an averaged one: an all-reduce, the codes of its method, or a communication hook.
 // Owned by the Reducer, called under its lock.
 #pragma once
 
@@ -16,6 +16,10 @@ enum class BuiltinHook { kAllReduce, kFp16Compress };
 
 class BucketExchange {
  public:
+  static constexpr const char* kHookAndMethods =
+      "a communication hook and compression both say how buckets are reduced: use one of them (compressors can be "
+      "communication hooks too)";
+
   // `average`: the backend has ReduceOp::AVG; otherwise gradients are multiplied by 1/ranks before they are summed.
   BucketExchange(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average);
 
@@ -28,8 +32,20 @@ class BucketExchange {
   void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average);
   // Ranks that still have input (join); 0: all of them, by the backend's average where it has one.
   void set_divisor(int64_t divisor) { divisor_ = divisor; }
+  int64_t divisor() const { return divisor_; }
+  // Gradients are that much larger than residuals (the loss scale): a power of two.
+  void set_factor(float factor) { factor_ = factor; }
+  // Look for infinities and NaNs, where that takes no pass over memory.
+  void set_watching(bool watching) { watching_ = watching; }
 
-  // Starts the bucket's operation, named after the bucket.
+  // Whether that codec-reduced bucket can be sent: the backend is ring, for memory there.
+  bool has_codecs(c10::Device device) const;
+  // Whether the bucket's method is in use, and reduces by codes.
+  static const NativeMethod* native(const Bucket& bucket);
+  // The hook that reduces the bucket: its method's, where that is in use, or the user's. Null: none.
+  c10d::CommHookInterface* hook_of(const Bucket& bucket) const;
+
+  // Starts the bucket's operation, named after the bucket. A codec's: what bucket.sections says.
   void launch(Bucket& bucket, std::size_t bucket_count, const std::vector<at::Tensor>& parameters);
   // Until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws what failed.
   void wait(Bucket& bucket);
@@ -37,8 +53,9 @@ class BucketExchange {
   // The mean over all ranks, by a plain all-reduce in place: `buffer` is dense and contiguous. Waits for it.
   void average(at::Tensor buffer);
 
-  // What launch does to a bucket whose rank has run out of input: `bucket` holds zeros.
-  c10::intrusive_ptr<c10::ivalue::Future> shadow(c10d::GradBucket& bucket);
+  // What launch does to a bucket, for a rank that has run out of input: `zeros` stands for the bucket's buffer, and
+  // `sections` lie in it.
+  c10::intrusive_ptr<c10::ivalue::Future> shadow(Bucket& bucket, c10d::GradBucket& zeros);
   // The plain sum, for hooks that divide themselves.
   c10::intrusive_ptr<c10::ivalue::Future> sum(const c10d::GradBucket& bucket);
 
@@ -46,11 +63,17 @@ class BucketExchange {
                             const std::vector<at::Tensor>& parameters) const;
 
  private:
-  c10::intrusive_ptr<c10d::Work> all_reduce(at::Tensor buffer);
+  c10::intrusive_ptr<c10d::Work> mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report);
+  c10::intrusive_ptr<c10d::Work> all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
+                                            const std::shared_ptr<FiniteReport>& report);
+  c10::intrusive_ptr<c10d::Work> all_reduce_compressed(const Bucket& bucket, at::Tensor buffer, CodecId codec);
+  std::shared_ptr<FiniteReport> report_for(const at::Tensor& buffer) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   bool average_;
   int64_t divisor_ = 0;
+  float factor_ = 1.0f;
+  bool watching_ = false;
   std::unique_ptr<c10d::CommHookInterface> hook_;
 };
 

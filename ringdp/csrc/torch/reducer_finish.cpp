@@ -32,6 +32,7 @@ void Reducer::end_backward() {
     if (!slot.used) missing.push_back(i);
   }
   if (learning_graph()) learned_graph_ = true;
+  HookMethods hook_methods;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     if (!slots_[i].ready) mark_ready(i);
   }
@@ -40,7 +41,7 @@ void Reducer::end_backward() {
     wait_for_buckets(0, sending_);
     lock.lock();
     used_ = {};
-    if (exchange_.has_hook() && sends_used_map()) launch_used_map(/*with_input=*/true);
+    if (calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
     if (reads_used_map(!missing.empty())) read_used_map();
     if (auto work = std::exchange(used_work_, nullptr)) work->wait();
     if (kept_ < buckets_.size()) {
@@ -50,6 +51,11 @@ void Reducer::end_backward() {
       wait_for_buckets(sending_, buckets_.size());
       lock.lock();
     }
+    lock.unlock();
+    hook_methods = ask_hook_methods();
+    lock.lock();
+    look_at_reports(hook_methods);
+    commit_residuals();
     hand_out();
     tell_unused(missing);
   }
@@ -62,6 +68,8 @@ void Reducer::end_backward() {
   stats_.total_exposed_wait_s += stats_.exposed_wait_s;
   active_ = false;
   if (!order_known_ && !local()) exchange_order();
+  lock.unlock();
+  finish_hook_methods(hook_methods);
 }
 
 void Reducer::note_times(Clock::time_point gradients_done, const std::vector<std::size_t>& missing) {
@@ -103,14 +111,15 @@ void Reducer::hand_out() {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (!slot.used && !used_.somewhere.empty() && !used_.somewhere[i]) continue;
+    if (!used_somewhere(i)) continue;
     at::Tensor& grad = slot.parameter.mutable_grad();
     if (slot.sparse) {
       grad = buckets_[slot.bucket].buffer;
     } else if (slot.copy_back) {
       if (grad.defined()) grad.copy_(slot.view);  // a hook may have applied it and let it go
     } else if (!slot.used && !optimizer_in_backward_) {
-      grad = owns_gradient(i) && !slot.direct ? slot.view.clone() : slot.view;
+      const bool own = slot.cast || (owns_gradient(i) && !slot.direct);
+      grad = own ? slot.view.to(slot.dtype, /*non_blocking=*/false, /*copy=*/true) : slot.view;
     }
   }
   for (Bucket& bucket : buckets_) {

@@ -66,7 +66,8 @@ class AfterAccumulate final : public FunctionPostHook {
 
 class AtOutput final : public FunctionPreHook {
  public:
-  AtOutput(std::weak_ptr<GradientListener> listener, bool sync) : listener_(std::move(listener)), sync_(sync) {}
+  AtOutput(std::weak_ptr<GradientListener> listener, bool sync, std::shared_ptr<void> alive)
+      : listener_(std::move(listener)), sync_(sync), alive_(std::move(alive)) {}
 
   variable_list operator()(const variable_list& gradients) override {
     if (auto listener = listener_.lock()) listener->backward_began(sync_);
@@ -77,6 +78,7 @@ class AtOutput final : public FunctionPreHook {
  private:
   std::weak_ptr<GradientListener> listener_;  // a graph may outlive the wrapper
   const bool sync_;
+  const std::shared_ptr<void> alive_;  // by which the listener sees whether the graph still exists
 };
 
 }  // namespace
@@ -112,11 +114,11 @@ bool GradientHooks::shared(std::size_t parameter) const {
   return static_cast<const BeforeAccumulate*>(hooked_[parameter].before)->shared();
 }
 
-void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,
-                   bool sync) {
+void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync,
+                   const std::shared_ptr<void>& alive) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined()) continue;
-    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<AtOutput>(listener, sync));
+    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<AtOutput>(listener, sync, alive));
   }
 }
 

@@ -49,8 +49,9 @@ class GradientHooks {
   std::vector<Hooked> hooked_;
 };
 
-// The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are.
-void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,
-                   bool sync);
+// The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are. Their graph keeps
+// `alive`.
+void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync,
+                   const std::shared_ptr<void>& alive);
 
 }  // namespace ringdp

@@ -25,8 +25,8 @@ void Reducer::follow_requires_grad() {
   bool other_data = false;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const at::Tensor& parameter = slots_[i].parameter;
-    other_data |= static_cast<uint16_t>(parameter.scalar_type()) != static_cast<uint16_t>(items_[i].group) ||
-                  static_cast<std::size_t>(parameter.numel()) != items_[i].numel;
+    other_data |=
+        parameter.scalar_type() != slots_[i].dtype || static_cast<std::size_t>(parameter.numel()) != items_[i].numel;
   }
   if (!changed && !other_data) return;
   const std::vector<std::size_t> frozen = watch_.frozen();
@@ -111,7 +111,8 @@ void Reducer::average_left_over(const std::vector<std::size_t>& watched) {
     const std::vector<std::size_t> members{i};
     Bucket bucket;
     bucket.plan = plan_bucket(items_, members);
-    allocate_bucket(bucket, slot.parameter, 0);
+    bucket.dtype = bucket_dtype(slot.watched);
+    allocate_bucket(bucket, slot.parameter.device(), 0);
     const at::Tensor mean = gradient_view(bucket, 0, slot.parameter);
     at::Tensor& grad = slot.parameter.mutable_grad();
     if (grad.defined()) copy_gradient(mean, grad);
@@ -124,7 +125,7 @@ void Reducer::average_left_over(const std::vector<std::size_t>& watched) {
     } else if (grad.defined()) {
       grad.copy_(mean);
     } else {
-      grad = mean;
+      grad = mean.to(slot.dtype);
     }
     slot.local = false;
   }

@@ -17,6 +17,7 @@ void RingWork::set_operations(std::shared_ptr<Engine> engine, std::vector<std::s
 }
 
 void RingWork::mark(std::exception_ptr error) {
+  marked_at_ = std::chrono::steady_clock::now();
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard lock(future_mutex_);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -33,6 +34,8 @@ class RingWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   // The same on all ranks for the same operation: see CallbackScope. 0 where nothing was to be done.
   uint64_t callback_path() const;
+  // When the completion thread learned that it is over; the epoch where it has not yet.
+  std::chrono::steady_clock::time_point marked_at() const { return marked_at_; }
   int lane() const { return works_.empty() ? 0 : works_.back()->lane(); }
   // How many callbacks were attached to the future before.
   uint64_t attach_callback() { return attached_.fetch_add(1); }
@@ -56,6 +59,7 @@ class RingWork final : public c10d::Work {
   std::condition_variable marked_changed_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for
   bool marked_ = false;
+  std::atomic<std::chrono::steady_clock::time_point> marked_at_{};
   bool waited_ = false;
   std::atomic<uint64_t> attached_{0};
   std::exception_ptr error_;

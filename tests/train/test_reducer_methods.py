@@ -1,0 +1,590 @@
+"""Buckets reduced by a codec or by a hook of their own: bits, residuals, overflow, and everything a step can do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from ringdp import _C
+from ringdp.compression.partition import turn_of
+from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.parallel import RingDP
+from tests.train.given_gradients import Formula, Given, hash_of, noise
+from tests.train.harness import run_ranks
+
+SHAPES = {"large": (70, 41), "exact": (33,), "odd": (257,), "small": (5,), "other": (3000,)}
+EXACT = {"exact"}
+
+
+def wrap(model: torch.nn.Module, method: Any, exact: set[str] = EXACT, **options: Any) -> RingDP:
+    ours = RingDP(model, **options)
+    set_method(ours, method, exact)
+    return ours
+
+
+def names_of(ours: RingDP) -> list[str]:
+    return [name for name, _ in ours.module.named_parameters()]
+
+
+def set_method(ours: RingDP, method: Any, exact: set[str] = EXACT) -> None:
+    names = names_of(ours)
+    methods = [] if method is None else [method]
+    which = [-1 if name in exact or method is None else 0 for name in names]
+    ours.reducer.set_methods(methods, which, [turn_of(name) for name in names])
+
+
+def step(ours: RingDP, gradients: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor | None]:
+    ours.zero_grad()
+    (ours(gradients) * scale).backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in ours.module.named_parameters()}
+
+
+def residuals(ours: RingDP) -> dict[str, Tensor]:
+    names = names_of(ours)
+    return {names[index]: values for index, values in ours.reducer.residuals().items()}
+
+
+def everywhere_the_same(tensors: dict[str, Tensor]) -> None:
+    hashes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hashes, hash_of(tensors))
+    assert len(set(hashes)) == 1, hashes
+
+
+# Bits.
+
+
+def native(codec: str, feedback: bool) -> None:
+    """Several steps, buckets rebuilt after the first, in more than one bucket."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod(codec, feedback), bucket_cap_mb=0.004)
+    formula = Formula(codec, world, feedback)
+    for number in range(5):
+        given = [noise(SHAPES, r, number) for r in range(world)]
+        got = step(ours, given[rank])
+        assert ours.reducer.finite() is True
+        for name, result in got.items():
+            assert result is not None
+            if name in EXACT:
+                expected = torch.stack([one[name] for one in given]).double().mean(0)
+                torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+            else:
+                mean = formula.mean(name, [one[name] for one in given])
+                assert torch.equal(result.flatten(), mean), (number, name)
+        everywhere_the_same({name: result for name, result in got.items() if result is not None})
+        kept = residuals(ours)
+        assert set(kept) == (set(SHAPES) - EXACT if feedback else set())
+        for name, values in kept.items():
+            assert torch.equal(values, formula.residuals[rank][name]), (number, name)
+    assert ours.reducer.rebuilt()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("codec", "feedback"), [("int8", False), ("int8", True), ("int4", True)])
+def test_a_codec_gives_the_bits_of_the_formula(codec: str, feedback: bool, world: int) -> None:
+    run_ranks(native, codec, feedback, world_size=world, backend="ring")
+
+
+def dtypes(codec: str) -> None:
+    """Gradients of other dtypes are cast in, and the mean is rounded once into .grad."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    others = {"large": torch.bfloat16, "odd": torch.float64, "other": torch.float16}
+    ours = wrap(Given(SHAPES, others), _C.NativeMethod(codec, True))
+    formula = Formula(codec, world, True)
+    for number in range(3):
+        given = [
+            {name: one.to(others.get(name, torch.float32)) for name, one in noise(SHAPES, r, number).items()}
+            for r in range(world)
+        ]
+        got = step(ours, given[rank])
+        for name in SHAPES.keys() - EXACT:
+            mean = formula.mean(name, [one[name] for one in given])
+            result = got[name]
+            assert result is not None
+            assert result.dtype == others.get(name, torch.float32)
+            assert torch.equal(result.flatten(), mean.to(result.dtype)), (number, name)
+
+
+def test_parameters_of_other_dtypes() -> None:
+    run_ranks(dtypes, "int8", world_size=2, backend="ring")
+
+
+def reduced_in_float32() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shapes = {"a": (300,), "b": (7, 5)}
+    low = dict.fromkeys(shapes, torch.bfloat16)
+    for own in (True, False):
+        ours = RingDP(Given(shapes, low), gradient_as_bucket_view=not own)
+        caps = ours._caps_bytes
+        ours.reducer = _C.Reducer(
+            list(ours.module.parameters()), list(shapes), ["", ""], [False, False], ours.process_group,
+            caps_bytes=caps, find_unused=None, average=True, own_gradients=own, skip_unused=False,
+            names_compared=True, graph_shows_unused=True, reduce_dtype=torch.float32,
+        )  # fmt: skip
+        for number in range(3):
+            given = [{n: g.bfloat16() for n, g in noise(shapes, r, number).items()} for r in range(world)]
+            got = step(ours, given[rank])
+            for name in shapes:
+                mean = torch.stack([one[name].float() for one in given]).sum(0) / world
+                result = got[name]
+                assert result is not None
+                assert torch.equal(result, mean.bfloat16())
+
+
+def test_reduce_dtype_rounds_once() -> None:
+    run_ranks(reduced_in_float32, world_size=2, backend="ring")
+
+
+def warming_up() -> None:
+    """Not enabled: the exact mean, from the same buckets; residuals stay as they are."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    method = _C.NativeMethod("int4", True)
+    ours = wrap(Given(SHAPES), method)
+    formula = Formula("int4", world, True)
+    for number in range(4):
+        method.enabled = number >= 2
+        given = [noise(SHAPES, r, number) for r in range(world)]
+        got = step(ours, given[rank])
+        for name in SHAPES.keys() - EXACT:
+            result = got[name]
+            assert result is not None
+            if method.enabled:
+                assert torch.equal(result.flatten(), formula.mean(name, [one[name] for one in given]))
+            else:
+                expected = (given[0][name] + given[1][name]) / 2
+                assert torch.equal(result, expected)
+
+
+def test_a_method_that_is_not_enabled_reduces_exactly() -> None:
+    run_ranks(warming_up, world_size=2, backend="ring")
+
+
+# Overflow.
+
+
+def overflow(where: str, rank_of_it: int, value: float, compressed: bool) -> None:
+    """Seen by every rank in that step; residuals keep their bits; the next step is as if it had not been."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    exact = EXACT if compressed else EXACT | {where}
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True), exact, bucket_cap_mb=0.004)
+    formula = Formula("int4", world, True)
+    for number in range(4):
+        given = [noise(SHAPES, r, number) for r in range(world)]
+        bad = number in (0, 2)
+        before = residuals(ours)
+        if bad:
+            given[rank_of_it][where].view(-1)[-1] = value
+        got = step(ours, given[rank])
+        assert ours.reducer.finite() is not bad
+        names = names_of(ours)
+        if bad:
+            assert [names[i] for i in ours.reducer.non_finite()] == [where]
+            own = ours.reducer.own_non_finite()
+            assert (names[own] if own >= 0 else None) == (where if rank == rank_of_it else None)
+            after = residuals(ours)
+            assert all(torch.equal(after[name], values) for name, values in before.items())
+            assert all(not values.any() for name, values in after.items() if name not in before)
+            continue
+        assert ours.reducer.own_non_finite() == -1
+        for name in SHAPES.keys() - exact:
+            result = got[name]
+            assert result is not None
+            assert torch.equal(result.flatten(), formula.mean(name, [one[name] for one in given]))
+
+
+@pytest.mark.parametrize(
+    ("where", "rank", "value", "compressed"),
+    [("other", 0, math.inf, True), ("large", 1, math.nan, True), ("small", 2, -math.inf, True),
+     ("exact", 1, math.inf, True), ("odd", 2, math.nan, False)],
+)  # fmt: skip
+def test_one_overflow_is_seen_by_all_and_leaves_no_trace(where: str, rank: int, value: float, compressed: bool) -> None:
+    run_ranks(overflow, where, rank, value, compressed, world_size=3, backend="ring")
+
+
+def loss_scale(how: str) -> None:
+    """Residuals are kept without the scale: it may change from step to step."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    formula = Formula("int4", world, True)
+    for number, scale in enumerate([1.0, 1024.0, 2.0, 65536.0]):
+        given = [{n: scale * g for n, g in noise(SHAPES, r, number).items()} for r in range(world)]
+        ours.zero_grad()
+        loss = ours(given[rank])
+        if how == "noted":
+            loss.register_hook(lambda gradient, scale=scale: _C.note_loss_scale(scale))
+        else:
+            ours.reducer.set_loss_scale(scale)
+        loss.backward()
+        for name in SHAPES.keys() - EXACT:
+            mean = formula.mean(name, [one[name] for one in given], factor=scale)
+            result = ours.module.get_parameter(name).grad
+            assert result is not None
+            assert torch.equal(result.flatten(), mean), (number, name)
+
+
+@pytest.mark.parametrize("how", ["noted", "set"])
+def test_residuals_have_no_loss_scale(how: str) -> None:
+    run_ranks(loss_scale, how, world_size=2, backend="ring")
+
+
+def watched_only() -> None:
+    ours = RingDP(Given(SHAPES))
+    assert ours.reducer.finite() is None
+    given = noise(SHAPES, dist.get_rank(), 0)
+    step(ours, given)
+    assert ours.reducer.finite() is None
+    ours.reducer.watch_finite(True)
+    step(ours, given)
+    assert ours.reducer.finite() is True
+    if dist.get_rank() == 1:
+        given["odd"][3] = math.nan
+    step(ours, given)
+    assert ours.reducer.finite() is False
+    ours.reducer.watch_finite(False)
+    step(ours, given)
+    assert ours.reducer.finite() is None
+
+
+def test_exact_gradients_are_watched_where_it_is_asked_for() -> None:
+    run_ranks(watched_only, world_size=2, backend="ring")
+
+
+# What a step can do.
+
+
+def unused() -> None:
+    """`odd` on rank 0 only, `other` on no rank: its residual stays, and its .grad None."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True), find_unused_parameters=True, bucket_cap_mb=0.004)
+    formula = Formula("int4", world, True)
+    for number in range(4):
+        given = [noise(SHAPES, r, number) for r in range(world)]
+        if number % 2 == 1:
+            for r in range(world):
+                del given[r]["other"]
+                if r != 0:
+                    del given[r]["odd"]
+        before = residuals(ours)
+        got = step(ours, given[rank])
+        for name, shape in SHAPES.items():
+            terms = [one.get(name, torch.zeros(shape)) for one in given]
+            result = got[name]
+            if name == "other" and number % 2 == 1:
+                assert result is None
+                assert torch.equal(residuals(ours)[name], before[name])
+            elif name not in EXACT:
+                assert result is not None
+                assert torch.equal(result.flatten(), formula.mean(name, terms)), (number, name)
+
+
+def test_parameters_without_gradient() -> None:
+    run_ranks(unused, world_size=3, backend="ring")
+
+
+def accumulated() -> None:
+    """Under no_sync gradients add up exactly; the step that synchronises compresses the sum, once."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    formula = Formula("int4", world, True)
+    for number in range(3):
+        parts = [[noise(SHAPES, r, 10 * number + part) for r in range(world)] for part in range(3)]
+        ours.zero_grad()
+        for part in range(2):
+            with ours.no_sync():
+                ours(parts[part][rank]).backward()
+        ours(parts[2][rank]).backward()
+        for name in SHAPES.keys() - EXACT:
+            sums = [parts[0][r][name] + parts[1][r][name] + parts[2][r][name] for r in range(world)]
+            result = ours.module.get_parameter(name).grad
+            assert result is not None
+            assert torch.equal(result.flatten(), formula.mean(name, sums)), (number, name)
+
+
+def test_no_sync_compresses_once() -> None:
+    run_ranks(accumulated, world_size=2, backend="ring")
+
+
+def frozen() -> None:
+    """A parameter is frozen for a step: the others' residuals and its own live on."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    formula = Formula("int4", world, True)
+    for number in range(6):
+        ours.module.get_parameter("odd").requires_grad_(number not in (2, 3))
+        given = [noise(SHAPES, r, number) for r in range(world)]
+        got = step(ours, given[rank])
+        for name in SHAPES.keys() - EXACT:
+            result = got[name]
+            if name == "odd" and number in (2, 3):
+                assert result is None
+                continue
+            assert result is not None
+            assert torch.equal(result.flatten(), formula.mean(name, [one[name] for one in given])), (number, name)
+
+
+def test_freezing_in_the_middle() -> None:
+    run_ranks(frozen, world_size=2, backend="ring")
+
+
+def uneven(divide_by_all: bool) -> None:
+    """Rank 1 runs out of input: it adds zeros, and its residual waits until it has input again."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int8", False))
+    formula = Formula("int8", world, False)
+    counts = [4, 2, 4]
+    results: list[dict[str, Tensor | None]] = []
+    with ours.join(divide_by_initial_world_size=divide_by_all):
+        for number in range(counts[rank]):
+            results.append(step(ours, noise(SHAPES, rank, number)))
+    for number, got in enumerate(results):
+        with_input = [number < count for count in counts]
+        for name, shape in SHAPES.items():
+            terms = [noise(SHAPES, r, number)[name] if with_input[r] else torch.zeros(shape) for r in range(world)]
+            if name not in EXACT:
+                result = got[name]
+                assert result is not None
+                mean = formula.mean(name, terms, divisor=world if divide_by_all else sum(with_input))
+                assert torch.equal(result.flatten(), mean), (number, name)
+
+
+@pytest.mark.parametrize("divide_by_all", [True, False])
+def test_uneven_inputs(divide_by_all: bool) -> None:
+    run_ranks(uneven, divide_by_all, world_size=3, backend="ring")
+
+
+def uneven_with_feedback() -> None:
+    rank = dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    kept: dict[str, Tensor] = {}
+    with ours.join():
+        for number in range(4 if rank == 0 else 2):
+            step(ours, noise(SHAPES, rank, number))
+            kept = residuals(ours)
+    assert all(torch.equal(values, kept[name]) for name, values in residuals(ours).items())
+    with ours.join():
+        everywhere_the_same({n: g for n, g in step(ours, noise(SHAPES, rank, 9)).items() if g is not None})
+
+
+def test_a_rank_without_input_keeps_its_residuals() -> None:
+    run_ranks(uneven_with_feedback, world_size=2, backend="ring")
+
+
+def in_many_ways(options: dict[str, Any]) -> None:
+    """Whatever RingDP is told about gradients, the bits are the formula's."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True), bucket_cap_mb=0.004, **options)
+    formula = Formula("int4", world, True)
+    for number in range(4):
+        given = [noise(SHAPES, r, number) for r in range(world)]
+        got = step(ours, given[rank])
+        for name in SHAPES.keys() - EXACT:
+            result = got[name]
+            assert result is not None
+            assert torch.equal(result.flatten(), formula.mean(name, [one[name] for one in given])), (number, name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_as_bucket_view": False}, {"static_graph": True}, {"find_unused_parameters": False},
+     {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}],
+)  # fmt: skip
+def test_options(options: dict[str, Any]) -> None:
+    run_ranks(in_many_ways, options, world_size=2, backend="ring")
+
+
+def large() -> None:
+    """A gradient that is a bucket by itself is coded where autograd left it, channels-last memory as it lies."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shapes = {"huge": (1_100_000,), "image": (8, 6, 5, 5)}
+    model = Given(shapes)
+    model.get_parameter("image").data = model.get_parameter("image").data.to(memory_format=torch.channels_last)
+    ours = wrap(model, _C.NativeMethod("int8", True), set())
+    formula = Formula("int8", world, True)
+    for number in range(3):
+        given = [noise(shapes, r, number) for r in range(world)]
+        got = step(ours, given[rank])
+        result = got["huge"]
+        assert result is not None
+        assert torch.equal(result, formula.mean("huge", [one["huge"] for one in given]))
+        in_memory = [one["image"].permute(0, 2, 3, 1).contiguous() for one in given]
+        mean = formula.mean("image", in_memory).view(8, 5, 5, 6).permute(0, 3, 1, 2)
+        assert got["image"] is not None
+        assert torch.equal(got["image"], mean)
+        kept = formula.residuals[rank]["image"].view(8, 5, 5, 6).permute(0, 3, 1, 2)
+        assert torch.equal(residuals(ours)["image"], kept.flatten())
+    saved = ours.reducer.residuals()
+    ours.reducer.set_residuals(saved)
+    assert all(torch.equal(values, saved[index]) for index, values in ours.reducer.residuals().items())
+
+
+def test_large_gradients_and_memory_formats() -> None:
+    run_ranks(large, world_size=2, backend="ring")
+
+
+def twice_through_one_graph() -> None:
+    """retain_graph: the second backward accumulates on the mean of the first."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    formula = Formula("int4", world, True)
+    given = [noise(SHAPES, r, 0) for r in range(world)]
+    loss = ours(given[rank])
+    loss.backward(retain_graph=True)
+    first = {name: formula.mean(name, [one[name] for one in given]).view(SHAPES[name]) for name in SHAPES}
+    ours(given[rank]).backward()
+    for name in SHAPES.keys() - EXACT:
+        result = ours.module.get_parameter(name).grad
+        assert result is not None
+        mean = formula.mean(name, [first[name] + one[name] for one in given])
+        assert torch.equal(result.flatten(), mean), name
+
+
+def test_a_second_backward_without_zero_grad() -> None:
+    run_ranks(twice_through_one_graph, world_size=2, backend="ring")
+
+
+# Changing methods.
+
+
+def change() -> None:
+    """int8 becomes int4 for `odd` only: the others keep their residuals, it begins anew."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int8", True))
+    names = names_of(ours)
+    formulas = dict.fromkeys(SHAPES, Formula("int8", world, True))
+    for number in range(6):
+        if number == 3:
+            methods = [_C.NativeMethod("int4", True), _C.NativeMethod("int8", True)]
+            which = [-1 if name in EXACT else 0 if name == "odd" else 1 for name in names]
+            ours.reducer.set_methods(methods, which, [turn_of(name) for name in names])
+            formulas["odd"] = Formula("int4", world, True)
+            assert set(residuals(ours)) == set(SHAPES) - EXACT - {"odd"}
+        given = [noise(SHAPES, r, number) for r in range(world)]
+        got = step(ours, given[rank])
+        for name in SHAPES.keys() - EXACT:
+            result = got[name]
+            assert result is not None
+            mean = formulas[name].mean(name, [one[name] for one in given])
+            assert torch.equal(result.flatten(), mean), (number, name)
+    set_method(ours, None)
+    assert residuals(ours) == {}
+    assert torch.equal(step(ours, noise(SHAPES, 0, 0))["odd"], noise(SHAPES, 0, 0)["odd"])  # type: ignore[arg-type]
+
+
+def test_methods_change_between_steps() -> None:
+    run_ranks(change, world_size=2, backend="ring")
+
+
+def refusals() -> None:
+    method = _C.NativeMethod("int8", False)
+    ours = RingDP(Given(SHAPES))
+    output = ours(noise(SHAPES, 0, 0))
+    with pytest.raises(InvalidStateError, match="between a forward and its backward"):
+        set_method(ours, method)
+    del output
+    set_method(ours, method)  # that forward has no graph any more
+    with pytest.raises(InvalidStateError, match="communication hook and compression"):
+        ours.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(InvalidArgumentError, match="of 3 elements for parameter large, which has 2870"):
+        ours.reducer.set_residuals({0: torch.zeros(3)})
+    hooked = RingDP(Given(SHAPES))
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(InvalidStateError, match="communication hook and compression"):
+        set_method(hooked, method)
+    with pytest.raises(InvalidArgumentError, match="one method and one turn for each of 5 parameters"):
+        ours.reducer.set_methods([method], [0], [0])
+
+
+def test_what_is_refused() -> None:
+    run_ranks(refusals, world_size=2, backend="ring")
+
+
+def other_backend() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"codec int8 for parameter large needs the backend ring.*gloo"):
+        wrap(Given(SHAPES), _C.NativeMethod("int8", False))
+
+
+def test_codecs_need_ring() -> None:
+    run_ranks(other_backend, world_size=2, backend="gloo")
+
+
+# Hooks as methods.
+
+
+class Halving:
+    """State of a hook that says what it saw and is told how the backward ended."""
+
+    def __init__(self, finite: bool | None) -> None:
+        self.says = finite
+        self.buckets: list[list[int]] = []
+        self.commits: list[bool] = []
+
+    def finite(self) -> bool | None:
+        return self.says
+
+    def commit(self, finite: bool, *, unused: Sequence[str] = ()) -> None:
+        self.commits.append(finite)
+
+
+def halved_sum(state: Halving, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    state.buckets.append([gradient.numel() for gradient in bucket.gradients()])
+    buffer = bucket.buffer()
+    assert buffer.dtype == torch.float32
+    work = dist.all_reduce(buffer, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0] / 2)  # type: ignore[no-any-return]
+
+
+def by_hook(finite: bool | None) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    state = Halving(finite)
+    ours = wrap(Given(SHAPES, {"odd": torch.float16}), _C.PythonMethod(state, halved_sum), bucket_cap_mb=0.004)
+    for number in range(3):
+        given = [noise(SHAPES, r, number) for r in range(world)]
+        given[0]["odd"] = given[0]["odd"].half()
+        given[1]["odd"] = given[1]["odd"].half()
+        if number == 1 and rank == 1:
+            given[1]["exact"][0] = math.inf
+        got = step(ours, given[rank])
+        for name in SHAPES.keys() - EXACT:
+            result = got[name]
+            assert result is not None
+            expected = (given[0][name].float() + given[1][name].float()) / 2
+            assert torch.equal(result, expected.to(result.dtype)), name
+        assert ours.reducer.finite() is (number != 1 and finite is not False)
+    assert state.commits == [finite is not False, False, finite is not False]
+    assert {numel for bucket in state.buckets for numel in bucket} == {
+        math.prod(shape) for name, shape in SHAPES.items() if name not in EXACT
+    }
+
+
+@pytest.mark.parametrize("finite", [True, False, None])
+@pytest.mark.parametrize("backend", ["gloo", "ring"])
+def test_a_hook_reduces_its_own_buckets(backend: str, finite: bool | None) -> None:
+    run_ranks(by_hook, finite, world_size=2, backend=backend)
+
+
+# Figures.
+
+
+def figures() -> None:
+    ours = wrap(Given(SHAPES), _C.NativeMethod("int8", True))
+    for number in range(2):
+        step(ours, noise(SHAPES, dist.get_rank(), number))
+    rows = ours.reducer.bucket_rows()
+    coded = [row for row in rows if row["method"] == 0]
+    numels = [math.prod(shape) for name, shape in SHAPES.items() if name not in EXACT]
+    assert sum(row["numel"] for row in coded) == sum(numels)
+    assert sum(row["bytes_before"] for row in coded) == 4 * sum(numels)
+    assert sum(row["bytes_after"] for row in coded) == sum(numel + 4 * -(-numel // 256) for numel in numels)
+    assert all(row["bytes_after"] == row["bytes_before"] for row in rows if row["method"] == -1)
+    assert all(0 < row["seconds"] < 10 and 0 <= row["exposed_s"] < 10 for row in rows)
+
+
+def test_what_each_bucket_cost() -> None:
+    run_ranks(figures, world_size=2, backend="ring")
