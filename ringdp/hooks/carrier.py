@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ringdp.compression.exchange import AllGather, AllReduce, AllToAll, Exchange, Request
 
+# torch 2.13 gave it another name, and warns of the old one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @torch.no_grad()
 def carry(exchange: Exchange, group: dist.ProcessGroup) -> float:
@@ -38,7 +41,7 @@ def _perform(request: Request, group: dist.ProcessGroup) -> Any:
     received: Tensor
     if isinstance(request, AllGather):
         received = request.send.new_empty(group.size(), request.send.numel())
-        dist.all_gather_into_tensor(received.view(-1), request.send, group=group)
+        _all_gather(received.view(-1), request.send, group=group)
         return received
     assert isinstance(request, AllToAll)
     received = request.send.new_empty(sum(request.receive_sizes))

@@ -12,6 +12,7 @@ from torch import Tensor
 from ringdp.compression.exchange import Section, States, saved
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.exchange import all_gather_bytes
+from ringdp.hooks.native import serves
 
 _VERSION = 1
 
@@ -38,8 +39,9 @@ class Memory:
                 self.states.forget(section.name)
             self._sections[section.name] = section
             if section.name in self._waiting:
-                held = self._waiting.pop(section.name)
-                self.states.take(saved.load(section, held, group.rank(), consolidated=self._consolidated))
+                held, whole = self._waiting.pop(section.name), serves(section, group)
+                states = saved.load(section, held, group.rank(), consolidated=self._consolidated, whole=whole)
+                self.states.take(states)
 
     def state_dict(self, group: dist.ProcessGroup, *, consolidated: bool) -> dict[str, Any]:
         """For `load_state_dict`; with `consolidated` all ranks must call.

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from ringdp.compression import Compressor, Rules
-from ringdp.compression.exchange import Coder, Layout, Place
+from ringdp.compression.exchange import Coder, Layout, Place, Section
 from ringdp.compression.exchange.finite import all_finite
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.average import all_reduce_mean
 from ringdp.hooks.carrier import carry
 from ringdp.hooks.checkpoint import Memory
 from ringdp.hooks.lanes import Lanes, Promise
+from ringdp.hooks.native import NativeSections, serves
 from ringdp.hooks.parameters import Parameters
 
 
@@ -49,13 +50,14 @@ class CompressedHook:
         self._given_group = process_group
         self._lanes: Lanes | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._contents: dict[tuple[int, ...], _Content] = {}
         self.memory = Memory()
         self._last_index = -1
         self._step = 0
         self._factor = 1.0
         self._complete = True
         self._finite: list[Tensor] = []
+        self._reports: list[Any] = []  # of the core's all-reduces, known when they are done
         self.divisor: float | None = None  # what sums are divided by; None: the number of ranks
 
     @property
@@ -74,11 +76,27 @@ class CompressedHook:
         if self.group.size() == 1:
             self._finite.append(_finite(buffer))
             return _done(buffer)
-        layout = None if buffer.is_sparse else self._layout(bucket, buffer)
-        if layout is None or not layout.plans:
+        content = None if buffer.is_sparse else self._content(bucket, buffer)
+        if content is None or content.exact:
             return all_reduce_mean(buffer, self.group, self._note)
-        coder = Coder(self.memory.states, self.group.rank(), self.group.size(), self._step, self._factor, buffer.device)
         divisor = float(self.divisor or self.group.size())
+        works: list[torch.futures.Future[Any]] = []
+        for sections in content.native:
+            work, report = sections.average(buffer, self.group, self.memory.states, self._factor, divisor)
+            works.append(work.get_future())
+            self._reports.append(report)
+        if content.layout.plans:
+            works.append(self._beside_backward(bucket.index(), buffer, content.layout, divisor))
+        elif content.layout.exact:
+            works.append(self._exactly(buffer, content.layout, divisor))
+        together: torch.futures.Future[Any] = works[0] if len(works) == 1 else torch.futures.collect_all(works)
+        return together.then(lambda done: _buffer_of(done, buffer))
+
+    def _beside_backward(
+        self, index: int, buffer: Tensor, layout: Layout, divisor: float
+    ) -> torch.futures.Future[Tensor]:
+        ranks = self.group.size()
+        coder = Coder(self.memory.states, self.group.rank(), ranks, self._step, self._factor, buffer.device)
 
         def average(group: dist.ProcessGroup) -> Tensor:
             carry(layout.average(buffer, coder, divisor), group)
@@ -88,7 +106,17 @@ class CompressedHook:
             return self._on_a_stream(buffer, lambda: average(self.group))
         if self._lanes is None:
             self._lanes = Lanes(self.group, buffer.device)
-        return self._lanes.submit(bucket.index(), average)
+        return self._lanes.submit(index, average)
+
+    def _exactly(self, buffer: Tensor, layout: Layout, divisor: float) -> torch.futures.Future[Tensor]:
+        flat = layout.exact_of(buffer)
+
+        def put_back(done: torch.futures.Future[Any]) -> Tensor:
+            done.value()
+            layout.put_exact(buffer, flat, divisor)
+            return self._note(flat)
+
+        return dist.all_reduce(flat, group=self.group, async_op=True).get_future().then(put_back)
 
     # Steps.
 
@@ -98,7 +126,7 @@ class CompressedHook:
         self._step = self.memory.step
         self.memory.step += 1
         self._complete = False
-        self._finite = []
+        self._finite, self._reports = [], []
         self._factor = 1.0 if self._scale is None else float(self._scale())
 
     def _commit_if_finite(self) -> None:
@@ -107,7 +135,7 @@ class CompressedHook:
     @property
     def finite(self) -> bool:
         """Whether all averages of the last step are finite: the same on all ranks."""
-        return all(bool(mark) for mark in self._finite)
+        return all(bool(mark) for mark in self._finite) and all(report.finite for report in self._reports)
 
     def commit(self, finite: bool, *, unused: Sequence[str] = ()) -> None:
         """What the last step left in compressors and error feedback counts, or is forgotten.
@@ -124,20 +152,20 @@ class CompressedHook:
 
     # Buckets.
 
-    def _layout(self, bucket: GradBucket, buffer: Tensor) -> Layout:
+    def _content(self, bucket: GradBucket, buffer: Tensor) -> "_Content":
         parameters = bucket.parameters()
         identity = tuple(id(it) for it in parameters)
-        if identity not in self._layouts:
+        if identity not in self._contents:
             places = []
             for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
                 name = self.parameters.name(parameter)
                 begin = gradient.storage_offset() - buffer.storage_offset()
                 compressor = self._choose(name, parameter) if buffer.is_floating_point() else None
                 places.append(Place(name, tuple(parameter.shape), int(begin), parameter.numel(), compressor))
-            layout = Layout(places, self.group.size(), buffer.device)
-            self.memory.know([section for plan in layout.plans.values() for section in plan.sections], self.group)
-            self._layouts[identity] = layout
-        return self._layouts[identity]
+            content = _Content(places, self.group, buffer)
+            self.memory.know(content.sections, self.group)
+            self._contents[identity] = content
+        return self._contents[identity]
 
     def _on_a_stream(self, buffer: Tensor, average: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
         """At once, but on a stream of its own: waits are the stream's, and backward goes on."""
@@ -168,8 +196,30 @@ class CompressedHook:
         Raises:
             InvalidArgumentError: an exact one of another rank or world size.
         """
-        self._last_index, self._finite = -1, []
+        self._last_index, self._finite, self._reports = -1, [], []
         self.memory.load_state_dict(state, self.group)
+
+
+class _Content:
+    """What is in a bucket, by how it is averaged."""
+
+    def __init__(self, places: Sequence[Place], group: dist.ProcessGroup, buffer: Tensor) -> None:
+        by_codec: dict[str, list[Section]] = {}
+        rest = []
+        for place in places:
+            section = place.section(group.size(), buffer.device)
+            if section is not None and buffer.dtype == torch.float32 and serves(section, group):
+                by_codec.setdefault(section.compressor.native, []).append(section)  # type: ignore[attr-defined]
+            else:
+                rest.append(place)
+        self.native = [NativeSections(sections) for sections in by_codec.values()]
+        self.layout = Layout(rest, group.size(), buffer.device)
+        others = [section for plan in self.layout.plans.values() for section in plan.sections]
+        self.sections = [section for sections in by_codec.values() for section in sections] + others
+
+    @property
+    def exact(self) -> bool:
+        return not self.sections
 
 
 def compressed_hook(state: CompressedHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -216,6 +266,15 @@ def ddp_hook(
 def _finite(average: Tensor) -> Tensor:
     values = average._values() if average.is_sparse else average
     return all_finite(torch.view_as_real(values) if values.is_complex() else values)
+
+
+def _buffer_of(done: torch.futures.Future[Any], buffer: Tensor) -> Tensor:
+    """The bucket's buffer, or the error of whatever failed first."""
+    value = done.value()
+    for part in value if isinstance(value, list) else ():
+        if isinstance(part, torch.futures.Future):
+            part.value()
+    return buffer
 
 
 def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:

@@ -88,14 +88,14 @@ def simulate(
 @torch.no_grad()
 def together(exchanges: Sequence[Exchange]) -> None:
     """Run all ranks' exchanges in lockstep. Where they raise, the first error that is a rank's own is raised."""
-    answers: list[Any] = [None] * len(exchanges)
+    replies: list[Any] = [None] * len(exchanges)
     while True:
         requests: list[Request] = []
         errors: list[Exception] = []
         ended = 0
-        for exchange, answer in zip(exchanges, answers, strict=True):
+        for exchange, reply in zip(exchanges, replies, strict=True):
             try:
-                requests.append(exchange.send(answer))
+                requests.append(exchange.send(reply))
             except StopIteration:
                 ended += 1
             except Exception as error:
@@ -105,10 +105,11 @@ def together(exchanges: Sequence[Exchange]) -> None:
         if ended == len(exchanges):
             return
         assert not ended, "some ranks ended, others wait for them"
-        answers = _answers(requests)
+        replies = answers(requests)
 
 
-def _answers(requests: Sequence[Request]) -> list[Any]:
+def answers(requests: Sequence[Request]) -> list[Any]:
+    """What a process group would answer to the ranks' requests, all of one kind."""
     first = requests[0]
     if isinstance(first, AllGather):
         rows = torch.stack([it.send for it in requests if isinstance(it, AllGather)])

@@ -134,3 +134,27 @@ COMPRESSORS: dict[str, Compressor] = {
     "rounded": Rounded(),
     "random": Random(),
 }
+
+
+class Shrinking(Steps):
+    """Breaks its promise."""
+
+    def compress(self, x: Tensor, info: Info) -> tuple[Tensor, ...]:
+        codes, scale = super().compress(x, info)
+        return codes[: -1 if bool(x.any()) else None], scale
+
+
+class Raising(Steps):
+    def compress(self, x: Tensor, info: Info) -> tuple[Tensor, ...]:
+        if bool(x.any()):
+            raise ZeroDivisionError("nothing to divide by")
+        return super().compress(x, info)
+
+
+class Swelling(Large):
+    """Gives a hundred times what it was asked for."""
+
+    error_feedback = False
+
+    def compress(self, x: Tensor, info: Info) -> tuple[Tensor, ...]:
+        return super().compress(x.repeat(100) if bool(x.any()) else x, info)

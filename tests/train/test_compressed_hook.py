@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ringdp.compression import Int8
+from ringdp.errors import InvalidArgumentError
 from ringdp.hooks import ddp_hook
 from ringdp.testing import Simulation, simulate
-from tests.train.compressed import COMPRESSORS, build, digest, loss_of, wrapped
-from tests.train.harness import backends, run_ranks
+from tests.train import models
+from tests.train.compressed import (
+    COMPRESSORS,
+    Large,
+    Raising,
+    Random,
+    Shrinking,
+    Steps,
+    Swelling,
+    build,
+    digest,
+    loss_of,
+    wrapped,
+)
+from tests.train.harness import backends, run_outcomes, run_ranks
 
 pytestmark = pytest.mark.parametrize("backend", backends())
 
@@ -86,3 +104,161 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_leaves_no_trace(backend: str
             assert not seen[1]["averaged"][parameter].isfinite().any()
             assert seen[2]["averaged"][parameter].isfinite().all()
     check_bits(COMPRESSORS[name], ranks)
+
+
+def resumed() -> tuple[list[str], list[str]]:
+    """Six steps at once, and three, a checkpoint, three with other objects; also what a rank's checkpoint holds."""
+    rank = dist.get_rank()
+
+    def run(model: torch.nn.Module, steps: range, saved: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
+        ddp = wrapped(model)
+        hook, function = ddp_hook("int4", rules=[("4.weight", Random())], model=ddp)
+        if saved is not None:
+            hook.load_state_dict(saved)
+        ddp.register_comm_hook(hook, function)
+        digests = []
+        for step in steps:
+            model.zero_grad()
+            loss_of(ddp, step, rank).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            digests.append(digest(model.parameters()))
+        return digests, hook.state_dict()
+
+    whole, _ = run(build(), range(6), None)
+    model = build()
+    first, saved = run(model, range(3), None)
+    assert saved["step"] == 3
+    assert saved["parameters"]["0.weight"]["residual"].shape == (5000,)
+    second, again = run(model, range(3, 6), saved)
+    calls = {path: it for path, it in again["parameters"]["4.weight"].items() if path.endswith("calls")}
+    assert set(calls.values()) == {6}, calls
+    return whole, first + second
+
+
+def test_resumed_from_a_checkpoint_it_goes_on_to_the_same_bits(backend: str) -> None:
+    for whole, again in run_ranks(resumed, world_size=2, backend=backend):
+        assert whole == again
+
+
+def consolidated() -> dict[str, Any]:
+    model = build()
+    ddp = wrapped(model)
+    hook, function = ddp_hook("int4", model=ddp)
+    ddp.register_comm_hook(hook, function)
+    for step in range(3):
+        loss_of(ddp, step, dist.get_rank()).backward()
+    with pytest.raises(InvalidArgumentError, match="save it with consolidated=True"):
+        hook.load_state_dict(hook.state_dict() | {"rank": 7})
+    mean: dict[str, Any] = hook.state_dict(consolidated=True)
+    hook.load_state_dict(mean)
+    again = hook.state_dict(consolidated=True)
+    for name in COMPRESSED:
+        torch.testing.assert_close(again["parameters"][name], mean["parameters"][name], rtol=0, atol=0)
+    return mean
+
+
+def test_the_mean_over_ranks_is_the_same_on_all_and_on_both_ways(backend: str) -> None:
+    means = run_ranks(consolidated, world_size=3, backend=backend)
+    for mean in means:
+        assert mean["rank"] is None
+        for name in COMPRESSED:
+            residual = mean["parameters"][name]["residual"]
+            assert torch.equal(residual, means[0]["parameters"][name]["residual"])
+            assert float(residual.abs().max()) > 0
+
+
+def accumulated() -> None:
+    """Compression sees the sum of two backwards, once; a scale of the loss changes nothing that is remembered."""
+    rank = dist.get_rank()
+    states = []
+    for scale in (1.0, 2.0**12):
+        model = build()
+        ddp = wrapped(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(torch.zeros(()))
+        hook, function = ddp_hook("int4", model=ddp, scaler=scaler)
+        ddp.register_comm_hook(hook, function)
+        for step in (0, 2):
+            with ddp.no_sync():
+                scaler.scale(loss_of(ddp, step, rank)).backward()
+            scaler.scale(loss_of(ddp, step + 1, rank)).backward()
+        states.append(hook.state_dict())
+        assert states[-1]["step"] == 2
+    for name in COMPRESSED:
+        torch.testing.assert_close(states[0]["parameters"][name], states[1]["parameters"][name], rtol=0, atol=0)
+
+
+def test_no_sync_compresses_once_and_residuals_are_kept_without_the_loss_scale(backend: str) -> None:
+    run_ranks(accumulated, world_size=2, backend=backend)
+
+
+def other_types() -> None:
+    """Parameters of several dtypes, one of them complex, tied and strided ones."""
+    for name in ("mixed_types", "tied"):
+        model = models.build(name)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(*ddp_hook("bf16", rules=[("*", "bf16")], model=ddp))
+        x, y = models.batch(0, dist.get_rank())
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        exact = DistributedDataParallel(models.build(name))
+        nn.functional.cross_entropy(exact(x), y).backward()
+        for one, other in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-3)
+
+
+def test_other_types_and_strides(backend: str) -> None:
+    run_ranks(other_types, world_size=2, backend=backend)
+
+
+def disagreeing(what: str) -> str:
+    rank = dist.get_rank()
+    compressor: Any = {
+        "compressor": Steps() if rank else Int8(block=100),
+        "block": Int8(block=100 + rank),
+        "size": Shrinking() if rank else Steps(),
+        "raises": Raising() if rank else Steps(),
+        "swells": Swelling() if rank else Large(),
+    }[what]
+    if what in ("size", "raises", "swells"):  # of one class, as far as the others can tell
+        type(compressor).__qualname__ = "Mine"
+    model = build()
+    ddp = wrapped(model)
+    ddp.register_comm_hook(*ddp_hook(compressor, model=ddp))
+    loss_of(ddp, 0, rank).backward()
+    return "ended"
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("compressor", [r"rank 0 has \S+ \[\d+\] by Int8\(block=100.*rank 1 has \S+ \[\d+\] by Steps"] * 2),
+        ("block", ["block=100.*block=101"] * 2),
+        ("size", ["rank 1 could not compress a bucket: InvalidArgumentError", "set fixed_size = False"]),
+        ("raises", ["rank 1 could not compress a bucket: ZeroDivisionError: nothing to", "nothing to divide by"]),
+        ("swells", ["rank 1 could not compress a bucket: ", "more than 16 an element is not sent"]),
+    ],
+)
+def test_where_ranks_disagree_all_of_them_raise(backend: str, what: str, words: list[str]) -> None:
+    outcomes = run_outcomes(disagreeing, what, world_size=2, backend=backend)
+    for outcome, expected in zip(outcomes, words, strict=True):
+        assert outcome.text is not None
+        assert re.search(expected, outcome.text, re.DOTALL), outcome.text
+
+
+def test_rules_by_name_need_the_model(backend: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="pass model="):
+        ddp_hook("int8", rules=[("*.bias", None)])
+
+
+def nameless() -> None:
+    model = build()
+    ddp = wrapped(model)
+    hook, function = ddp_hook("int4")
+    ddp.register_comm_hook(hook, function)
+    for step in range(3):  # buckets are laid out anew after the first
+        loss_of(ddp, step, dist.get_rank()).backward()
+    assert {it["residual"].numel() for it in hook.state_dict()["parameters"].values()} == {5000, 2400}
+
+
+def test_without_the_model_parameters_are_numbered(backend: str) -> None:
+    run_ranks(nameless, world_size=2, backend=backend)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +34,13 @@ class Place:
     count: int
     compressor: Compressor | None
 
+    def section(self, ranks: int, device: torch.device) -> Section | None:
+        """As the exchanges know it; None for exact."""
+        if self.compressor is None:
+            return None
+        parts = ranks if getattr(self.compressor, "aggregate", "owner") == "owner" else 1
+        return Section(self.name, self.shape, self.begin, self.count, self.compressor, parts, device)
+
 
 class Layout:
     """What a bucket holds and how each part of it is averaged. Made once for a bucket, used in every step."""
@@ -43,14 +49,11 @@ class Layout:
         by_aggregate: dict[str, list[Section]] = {}
         self.exact: list[tuple[int, int]] = []
         for place in places:
-            if place.compressor is None:
+            section = place.section(ranks, device)
+            if section is None:
                 self.exact.append((place.begin, place.begin + place.count))
-                continue
-            aggregate = getattr(place.compressor, "aggregate", "owner")
-            parts = ranks if aggregate == "owner" else 1
-            fields: dict[str, Any] = {field: getattr(place, field) for field in ("name", "shape", "begin", "count")}
-            section = Section(**fields, compressor=place.compressor, parts=parts, device=device)
-            by_aggregate.setdefault(aggregate, []).append(section)
+            else:
+                by_aggregate.setdefault(getattr(place.compressor, "aggregate", "owner"), []).append(section)
         self.plans = {kind: Plan(tuple(it), ranks, device) for kind, it in by_aggregate.items()}
         self._agreed = False
 
@@ -75,12 +78,16 @@ class Layout:
                     there = slice(section.begin, section.begin + section.count)
                     bucket[there] = whole[there]
         if self.exact:
-            yield from _average_exactly(bucket, self.exact, divisor)
+            flat = self.exact_of(bucket)
+            yield AllReduce([flat])
+            self.put_exact(bucket, flat, divisor)
 
+    def exact_of(self, bucket: Tensor) -> Tensor:
+        """The exact parameters' elements, one after the other: a copy."""
+        return torch.cat([bucket[begin:end] for begin, end in self.exact])
 
-def _average_exactly(bucket: Tensor, ranges: list[tuple[int, int]], divisor: float) -> Exchange:
-    parts = [bucket[begin:end] for begin, end in ranges]
-    flat = torch.cat(parts)
-    yield AllReduce([flat])
-    for part, mean in zip(parts, (flat / divisor).split([it.numel() for it in parts]), strict=True):
-        part.copy_(mean)
+    def put_exact(self, bucket: Tensor, summed: Tensor, divisor: float) -> None:
+        """Divide `summed`, in place, and put it where `exact_of` took it from."""
+        sizes = [end - begin for begin, end in self.exact]
+        for (begin, end), mean in zip(self.exact, summed.div_(divisor).split(sizes), strict=True):
+            bucket[begin:end] = mean

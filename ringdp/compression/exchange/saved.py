@@ -24,6 +24,9 @@ def save(section: Section, states: Mapping[Key, dict[str, Any]]) -> Saved:
     """A parameter's, with copies of the tensors."""
     saved: Saved = {}
     for key, state in states.items():
+        if key.phase == "whole":
+            saved |= {name: value.clone() for name, value in state.items()}
+            continue
         for name, value in state.items():
             edges = section.edges
             if isinstance(value, Tensor) and value.shape == (section.numel(key.part),):
@@ -37,10 +40,13 @@ def save(section: Section, states: Mapping[Key, dict[str, Any]]) -> Saved:
     return saved
 
 
-def load(section: Section, saved: Saved, rank: int, *, consolidated: bool) -> dict[Key, Any]:
+def load(
+    section: Section, saved: Saved, rank: int, *, consolidated: bool = False, whole: bool = False
+) -> dict[Key, dict[str, Any]]:
     """The states on one rank.
 
     Args:
+        whole: what is owed is to be one tensor, for the core.
         consolidated: `saved` is the mean over ranks: what is owed is the owner's to pay, and nobody else's.
 
     Raises:
@@ -58,6 +64,9 @@ def load(section: Section, saved: Saved, rank: int, *, consolidated: bool) -> di
                 f"{section.name} has {section.count} elements, its {path} in the checkpoint is {list(value.shape)}",
                 name=section.name,
             )
+        if whole and len(words) == 1:
+            states[Key(section.name, "feedback", "whole", 0)] = {path: _owed_by(section, value, rank, consolidated)}
+            continue
         for part in range(section.parts):
             piece = value[section.edges[part] : section.edges[part + 1]].to(section.device, copy=True)
             if len(words) == 1:
@@ -69,6 +78,14 @@ def load(section: Section, saved: Saved, rank: int, *, consolidated: bool) -> di
             if piece.numel():
                 states.setdefault(Key(section.name, kind, phase, part), {})[name] = piece
     return states
+
+
+def _owed_by(section: Section, value: Tensor, rank: int, consolidated: bool) -> Tensor:
+    owed = value.to(section.device, copy=True)
+    if consolidated and section.parts > 1:
+        owed[: section.edges[rank]] = 0
+        owed[section.edges[rank + 1] :] = 0
+    return owed
 
 
 def share(section: Section, path: str, value: Tensor, rank: int, ranks: int) -> Tensor:

@@ -20,7 +20,8 @@ class Key:
     Attributes:
         name: the parameter's.
         kind: ``feedback`` or ``compressor``.
-        phase: ``rank``, ``owner``, or ``result`` for what is the same on all ranks.
+        phase: ``rank``, ``owner``, or ``result`` for what is the same on all ranks; ``whole`` where the core keeps both
+            phases' in one tensor for all parts.
         part: of the parameter.
     """
 

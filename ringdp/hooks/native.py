@@ -1,0 +1,68 @@
+"""The core's compressed all-reduce: the same mathematics as `compression.exchange.owner`, in C++, by segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp.backend import BACKEND, backend_of
+from ringdp.compression import native
+from ringdp.compression.exchange import Key, Section, States
+from ringdp.compression.partition import turn_of
+
+
+class NativeSections:
+    """A bucket's parameters whose compressor the core has. Their residual is one tensor, not one for each part.
+
+    Args:
+        sections: of one codec.
+    """
+
+    def __init__(self, sections: Sequence[Section]) -> None:
+        self._sections = sections
+        self._codec: str = sections[0].compressor.native  # type: ignore[attr-defined]
+        self._offsets = [section.begin for section in sections]
+        self._counts = [section.count for section in sections]
+        self._turns = [turn_of(section.name) for section in sections]
+        self._spare: dict[str, tuple[Tensor, Tensor]] = {}  # two residuals by name, the one that counts among them
+
+    def average(
+        self, bucket: Tensor, group: dist.ProcessGroup, states: States, factor: float, divisor: float
+    ) -> tuple[dist.Work, Any]:
+        """Start it: the Work, and a report whose ``finite`` is known when that is done."""
+        old: list[Tensor | None] = []
+        new: list[Tensor | None] = []
+        for section in self._sections:
+            if section.feedback is None:
+                old.append(None)
+                new.append(None)
+                continue
+            key = Key(section.name, "feedback", "whole", 0)
+            residual = states.copy(key).get("residual")
+            if residual is None:
+                residual = section.zeros()
+            pair = self._spare.get(section.name)
+            if pair is None or (residual is not pair[0] and residual is not pair[1]):
+                pair = self._spare[section.name] = (residual, torch.empty_like(residual))
+            following = pair[1] if residual is pair[0] else pair[0]
+            old.append(residual)
+            new.append(following)
+            states.keep(key, {"residual": following})
+        work, report = native.extension().all_reduce_compressed(
+            group, bucket, self._offsets, self._counts, self._turns, old, new, self._codec, factor, int(divisor)
+        )
+        return work, report
+
+
+def serves(section: Section, group: dist.ProcessGroup) -> bool:
+    """Whether the core does all of it: its codec, the group's backend, the device."""
+    return (
+        getattr(section.compressor, "native", None) is not None
+        and section.device.type == "cpu"
+        and native.extension() is not None
+        and backend_of(group, "cpu") == BACKEND
+    )
