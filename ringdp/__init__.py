@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import checkpoint, compression, metrics
+    from ringdp import amp, checkpoint, compression, metrics
     from ringdp.backend import named, traffic, transports
     from ringdp.barrier import monitored_barrier
     from ringdp.errors import (
+        GradientOverflowError,
         HandshakeError,
         InvalidArgumentError,
         InvalidStateError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "GradientOverflowError",
     "HandshakeError",
     "InvalidArgumentError",
     "InvalidStateError",
@@ -43,6 +45,7 @@ __all__ = [
     "RingError",
     "RingTimeoutError",
     "SystemResourceError",
+    "amp",
     "checkpoint",
     "compression",
     "device",
@@ -63,7 +66,7 @@ _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors")
 _HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier"}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "backend")
-_MODULES = frozenset({"checkpoint", "compression", "metrics"})
+_MODULES = frozenset({"amp", "checkpoint", "compression", "metrics"})
 
 
 def __getattr__(name: str) -> Any:

@@ -80,5 +80,9 @@ class InvalidStateError(RingError):
     """Used at the wrong time: before init, after shutdown, after a failure, in a forked child."""
 
 
+class GradientOverflowError(RingError, OverflowError):
+    """Gradients were not finite in so many steps in a row that no loss scale can be the reason."""
+
+
 class SystemResourceError(RingError, OSError):
     """The system refused descriptors, memory, a port or a file."""

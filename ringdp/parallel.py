@@ -24,6 +24,7 @@ from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
 from ringdp.model_check import check_same_model
 from ringdp.model_parameters import model_parameters
 from ringdp.optimizer_in_backward import has_optimizers, stepping_hook
+from ringdp.reduced_gradients import ReducedGradients
 from ringdp.reducer_log import ReducerLog
 from ringdp.sharded_parameters import ShardedParameters
 from ringdp.sync_batch_norm import synchronise_on_cpu
@@ -174,6 +175,7 @@ class RingDP(DistributedDataParallel):
             names_compared=backend == "ring",
             graph_shows_unused=self._sharded is None,
         )
+        self._reduced = ReducedGradients(self, [one.parameter for one in watched], names)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
         if self._sharded is not None:
@@ -197,7 +199,7 @@ class RingDP(DistributedDataParallel):
         _log.debug("%d parameters in buckets of %s bytes", len(parameters), self.reducer.bucket_bytes())
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_sharded": None}  # made anew with the reducer
+        return super().__getstate__() | {"_sharded": None, "_reduced": None}  # made anew with the reducer
 
     # A step.
 

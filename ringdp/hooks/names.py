@@ -29,3 +29,9 @@ def remember_names(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> 
     """Let `parameter_names` find the names; a parameter that two wrappers share answers with the later one's."""
     for parameter, name in zip(parameters, names, strict=True):
         setattr(parameter, _ATTRIBUTE, name)
+
+
+def name_of(parameter: torch.Tensor) -> str | None:
+    """The parameter's name in the module that a `RingDP` wraps; None for others."""
+    name = getattr(parameter, _ATTRIBUTE, None)
+    return None if name is None else str(name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pytest
 
-from tests.contract.core_checks import FOLD_BLOCK_BYTES, SEGMENT_BYTES, batches
+from tests.contract.core_checks import BATCH, FOLD_BLOCK_BYTES, SEGMENT_BYTES
 from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, NEVER_SMALL, World, close_worlds, core, world
 from tests.contract.reduction_order import FLOATING, HALF, Array, itemsize, narrow, same_bits, widen
 from tests.helpers import need
@@ -55,7 +55,8 @@ def check(
 ) -> list[bool]:
     """Reduce each of `inputs_of` (one array per rank), some at a time; the verdicts, which all ranks share."""
     verdicts = []
-    for batch in batches(inputs_of):  # type: ignore[arg-type, type-var]
+    for start in range(0, len(inputs_of), BATCH):
+        batch = inputs_of[start : start + BATCH]
         after = [[x.copy() for x in inputs] for inputs in batch]
 
         def body(rank: int, group: core.Group, after: list[list[Array]] = after) -> list[tuple[bool, Own]]:

@@ -18,6 +18,7 @@ BUILT_INS = {
     "InvalidArgumentError": ValueError,
     "InvalidStateError": RuntimeError,
     "SystemResourceError": OSError,
+    "GradientOverflowError": OverflowError,
 }
 
 

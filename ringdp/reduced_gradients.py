@@ -1,0 +1,133 @@
+"""What is known of the gradients that a RingDP's last backward left: that they are finite, or who overflowed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ringdp.exchange import all_gather_bytes
+
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Gradients that were not finite.
+
+    Attributes:
+        parameter: the first one's name.
+        ranks: who brought an infinity or a NaN; none if every rank's own were finite and only their sum is not. None:
+            this rank has not asked the others.
+        world_size: of how many.
+        rank: this one.
+    """
+
+    parameter: str
+    ranks: tuple[int, ...] | None = None
+    world_size: int = 1
+    rank: int = 0
+
+    def __str__(self) -> str:
+        gradient = f"the gradient of '{self.parameter}'"
+        if self.ranks is None:
+            return f"{gradient} is not finite"
+        if not self.ranks:
+            return f"{gradient} was finite on each of {self.world_size} ranks, but their sum is not"
+        which = "rank" if len(self.ranks) == 1 else "ranks"
+        return f"{gradient} was not finite on {which} {', '.join(map(str, self.ranks))} of {self.world_size}"
+
+
+class ReducedGradients:
+    """Of one RingDP, which makes it when it has made its reducer, and keeps it. Used by the thread that trains.
+
+    Args:
+        wrapper: its ``reducer`` numbers `parameters` as they are here.
+        names: the parameters' names.
+    """
+
+    def __init__(
+        self, wrapper: DistributedDataParallel, parameters: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> None:
+        from ringdp import _C
+
+        self._wrapper: weakref.ref[Any] = weakref.ref(wrapper)
+        self._names = list(names)
+        self._ids = [id(parameter) for parameter in parameters]  # the marks keep them alive
+        self._known_ids = frozenset(self._ids)
+        self._marks = _C.GradientMarks(list(parameters))
+        self._watching = False
+        self._steps = 0
+        self._overflowed = False
+        self._overflow: Overflow | None = None
+        _ALIVE.add(self)
+
+    def watch(self) -> None:
+        """When a backward begins: have the reductions of this one and all later ones looked at."""
+        wrapper = self._wrapper()
+        if wrapper is not None and not self._watching:
+            wrapper.reducer.watch_finite(True)
+            self._watching = True
+
+    def note(self) -> None:
+        """After a backward: if it reduced gradients, remember which, and whether they are finite."""
+        wrapper = self._wrapper()
+        if wrapper is None:
+            return
+        steps = wrapper.reducer.stats()["steps"]
+        if steps == self._steps:
+            return
+        self._steps = steps
+        # None: nobody has looked, as nothing was reduced, or by a hook.
+        finite = wrapper.reducer.finite() if wrapper.process_group.size() > 1 else None
+        self._marks.note(finite is True)
+        self._overflowed = finite is False
+        self._overflow = None
+
+    def finite(self) -> set[int]:
+        """The ids of the parameters whose gradient is as the reducer left it, which saw that it is finite."""
+        return {number for number, finite in zip(self._ids, self._marks.finite(), strict=True) if finite}
+
+    def keep(self, parameters: Collection[int]) -> None:
+        """Of these ids the gradients are still as they were, though memory that they share was written to."""
+        self._marks.renew([i for i, number in enumerate(self._ids) if number in parameters])
+
+    def reduces_any(self, parameters: Collection[int]) -> bool:
+        """Whether one of these ids is a parameter of the wrapper."""
+        return not self._known_ids.isdisjoint(parameters)
+
+    def overflow(self) -> Overflow | None:
+        """What was not finite in the last backward; None if all was, or nobody has looked.
+
+        The first call after a backward that overflowed is a small collective of the wrapper's ranks: they all know of
+        the overflow and come here, unless some have run out of input (`join`).
+        """
+        wrapper = self._wrapper()
+        if self._overflow is None and self._overflowed and wrapper is not None:
+            group, reducer = wrapper.process_group, wrapper.reducer
+            own = int(reducer.own_non_finite())
+            alone = wrapper._join_config.enable
+            brought = [own] if alone else _gather(own, group)
+            ranks = tuple(rank for rank, index in enumerate(brought) if index >= 0)
+            in_result = reducer.non_finite() if not ranks else []
+            first = brought[ranks[0]] if ranks else (in_result[0] if in_result else -1)
+            name = self._names[first] if first >= 0 else "a parameter"
+            self._overflow = Overflow(name, None if alone else ranks, group.size(), group.rank())
+        return self._overflow
+
+
+def of_all_wrappers() -> list[ReducedGradients]:
+    """Of every RingDP of this process."""
+    return list(_ALIVE)
+
+
+_ALIVE: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
+
+
+def _gather(index: int, group: torch.distributed.ProcessGroup) -> list[int]:
+    told = all_gather_bytes(index.to_bytes(_INDEX_BYTES, "little", signed=True), group, room=_INDEX_BYTES)
+    return [int.from_bytes(one, "little", signed=True) for one in told]
