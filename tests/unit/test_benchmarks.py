@@ -132,6 +132,7 @@ def test_derived_numbers_of_a_step() -> None:
             "model": "m",
             "mode": mode,
             "numel": 1000,
+            "wire_bytes": 4000,
             "step": {"median_s": step_s},
             "backward": {"median_s": backward_s},
             "all_reduce": alone,
