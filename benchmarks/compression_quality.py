@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import quality_runs
 import torch
@@ -81,6 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--against", default="exact", help="the method that differences are taken to (default exact)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="results of each training, added to")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what `codes` measured there, for the plot")
     args = parser.parse_args(argv)
     args.method_names = [word.strip() for word in args.methods.split(";")]
     if unknown := [name for name in args.method_names if name not in METHODS]:
@@ -130,19 +133,38 @@ def measure_codes(args: argparse.Namespace) -> str:
         gradients = quality_runs.gradients_of_ranks(options, RANKS[-1])
         numel = sum(it.numel() for it in gradients[0].values())
         sources[f"GPT, {numel / 1e6:.2f} M, step {options.steps}"] = gradients
-    rows, held = [], []
+    rows = []
     for name in CODES:
         for source, gradients in sources.items():
             once = code_once(name, _flat(list(gradients[0].values())))
             reduced = [all_reduce(name, gradients[:n]) for n in RANKS]
-            rows.append([name, source, *(f"{value:.2g}" for value in (once, *reduced))])
-            if name in LIMITS and source != "Gaussian":
-                held.append(f"{name}, {source}: {_verdict(reduced[-1] <= LIMITS[name])}, at most {LIMITS[name]:.2g}")
+            rows.append({"code": name, "gradients": source, "bits": bits(name), "once": once, "all_reduce": reduced})
+    if args.json is not None:
+        args.json.write_text(json.dumps({"ranks": RANKS, "rows": rows}, indent=1), encoding="utf-8")
+    return report_codes(rows)
+
+
+def bits(name: str) -> float:
+    """Of an element's code, its share of scales included."""
+    one, numel = compression.get(name), 1 << 16
+    assert one is not None
+    payload = one.compress(torch.zeros(numel), Info(name="x", shape=(numel,), numel=numel))
+    return 8 * sum(it.numel() * it.element_size() for it in payload) / numel
+
+
+def report_codes(rows: Sequence[dict[str, Any]]) -> str:
+    cells, held = [], []
+    for name in CODES:
+        for row in (it for it in rows if it["code"] == name):
+            cells.append([name, row["gradients"], *(f"{value:.2g}" for value in (row["once"], *row["all_reduce"]))])
+            if name in LIMITS and row["gradients"] != "Gaussian":
+                verdict = _verdict(row["all_reduce"][-1] <= LIMITS[name])
+                held.append(f"{name}, {row['gradients']}: {verdict}, at most {LIMITS[name]:.2g}")
         gauss, gpt, *reduced_before = BEFORE[name]
-        rows.append(["", "before: Gaussian", gauss, "", "", ""])
-        rows.append(["", "before: GPT, 0.8 M, step 300", gpt, *reduced_before])
+        cells.append(["", "before: Gaussian", gauss, "", "", ""])
+        cells.append(["", "before: GPT, 0.8 M, step 300", gpt, *reduced_before])
     columns = ["code", "gradients", "one shot", *(f"all-reduce, n = {n}" for n in RANKS)]
-    return "\n".join([table(columns, rows), "", "all-reduce, n = 8:", *held])
+    return "\n".join([table(columns, cells), "", "all-reduce, n = 8:", *held])
 
 
 def _verdict(good: bool) -> str:
