@@ -104,7 +104,7 @@ class Mode:
     backend: str = ""
     gradient_as_bucket_view: bool = False
     compression: str = ""  # RingDP's
-    hook: str = ""  # DDP's: fp16, torch's fp16_compress_hook
+    hook: str = ""  # DDP's: fp16, torch's fp16_compress_hook; int8 and int4, ringdp.hooks.ddp_hook
     largest_error: float = 1e-2  # of a parameter's change in three steps, relative
 
 
@@ -122,6 +122,8 @@ MODES = {
     "ringdp-bf16": Mode("RingDP", "ring", compression="bf16", largest_error=0.02),
     "ddp-gloo-fp16": Mode("DDP", "gloo", hook="fp16"),
     "ddp-ring-fp16": Mode("DDP", "ring", hook="fp16"),
+    "ddp-ring-int8": Mode("DDP", "ring", hook="int8", largest_error=0.05),
+    "ddp-ring-int4": Mode("DDP", "ring", hook="int4", largest_error=0.5),
 }
 DEFAULT_MODES = ("bare", "ddp-gloo", "ringdp", "ddp-ring")
 

@@ -8,7 +8,8 @@
 Models: `mlp` (23.1 M parameters), `gpt` (10.8 M), `small` (300 linear layers, so 600 small parameters); plain SGD.
 Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ddp-ring` (torch's DDP on ring),
 `ddp-gloo-view` and `ddp-ring-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo), `ringdp-int8`,
-`-int4`, `-fp16`, `-bf16` (RingDP with compression), `ddp-gloo-fp16` and `ddp-ring-fp16` (DDP with its fp16 hook).
+`-int4`, `-fp16`, `-bf16` (RingDP with compression), `ddp-gloo-fp16` and `ddp-ring-fp16` (DDP with its fp16 hook),
+`ddp-ring-int8` and `ddp-ring-int4` (DDP with ringdp's hook).
 Every mode first takes three steps that must agree with gradients averaged over all ranks' batches in one process; then
 blocks of steps alternate between the modes. Times are the slowest rank's.
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 MIN_STEPS, MAX_STEPS = 3, 200  # of one mode in one block
 CHECKED_STEPS = 3
-HOOKS = {"fp16": fp16_compress_hook}
 PHASES = ("step", "forward", "backward", "optimizer")
 
 
@@ -97,21 +96,25 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
             return ringdp.RingDP(module, process_group=group)
         return ringdp.RingDP(module, process_group=group, compression=mode.compression)
     wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
-    if mode.hook:
-        wrapped.register_comm_hook(group, HOOKS[mode.hook])
+    if mode.hook == "fp16":
+        wrapped.register_comm_hook(group, fp16_compress_hook)
+    elif mode.hook:
+        from ringdp.hooks import ddp_hook
+
+        wrapped.register_comm_hook(*ddp_hook(mode.hook, model=module, process_group=group))
     return wrapped
 
 
 def wire_bytes(mode: models.Mode, module: nn.Module) -> int:
     """What the gradients of `module` take on the wire."""
     parameters = dict(module.named_parameters())
-    if mode.hook:
+    if mode.hook == "fp16":
         return 2 * sum(it.numel() for it in parameters.values())
-    if not mode.compression:
+    if not (mode.compression or mode.hook):
         return 4 * sum(it.numel() for it in parameters.values())
     from ringdp import _C, compression
 
-    chosen = compression.assign(mode.compression, (), parameters, dict(module.named_modules()))
+    chosen = compression.assign(mode.compression or mode.hook, (), parameters, dict(module.named_modules()))
     codecs = {name: getattr(it, "native", None) for name, it in chosen.items()}
     return sum(
         _C.codec_bytes(codecs[name], it.numel()) if codecs[name] else 4 * it.numel() for name, it in parameters.items()
