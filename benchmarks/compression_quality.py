@@ -82,6 +82,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--methods", default=";".join(TRAINED), help=f"semicolons between them; of {'; '.join(METHODS)}"
     )
     parser.add_argument("--against", default="exact", help="the method that differences are taken to (default exact)")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per rank of `codes` (default 16)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="results of each training, added to")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what `codes` measured there, for the plot")
     args = parser.parse_args(argv)
@@ -129,19 +130,27 @@ def measure_codes(args: argparse.Namespace) -> str:
     gaussian = [{"x": torch.randn(1 << 20, generator=draw)} for _ in RANKS[-1:] * RANKS[-1]]
     sources: dict[str, list[dict[str, Tensor]]] = {"Gaussian": gaussian}
     for width, layers in ((args.width, 2),) if args.width else ((64, 2), (128, 4)):
-        options = quality_runs.gpt_options(width=width, layers=layers, steps=args.steps or 300)
-        gradients = quality_runs.gradients_of_ranks(options, RANKS[-1])
+        step = args.steps or 300
+        options = quality_runs.gpt_options(width=width, layers=layers, steps=1000, batch_size=args.batch_size)
+        gradients = quality_runs.gradients_of_ranks(options, RANKS[-1], step)
         numel = sum(it.numel() for it in gradients[0].values())
-        sources[f"GPT, {numel / 1e6:.2f} M, step {options.steps}"] = gradients
+        sources[f"GPT, {numel / 1e6:.2f} M, step {step}"] = gradients
     rows = []
     for name in CODES:
         for source, gradients in sources.items():
             once = code_once(name, _flat(list(gradients[0].values())))
-            reduced = [all_reduce(name, gradients[:n]) for n in RANKS]
-            rows.append({"code": name, "gradients": source, "bits": bits(name), "once": once, "all_reduce": reduced})
+            row = {"code": name, "gradients": source, "bits": bits(name), "once": once}
+            row["all_reduce"] = [all_reduce(name, gradients[:n]) for n in RANKS]
+            rows.append(row | {"agreement": agreement(gradients)})
     if args.json is not None:
         args.json.write_text(json.dumps({"ranks": RANKS, "rows": rows}, indent=1), encoding="utf-8")
     return report_codes(rows)
+
+
+def agreement(gradients: Sequence[Mapping[str, Tensor]]) -> float:
+    """|mean|^2 over the mean |g|^2 of the ranks: 1 where their gradients are the same, 1/n where they are noise."""
+    flat = torch.stack([_flat(list(of_rank.values())) for of_rank in gradients]).double()
+    return float(flat.mean(0).square().sum() / flat.square().sum(1).mean())
 
 
 def bits(name: str) -> float:
@@ -153,7 +162,7 @@ def bits(name: str) -> float:
 
 
 def report_codes(rows: Sequence[dict[str, Any]]) -> str:
-    cells, held = [], []
+    cells, held = [], list[str]()
     for name in CODES:
         for row in (it for it in rows if it["code"] == name):
             cells.append([name, row["gradients"], *(f"{value:.2g}" for value in (row["once"], *row["all_reduce"]))])
@@ -164,7 +173,9 @@ def report_codes(rows: Sequence[dict[str, Any]]) -> str:
         cells.append(["", "before: Gaussian", gauss, "", "", ""])
         cells.append(["", "before: GPT, 0.8 M, step 300", gpt, *reduced_before])
     columns = ["code", "gradients", "one shot", *(f"all-reduce, n = {n}" for n in RANKS)]
-    return "\n".join([table(columns, cells), "", "all-reduce, n = 8:", *held])
+    agree = {row["gradients"]: row["agreement"] for row in rows}
+    words = [f"{source}: |mean|^2 is {value:.2f} of the mean |g|^2 of 8 ranks" for source, value in agree.items()]
+    return "\n".join([table(columns, cells), "", *words, "", "all-reduce, n = 8:", *held])
 
 
 def _verdict(good: bool) -> str:

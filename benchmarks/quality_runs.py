@@ -108,9 +108,14 @@ def small_gpt_options(**changes: int) -> argparse.Namespace:
 
 
 def train_gpt(
-    method: Method, seed: int, options: argparse.Namespace, *, on_step: Callable[[int, Averaged], None] | None = None
+    method: Method,
+    seed: int,
+    options: argparse.Namespace,
+    *,
+    stop: int | None = None,
+    on_step: Callable[[int, Averaged], None] | None = None,
 ) -> float:
-    """Nats per character on the unseen text after ``options.steps`` steps of `RANKS` ranks."""
+    """Nats per character on the unseen text after `stop` or all of ``options.steps`` steps of `RANKS` ranks."""
     training, unseen, alphabet = text()
     torch.manual_seed(seed)
     model = char_lm.GPT(alphabet, options)
@@ -118,7 +123,7 @@ def train_gpt(
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
     draws = [torch.Generator().manual_seed(seed * 10_007 + rank) for rank in range(RANKS)]
-    for step in range(options.steps):
+    for step in range(options.steps if stop is None else stop):
         windows = [windows_of(training, options, draw) for draw in draws]
         averaged.backward([functools.partial(gpt_loss, model, it) for it in windows])
         if on_step is not None:
@@ -182,10 +187,10 @@ def _digits_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(model(images), labels)
 
 
-def gradients_of_ranks(options: argparse.Namespace, ranks: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Of each rank, by name, where they are compressed; after ``options.steps`` steps of exact training."""
+def gradients_of_ranks(options: argparse.Namespace, ranks: int, step: int) -> list[dict[str, Tensor]]:
+    """Of each rank, by name, where they are compressed; after `step` steps of exact training."""
     taken: list[nn.Module] = []
-    train_gpt(METHODS["exact"], seed, options, on_step=lambda step, averaged: taken.append(averaged.model))
+    train_gpt(METHODS["exact"], 0, options, stop=step, on_step=lambda _, averaged: taken.append(averaged.model))
     model, training, result = taken[-1], text()[0], []
     exact = exact_names(model)
     for rank in range(ranks):

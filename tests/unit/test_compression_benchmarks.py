@@ -23,6 +23,7 @@ sys.path.insert(0, str(FOLDER))  # the tools are scripts: they find each other b
 
 import allreduce  # noqa: E402
 import ceiling  # noqa: E402
+import compression_plots  # noqa: E402
 import compression_quality  # noqa: E402
 import kernels  # noqa: E402
 import plots  # noqa: E402
@@ -149,6 +150,7 @@ def test_time_to_loss_keeps_what_other_modes_measured(tmp_path: Path) -> None:
 def test_the_commands_in_the_documents_parse(document: Path) -> None:
     parsers = {
         "allreduce.py": allreduce.parse,
+        "compression_plots.py": compression_plots.parse,
         "compression_quality.py": compression_quality.parse,
         "kernels.py": kernels.parse,
         "plots.py": plots.parse,
