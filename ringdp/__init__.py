@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import amp, checkpoint, compression, metrics
+    from ringdp import amp, checkpoint, compression, hooks, metrics
     from ringdp.backend import named, traffic, transports
     from ringdp.barrier import monitored_barrier
     from ringdp.errors import (
@@ -49,6 +49,7 @@ __all__ = [
     "checkpoint",
     "compression",
     "device",
+    "hooks",
     "init",
     "is_initialized",
     "local_rank",
@@ -57,6 +58,7 @@ __all__ = [
     "named",
     "rank",
     "shutdown",
+    "testing",
     "traffic",
     "transports",
     "world_size",
@@ -66,7 +68,7 @@ _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors")
 _HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier"}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "backend")
-_MODULES = frozenset({"amp", "checkpoint", "compression", "metrics"})
+_MODULES = frozenset({"amp", "checkpoint", "compression", "hooks", "metrics", "testing"})
 
 
 def __getattr__(name: str) -> Any:

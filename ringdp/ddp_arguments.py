@@ -266,3 +266,16 @@ def _bytes(cap_mb: float) -> int:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def reduction_dtype(value: Any) -> torch.dtype | None:
+    """RingDP's reduce_dtype, checked.
+
+    Raises:
+        InvalidArgumentError: not a real floating-point dtype that can be added up.
+    """
+    if value is None or value in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return value
+    raise InvalidArgumentError(
+        f"RingDP's reduce_dtype must be torch.float32, float64, float16, bfloat16 or None, not {_shown(value)}"
+    )

@@ -17,12 +17,14 @@ class ModelParameter:
         names: as `torch.nn.Module.named_parameters` has them, the first one first; several where it is tied.
         used_in: the modules that own it, for messages: ``encoder.linear (Linear)``.
         sparse: its gradients are sparse.
+        owner: the module that has it under its first name.
     """
 
     parameter: torch.nn.Parameter
     names: tuple[str, ...]
     used_in: tuple[str, ...]
     sparse: bool
+    owner: torch.nn.Module
 
     @property
     def name(self) -> str:
@@ -55,5 +57,6 @@ def model_parameters(module: torch.nn.Module, *, ignored: Container[str] = ()) -
                 names=(*(before.names if before else ()), name),
                 used_in=(*(before.used_in if before else ()), place),
                 sparse=sparse or (before is not None and before.sparse),
+                owner=before.owner if before else owner,
             )
     return list(found.values())

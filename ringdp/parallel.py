@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from ringdp.backend import backend_of, has_average, named
-from ringdp.ddp_arguments import accepted, bucket_caps, for_torch
+from ringdp.compressed_module import CompressedModule
+from ringdp.compression import Rules
+from ringdp.ddp_arguments import accepted, bucket_caps, for_torch, reduction_dtype
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
+from ringdp.loss_scale import LossScale
 from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
 from ringdp.model_check import check_same_model
 from ringdp.model_parameters import model_parameters
@@ -55,7 +58,7 @@ class Stats:
     total_exposed_wait_s: float
 
 
-class RingDP(DistributedDataParallel):
+class RingDP(CompressedModule, DistributedDataParallel):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
@@ -77,6 +80,16 @@ class RingDP(DistributedDataParallel):
             at twice as much, until that is reached. A list caps the first, second, … bucket one by one, its last
             number all others.
         find_unused_parameters: see above.
+        compression: how gradients are compressed on their way: a name ("int8", "int4", "bf16", "fp16", or one that was
+            registered), a compressor of `ringdp.compression` or of your own, None (the default): not at all.
+            Biases, norms and tensors under 1,024 elements stay exact unless a rule says otherwise.
+        rules: pairs of a condition (pattern of names, size, type of module) and a compressor or None; see
+            `ringdp.compression.Rules`.
+        warmup_steps: how many steps are exact before compression begins.
+        scaler: a torch.amp.GradScaler that scales this module's losses, so that what compression remembers stays right
+            when the scale changes. `ringdp.amp.GradScaler` need not be given.
+        reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
+            (torch.float32 for bfloat16 or float16 ones); None: in their own.
         positional, named: torch's other arguments, in its order and by their names: ringdp/ddp_arguments.py has what
             each does here.
 
@@ -102,6 +115,11 @@ class RingDP(DistributedDataParallel):
         bucket_cap_mb: float | list[float] | None = None,
         find_unused_parameters: bool | None = None,
         *positional: Any,
+        compression: Any = None,
+        rules: Iterable[tuple[Any, Any]] = (),
+        warmup_steps: int = 0,
+        scaler: Any = None,
+        reduce_dtype: torch.dtype | None = None,
         **named: Any,
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -113,6 +131,10 @@ class RingDP(DistributedDataParallel):
         self._precision = arguments.get("mixed_precision")
         as_view = arguments.get("gradient_as_bucket_view")
         self._sharded: ShardedParameters | None = None
+        self._chosen = None if compression is None and not rules else (Rules(compression, tuple(rules)), warmup_steps)
+        self._compression = None
+        self._loss_scale = None if scaler is None else LossScale(scaler)
+        self._reduce_dtype = reduction_dtype(reduce_dtype)
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -174,7 +196,9 @@ class RingDP(DistributedDataParallel):
             skip_unused=self.skip_all_reduce_unused_params,
             names_compared=backend == "ring",
             graph_shows_unused=self._sharded is None,
+            reduce_dtype=self._reduce_dtype,
         )
+        self._watched = watched
         self._reduced = ReducedGradients(self, [one.parameter for one in watched], names)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
@@ -185,6 +209,9 @@ class RingDP(DistributedDataParallel):
             hook = reduction_hook(self, self._precision)
             if hook is not None:
                 self.reducer.register_comm_hook(None, hook)
+        self._compression = None
+        if self._chosen is not None:
+            self._attach_compression(*self._chosen)
         trainable = [one.name for one in watched if one.parameter.requires_grad]
         self.logger = ReducerLog(self, parameters, trainable, bucket_cap_bytes=self._caps_bytes[-1])
         self.logger.set_construction_data_and_log(
@@ -199,13 +226,18 @@ class RingDP(DistributedDataParallel):
         _log.debug("%d parameters in buckets of %s bytes", len(parameters), self.reducer.bucket_bytes())
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_sharded": None, "_reduced": None}  # made anew with the reducer
+        # Made anew with the reducer.
+        return super().__getstate__() | {"_sharded": None, "_reduced": None, "_compression": None, "_watched": []}
 
     # A step.
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._sharded is not None:
             self._sharded.before_forward()
+        if self._compression is not None:
+            self._compression.before_forward(self.require_backward_grad_sync)
+            if self._loss_scale is not None:
+                self._loss_scale.prefetch()
         return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
@@ -217,6 +249,8 @@ class RingDP(DistributedDataParallel):
         if torch.is_grad_enabled():
             if self._sharded is not None:
                 self._sharded.before_backward()
+            if self._compression is not None and self._loss_scale is not None and sync:
+                self._compression.set_loss_scale(self._loss_scale.read())
             outputs = [output] if isinstance(output, torch.Tensor) else list(_find_tensors(output))
             self.reducer.prepare_for_backward(outputs, sync)
         self.require_forward_param_sync = sync and torch.is_grad_enabled()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -81,11 +81,22 @@ class Memory:
                 " save it with consolidated=True to load it at any world size",
                 rank=group.rank(),
             )
-        self.states.replace({})
         self.step = state["step"]
-        self._consolidated = rank is None
-        self._waiting = {name: dict(held) for name, held in state["parameters"].items()}
+        self.replace(state["parameters"], group, consolidated=rank is None)
+
+    def replace(self, parameters: Mapping[str, saved.Saved], group: dist.ProcessGroup, *, consolidated: bool) -> None:
+        """Forget everything but these, as `state_dict` has them."""
+        self.states.replace({})
+        self._consolidated = consolidated
+        self._waiting = {name: dict(held) for name, held in parameters.items()}
         self.know(list(self._sections.values()), group)
+
+    def keep_only(self, names: Container[str]) -> None:
+        """Forget all other parameters."""
+        for name in [name for name in (*self._sections, *self._waiting) if name not in names]:
+            self.states.forget(name)
+            self._sections.pop(name, None)
+            self._waiting.pop(name, None)
 
     def _mean(self, section: Section, held: saved.Saved, group: dist.ProcessGroup) -> saved.Saved:
         """Over the ranks, of tensors with a value for each element: the others belong to a part of this world."""

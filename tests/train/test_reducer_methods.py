@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ringdp import _C
@@ -531,13 +532,13 @@ class Halving:
         self.commits.append(finite)
 
 
-def halved_sum(state: Halving, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def halved_sum(state: Halving, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     state.buckets.append([gradient.numel() for gradient in bucket.gradients()])
     buffer = bucket.buffer()
     assert buffer.dtype == torch.float32
     work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda done: done.value()[0] / 2)  # type: ignore[no-any-return]
+    return work.get_future().then(lambda done: done.value()[0] / 2)
 
 
 def by_hook(finite: bool | None) -> None:

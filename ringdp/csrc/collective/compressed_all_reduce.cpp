@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <numeric>
 
-#include "collective/choice.h"
+#include "base/deadline.h"
 #include "kernels/kernels.h"
 
 namespace ringdp {
@@ -16,11 +16,22 @@ namespace {
 // What may lie here per peer until others have come.
 constexpr uint64_t kHeldBytes = 256 * 1024;
 
-// Between hosts of several ranks codes go from host to host; elsewhere from rank to rank, each as on a host of its own.
-GroupView layout(GroupView group) {
-  if (layout_of(group.hosts) != Layout::kSeveralRanksPerHost) std::iota(group.hosts.begin(), group.hosts.end(), 0);
-  return group;
-}
+// Adds the time it lives to the report's.
+class CodingTime {
+ public:
+  explicit CodingTime(FiniteReport* report)
+      : report_(report), begin_(report != nullptr ? Clock::now() : Clock::time_point{}) {}
+  ~CodingTime() {
+    if (report_ != nullptr)
+      report_->coding_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin_).count();
+  }
+  CodingTime(const CodingTime&) = delete;
+  CodingTime& operator=(const CodingTime&) = delete;
+
+ private:
+  FiniteReport* const report_;
+  const Clock::time_point begin_;
+};
 
 bool all_finite(const float* x, std::size_t count) {
   uint32_t found = 0;
@@ -41,7 +52,7 @@ CompressedAllReduce::CompressedAllReduce(GroupView group, OperationShape shape, 
       compression_(compression),
       codec_(codec(compression.codec)),
       report_(std::move(report)),
-      hosts_(layout(group_)) {
+      hosts_(code_hosts(group_)) {
   for (const CompressedSection& it : sections_) {
     uses(std::as_bytes(std::span(it.x, it.count)));
     if (it.residual == nullptr) continue;
@@ -152,6 +163,7 @@ std::span<const std::byte> CompressedAllReduce::input(const Segment& segment, ui
 }
 
 void CompressedAllReduce::encode(const Segment& segment, std::byte* code) {
+  const CodingTime timed(report_.get());
   for (const Tile& tile : plan_->tiles(segment)) {
     const Encoded seen = compress(tile, code + tile.code, x(tile));
     if (seen == Encoded::kNonFinite) explain(tile, code + tile.code);
@@ -214,9 +226,11 @@ void CompressedAllReduce::arrived(RecvFlow& flow, uint64_t offset, std::span<std
     case Kind::kCode:
       --state.codes_missing;
       break;
-    case Kind::kResult:
+    case Kind::kResult: {
+      const CodingTime timed(report_.get());
       take_result(segment, state);
       break;
+    }
   }
   const bool all_here = state.inputs_missing == 0 && state.codes_missing == 0;
   if (piece.kind != Kind::kResult && all_here && plan_->owns(segment)) take_codes(segment, state);
@@ -244,6 +258,7 @@ void CompressedAllReduce::add_inputs(const Segment& segment, State& state) {
 }
 
 void CompressedAllReduce::take_codes(const Segment& segment, State& state) {
+  const CodingTime timed(report_.get());
   state.result = scratch().take(segment.code_bytes);
   for (const Tile& tile : plan_->tiles(segment)) {
     std::byte* code = state.result.get() + tile.code;

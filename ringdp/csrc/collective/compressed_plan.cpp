@@ -1,6 +1,9 @@
 #include "collective/compressed_plan.h"
 
 #include <algorithm>
+#include <numeric>
+
+#include "collective/choice.h"
 
 namespace ringdp {
 namespace {
@@ -18,6 +21,37 @@ std::size_t units_of(std::size_t count) { return (count + CompressedPlan::kUnit 
 
 }  // namespace
 
+GroupView code_hosts(GroupView group) {
+  if (layout_of(group.hosts) != Layout::kSeveralRanksPerHost) std::iota(group.hosts.begin(), group.hosts.end(), 0);
+  return group;
+}
+
+// Part p of P has U/P of the U units, and one more where (p - turn) mod P < U mod P: what is left over goes to other ranks for
+// other sections.
+std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t turn) {
+  const auto p = static_cast<std::size_t>(parts);
+  const std::size_t units = units_of(count);
+  std::vector<std::size_t> bounds{0};
+  for (std::size_t part = 0; part < p; ++part) {
+    const bool more = (part + p - turn % p) % p < units % p;
+    bounds.push_back(std::min(bounds.back() + (units / p + (more ? 1 : 0)) * CompressedPlan::kUnit, count));
+  }
+  return bounds;
+}
+
+std::vector<std::pair<std::size_t, std::size_t>> owned_elements(const GroupView& group, std::size_t count,
+                                                                uint32_t turn) {
+  const HostMap hosts(code_hosts(group));
+  const std::vector<std::size_t> bounds = part_bounds(count, hosts.most * hosts.count(), turn);
+  std::vector<std::pair<std::size_t, std::size_t>> out;
+  for (int share = 0; share < hosts.most; ++share) {
+    const auto part = static_cast<std::size_t>(share * hosts.count() + hosts.here);
+    if (hosts.carrier(hosts.here, share) == group.rank && bounds[part] < bounds[part + 1])
+      out.emplace_back(bounds[part], bounds[part + 1]);
+  }
+  return out;
+}
+
 CompressedPlan::CompressedPlan(const HostMap& hosts, std::span<const CompressedSection> sections, const Codec& codec)
     : hosts_(hosts),
       rank_(hosts.local()[static_cast<std::size_t>(hosts.place)]),
@@ -32,20 +66,12 @@ CompressedPlan::CompressedPlan(const HostMap& hosts, std::span<const CompressedS
   make_streams();
 }
 
-// Part p of P of a section has U/P of its U units, and one more where (p - turn) mod P < U mod P: what is left over goes to
-// other ranks for other sections.
 std::vector<std::vector<CompressedPlan::Run>> CompressedPlan::cut(std::span<const CompressedSection> sections) const {
-  const auto parts = static_cast<std::size_t>(parts_);
-  std::vector<std::vector<Run>> out(parts);
+  std::vector<std::vector<Run>> out(static_cast<std::size_t>(parts_));
   for (std::size_t i = 0; i < sections.size(); ++i) {
-    const std::size_t count = sections[i].count, units = units_of(count);
-    std::size_t begin = 0;
-    for (std::size_t part = 0; part < parts; ++part) {
-      const bool more = (part + parts - sections[i].turn % parts) % parts < units % parts;
-      const std::size_t end = std::min(begin + (units / parts + (more ? 1 : 0)) * kUnit, count);
-      if (begin < end) out[part].push_back({i, begin, end});
-      begin = end;
-    }
+    const std::vector<std::size_t> bounds = part_bounds(sections[i].count, parts_, sections[i].turn);
+    for (std::size_t part = 0; part + 1 < bounds.size(); ++part)
+      if (bounds[part] < bounds[part + 1]) out[part].push_back({i, bounds[part], bounds[part + 1]});
   }
   return out;
 }

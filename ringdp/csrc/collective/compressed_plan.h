@@ -17,12 +17,23 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "collective/compressed.h"
 #include "collective/host_map.h"
 
 namespace ringdp {
+
+// The hosts that codes go between: of ranks on several hosts, of which some have several, those; elsewhere each rank is one.
+GroupView code_hosts(GroupView group);
+
+// Where the parts of a section begin, and at the end `count`.
+std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t turn);
+
+// [begin, end) of those elements of a section whose mean this rank computes.
+std::vector<std::pair<std::size_t, std::size_t>> owned_elements(const GroupView& group, std::size_t count,
+                                                                uint32_t turn);
 
 class CompressedPlan {
  public:

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "codec/codec.h"
+#include "collective/compressed_plan.h"
 #include "torch/bindings.h"
 #include "torch/ring_of.h"
 
@@ -162,6 +163,17 @@ void bind_compression(py::module_& module) {
       "Section i is elements offsets[i] to offsets[i] + counts[i], one parameter; turns[i] is zlib.crc32 of its\n"
       "name. residuals, new_residuals: float32 [counts[i]], or None in both for no error feedback. The buffer is\n"
       "`factor` times larger than residuals; the sum is divided by `divisor`. Raises ValueError.");
+  module.def(
+      "owned_elements",
+      [](c10::intrusive_ptr<c10d::ProcessGroup> group, std::size_t count, uint32_t turn) {
+        ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
+        if (ring == nullptr)
+          throw Error(ErrorKind::kValue, "owned_elements: the group's backend for the CPU is not ring");
+        return owned_elements(ring->view(), count, turn);
+      },
+      py::arg("process_group"), py::arg("count"), py::arg("turn"),
+      "[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is "
+      "compressed.");
   module.def("codec_bytes", [](const std::string& name, std::size_t numel) {
     return codec(codec_by_name(name)).encoded_bytes(numel);
   });

@@ -25,6 +25,8 @@ class ProcessGroupRing final : public c10d::Backend {
                                            const c10d::AllreduceOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
+  const GroupView& view() const { return group_->view(); }
+
   // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
   // `buffer`: dense, contiguous, of a floating type, on the CPU; in place.
   c10::intrusive_ptr<c10d::Work> all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,

@@ -65,6 +65,7 @@ struct BucketRow {
   std::size_t numel = 0;         // gradients
   std::size_t bytes_before = 0;  // of the gradients in the bucket's dtype
   std::size_t bytes_after = 0;   // of the codes of one rank's gradients; for methods that are hooks as before
+  double coding_s = 0;           // spent on encoding and decoding in the core
   double seconds = 0;            // from launch until it was reduced
   double exposed_s = 0;          // what the end of backward waited for it
 };

@@ -99,6 +99,7 @@ py::list rows_as_dicts(Reducer& reducer) {
     one["numel"] = row.numel;
     one["bytes_before"] = row.bytes_before;
     one["bytes_after"] = row.bytes_after;
+    one["coding_s"] = row.coding_s;
     one["seconds"] = row.seconds;
     one["exposed_s"] = row.exposed_s;
     result.append(one);

@@ -306,6 +306,7 @@ std::vector<BucketRow> Reducer::bucket_rows() {
                                                                 : item.numel * item.element_bytes;
     }
     if (index < buckets_.size()) {
+      if (const auto& report = buckets_[index].report) row.coding_s = static_cast<double>(report->coding_ns) * 1e-9;
       row.seconds = buckets_[index].times.seconds;
       row.exposed_s = buckets_[index].times.exposed_s;
     }

@@ -1,0 +1,164 @@
+"""What compression does to the gradients, measured in some steps of a run: `RingDP.measure_compression`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from ringdp.backend import named
+from ringdp.compression import Info
+from ringdp.model_compression import ModelCompression
+
+_log = logging.getLogger("ringdp.compression")
+_GROWTH = 2.0  # of the residual between two warnings about a parameter
+_WORTH_TELLING = 1.0  # residuals shorter than this many gradients are what error feedback lives with
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """One compressed parameter in one step. Vectors are its gradients; errors are taken over all elements.
+
+    Attributes:
+        step: synchronised backwards before this one.
+        name, compressor: the parameter and how it is compressed.
+        own_nmse: |decode(encode(x)) - x|² / |x|², x this rank's gradient.
+        mean_nmse: |g - m|² / |m|², g what all ranks got, m the exact mean of their gradients.
+        cosine: of the angle between g and m.
+        residual_ratio: |residual| / |this rank's gradient|, after the step; None without error feedback in the core.
+    """
+
+    step: int
+    name: str
+    compressor: str
+    own_nmse: float
+    mean_nmse: float
+    cosine: float
+    residual_ratio: float | None
+
+
+class QualityProbe:
+    """Watches the backward of every k-th step. Each of those costs a copy and an exact all-reduce of the gradients."""
+
+    def __init__(self, compression: ModelCompression, every: int) -> None:
+        self.rows: list[Quality] = []
+        self._compression = compression
+        self._every = every
+        self._handles: list[Any] = []
+        self._own: dict[int, Tensor] = {}
+        self._step = 0
+        self._queued = False
+        self._told: dict[str, float] = {}
+
+    def before_forward(self, sync: bool) -> None:
+        """Watch the backward that follows, if it is its turn and it synchronises."""
+        self.remove()
+        step = self._compression.steps
+        if not sync or step % self._every or not torch.is_grad_enabled() or not self._compression.compresses_now:
+            return
+        self._step, self._own, self._queued = step, {}, False
+        for index, parameter in self._compressed():
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
+            )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _compressed(self) -> list[tuple[int, Tensor]]:
+        chosen = zip(self._compression.parameters, self._compression.compressors, strict=True)
+        return [
+            (i, one.parameter) for i, (one, compressor) in enumerate(chosen)
+            if compressor is not None and one.parameter.requires_grad
+        ]  # fmt: skip
+
+    def _arrived(self, index: int, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._own[index] = _flat(parameter.grad)
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._finish)  # after the reducer's, which was queued before
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        self.remove()
+        compressed = self._compressed()
+        exact = [
+            self._own[index].clone() if index in self._own else torch.zeros(p.numel(), device=p.device)
+            for index, p in compressed
+        ]
+        mean = torch.cat(exact)
+        group = self._compression.group
+        with named("compression quality"):
+            dist.all_reduce(mean.div_(group.size()), group=group)
+        parts = mean.split([len(one) for one in exact])
+        residuals = self._compression.residuals()
+        for (index, parameter), wanted in zip(compressed, parts, strict=True):
+            if index in self._own and parameter.grad is not None:
+                self._note(index, _flat(parameter.grad), wanted, residuals.get(index))
+        self._own = {}
+
+    def _note(self, index: int, got: Tensor, wanted: Tensor, residual: Tensor | None) -> None:
+        compressor = self._compression.compressors[index]
+        one = self._compression.parameters[index]
+        assert compressor is not None
+        own = self._own[index]
+        group = self._compression.group
+        info = Info(
+            name=one.name,
+            shape=tuple(one.parameter.shape),
+            numel=own.numel(),
+            step=self._step,
+            rank=group.rank(),
+            world_size=group.size(),
+            device=own.device,
+        )
+        decoded = compressor.decompress(compressor.compress(own, info), info)
+        ratio = None
+        if residual is not None:
+            ratio = _ratio(residual.norm() * self._compression.loss_scale(), own.norm())
+            self._tell_growth(one.name, ratio)
+        self.rows.append(
+            Quality(
+                step=self._step,
+                name=one.name,
+                compressor=self._compression.describe(index),
+                own_nmse=_ratio((decoded - own).norm(), own.norm()) ** 2,
+                mean_nmse=_ratio((got - wanted).norm(), wanted.norm()) ** 2,
+                cosine=_ratio(torch.dot(got, wanted), got.norm() * wanted.norm()),
+                residual_ratio=ratio,
+            )
+        )
+
+    def _tell_growth(self, name: str, ratio: float) -> None:
+        before = self._told.setdefault(name, max(ratio, _WORTH_TELLING))
+        if not math.isfinite(ratio) or ratio < _GROWTH * before:
+            return
+        self._told[name] = ratio
+        _log.warning(
+            "step %d: what compression has not sent yet of %r (its residual) is %.1f times its gradient, it was %.1f:"
+            " the gradient that arrives is late. Give this parameter more bits by a rule, or lower the learning rate.",
+            self._step,
+            name,
+            ratio,
+            before,
+        )
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    """float32 [numel], a copy, in the order of the memory."""
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    return gradient.detach().permute(order).to(torch.float32, copy=True).reshape(-1)
+
+
+def _ratio(above: Tensor, below: Tensor) -> float:
+    a, b = float(above), float(below)
+    return a / b if b else (0.0 if a == 0 else math.inf)

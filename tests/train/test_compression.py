@@ -1,0 +1,238 @@
+"""RingDP(compression=…): the same bits on all ranks, by rules, changed in the middle, refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ringdp
+from ringdp.compression import Int8
+from ringdp.parallel import RingDP
+from tests.train import compressed_training as training
+from tests.train.harness import backends, run_outcomes, run_ranks
+
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow),
+          pytest.param(8, marks=pytest.mark.slow)]  # fmt: skip
+
+
+class Halves:
+    """A user's own, in ten lines: bfloat16 by hand, with error feedback."""
+
+    aggregate = "owner"
+    error_feedback = True
+
+    def compress(self, x: Tensor, info: Any) -> tuple[Tensor, ...]:
+        return (x.to(torch.bfloat16),)
+
+    def decompress(self, payload: tuple[Tensor, ...], info: Any) -> Tensor:
+        return payload[0].to(torch.float32)
+
+
+def every_rank_and_run_alike(compression: Any, rules: Any) -> list[str]:
+    first = training.train(RingDP(training.wide(), compression=compression, rules=rules), range(6))
+    second = training.train(RingDP(training.wide(), compression=compression, rules=rules), range(6))
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize(
+    "compression", ["int8", "int4", "bf16", Halves(), Int8(block=64), Int8(error_feedback=True)], ids=str
+)
+def test_all_ranks_and_two_runs_have_the_same_bits_after_every_step(
+    backend: str, compression: Any, world_size: int
+) -> None:
+    digests = run_ranks(every_rank_and_run_alike, compression, (), world_size=world_size, backend=backend)
+    assert all(one == digests[0] for one in digests)
+
+
+def close_to_exact(compression: str, tolerance: float) -> None:
+    exact, lossy = RingDP(training.wide()), RingDP(training.wide(), compression=compression)
+    for model in (exact, lossy):
+        training.loss_of(model, 0).backward()
+    for (name, one), other in zip(exact.module.named_parameters(), lossy.module.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        error = float((one.grad - other.grad).norm() / one.grad.norm())
+        assert error < tolerance, name
+        assert (error > 0) == (name in training.WEIGHTS), name
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize(("compression", "tolerance"), [("int8", 0.02), ("int4", 0.2), ("bf16", 0.006), ("fp16", 1e-3)])
+def test_weights_are_close_to_the_exact_mean_and_the_rest_is_it(
+    backend: str, compression: str, tolerance: float
+) -> None:
+    run_ranks(close_to_exact, compression, tolerance, world_size=2, backend=backend)
+
+
+def follows_rules() -> list[dict[str, str]]:
+    rules: list[tuple[Any, Any]] = [("3.*", None), (nn.LayerNorm, "bf16"), (range(1000, 1024), "int8")]
+    model = RingDP(training.wide(), compression="int4", rules=rules)
+    training.train(model, range(2))
+    return [model.compression_stats().parameters]
+
+
+def test_rules_decide_by_name_module_type_and_size() -> None:
+    for (chosen,) in run_ranks(follows_rules, world_size=2, backend="ring"):
+        assert chosen["0.weight"].startswith("Int4")
+        assert chosen["3.weight"] == chosen["3.bias"] == chosen["0.bias"] == "exact"
+        assert chosen["1.weight"].startswith("Bfloat16")
+        assert chosen["5.weight"].startswith("Int8")
+
+
+def warms_up() -> None:
+    exact = training.train(RingDP(training.wide()), range(5))
+    model = RingDP(training.wide(), compression="int4", warmup_steps=3)
+    warm = training.train(model, range(5))
+    assert warm[:3] == exact[:3]
+    assert warm[3] != exact[3]
+
+
+def test_warm_up_steps_are_exact_to_the_bit() -> None:
+    run_ranks(warms_up, world_size=2, backend="ring")
+
+
+def changes_in_the_middle() -> None:
+    model = RingDP(training.wide(), compression="int4", rules=[("3.weight", Int8(error_feedback=True))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    training.train(model, range(3), optimizer)
+    before = model.compression_state_dict()["ranks"][str(dist.get_rank())]
+    model.set_compression(None, [("3.weight", Int8(error_feedback=True))])
+    after = model.compression_state_dict()["ranks"][str(dist.get_rank())]
+    assert set(after) == {"3.weight"}
+    assert torch.equal(before["3.weight"]["residual"], after["3.weight"]["residual"])
+    assert bool(after["3.weight"]["residual"].any())
+    training.train(model, range(3, 5), optimizer)
+    model.set_compression(None)
+    exact = RingDP(training.wide())
+    exact.load_state_dict(model.state_dict())
+    assert training.train(model, range(5, 7)) == training.train(exact, range(5, 7))
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_set_compression_in_the_middle_keeps_what_others_remember(backend: str) -> None:
+    run_ranks(changes_in_the_middle, world_size=2, backend=backend)
+
+
+def disagrees() -> None:
+    RingDP(training.wide(), compression="int8" if dist.get_rank() == 0 else "int4")
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_ranks_that_choose_differently_hear_what_and_where(backend: str) -> None:
+    for outcome in run_outcomes(disagrees, world_size=2, backend=backend):
+        assert isinstance(outcome.error, ringdp.MismatchError)
+        text = str(outcome.error)
+        assert "'0.weight': Int8" in text
+        assert "Int4" in text
+        assert "rank 0" in text
+        assert "rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"compression": "int9"}, "there is no compressor 'int9'"),
+        ({"compression": Int8}, "Int8 is a class"),
+        ({"compression": 8}, "no method compress"),
+        ({"compression": "int8", "rules": ["*.bias"]}, "a rule is a pair"),
+        ({"compression": "int8", "warmup_steps": -1}, "warmup_steps must be"),
+        ({"reduce_dtype": torch.int8}, "reduce_dtype must be"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused_in_words(arguments: dict[str, Any], said: str) -> None:
+    for outcome in run_outcomes(refused, arguments, world_size=1, backend="ring"):
+        assert isinstance(outcome.error, ringdp.InvalidArgumentError)
+        assert said in str(outcome.error)
+
+
+def refused(arguments: dict[str, Any]) -> None:
+    RingDP(training.wide(), **arguments)
+
+
+def accumulates() -> None:
+    """Two backwards, one exchange: the code of the sum, not the sum of codes."""
+    model, alone = (RingDP(training.wide(), compression="int8") for _ in range(2))
+    with model.no_sync():
+        training.loss_of(model, 0).backward()
+    training.loss_of(model, 1).backward()
+    (training.loss_of(alone, 0) + training.loss_of(alone, 1)).backward()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.02, atol=2e-3)
+    assert model.stats().steps == 1
+
+
+def test_no_sync_compresses_once() -> None:
+    run_ranks(accumulates, world_size=2, backend="ring")
+
+
+def overflows(where: str, compression: Any) -> list[str]:
+    """inf in one gradient of one rank: all see it, nothing is remembered, the next step is as if it had not been."""
+    model = RingDP(training.wide(), compression=compression)
+    undisturbed = RingDP(training.wide(), compression=compression)
+    for one in (model, undisturbed):
+        training.loss_of(one, 0).backward()
+        one.zero_grad()
+    before = model.compression_state_dict()["ranks"][str(dist.get_rank())]
+    poisoned = model.module.get_parameter(where)
+    handle = poisoned.register_hook(lambda g: torch.full_like(g, torch.inf) if dist.get_rank() == 1 else g)
+    training.loss_of(model, 1).backward()
+    handle.remove()
+    assert not bool(torch.isfinite(poisoned.grad).all())
+    after = model.compression_state_dict()["ranks"][str(dist.get_rank())]
+    for name, entry in before.items():
+        assert training.digest(tensors_in(entry)) == training.digest(tensors_in(after[name])), name
+    seen = []
+    for one in (model, undisturbed):
+        one.zero_grad()
+        training.loss_of(one, 2).backward()
+        seen.append(training.digest(training.gradients(one)))
+    if not isinstance(compression, Halves):  # its hook counts steps
+        assert seen[0] == seen[1]
+    return seen
+
+
+def tensors_in(entry: Any) -> list[Tensor]:
+    if isinstance(entry, Tensor):
+        return [entry]
+    values = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, (list, tuple)) else ()
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+@pytest.mark.parametrize("where", ["0.weight", "3.bias", "5.weight"])
+@pytest.mark.parametrize("compression", ["int8", "int4", Halves()], ids=str)
+def test_an_infinity_of_one_rank_is_seen_by_all_and_leaves_no_trace(where: str, compression: Any) -> None:
+    seen = run_ranks(overflows, where, compression, world_size=2, backend="ring")
+    assert seen[0] == seen[1]
+
+
+def measures() -> None:
+    model = RingDP(training.wide(), compression="int4")
+    model.measure_compression(every=2)
+    with_probe = training.train(model, range(5))
+    assert with_probe == training.train(RingDP(training.wide(), compression="int4"), range(5))
+    stats = model.compression_stats()
+    assert {row.step for row in stats.quality} == {0, 2, 4}
+    assert {row.name for row in stats.quality} == set(training.WEIGHTS)
+    for row in stats.quality:
+        assert 1e-4 < row.own_nmse < 0.05
+        assert 1e-4 < row.mean_nmse < 0.05
+        assert 0.95 < row.cosine <= 1.0
+        assert row.residual_ratio is not None
+        assert 0 < row.residual_ratio < 1
+    compressed = sum(model.module.get_parameter(name).numel() for name in training.WEIGHTS)
+    assert stats.bytes_before == 4 * compressed
+    assert 4.2 / 32 < stats.bytes_after / stats.bytes_before < 4.6 / 32
+    assert stats.wire_bytes > 0
+    assert stats.wire_s > 0
+    assert stats.coding_s > 0
+
+
+def test_errors_bytes_and_times_are_measured_without_changing_the_run() -> None:
+    run_ranks(measures, world_size=2, backend="ring")

@@ -1,0 +1,141 @@
+"""What compression remembers: exact to the bit on resume, the mean at other world sizes, inside torch's checkpoints."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import ringdp
+from ringdp.compression import EF21, Int8
+from ringdp.parallel import RingDP
+from tests.train import compressed_training as training
+from tests.train.harness import backends, run_outcomes, run_ranks
+
+KINDS = ["int4", Int8(error_feedback=True), Int8(block=64, error_feedback=True), Int8(error_feedback=EF21())]
+
+
+def saved(thing: Any) -> Any:
+    """Through a file that unpickles nothing."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def make(compression: Any, **arguments: Any) -> tuple[RingDP, torch.optim.Optimizer]:
+    model = RingDP(training.wide(), compression=compression, **arguments)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def resumes(compression: Any, warmup_steps: int) -> None:
+    model, optimizer = make(compression, warmup_steps=warmup_steps)
+    training.train(model, range(4), optimizer)
+    state = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                   "compression": model.compression_state_dict()})  # fmt: skip
+    went_on = training.train(model, range(4, 8), optimizer)
+    again, its_optimizer = make(compression, warmup_steps=warmup_steps)
+    again.load_state_dict(state["model"])
+    its_optimizer.load_state_dict(state["optimizer"])
+    again.load_compression_state_dict(state["compression"])
+    assert training.train(again, range(4, 8), its_optimizer) == went_on
+
+
+@pytest.mark.parametrize("compression", KINDS, ids=str)
+@pytest.mark.parametrize("backend", backends())
+def test_a_run_resumes_with_the_same_bits(backend: str, compression: Any) -> None:
+    run_ranks(resumes, compression, 0, world_size=2, backend=backend)
+
+
+def test_warm_up_goes_on_where_it_was() -> None:
+    run_ranks(resumes, "int4", 6, world_size=2, backend="ring")
+
+
+def consolidates(compression: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    model, optimizer = make(compression)
+    training.train(model, range(3), optimizer)
+    return saved(model.compression_state_dict(consolidated=True)), saved(model.compression_state_dict())
+
+
+def spreads(compression: Any, state: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = make(compression)
+    model.load_compression_state_dict(state)
+    mean = model.compression_state_dict(consolidated=True)
+    training.train(model, range(2), optimizer)
+    return saved(mean)
+
+
+@pytest.mark.parametrize("compression", ["int4", Int8(error_feedback=True)], ids=str)
+def test_the_mean_over_ranks_loads_at_another_world_size(compression: Any) -> None:
+    results = run_ranks(consolidates, compression, world_size=2, backend="ring")
+    mean = results[0][0]
+    assert mean["parameters"].keys() == set(training.WEIGHTS)
+    for name, entry in mean["parameters"].items():
+        assert torch.equal(entry["residual"], results[1][0]["parameters"][name]["residual"])
+    for world_size in (1, 3):
+        for loaded in run_ranks(spreads, compression, mean, world_size=world_size, backend="ring"):
+            for name, entry in mean["parameters"].items():
+                assert torch.equal(loaded["parameters"][name]["residual"], entry["residual"])
+
+
+def in_torch_checkpoint(folder: str) -> None:
+    model, optimizer = make("int4")
+    training.train(model, range(3), optimizer)
+    save({"compression": model.compression_state_dict()}, checkpoint_id=folder)
+    again, _ = make("int4")
+    template = {"compression": again.compression_state_dict()}
+    load(template, checkpoint_id=folder)
+    again.load_compression_state_dict(template["compression"])
+    ours, theirs = (one.compression_state_dict() for one in (model, again))
+    rank = str(dist.get_rank())
+    assert theirs["steps"] == ours["steps"] == 3
+    for name in training.WEIGHTS:
+        assert torch.equal(ours["ranks"][rank][name]["residual"], theirs["ranks"][rank][name]["residual"])
+        assert bool(ours["ranks"][rank][name]["residual"].any())
+
+
+def test_torchs_distributed_checkpoint_keeps_every_ranks_part(tmp_path: Path) -> None:
+    run_ranks(in_torch_checkpoint, str(tmp_path), world_size=2, backend="ring")
+
+
+def does_not_fit(change: str) -> None:
+    model, optimizer = make("int4")
+    training.train(model, range(1), optimizer)
+    state = model.compression_state_dict()
+    rank = str(dist.get_rank())
+    if change == "world":
+        state["world_size"] = 7
+    elif change == "rank":
+        state["ranks"] = {"9": state["ranks"][rank]}
+    elif change == "name":
+        state["ranks"][rank]["nobody"] = state["ranks"][rank]["0.weight"]
+    elif change == "shape":
+        state["ranks"][rank]["0.weight"]["residual"] = torch.zeros(3)
+    elif change == "compressor":
+        model.set_compression("int8")
+    elif change == "format":
+        state = {"model": 1}
+    model.load_compression_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("world", "saved by 7 ranks"),
+        ("rank", "of rank 9"),
+        ("name", "'nobody'"),
+        ("shape", "'0.weight' has shape [3]"),
+        ("compressor", "here it is Int8"),
+        ("format", "no compression state of ringdp"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_in_words(change: str, said: str) -> None:
+    for outcome in run_outcomes(does_not_fit, change, world_size=2, backend="ring"):
+        assert isinstance(outcome.error, ringdp.InvalidArgumentError)
+        assert said in str(outcome.error)
