@@ -12,7 +12,7 @@ from ringdp.hooks.names import parameter_names
 from ringdp.hooks.noop import noop_hook
 
 if TYPE_CHECKING:
-    from ringdp.hooks.local_sgd import LocalSGD, local_sgd
+    from ringdp.hooks.local_sgd import LocalSGD, post_local_sgd
 
 __all__ = [
     "CompressedHook",
@@ -21,15 +21,15 @@ __all__ = [
     "bf16_hook",
     "ddp_hook",
     "fp16_hook",
-    "local_sgd",
     "noop_hook",
     "parameter_names",
+    "post_local_sgd",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """torch's model averaging is loaded by those who use it."""
-    if name not in ("LocalSGD", "local_sgd"):
+    if name not in ("LocalSGD", "post_local_sgd"):
         raise AttributeError(f"module 'ringdp.hooks' has no attribute {name!r}")
     import importlib
 

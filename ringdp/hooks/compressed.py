@@ -145,6 +145,7 @@ class CompressedHook:
             unused: parameters that no rank used: theirs is forgotten.
         """
         self.memory.states.commit(finite, unused=unused)
+        self._last_index = -1  # whatever bucket comes next begins a step
 
     def _note(self, average: Tensor) -> Tensor:
         self._finite.append(_finite(average))

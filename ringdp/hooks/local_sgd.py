@@ -34,7 +34,7 @@ class LocalSGD:
         self.averager.average_parameters(model.parameters())
 
 
-def local_sgd(
+def post_local_sgd(
     *,
     warmup_steps: int,
     period: int,
@@ -54,7 +54,9 @@ def local_sgd(
         InvalidArgumentError: a number that cannot be used.
     """
     if warmup_steps < 0 or period < 2:
-        raise InvalidArgumentError(f"local_sgd needs warmup_steps >= 0 and period >= 2, not {warmup_steps}, {period}")
+        raise InvalidArgumentError(
+            f"post_local_sgd needs warmup_steps >= 0 and period >= 2, not {warmup_steps}, {period}"
+        )
     ranks = dist.get_world_size(process_group)
     if ranks_together < 1 or ranks % ranks_together or (ranks_together > 1 and process_group is not None):
         raise InvalidArgumentError(
