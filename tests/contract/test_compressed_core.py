@@ -29,6 +29,10 @@ SIZES = (
 )
 LARGE = (900_001, 3, 1_300_000)  # segments of the longest kind
 every_codec = pytest.mark.parametrize("codec", CODECS)
+# Where casts can only fail as the block codes do.
+mostly_blocks = pytest.mark.parametrize(
+    "codec", ["int8", "int4", *(pytest.param(it, marks=pytest.mark.slow) for it in ("float16", "bfloat16"))]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,7 +130,7 @@ def check(case: Case) -> None:
     assert all(report.finite and report.own is None for report in reports)
 
 
-@every_codec
+@mostly_blocks
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_every_size(codec: str, size: int) -> None:
     for seed, counts in enumerate(SIZES):
@@ -134,14 +138,14 @@ def test_every_size(codec: str, size: int) -> None:
         check(Case(world(size), codec, counts, feedback=True, factor=1024.0, divisor=max(1, size - 1), seed=seed))
 
 
-@every_codec
+@mostly_blocks
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_long_segments(codec: str, size: int) -> None:
     check(Case(world(size), codec, LARGE))
     check(Case(world(size), codec, LARGE, feedback=True))
 
 
-@every_codec
+@mostly_blocks
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
 def test_two_levels(codec: str, hosts: tuple[int, ...]) -> None:
     ranks = world(len(hosts), hosts)
@@ -201,10 +205,10 @@ def test_several_in_flight_beside_exact_ones() -> None:
 
 @every_codec
 @pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 1, 1, 0), (0, 0, 0, 1)])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_on_one_rank_is_so_on_all(codec: str, hosts: tuple[int, ...], value: float) -> None:
+def test_what_is_not_finite_on_one_rank_is_so_on_all(codec: str, hosts: tuple[int, ...]) -> None:
     ranks = world(4, hosts)
-    for guilty, section, element in ((0, 1, 0), (1, 1, 69_999), (2, 1, 33_000), (3, 0, 4)):
+    places = ((0, 1, 0, np.nan), (1, 1, 69_999, np.inf), (2, 1, 33_000, -np.inf), (3, 0, 4, -np.nan))
+    for guilty, section, element, value in places:
         case = Case(ranks, codec, (5, 70_000), feedback=codec == "int4", seed=guilty)
         case.inputs[guilty][section][element] = value
         got, reports = case.run()

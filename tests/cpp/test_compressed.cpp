@@ -132,7 +132,7 @@ CASE("means of all ranks, several in flight, with small segments") {
   for (const auto& hosts : std::vector<std::vector<int>>{{0, 0}, {0, 0, 0, 0}, {0, 0, 1}, {0, 1, 1, 0}}) {
     MemoryStore store;
     const int world = static_cast<int>(hosts.size());
-    std::vector<std::vector<Parameters>> all(hosts.size());
+    std::vector<std::deque<Parameters>> all(hosts.size());  // which do not move them
     for (int rank = 0; rank < world; ++rank)
       for (std::size_t bucket = 0; bucket < 2 * buckets.size(); ++bucket)
         all[static_cast<std::size_t>(rank)].emplace_back(buckets[bucket % buckets.size()], rank * 100 + int(bucket));

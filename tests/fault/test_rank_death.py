@@ -104,6 +104,38 @@ def test_killed_while_a_rate_holds_everybody_back(tmp_path: Path) -> None:
         expect_peer_lost(story, tmp_path, 2, "all_reduce #")
 
 
+def in_a_compressed_all_reduce(folder: str, victim: int, hosts: str) -> Story:
+    """As above; the codes of whole parts of the buffer are under way."""
+    from ringdp import _C
+
+    buffer, old, new = torch.ones(LARGE), torch.zeros(LARGE), torch.zeros(LARGE)
+    turns = 0
+    third = threading.Event()
+
+    def reduce() -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 3:
+            third.set()
+        world = me()[1]
+        _C.all_reduce_compressed(dist.group.WORLD, buffer, [0], [LARGE], [0], [old], [new], "int8", 1.0, world)[
+            0
+        ].wait()
+
+    with mock.patch.dict(os.environ, RINGDP_HOST_ID=hosts[me()[0]]), job(folder) as story:
+        if me()[0] == victim:
+            threading.Thread(target=lambda: (third.wait(), die(folder)), daemon=True).start()
+        suffer(story, reduce)
+    return story
+
+
+@pytest.mark.parametrize(("hosts", "victim"), (("aa", 1), ("aabb", 2), ("abcd", 0)))
+def test_killed_in_a_compressed_all_reduce(hosts: str, victim: int, tmp_path: Path) -> None:
+    outcomes = run_outcomes(in_a_compressed_all_reduce, str(tmp_path), victim, hosts, world_size=len(hosts))
+    for story in stories(outcomes, victim):
+        expect_peer_lost(story, tmp_path, victim, "all_reduce #")
+
+
 def while_the_others_wait(folder: str, victim: int) -> Story:
     rank, world = me()
     with job(folder) as story:

@@ -25,11 +25,14 @@ inline constexpr uint32_t kMagnitude = 0x7fffffffu;
 inline constexpr uint32_t kInfinity = 0x7f800000u;
 inline constexpr uint32_t kLargeScale = 0x7b800000u;  // 2^120: times any code below it is finite
 inline constexpr float kTiny = 0x1p-100f;
+inline constexpr uint32_t kTinyBits = std::bit_cast<uint32_t>(kTiny);
 inline constexpr float kTinyFactor = 0x1p+60f;
+
+inline constexpr float kRounder = 0x1.8p23f;
 
 // x to nearest, ties to even, plus the block's kOffset, in the low bits: for |x| < 2^22 the sum has no bits below the point.
 RINGDP_ALWAYS_INLINE uint32_t rounded(float x, float offset) {
-  return std::bit_cast<uint32_t>(x + (0x1.8p23f + offset));
+  return std::bit_cast<uint32_t>(x + (kRounder + offset));
 }
 
 // How a block of one absmax is coded: code = nearest((x · before) · inverse). `before` is 1 but for tiny blocks.
@@ -45,9 +48,12 @@ struct Int8Block {
   using Scale = float;
 
   static RINGDP_ALWAYS_INLINE Scaling scaling(float absmax) {
-    if (absmax == 0.0f) return {0.0f, 1.0f, 0.0f};
-    const float before = absmax < kTiny ? kTinyFactor : 1.0f;
-    return {absmax / kLargest, before, kLargest / (absmax * before)};
+    if (absmax == 0.0f || absmax >= kTiny) return plain_scaling(absmax);
+    return {absmax / kLargest, kTinyFactor, kLargest / (absmax * kTinyFactor)};
+  }
+  // Where absmax is 0 or at least kTiny.
+  static RINGDP_ALWAYS_INLINE Scaling plain_scaling(float absmax) {
+    return {absmax / kLargest, 1.0f, absmax == 0.0f ? 0.0f : kLargest / absmax};
   }
   static RINGDP_ALWAYS_INLINE Scale stored(float scale) { return scale; }
   static RINGDP_ALWAYS_INLINE float loaded(Scale scale) { return scale; }
@@ -61,10 +67,14 @@ struct Int4Block {
   using Scale = uint16_t;
 
   static RINGDP_ALWAYS_INLINE Scaling scaling(float absmax) {
+    if (absmax == 0.0f || absmax >= kTiny) return plain_scaling(absmax);
     const float scale = loaded(stored(absmax / kLargest));
     if (scale == 0.0f) return {0.0f, 1.0f, 0.0f};
-    const float before = absmax < kTiny ? kTinyFactor : 1.0f;
-    return {scale, before, 1.0f / (scale * before)};
+    return {scale, kTinyFactor, 1.0f / (scale * kTinyFactor)};
+  }
+  static RINGDP_ALWAYS_INLINE Scaling plain_scaling(float absmax) {
+    const float scale = loaded(stored(absmax / kLargest));
+    return {scale, 1.0f, scale == 0.0f ? 0.0f : 1.0f / scale};
   }
   static RINGDP_ALWAYS_INLINE Scale stored(float scale) { return float_to_bfloat(scale); }
   static RINGDP_ALWAYS_INLINE float loaded(Scale scale) { return bfloat_to_float(scale); }

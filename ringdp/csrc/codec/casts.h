@@ -17,9 +17,9 @@ struct Casts {
   static std::size_t bytes(std::size_t count) { return count * sizeof(uint16_t); }
 
   static bool all_finite(const uint16_t* x, std::size_t n) {
-    bool finite = true;
-    for (std::size_t i = 0; i < n; ++i) finite &= (x[i] & kExponent) != kExponent;
-    return finite;
+    uint16_t found = 0;
+    for (std::size_t i = 0; i < n; ++i) found |= static_cast<uint16_t>((x[i] & kExponent) == kExponent ? 1 : 0);
+    return found == 0;
   }
 
   static Encoded narrow(uint16_t* out, const float* x, std::size_t n) {

@@ -3,7 +3,7 @@
 // A code of `count` elements has encoded_bytes(count) bytes, whatever they hold: no length is ever read from a code, and any
 // bytes decode to something without touching memory outside it.
 // Non-finite elements survive: float16 and bfloat16 carry them, block codes mark the whole block with a NaN scale, so it
-// decodes to NaN. Pointers to floats are aligned to 4, those to bytes need not be.
+// decodes to NaN; those within 2^-8 of the largest float may decode to infinity. Floats are aligned to 4, bytes need not be.
 #pragma once
 
 #include <cstddef>

@@ -1,10 +1,7 @@
 #include "collective/compressed_all_reduce.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
-#include <cmath>
-#include <cstring>
 #include <functional>
 
 #include "base/deadline.h"
@@ -33,15 +30,6 @@ class CodingTime {
   const Clock::time_point begin_;
 };
 
-bool all_finite(const float* x, std::size_t count) {
-  uint32_t found = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    const uint32_t exponent = std::bit_cast<uint32_t>(x[i]) & 0x7f800000u;
-    found |= exponent == 0x7f800000u ? 1u : 0u;
-  }
-  return found == 0;
-}
-
 }  // namespace
 
 CompressedAllReduce::CompressedAllReduce(GroupView group, OperationShape shape, std::string name,
@@ -53,6 +41,7 @@ CompressedAllReduce::CompressedAllReduce(GroupView group, OperationShape shape, 
       codec_(codec(compression.codec)),
       report_(std::move(report)),
       hosts_(code_hosts(group_)) {
+  watch(report_);
   for (const CompressedSection& it : sections_) {
     uses(std::as_bytes(std::span(it.x, it.count)));
     if (it.residual == nullptr) continue;
@@ -300,27 +289,21 @@ void CompressedAllReduce::take_result(const Segment& segment, State& state) {
 // ---- What is not finite ----
 
 void CompressedAllReduce::look_at(const float* values, std::size_t count) {
-  if (report_ == nullptr || all_finite(values, count)) return;
-  note(std::find_if(values, values + count, [](float it) { return !std::isfinite(it); }));
+  watch_.own(std::as_bytes(std::span(values, count)));
 }
 
 // Where several ranks share the host, x is their sum by now, and has been looked at before.
 void CompressedAllReduce::explain(const Tile& tile, const std::byte* code) {
   if (report_ == nullptr || hosts_.local().size() > 1) return;
-  const float* end = x(tile) + tile.count;
-  const float* found =
-      std::find_if(static_cast<const float*>(x(tile)), end, [](float it) { return !std::isfinite(it); });
-  if (found != end) return note(found);
-  if (code == nullptr) return;
-  auto* decoded = reinterpret_cast<float*>(sum_.get());
-  codec_.decode_set(decoded, code, tile.count);
-  const auto* first = std::find_if(decoded, decoded + tile.count, [](float it) { return !std::isfinite(it); });
-  note(x(tile) + (first - decoded));
-}
-
-void CompressedAllReduce::note(const float* element) {
-  const auto* at = reinterpret_cast<const std::byte*>(element);
-  if (report_->own == nullptr || std::less<>()(at, report_->own)) report_->own = at;
+  const FirstNonFinite find = first_non_finite(DType::kFloat32);
+  std::size_t at = find(x(tile), tile.count);
+  if (at == tile.count && code != nullptr) {
+    codec_.decode_set(reinterpret_cast<float*>(sum_.get()), code, tile.count);
+    at = find(sum_.get(), tile.count);
+  }
+  if (at == tile.count) return;
+  const auto* element = reinterpret_cast<const std::byte*>(x(tile) + at);
+  if (report_->own == nullptr || std::less<>()(element, report_->own)) report_->own = element;
 }
 
 }  // namespace ringdp

@@ -86,7 +86,6 @@ class CompressedAllReduce final : public Operation {
   // Something of the tile was not finite when it was encoded: which of its elements? `code` is that of this rank's input, or
   // null if it is the mean's.
   void explain(const Tile& tile, const std::byte* code);
-  void note(const float* element);
 
   const std::vector<CompressedSection> sections_;
   const Compression compression_;
