@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.amp import GradScaler
+from ringdp.compression import Int8
 from ringdp.errors import GradientOverflowError
 from ringdp.parallel import RingDP
 from tests.train.harness import backends, run_outcomes, run_ranks
@@ -424,6 +425,34 @@ def under_autocast(dtype: torch.dtype, low_parameters: bool) -> None:
 )
 def test_autocast_and_low_precision_parameters(dtype: torch.dtype, low_parameters: bool) -> None:
     run_ranks(under_autocast, dtype, low_parameters, backend="ring")
+
+
+# With compression.
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 300), nn.Tanh(), nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 5))
+
+
+def nothing_is_left_of_it(compression: Any, number: int) -> None:
+    """A run with an overflow in step 3 is to the bit the run that has no step 3: no residual has seen it, and halving
+    the scale changes no code."""
+    skipping, without = (RingDP(wide(), compression=compression) for _ in range(2))
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    history = train(skipping, scaler, Faults(skipping, (3, 1, number, math.inf)), 8)
+    assert [scale for _, scale in history] == [1024.0] * 3 + [512.0] * 5
+    other = GradScaler("cpu", init_scale=1024.0)
+    train(without, other, Faults(without), 3)
+    train(without, other, Faults(without), 4, start=4)
+    assert bits(skipping) == bits(without)
+    assert same_everywhere(bits(skipping))
+
+
+@pytest.mark.parametrize("number", (0, 2, 5), ids=("first compressed", "second compressed", "exact"))
+@pytest.mark.parametrize("compression", ("int8", "int4", Int8(block=128)), ids=("int8", "int4", "in Python"))
+def test_an_overflow_leaves_nothing_in_compressed_runs(compression: Any, number: int) -> None:
+    run_ranks(nothing_is_left_of_it, compression, number, world_size=3, backend="ring")
 
 
 # What torch's PowerSGD does with one overflow.

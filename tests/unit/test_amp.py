@@ -169,7 +169,7 @@ def test_every_form_of_outputs_is_scaled_and_announced() -> None:
         scaled = scaler.scale(form(outputs()))
         assert form is iter or type(scaled) is form
         total = [*scaled]
-        assert [float(one) for one in total] == [48.0, 96.0]
+        assert [float(one.detach()) for one in total] == [48.0, 96.0]
         torch.autograd.backward(total)
     assert seen == [8.0] * 4
     outputs()[0].backward()
