@@ -36,11 +36,17 @@ QUICK = {
         ["--width", "4", "--epochs", "1", "--batch-size", "64", "--lr", "0.1"],
         r"ok     accuracy on 360 other images: 0\.\d{4} ",
     ),
+    "train_amp": (
+        ["--epochs", "2", "--overflow-at", "3", "--min-accuracy", "0.5"],
+        r"ok     parameters and loss scale bit-identical on 2 ranks, [\da-f]{16}….*"
+        r"ok     steps skipped: \[3\], at least \[3\]\n  ok     test accuracy: 0\.\d{4} ",
+    ),
 }
 FAILING = {
     "linear_regression": ["--tolerance", "-1"],
     "char_lm": [*QUICK["char_lm"][0], "--steps", "1"],
     "resnet": [*QUICK["resnet"][0], "--min-accuracy", "1.01"],
+    "train_amp": [*QUICK["train_amp"][0], "--min-accuracy", "1.01"],
 }
 
 
@@ -90,7 +96,7 @@ def test_two_ranks(name: str) -> None:
     (code, out, err), (other_code, other_out, other_err) = on_two_ranks(name, arguments)
     assert (code, other_code) == (0, 0), out
     assert re.search(r"^2 ranks", out, re.MULTILINE), out
-    assert re.search(words, out), out
+    assert re.search(words, out, re.DOTALL), out
     assert "100%" in err, "a bar"
     assert other_out == "", "rank 0 alone speaks"
     assert "%|" not in other_err, "and shows a bar"
@@ -170,6 +176,20 @@ def test_each_window_counts_once_however_many_ranks_there_are(monkeypatch: pytes
         together[world] = sum(x * weight for x, weight in parts) / (31 * 32)
     assert together[3] == pytest.approx(together[1], rel=1e-5)
     assert together[40] == pytest.approx(together[1], rel=1e-5)
+
+
+# examples/train_amp.py
+
+
+@pytest.mark.parametrize("options", [["--compression", "int4"], ["--compression", "none", "--precision", "bfloat16"]])
+def test_loss_scaling_goes_on_from_a_checkpoint(options: list[str], tmp_path: Path) -> None:
+    arguments = [*QUICK["train_amp"][0], *options, "--folder", str(tmp_path)]
+    (code, out, _), _ = on_two_ranks("train_amp", [*arguments, "--epochs", "1"])
+    assert code == 0 or "FAILED test accuracy" in out, out
+    (code, out, _), _ = on_two_ranks("train_amp", arguments)
+    assert code == 0, out
+    assert re.search(r"^continuing from step 22 with loss scale 32768$", out, re.MULTILINE), out
+    assert "2 ranks, 44 steps" in out
 
 
 # examples/resnet.py
