@@ -32,6 +32,10 @@ QUICK = {
         ["--steps=60", "--batch-size=8", "--context=32", "--width=32", "--layers=1", "--lr=0.01", "--characters=30000"],
         r"ok     bits per character on 3,000 unseen ones: [5-9]\.\d+ before, [34]\.\d+ after, 4\.\d+ by",
     ),
+    "compare_compressors": (
+        ["--seeds=1", "--epochs=1", "--compressors=exact,int8", "--min-accuracy=20"],
+        r"exact +\d+\.\d+ ± 0\.00 +[\d,]+ +1\.000 .*\nint8 +\d+\.\d+ ± 0\.00 +[\d,]+ +0\.[23]\d+ ",
+    ),
     "resnet": (
         ["--width", "4", "--epochs", "1", "--batch-size", "64", "--lr", "0.1"],
         r"ok     accuracy on 360 other images: 0\.\d{4} ",
@@ -45,6 +49,7 @@ QUICK = {
 FAILING = {
     "linear_regression": ["--tolerance", "-1"],
     "char_lm": [*QUICK["char_lm"][0], "--steps", "1"],
+    "compare_compressors": [*QUICK["compare_compressors"][0], "--min-accuracy", "101"],
     "resnet": [*QUICK["resnet"][0], "--min-accuracy", "1.01"],
     "train_amp": [*QUICK["train_amp"][0], "--min-accuracy", "1.01"],
 }
