@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +84,37 @@ def test_the_mean_over_ranks_loads_at_another_world_size(compression: Any) -> No
         for loaded in run_ranks(spreads, compression, mean, world_size=world_size, backend="ring"):
             for name, entry in mean["parameters"].items():
                 assert torch.equal(loaded["parameters"][name]["residual"], entry["residual"])
+
+
+def on_two_hosts(folder: str) -> tuple[list[str], dict[str, Any]]:
+    """Two ranks on each: what a rank does not carry is not its to remember."""
+    rank = int(os.environ["RANK"])
+    with mock.patch.dict(os.environ, RINGDP_HOST_ID=f"host{rank // 2}"):
+        dist.init_process_group("ring", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
+    numel = [parameter.numel() for parameter in training.wide().parameters()]
+    litter = [torch.full((count,), torch.nan) for count in numel for _ in range(8)]  # in memory that is not cleared
+    del litter
+    model, optimizer = make("int4")
+    seen = training.train(model, range(3), optimizer)
+    mean = saved(model.compression_state_dict(consolidated=True))
+    own = saved(model.compression_state_dict())
+    again, its_optimizer = make("int4")
+    again.load_state_dict(model.state_dict())
+    its_optimizer.load_state_dict(saved(optimizer.state_dict()))
+    again.load_compression_state_dict(own)
+    assert training.train(again, range(3, 5), its_optimizer) == training.train(model, range(3, 5), optimizer)
+    dist.destroy_process_group()
+    return seen, mean["parameters"]
+
+
+def test_two_hosts_of_two_ranks(tmp_path: Path) -> None:
+    results = run_ranks(on_two_hosts, str(tmp_path), world_size=4, backend=None)
+    for seen, mean in results:
+        assert seen == results[0][0]
+        for name in training.WEIGHTS:
+            assert bool(mean[name]["residual"].isfinite().all())
+            assert bool(mean[name]["residual"].any())
+            assert torch.equal(mean[name]["residual"], results[0][1][name]["residual"])
 
 
 def in_torch_checkpoint(folder: str) -> None:

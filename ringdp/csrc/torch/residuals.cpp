@@ -1,7 +1,6 @@
 #include "torch/residuals.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <utility>
@@ -13,7 +12,7 @@ const Residuals::Pair& Residuals::of(std::size_t parameter, int64_t numel) {
   Pair& pair = pairs_[parameter];
   const auto fits = [numel](const at::Tensor& tensor) { return tensor.defined() && tensor.numel() == numel; };
   if (!fits(pair.current)) pair.current = at::zeros({numel}, at::kFloat);
-  if (!fits(pair.next)) pair.next = at::empty({numel}, at::kFloat);
+  if (!fits(pair.next)) pair.next = at::zeros({numel}, at::kFloat);
   return pair;
 }
 

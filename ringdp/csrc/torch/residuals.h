@@ -14,7 +14,7 @@ class Residuals {
  public:
   struct Pair {
     at::Tensor current;  // float32 [numel], in the order of the gradient's memory, without loss scale; zeros at first
-    at::Tensor next;     // the same; undefined contents before it has been written
+    at::Tensor next;     // the same; in two levels only the parts that this rank carries are ever written
   };
 
   const Pair& of(std::size_t parameter, int64_t numel);
