@@ -80,7 +80,8 @@ void Reducer::check_methods(const MethodPlan& plan) {
       refuse(ErrorKind::kValue, "the codec " + plan.methods[index]->name() + " for parameter " + watch_[i].name +
                                     " needs the backend ring and a parameter on the CPU; this one is on " +
                                     watch_[i].tensor.device().str() + " and is reduced by " +
-                                    exchange_.group()->getBackend(watch_[i].tensor.device().type())->getBackendName());
+                                    exchange_.group()->getBackend(watch_[i].tensor.device().type())->getBackendName() +
+                                    "; TORCH_DISTRIBUTED_DEBUG=DETAIL hides ring, too");
     }
   }
 }
