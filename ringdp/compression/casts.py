@@ -7,16 +7,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringdp.compression import native
-from ringdp.compression.checks import check_code, native_name
+from ringdp.compression.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
-from ringdp.compression.protocol import Info, Payload
 from ringdp.compression.registry import register
 
 
 @register("fp16", "float16")
 @dataclasses.dataclass(frozen=True)
-class Float16:
+class Float16(CoreCodec):
     """A cast to float16, summed in float32: NMSE of 1e-7 while gradients lie in its range, 6e-8 to 65504.
 
     What is larger becomes infinite, so that loss scaling notices. A NaN keeps its sign and upper bits and becomes
@@ -24,25 +22,17 @@ class Float16:
     """
 
     error_feedback: Feedback | bool | None = False
-    aggregate = "owner"
-    fixed_size = True
-    carries_nan = True
+    codec = "float16"
 
-    @property
-    def native(self) -> str | None:
-        return native_name("float16", self.error_feedback)
+    def code_bytes(self, numel: int) -> int:
+        return 2 * numel
 
-    def compress(self, x: Tensor, info: Info) -> Payload:
-        if native.serves(x):
-            return (native.extension().codec_compress("float16", x),)
+    def encode(self, x: Tensor) -> Tensor:
         bits = x.view(torch.int32)
         quiet = (bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF).to(torch.int16)
-        return (torch.where(x.isnan(), quiet, x.to(torch.float16).view(torch.int16)).view(torch.uint8),)
+        return torch.where(x.isnan(), quiet, x.to(torch.float16).view(torch.int16)).view(torch.uint8)
 
-    def decompress(self, payload: Payload, info: Info) -> Tensor:
-        code = check_code("Float16", payload, 2 * info.numel, info)
-        if native.serves(code):
-            return native.extension().codec_decompress("float16", code, info.numel)
+    def decode(self, code: Tensor, numel: int) -> Tensor:
         halves = code.view(torch.float16)
         bits = halves.view(torch.int16).to(torch.int32)
         quiet = ((bits & 0x8000) << 16 | 0x7FC00000 | (bits & 0x3FF) << 13).view(torch.float32)
@@ -51,25 +41,17 @@ class Float16:
 
 @register("bf16", "bfloat16")
 @dataclasses.dataclass(frozen=True)
-class Bfloat16:
+class Bfloat16(CoreCodec):
     """A cast to bfloat16, summed in float32: NMSE of 1e-5 over float32's whole range. Every NaN becomes 0x7fc0."""
 
     error_feedback: Feedback | bool | None = False
-    aggregate = "owner"
-    fixed_size = True
-    carries_nan = True
+    codec = "bfloat16"
 
-    @property
-    def native(self) -> str | None:
-        return native_name("bfloat16", self.error_feedback)
+    def code_bytes(self, numel: int) -> int:
+        return 2 * numel
 
-    def compress(self, x: Tensor, info: Info) -> Payload:
-        if native.serves(x):
-            return (native.extension().codec_compress("bfloat16", x),)
-        return (x.to(torch.bfloat16).view(torch.int16).masked_fill_(x.isnan(), 0x7FC0).view(torch.uint8),)
+    def encode(self, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16).view(torch.int16).masked_fill_(x.isnan(), 0x7FC0).view(torch.uint8)
 
-    def decompress(self, payload: Payload, info: Info) -> Tensor:
-        code = check_code("Bfloat16", payload, 2 * info.numel, info)
-        if native.serves(code):
-            return native.extension().codec_decompress("bfloat16", code, info.numel)
+    def decode(self, code: Tensor, numel: int) -> Tensor:
         return code.view(torch.bfloat16).to(torch.float32)

@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringdp.compression import blocks, native
-from ringdp.compression.checks import check_block, check_code, native_name
+from ringdp.compression import blocks
+from ringdp.compression.checks import check_block
+from ringdp.compression.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
-from ringdp.compression.protocol import Info, Payload
 from ringdp.compression.registry import register
 
 _NATIVE_BLOCK = 64
@@ -18,7 +18,7 @@ _NATIVE_BLOCK = 64
 
 @register("int4")
 @dataclasses.dataclass(frozen=True)
-class Int4:
+class Int4(CoreCodec):
     """Linear quantisation to 4 bits, one scale for `block` elements: 4.25 bits an element.
 
     The mean of real gradients is off by about 1.7e-2 of its squared norm, so what is lost is added to the next gradient
@@ -35,16 +35,14 @@ class Int4:
 
     block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = True
-    aggregate = "owner"
-    fixed_size = True
-    carries_nan = True
+    codec = "int4"
 
     def __post_init__(self) -> None:
         check_block("Int4", self.block, multiple_of=2)
 
     @property
-    def native(self) -> str | None:
-        return native_name("int4", self.error_feedback) if self.block == _NATIVE_BLOCK else None
+    def in_core(self) -> bool:  # type: ignore[override]
+        return self.block == _NATIVE_BLOCK
 
     def code_bytes(self, numel: int) -> int:
         return 2 * -(-numel // self.block) + self._nibble_bytes(numel)
@@ -53,9 +51,7 @@ class Int4:
         half = self.block // 2
         return numel // self.block * half + min(numel % self.block, half)
 
-    def compress(self, x: Tensor, info: Info) -> Payload:
-        if self.block == _NATIVE_BLOCK and native.serves(x):
-            return (native.extension().codec_compress("int4", x),)
+    def encode(self, x: Tensor) -> Tensor:
         rows = blocks.in_blocks(x, self.block)
         largest = blocks.absmax(rows)
         stored = (largest / torch.full_like(largest, 7.0)).to(torch.bfloat16)
@@ -66,14 +62,11 @@ class Int4:
         half = self.block // 2
         nibbles = codes[:, :half] | codes[:, half:] << 4
         bits = stored.view(torch.int16).masked_fill(largest.isfinite().logical_not_(), 0x7FC0)
-        return (blocks.as_bytes(bits, nibbles.view(-1)[: self._nibble_bytes(x.numel())]),)
+        return blocks.as_bytes(bits, nibbles.view(-1)[: self._nibble_bytes(x.numel())])
 
-    def decompress(self, payload: Payload, info: Info) -> Tensor:
-        code = check_code("Int4", payload, self.code_bytes(info.numel), info)
-        if self.block == _NATIVE_BLOCK and native.serves(code):
-            return native.extension().codec_decompress("int4", code, info.numel)
-        scale_bytes = self.code_bytes(info.numel) - self._nibble_bytes(info.numel)
+    def decode(self, code: Tensor, numel: int) -> Tensor:
+        scale_bytes = self.code_bytes(numel) - self._nibble_bytes(numel)
         scale = code[:scale_bytes].clone().view(torch.bfloat16).to(torch.float32)
         nibbles = blocks.in_blocks(code[scale_bytes:], self.block // 2)
         codes = torch.cat((nibbles & 15, nibbles >> 4), dim=1).to(torch.float32).sub_(8)
-        return codes.mul_(scale.unsqueeze(1)).view(-1)[: info.numel]
+        return codes.mul_(scale.unsqueeze(1)).view(-1)[:numel]

@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringdp.compression import blocks, native
-from ringdp.compression.checks import check_block, check_code, native_name
+from ringdp.compression import blocks
+from ringdp.compression.checks import check_block
+from ringdp.compression.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
-from ringdp.compression.protocol import Info, Payload
 from ringdp.compression.registry import register
 
 _NATIVE_BLOCK = 256
@@ -18,7 +18,7 @@ _NATIVE_BLOCK = 256
 
 @register("int8")
 @dataclasses.dataclass(frozen=True)
-class Int8:
+class Int8(CoreCodec):
     """Linear quantisation to 8 bits, one scale for `block` elements: 8.125 bits an element.
 
     The mean of real gradients over 8 ranks is off by about 1e-4 of its squared norm. The payload is one uint8 tensor:
@@ -35,23 +35,19 @@ class Int8:
 
     block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = False
-    aggregate = "owner"
-    fixed_size = True
-    carries_nan = True
+    codec = "int8"
 
     def __post_init__(self) -> None:
         check_block("Int8", self.block, multiple_of=1)
 
     @property
-    def native(self) -> str | None:
-        return native_name("int8", self.error_feedback) if self.block == _NATIVE_BLOCK else None
+    def in_core(self) -> bool:  # type: ignore[override]
+        return self.block == _NATIVE_BLOCK
 
     def code_bytes(self, numel: int) -> int:
         return 4 * -(-numel // self.block) + numel
 
-    def compress(self, x: Tensor, info: Info) -> Payload:
-        if self.block == _NATIVE_BLOCK and native.serves(x):
-            return (native.extension().codec_compress("int8", x),)
+    def encode(self, x: Tensor) -> Tensor:
         rows = blocks.in_blocks(x, self.block)
         largest = blocks.absmax(rows)
         scale = largest / torch.full_like(largest, 127.0)
@@ -59,13 +55,10 @@ class Int8:
         inverse.masked_fill_(largest == 0, 0.0)
         codes = blocks.quantise(rows, largest, inverse, 127).to(torch.int8)
         scale.masked_fill_(largest.isfinite().logical_not_(), torch.nan)
-        return (blocks.as_bytes(scale, codes.view(-1)[: x.numel()]),)
+        return blocks.as_bytes(scale, codes.view(-1)[: x.numel()])
 
-    def decompress(self, payload: Payload, info: Info) -> Tensor:
-        code = check_code("Int8", payload, self.code_bytes(info.numel), info)
-        if self.block == _NATIVE_BLOCK and native.serves(code):
-            return native.extension().codec_decompress("int8", code, info.numel)
-        scale_bytes = self.code_bytes(info.numel) - info.numel
+    def decode(self, code: Tensor, numel: int) -> Tensor:
+        scale_bytes = self.code_bytes(numel) - numel
         scale = code[:scale_bytes].clone().view(torch.float32)
         rows = blocks.in_blocks(code[scale_bytes:].view(torch.int8), self.block)
-        return rows.to(torch.float32).mul_(scale.unsqueeze(1)).view(-1)[: info.numel]
+        return rows.to(torch.float32).mul_(scale.unsqueeze(1)).view(-1)[:numel]

@@ -1,0 +1,55 @@
+"""A compressor whose code the core knows too: by the core where that can be, elsewhere by torch operations."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ringdp.compression import native
+from ringdp.compression.checks import check_code, native_name
+from ringdp.compression.protocol import Aggregate, Info, Payload
+
+
+class CoreCodec:
+    """Brings `compress` and `decompress`, given `encode` and `decode`, which have the core's bits.
+
+    Attributes:
+        codec: the core's name for it.
+        in_core: whether the core has this very one, with this block size.
+        error_feedback: as every compressor has it.
+    """
+
+    codec: ClassVar[str]
+    in_core: bool = True
+    error_feedback: Any
+    aggregate: ClassVar[Aggregate] = "owner"
+    fixed_size: ClassVar[bool] = True
+    carries_nan: ClassVar[bool] = True
+
+    def code_bytes(self, numel: int) -> int:
+        raise NotImplementedError
+
+    def encode(self, x: Tensor) -> Tensor:
+        """uint8 [code_bytes(numel)] of float32 [numel]."""
+        raise NotImplementedError
+
+    def decode(self, code: Tensor, numel: int) -> Tensor:
+        """float32 [numel] of uint8 [code_bytes(numel)]."""
+        raise NotImplementedError
+
+    @property
+    def native(self) -> str | None:
+        return native_name(self.codec, self.error_feedback) if self.in_core else None
+
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        if self.in_core and native.serves(x):
+            return (native.extension().codec_compress(self.codec, x),)
+        return (self.encode(x),)
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        code = check_code(type(self).__name__, payload, self.code_bytes(info.numel), info)
+        if self.in_core and native.serves(code):
+            decoded: Tensor = native.extension().codec_decompress(self.codec, code, info.numel)
+            return decoded
+        return self.decode(code, info.numel)
