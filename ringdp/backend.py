@@ -114,6 +114,17 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     return backends.get(device_type, backend_name(group))
 
 
+def reaches_core(group: dist.ProcessGroup) -> bool:
+    """Whether the group's backend for CPU tensors is ``ring``, and not behind another of torch's.
+
+    TORCH_DISTRIBUTED_DEBUG=DETAIL puts one before it that compares shapes, and hides what torch has no call for.
+    """
+    if backend_of(group, "cpu") != BACKEND:
+        return False
+    hidden: type = dist.distributed_c10d._ProcessGroupWrapper  # type: ignore[attr-defined]
+    return not isinstance(group._get_backend(torch.device("cpu")), hidden)
+
+
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """How long the group's operations may take on this kind of device; None where nobody knows."""
     if backend_of(group, device_type) == BACKEND:

@@ -111,7 +111,8 @@ def _add_hook(entries: Entries, compression: ModelCompression, *, consolidated: 
     held = compression.hook.state_dict(consolidated=consolidated)["parameters"]
     for index, one in enumerate(compression.parameters):
         if compression.in_hook(index):
-            entries[one.name] = {"compressor": compression.describe(index), **held.get(one.name, {})}
+            kept = {path: _row_by_row(one.parameter, value) for path, value in held.get(one.name, {}).items()}
+            entries[one.name] = {"compressor": compression.describe(index), **kept}
 
 
 def _load_entries(compression: ModelCompression, entries: Mapping[str, Any], *, consolidated: bool) -> None:
@@ -144,7 +145,11 @@ def _load_entries(compression: ModelCompression, entries: Mapping[str, Any], *, 
     compression.reducer.set_residuals(residuals)
     if compression.hook is not None:
         held = {
-            name: {path: value for path, value in entry.items() if path != "compressor"}
+            name: {
+                path: _in_memory(compression.parameters[known[name]].parameter, value)
+                for path, value in entry.items()
+                if path != "compressor"
+            }
             for name, entry in entries.items()
             if compression.in_hook(known[name])
         }
@@ -152,11 +157,40 @@ def _load_entries(compression: ModelCompression, entries: Mapping[str, Any], *, 
 
 
 def owned_by_this_rank(compression: ModelCompression, index: int) -> Tensor:
-    """bool [numel]: the elements whose mean this rank computes."""
+    """bool [numel], row by row as residuals are: the elements whose mean this rank computes."""
     from ringdp import _C
 
     one = compression.parameters[index]
-    mask = torch.zeros(one.parameter.numel(), dtype=torch.bool)
-    for begin, end in _C.owned_elements(compression.group, one.parameter.numel(), turn_of(one.name)):
+    parameter = one.parameter
+    mask = torch.zeros(parameter.numel(), dtype=torch.bool)
+    for begin, end in _C.owned_elements(compression.group, parameter.numel(), turn_of(one.name)):
         mask[begin:end] = True
-    return mask
+    owned: Tensor = _row_by_row(parameter, mask)
+    return owned
+
+
+# States are row by row. What is sent, and so what is remembered of it, has the order of the parameter's memory, which
+# may be another one (channels_last).
+
+
+def _row_by_row(parameter: Tensor, value: Any) -> Any:
+    if not _is_flat(value, parameter) or not _is_dense(parameter):
+        return value
+    return value.as_strided(parameter.shape, parameter.stride()).reshape(-1)
+
+
+def _in_memory(parameter: Tensor, value: Any) -> Any:
+    if not _is_flat(value, parameter) or not _is_dense(parameter):
+        return value
+    flat = torch.empty_like(value)
+    flat.as_strided(parameter.shape, parameter.stride()).copy_(value.view(parameter.shape))
+    return flat
+
+
+def _is_flat(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == (parameter.numel(),)
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    return parameter.permute(order).is_contiguous()

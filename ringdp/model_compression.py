@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.backend import backend_of, traffic
+from ringdp.backend import reaches_core, traffic
 from ringdp.compression import Compressor, Rules
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.partition import turn_of
@@ -178,7 +178,7 @@ class ModelCompression:
     def _install(self, chosen: Sequence[Compressor | None]) -> None:
         from ringdp import _C
 
-        on_ring = self.device.type == "cpu" and backend_of(self.group, "cpu") == "ring"
+        on_ring = self.device.type == "cpu" and reaches_core(self.group)
         codecs = [(getattr(one, "native", None), _feeds_back(one)) if on_ring else (None, False) for one in chosen]
         kinds = sorted({kind for kind in codecs if kind[0] is not None})
         methods: list[Any] = [_C.NativeMethod(codec, feedback) for codec, feedback in kinds]

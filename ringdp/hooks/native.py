@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.backend import BACKEND, backend_of
+from ringdp.backend import reaches_core
 from ringdp.compression import native
 from ringdp.compression.exchange import Key, Section, States
 from ringdp.compression.partition import turn_of
@@ -47,7 +47,7 @@ class NativeSections:
                 residual = section.zeros()
             pair = self._spare.get(section.name)
             if pair is None or (residual is not pair[0] and residual is not pair[1]):
-                pair = self._spare[section.name] = (residual, torch.empty_like(residual))
+                pair = self._spare[section.name] = (residual, torch.zeros_like(residual))
             following = pair[1] if residual is pair[0] else pair[0]
             old.append(residual)
             new.append(following)
@@ -64,5 +64,5 @@ def serves(section: Section, group: dist.ProcessGroup) -> bool:
         getattr(section.compressor, "native", None) is not None
         and section.device.type == "cpu"
         and native.extension() is not None
-        and backend_of(group, "cpu") == BACKEND
+        and reaches_core(group)
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import DebugLevel, set_debug_level
 
 import ringdp
 from ringdp.compression import Int8
@@ -236,3 +239,24 @@ def measures() -> None:
 
 def test_errors_bytes_and_times_are_measured_without_changing_the_run() -> None:
     run_ranks(measures, world_size=2, backend="ring")
+
+
+def in_detail(folder: str) -> list[str]:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a backend of torch's before ring: the same bits, by torch operations."""
+    set_debug_level(DebugLevel.DETAIL)
+    try:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("ring", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+        return training.train(RingDP(training.wide(), compression="int4"), range(4))
+    finally:
+        set_debug_level(DebugLevel.OFF)
+        dist.destroy_process_group()
+
+
+def plainly() -> list[str]:
+    return training.train(RingDP(training.wide(), compression="int4"), range(4))
+
+
+def test_torchs_debug_level_changes_no_bit(tmp_path: Path) -> None:
+    plain = run_ranks(plainly, world_size=2, backend="ring")
+    assert run_ranks(in_detail, str(tmp_path), world_size=2, backend=None) == plain

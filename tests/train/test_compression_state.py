@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -84,6 +86,33 @@ def test_the_mean_over_ranks_loads_at_another_world_size(compression: Any) -> No
         for loaded in run_ranks(spreads, compression, mean, world_size=world_size, backend="ring"):
             for name, entry in mean["parameters"].items():
                 assert torch.equal(loaded["parameters"][name]["residual"], entry["residual"])
+
+
+def nothing_is_lost() -> None:
+    """What arrived and what the consolidated state still owes are the exact means, in any memory format."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Unflatten(1, (16, 5, 5)), nn.Conv2d(16, 24, 3), nn.Flatten(), nn.Linear(216, 7))
+    net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    exact, lossy = RingDP(copy.deepcopy(net)), RingDP(copy.deepcopy(net), compression="int4")
+    wanted, got = (torch.zeros(24, 16, 3, 3) for _ in range(2))
+    for step in range(3):
+        x = torch.randn(4, 400, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for model, total in ((exact, wanted), (lossy, got)):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            gradient = model.module.get_parameter("1.weight").grad
+            assert gradient is not None
+            total += gradient
+    owed = lossy.compression_state_dict(consolidated=True)["parameters"]["1.weight"]["residual"].view(24, 16, 3, 3)
+    size = float(wanted.abs().max())
+    assert float((got - wanted).abs().max()) > 1e-3 * size
+    torch.testing.assert_close(got + owed, wanted, rtol=0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("backend", backends())
+def test_what_arrived_and_what_is_owed_are_the_exact_means(backend: str, world_size: int) -> None:
+    run_ranks(nothing_is_lost, world_size=world_size, backend=backend)
 
 
 def on_two_hosts(folder: str) -> tuple[list[str], dict[str, Any]]:
