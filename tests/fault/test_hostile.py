@@ -31,6 +31,7 @@ from tests.fault.test_rank_handshake import (
     HELLO,
     REFUSAL,
     SECRET,
+    VERSION,
     Answer,
     message,
     record,
@@ -234,7 +235,7 @@ def test_a_second_process_of_a_rank_is_refused_by_the_store(server: RankServer, 
 def test_an_older_version_at_rank_0_is_explained() -> None:
     store = core.MemoryStore()
     store.set("job", f"version=1\nworld=2\nepoch=0\njob={'00' * 16}\nsecret={'00' * 32}\n")
-    words = "the protocol version differs: 1 at rank 0, 3 at rank 1"
+    words = f"the protocol version differs: 1 at rank 0, {VERSION} at rank 1"
     with pytest.raises(HandshakeError, match=words):
         core.Runtime(store, 1, 2, timeout_ms=5_000)
     told = record(store.get("trouble"))

@@ -18,7 +18,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, why_not
 from tests.fault.launch_jobs import wait_until
-from tests.fault.test_rank_handshake import CONFIRM, HANDSHAKE_BYTES, HELLO, message, record
+from tests.fault.test_rank_handshake import CONFIRM, HANDSHAKE_BYTES, HELLO, VERSION, message, record
 
 BOUND_S = 3.0
 HERE = "tests.fault.test_meeting_death"
@@ -97,7 +97,7 @@ def victim(spec: RankSpec, outcome: Outcome) -> None:
     if stage == "keeping the store":
         store.set("who/0", whoami(spec))
         check = hmac.new(SECRET, b"ringdp secret check", "sha256").hexdigest()
-        published = {"version": 2, "world": 3, "epoch": 0, "job": "00" * 16, "check": check, "tables": tables()}
+        published = {"version": VERSION, "world": 3, "epoch": 0, "job": "00" * 16, "check": check, "tables": tables()}
         store.set("job", "".join(f"{key}={value}\n" for key, value in published.items()))
         store.wait(["at/1", "at/2"], timedelta(seconds=20))  # so both know who this is
         die(spec)

@@ -25,6 +25,7 @@ from tests.contract.core_ranks import core
 
 SECRET = b"s" * 32
 HANDSHAKE_BYTES = 128
+VERSION = 3  # of the protocol: docs/wire_format.md
 MAGIC = b"RINGDP\r\n"
 HELLO, REPLY, REFUSAL, CONFIRM = 1, 2, 3, 4
 STRANGER_S = 2.0  # what a connection that proves nothing is given
@@ -43,7 +44,7 @@ def message(
     transcript: bytes = b"",
     **changed: int,
 ) -> bytes:
-    values = {"version": 2, "epoch": 0, "world": 2, **changed}
+    values = {"version": VERSION, "epoch": 0, "world": 2, **changed}
     fields = (
         MAGIC
         + struct.pack("<II", values["version"], kind)
@@ -242,7 +243,7 @@ def test_authentic_hellos_that_do_not_fit_are_told_why(waiting: Waiting, what: s
     sent = message(HELLO, **fields)
     answer = Answer.read(waiting.ask(sent), sent)
     assert (answer.kind, answer.reason) == (REFUSAL, reason)
-    assert (answer.version, answer.epoch, answer.world, answer.sender) == (2, 0, 2, 0)  # its side of it
+    assert (answer.version, answer.epoch, answer.world, answer.sender) == (VERSION, 0, 2, 0)  # its side of it
     assert waiting.meet() < 5.0
 
 
