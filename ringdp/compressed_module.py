@@ -22,13 +22,14 @@ class CompressedModule:
     Attributes:
         _chosen: what the user asked for last, with the steps that are exact at first; None where nobody ever did.
         _compression: what came of it, made with the reducer.
+        _watched: the parameters, as the reducer numbers them.
     """
 
     reducer: Any
     process_group: dist.ProcessGroup
-    require_backward_grad_sync: bool
     _chosen: tuple[Rules, int] | None
     _compression: ModelCompression | None
+    _watched: list[ModelParameter]
 
     def set_compression(
         self, compression: Any, rules: Iterable[tuple[Any, Any]] = (), *, warmup_steps: int = 0
@@ -116,5 +117,3 @@ class CompressedModule:
         if self._compression is None:
             self._compression = ModelCompression(self._watched, self.process_group, self.reducer)
         self._compression.choose(chosen, warmup_steps)
-
-    _watched: list[ModelParameter]

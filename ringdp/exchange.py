@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.errors import InvalidStateError
+from ringdp.errors import InvalidStateError, MismatchError
+
+_MOST_TEXT_BYTES = 1 << 30
 
 
 def require_member(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
@@ -57,6 +60,27 @@ def all_gather_bytes(
     dist.all_gather(everybody, mine, group=group)
     received = [as_bytes(tensor) for tensor in everybody]
     return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in received]
+
+
+def all_gather_where_different(
+    text: bytes, group: dist.ProcessGroup, *, what: str, device: torch.device | None = None
+) -> list[bytes] | None:
+    """What every rank of the group gave, in rank order; None where all gave the same, which is told by a hash alone.
+
+    Args:
+        text: this rank's description of its `what`.
+
+    Raises:
+        MismatchError: a rank's description has a length that cannot be one.
+    """
+    digest = hashlib.sha256(text).digest()
+    if all(other == digest for other in all_gather_bytes(digest, group, room=len(digest), device=device)):
+        return None
+    lengths = all_gather_bytes(len(text).to_bytes(8, "little"), group, room=8, device=device)
+    longest = max(int.from_bytes(length, "little") for length in lengths)
+    if longest > _MOST_TEXT_BYTES:
+        raise MismatchError(f"a rank's description of its {what} has {longest} bytes")
+    return all_gather_bytes(text, group, room=longest, device=device)
 
 
 def broadcast_bytes(data: bytes | bytearray | None, source: int, group: dist.ProcessGroup) -> bytes | bytearray:

@@ -5,7 +5,6 @@ Ranks compare a hash; only where it differs they exchange what they have, as UTF
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -13,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import MismatchError
-from ringdp.exchange import all_gather_bytes
-
-_MAX_TEXT_BYTES = 1 << 30
+from ringdp.exchange import all_gather_where_different
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,10 @@ def check_same_model(
     if group.size() == 1:
         return
     text = "\n".join(entry.line() for entry in _entries(module, ignored)).encode()
-    digest = hashlib.sha256(text).digest()
-    if all(other == digest for other in all_gather_bytes(digest, group, room=len(digest), device=device)):
+    told = all_gather_where_different(text, group, what="model", device=device)
+    if told is None:
         return
-    models = [_parse(text) for text in _gather_texts(text, group, device)]
+    models = [_parse(text) for text in told]
     me = group.rank()
     other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
     if other is None:  # the hash differed and the text does not: memory or network is not sound
@@ -83,14 +80,6 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
 def _parse(text: bytes) -> list[_Entry]:
     lines = text.decode().split("\n") if text else []
     return [_Entry(*line.split("\t")) for line in lines]
-
-
-def _gather_texts(text: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    lengths = all_gather_bytes(len(text).to_bytes(8, "little"), group, room=8, device=device)
-    longest = max(int.from_bytes(length, "little") for length in lengths)
-    if longest > _MAX_TEXT_BYTES:
-        raise MismatchError(f"a rank's description of its model has {longest} bytes")
-    return all_gather_bytes(text, group, room=longest, device=device)
 
 
 def _difference(mine: list[_Entry], theirs: list[_Entry], *, me: int, other: int) -> MismatchError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from ringdp.compression import Compressor, Rules
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.partition import turn_of
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
-from ringdp.exchange import all_gather_bytes
+from ringdp.exchange import all_gather_where_different
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
 from ringdp.model_parameters import ModelParameter
 
@@ -47,7 +46,7 @@ class ModelCompression:
         self._methods: list[Any] = []
         self._method_of = [-1] * len(parameters)
         self._steps_before = 0  # of an earlier process, from its checkpoint
-        self._exact_until = 0
+        self.exact_until = 0  # the step at which warm-up ends
         self._warming = False
         self.probe: Probe | None = None
         self._scale_of_scaler = 1.0  # given to RingDP
@@ -72,7 +71,7 @@ class ModelCompression:
         ]
         self._agree(chosen, warmup_steps)
         self._install(chosen)
-        self._exact_until = self.steps + warmup_steps
+        self.exact_until = self.steps + warmup_steps
         self._enable(warmup_steps == 0)
 
     @property
@@ -83,13 +82,8 @@ class ModelCompression:
     def resume(self, steps: int, exact_until: int) -> None:
         """Go on counting from a checkpoint."""
         self._steps_before += steps - self.steps
-        self._exact_until = exact_until
+        self.exact_until = exact_until
         self._enable(self.steps >= exact_until)
-
-    @property
-    def exact_until(self) -> int:
-        """The step at which warm-up ends."""
-        return self._exact_until
 
     @property
     def compresses_now(self) -> bool:
@@ -97,7 +91,7 @@ class ModelCompression:
 
     def before_forward(self, sync: bool) -> None:
         """`sync`: whether the backward that follows synchronises."""
-        if self._warming and self.steps >= self._exact_until:
+        if self._warming and self.steps >= self.exact_until:
             self._enable(True)
         if self.probe is not None:
             self.probe.before_forward(sync)
@@ -156,12 +150,13 @@ class ModelCompression:
             f"{one.name}\t{'exact' if compressor is None else describe(compressor)}"
             for one, compressor in zip(self.parameters, chosen, strict=True)
         ]
-        text = "\n".join(lines).encode()
-        digest = hashlib.sha256(text).digest()
-        if all(other == digest for other in all_gather_bytes(digest, self.group, room=len(digest), device=self.device)):
+        gathered = all_gather_where_different(
+            "\n".join(lines).encode(), self.group, what="compression", device=self.device
+        )
+        if gathered is None:
             return
         me = self.group.rank()
-        told = [other.decode().split("\n") for other in all_gather_bytes(text, self.group, device=self.device)]
+        told = [text.decode().split("\n") for text in gathered]
         other = next((rank for rank, theirs in enumerate(told) if theirs != lines), me)
         mine, theirs = next(pair for pair in zip(lines, told[other], strict=False) if pair[0] != pair[1])
         raise MismatchError(

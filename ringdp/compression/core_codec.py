@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,32 +12,36 @@ from ringdp.compression.checks import check_code, native_name
 from ringdp.compression.protocol import Aggregate, Info, Payload
 
 
-class CoreCodec:
+class CoreCodec(ABC):
     """Brings `compress` and `decompress`, given `encode` and `decode`, which have the core's bits.
 
     Attributes:
         codec: the core's name for it.
-        in_core: whether the core has this very one, with this block size.
         error_feedback: as every compressor has it.
     """
 
     codec: ClassVar[str]
-    in_core: bool = True
     error_feedback: Any
     aggregate: ClassVar[Aggregate] = "owner"
     fixed_size: ClassVar[bool] = True
     carries_nan: ClassVar[bool] = True
 
+    @abstractmethod
     def code_bytes(self, numel: int) -> int:
-        raise NotImplementedError
+        """Of the code of so many elements."""
 
+    @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
         """uint8 [code_bytes(numel)] of float32 [numel]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, code: Tensor, numel: int) -> Tensor:
         """float32 [numel] of uint8 [code_bytes(numel)]."""
-        raise NotImplementedError
+
+    @property
+    def in_core(self) -> bool:
+        """Whether the core has this very one, with this block size."""
+        return True
 
     @property
     def native(self) -> str | None:

@@ -41,7 +41,7 @@ class Int4(CoreCodec):
         check_block("Int4", self.block, multiple_of=2)
 
     @property
-    def in_core(self) -> bool:  # type: ignore[override]
+    def in_core(self) -> bool:
         return self.block == _NATIVE_BLOCK
 
     def code_bytes(self, numel: int) -> int:

@@ -41,7 +41,7 @@ class Int8(CoreCodec):
         check_block("Int8", self.block, multiple_of=1)
 
     @property
-    def in_core(self) -> bool:  # type: ignore[override]
+    def in_core(self) -> bool:
         return self.block == _NATIVE_BLOCK
 
     def code_bytes(self, numel: int) -> int:
