@@ -1,0 +1,78 @@
+// What runs on a CUDA device, as the torch side calls it: each call queues kernels on a stream and returns. No CUDA header is
+// needed to include this; without CUDA, absent.cpp stands in (available() is false, everything else throws Error(kState)).
+// Pointers are to device memory unless said otherwise. Same bits as the codecs of codec/codec.h, whichever device.
+// Any thread; the current device must be the stream's. Throws Error(kInternal) with CUDA's words where a launch fails.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/types.h"
+
+namespace ringdp::cuda {
+
+using Stream = void*;  // cudaStream_t
+
+bool available();  // this build has kernels
+
+// Error feedback of one run, elements [0, count): what was left out lies in both[*which], and what is left out now goes to
+// both[1 - *which]; so nobody has to know on the host whether the last step counted. All null: without.
+struct Feedback {
+  float* both[2] = {nullptr, nullptr};
+  const int32_t* which = nullptr;  // 0 or 1
+};
+
+struct EncodeRun {
+  const float* x = nullptr;  // aligned to 4
+  std::byte* code = nullptr;  // encoded_bytes(count)
+  std::size_t count = 0;
+  Feedback feedback;
+};
+
+struct DecodeRun {
+  float* out = nullptr;
+  const std::byte* code = nullptr;
+  std::size_t count = 0;
+};
+
+// The owner's part of a compressed all-reduce: v = (Σ in rank order of decode(code of each source), x at `own`'s place) /
+// divisor, code = encode(v), with feedback as in EncodeRun. Source s (of `sources` ranks) has its code at codes + s·stride;
+// that of `own` is not read.
+struct FoldRun {
+  const float* x = nullptr;
+  const std::byte* codes = nullptr;
+  std::size_t stride = 0;
+  std::byte* code = nullptr;
+  std::size_t count = 0;
+  Feedback feedback;
+};
+
+// Each sets *non_finite to 1 (an int32 on the device, may be null; never reset) where a block it encodes or decodes is not
+// finite. `factor` is a power of two, as in Codec::compress_with_feedback. Any number of runs, also none.
+void encode(CodecId codec, std::span<const EncodeRun> runs, float factor, int32_t* non_finite, Stream stream);
+void decode_set(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream);
+void decode_add(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream);
+void fold(CodecId codec, std::span<const FoldRun> runs, int sources, int own, float divisor, float factor,
+          int32_t* non_finite, Stream stream);
+
+// Sets *found to 1 where one of them is an infinity or a NaN. `dtype`: float16, bfloat16, float32 or float64.
+void find_non_finite(const void* values, std::size_t count, DType dtype, int32_t* found, Stream stream);
+// x = x · (*inverse_scale) / divisor in place, rounded once (half types in float32); *found_inf (a float) becomes 1 where x
+// was not finite, as torch's _amp_foreach_non_finite_check_and_unscale_ does it.
+void unscale(void* x, std::size_t count, DType dtype, const float* inverse_scale, float divisor, float* found_inf,
+             Stream stream);
+
+// Elements with |x| >= *threshold (NaN counts), in ascending order of index: index[i], value[i]. *selected becomes how many
+// there are in all; those beyond `capacity` are left out. `scratch`: select_scratch_bytes(count) bytes.
+std::size_t select_scratch_bytes(std::size_t count);
+void select(const float* x, std::size_t count, const float* threshold, uint32_t* index, float* value,
+            std::size_t capacity, uint32_t* selected, void* scratch, Stream stream);
+// How many elements' magnitudes fall into each of 2048 bins by their top bits (sign dropped: 8 bits of exponent, 3 of
+// mantissa); histogram[2048] is added to. By it a threshold for the k largest is found without sorting.
+void magnitude_histogram(const float* x, std::size_t count, uint32_t* histogram, Stream stream);
+
+// *which = 1 - *which for each of them, unless *non_finite: what was written last becomes what counts.
+void commit(std::span<int32_t* const> which, const int32_t* non_finite, Stream stream);
+
+}  // namespace ringdp::cuda
