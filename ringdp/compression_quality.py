@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ringdp.backend import named
-from ringdp.compression import Info
+from ringdp.compression.exchange import Section
+from ringdp.compression.exchange.local import there_and_back
 from ringdp.model_compression import ModelCompression
 
 _log = logging.getLogger("ringdp.compression")
@@ -112,16 +113,9 @@ class QualityProbe:
         assert compressor is not None
         own = self._own[index]
         group = self._compression.group
-        info = Info(
-            name=one.name,
-            shape=tuple(one.parameter.shape),
-            numel=own.numel(),
-            step=self._step,
-            rank=group.rank(),
-            world_size=group.size(),
-            device=own.device,
-        )
-        decoded = compressor.decompress(compressor.compress(own, info), info)
+        shape = tuple(one.parameter.shape)
+        section = Section(one.name, shape, 0, own.numel(), compressor, 1, own.device)
+        decoded, _ = there_and_back(section, own, rank=group.rank(), ranks=group.size(), step=self._step)
         ratio = None
         if residual is not None:
             ratio = _ratio(residual.norm() * self._compression.loss_scale(), own.norm())

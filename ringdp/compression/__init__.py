@@ -8,12 +8,18 @@ from ringdp.compression.casts import Bfloat16, Float16
 from ringdp.compression.feedback import EF21, ErrorFeedback, Feedback
 from ringdp.compression.int4 import Int4
 from ringdp.compression.int8 import Int8
-from ringdp.compression.protocol import Compressor, Info, Payload
+from ringdp.compression.majority import SignSGD
+from ringdp.compression.power_sgd import PowerSGD
+from ringdp.compression.protocol import Compressor, Info, Payload, RoundsCompressor
+from ringdp.compression.random_k import RandomK
 from ringdp.compression.registry import get, names, register
 from ringdp.compression.rules import Rules, assign
+from ringdp.compression.sign import Sign
+from ringdp.compression.stochastic import QSGD, TernGrad
 
 __all__ = [
     "EF21",
+    "QSGD",
     "Bfloat16",
     "Compressor",
     "ErrorFeedback",
@@ -23,7 +29,13 @@ __all__ = [
     "Int4",
     "Int8",
     "Payload",
+    "PowerSGD",
+    "RandomK",
+    "RoundsCompressor",
     "Rules",
+    "Sign",
+    "SignSGD",
+    "TernGrad",
     "assign",
     "get",
     "names",

@@ -14,7 +14,8 @@ from ringdp.errors import InvalidArgumentError
 
 def check_block(what: str, block: Any, *, multiple_of: int) -> None:
     if not isinstance(block, int) or isinstance(block, bool) or block < multiple_of or block % multiple_of:
-        kind = "an even number from 2 on" if multiple_of == 2 else "a whole number from 1 on"
+        kinds = {1: "a whole number from 1 on", 2: "an even number from 2 on"}
+        kind = kinds.get(multiple_of, f"a multiple of {multiple_of}")
         raise InvalidArgumentError(f"{what}: block must be {kind}, not {block!r}")
 
 

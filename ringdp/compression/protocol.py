@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Generator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-Aggregate = Literal["owner", "gather", "sum"]
-AGGREGATES: tuple[Aggregate, ...] = ("owner", "gather", "sum")
+Aggregate = Literal["owner", "gather", "sum", "rounds"]
+AGGREGATES: tuple[Aggregate, ...] = ("owner", "gather", "sum", "rounds")
 Payload = tuple[Tensor, ...]
+Rounds = Generator[list[Tensor] | Tensor, Any, Sequence[Tensor]]
 
 
 class Info:
@@ -23,6 +25,7 @@ class Info:
         step: backwards that synchronised before this one, the same on all ranks.
         rank, world_size: this process and how many there are. Results must not depend on `rank` in `decompress`.
         device: where the elements are.
+        loss_scale: by how much the gradients are larger than without loss scaling.
         phase: ``rank`` while this rank's gradient is encoded, ``owner`` while the owner encodes the mean.
         part: which part of the parameter this is, 0 for all of it.
         state: a dict of this parameter's, part's and phase's own. What `compress` leaves in it is there in the next
@@ -30,7 +33,20 @@ class Info:
             it, never change them in place. Empty in `decompress`.
     """
 
-    __slots__ = ("_seeds", "device", "name", "numel", "part", "phase", "rank", "shape", "state", "step", "world_size")
+    __slots__ = (
+        "_seeds",
+        "device",
+        "loss_scale",
+        "name",
+        "numel",
+        "part",
+        "phase",
+        "rank",
+        "shape",
+        "state",
+        "step",
+        "world_size",
+    )
 
     def __init__(
         self,
@@ -45,10 +61,11 @@ class Info:
         phase: Literal["rank", "owner"] = "rank",
         part: int = 0,
         state: dict[str, Any] | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
         self.name, self.shape, self.numel, self.step = name, shape, numel, step
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self.phase, self.part = phase, part
+        self.phase, self.part, self.loss_scale = phase, part, loss_scale
         self.state: dict[str, Any] = {} if state is None else state
         self._seeds: dict[int, torch.Generator] = {}
 
@@ -80,7 +97,7 @@ class Compressor(Protocol):
     Optional attributes, with what holds where they are missing:
         aggregate: how the ranks' payloads become one mean: ``owner`` (the default) encodes twice and moves as few bytes
             as an all-reduce; ``gather``: everyone decodes everyone's payload; ``sum``: payload tensors are added up,
-            for linear methods. docs/custom_compressors.md has the costs.
+            for linear methods; ``rounds``: see `RoundsCompressor`. docs/custom_compressors.md has the costs.
         fixed_size: payloads of equally many elements have the same dtypes and sizes (True); False costs an exchange of
             sizes before each exchange of payloads.
         carries_nan: an infinity or NaN in the elements decodes to one (False): the framework then looks for them
@@ -95,4 +112,27 @@ class Compressor(Protocol):
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
         """float32 ``[numel]`` from what `compress` gave on any rank; new, or at least not changed by anybody later."""
+        ...
+
+
+@runtime_checkable
+class RoundsCompressor(Protocol):
+    """A compressor that talks more than once, with ``aggregate = "rounds"``: one method, a generator.
+
+    `average` gets all parameters of a bucket that it compresses: `xs`, float32 ``[numel]`` each, not to be changed, and
+    their `infos`. It may yield, as often as it likes and on all ranks in the same order and shapes,
+
+    - a list of tensors of any dtype: they are added over the ranks, in place, and divided by the number of ranks that
+      have input where they are of floating point;
+    - one tensor: it is sent ``[ranks, *shape]``, what each rank has, in rank order.
+
+    It returns the means, float32 ``[numel]`` each. They must follow from what came back, and from `Info.generator`, so
+    that all ranks have the same bits. Error feedback adds what this rank's gradient had more than the mean to the next.
+    ``error_feedback`` is looked at; ``fixed_size``, ``carries_nan`` and ``native`` are not.
+    """
+
+    aggregate: Aggregate
+
+    def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:
+        """Yield what is to be exchanged; return the means."""
         ...

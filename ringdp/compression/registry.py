@@ -13,6 +13,12 @@ from ringdp.errors import InvalidArgumentError
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 _factories: dict[str, Callable[..., Any]] = {}
 
+_METHODS = {
+    "compress": "compress(x, info) -> tuple of tensors",
+    "decompress": "decompress(payload, info) -> tensor",
+}
+_METHODS_OF_ROUNDS = {"average": "average(xs, infos), a generator that returns the means"}
+
 
 def register(*names: str) -> Callable[[Factory], Factory]:
     """A decorator: `get` calls the class or function for these names; a later one takes an earlier one's place."""
@@ -58,13 +64,14 @@ def get(spec: Any, **options: Any) -> Compressor | None:
 def _check(made: Any, spec: Any) -> None:
     if isinstance(made, type):
         raise InvalidArgumentError(f"{made.__name__} is a class: pass an object, {made.__name__}()")
-    missing = [method for method in ("compress", "decompress") if not callable(getattr(made, method, None))]
-    if missing:
-        raise InvalidArgumentError(
-            f"{spec!r} is no compressor: it has no method {' and no '.join(missing)}"
-            " (compress(x, info) -> tuple of tensors, decompress(payload, info) -> tensor)"
-        )
     aggregate = getattr(made, "aggregate", "owner")
     if aggregate not in AGGREGATES:
         raise InvalidArgumentError(f"{spec!r}: aggregate must be one of {', '.join(AGGREGATES)}, not {aggregate!r}")
+    needed = _METHODS if aggregate != "rounds" else _METHODS_OF_ROUNDS
+    missing = [method for method in needed if not callable(getattr(made, method, None))]
+    if missing:
+        raise InvalidArgumentError(
+            f"{spec!r} is no compressor: it has no method {' and no '.join(missing)}"
+            f" ({', '.join(needed[method] for method in needed)})"
+        )
     feedback_of(getattr(made, "error_feedback", None))

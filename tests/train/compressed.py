@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.compression import EF21, Compressor, Info, Int4, Int8
+from ringdp.compression import EF21, Info, Int4, Int8, PowerSGD, RandomK, Sign, SignSGD
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -120,7 +120,7 @@ class Random:
         return torch.randint(0, 2, (info.numel,), generator=info.generator) * 2.0 - 1
 
 
-COMPRESSORS: dict[str, Compressor] = {
+COMPRESSORS: dict[str, Any] = {
     "int8": Int8(),
     "int8 fed back": Int8(error_feedback=True),
     "int4": Int4(),
@@ -133,7 +133,12 @@ COMPRESSORS: dict[str, Compressor] = {
     "folded": Folded(),
     "rounded": Rounded(),
     "random": Random(),
+    "sign": Sign(),
+    "random k": RandomK(0.1),
+    "low rank": PowerSGD(2),
+    "votes": SignSGD(),
 }
+ROUNDED_BY_THE_BACKEND = ("folded", "random k", "low rank")  # sums of floats, in whatever order
 
 
 class Shrinking(Steps):

@@ -18,6 +18,7 @@ from ringdp.testing import Simulation, simulate
 from tests.train import models
 from tests.train.compressed import (
     COMPRESSORS,
+    ROUNDED_BY_THE_BACKEND,
     Large,
     Raising,
     Random,
@@ -82,8 +83,7 @@ def check_bits(compressor: Any, ranks: list[list[dict[str, Any]]]) -> None:
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_all_ranks_have_the_bits_of_the_simulation(backend: str, name: str) -> None:
-    # Two ranks where the order of a sum of floats is the backend's.
-    world = 2 if name == "folded" else 3
+    world = 2 if name in ROUNDED_BY_THE_BACKEND else 3
     check_bits(COMPRESSORS[name], run_ranks(trained, name, 4, world_size=world, backend=backend))
 
 
@@ -95,7 +95,9 @@ def test_in_other_worlds(backend: str, name: str, world: int) -> None:
     check_bits(COMPRESSORS[name], run_ranks(trained, name, 3, world_size=world, backend=backend, timeout_s=100))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4 EF21", "steps", "gathered", "large", "folded", "rounded"])
+@pytest.mark.parametrize(
+    "name", ["int8", "int4 EF21", "steps", "gathered", "large", "folded", "rounded", "sign", "low rank", "votes"]
+)
 def test_an_overflow_on_one_rank_is_seen_by_all_and_leaves_no_trace(backend: str, name: str) -> None:
     world = 2
     ranks = run_ranks(trained, name, 4, 1, world_size=world, backend=backend)

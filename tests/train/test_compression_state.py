@@ -17,12 +17,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ringdp
-from ringdp.compression import EF21, Int8
+from ringdp.compression import EF21, Int8, PowerSGD
 from ringdp.parallel import RingDP
 from tests.train import compressed_training as training
 from tests.train.harness import backends, run_outcomes, run_ranks
 
-KINDS = ["int4", Int8(error_feedback=True), Int8(block=64, error_feedback=True), Int8(error_feedback=EF21())]
+KINDS = [
+    "int4",
+    Int8(error_feedback=True),
+    Int8(block=64, error_feedback=True),
+    Int8(error_feedback=EF21()),
+    PowerSGD(2),
+]
 
 
 def saved(thing: Any) -> Any:

@@ -13,12 +13,26 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.testing import check_compressor
 from tests.train.compressed import COMPRESSORS, Steps
 
+BITS = {
+    "int8": 8.125,
+    "int4": 4.25,
+    "fp16": 16.0,
+    "bf16": 16.0,
+    "sign": 1.125,
+    "qsgd": 4.0625,
+    "terngrad": 2.0625,
+    "randomk": 0.32,
+    "powersgd": 4.0,
+    "signsgd": 1.0,
+}
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp16", "bf16"])
+
+@pytest.mark.parametrize("name", BITS)
 def test_what_is_built_in_keeps_its_promises(name: str) -> None:
     report = check_compressor(name)
-    assert len(report.passed) == (9 if name == "int4" else 8)
-    assert report.bits == pytest.approx({"int8": 8.125, "int4": 4.25}.get(name, 16.0))
+    feeds_back = name in ("int4", "sign", "randomk", "powersgd")
+    assert len(report.passed) == 8 + feeds_back - (name in ("powersgd", "signsgd"))
+    assert report.bits == pytest.approx(BITS[name], abs=0.01)
     assert f"{report.bits:.2f} bits an element" in str(report)
 
 

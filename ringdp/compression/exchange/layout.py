@@ -13,6 +13,7 @@ from ringdp.compression.exchange.gather import gather_exchange
 from ringdp.compression.exchange.owner import owner_exchange
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllReduce, Exchange
+from ringdp.compression.exchange.rounds import rounds_exchange
 from ringdp.compression.exchange.section import Coder, Section
 from ringdp.compression.exchange.summed import sum_exchange
 from ringdp.compression.protocol import Compressor
@@ -21,6 +22,7 @@ _EXCHANGES: dict[str, Callable[[Plan, Tensor, Coder, Tensor], Exchange]] = {
     "owner": owner_exchange,
     "gather": gather_exchange,
     "sum": sum_exchange,
+    "rounds": rounds_exchange,
 }
 
 

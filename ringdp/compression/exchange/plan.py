@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,6 +43,11 @@ class Plan:
         """By section: whether the framework looks for what is not finite, because the code cannot carry it."""
         return [not getattr(section.compressor, "carries_nan", False) for section in self.sections]
 
+    @functools.cached_property
+    def rounds(self) -> dict[tuple[str, ...], Any]:
+        """By sections, what their compressor exchanges: known once it was tried."""
+        return {}
+
     def forms(self, part: int, phase: Phase) -> list[Forms]:
         """By section, of a payload of this part."""
         return [self._promises.of(section, part, phase) for section in self.sections]
@@ -52,8 +58,10 @@ class Plan:
         return [self._line(section) for section in self.sections]
 
     def _line(self, section: Section) -> str:
-        sizes = [room([self._promises.of(section, part, "rank")]) for part in range(section.parts)]
         aggregate = getattr(section.compressor, "aggregate", "owner")
+        if aggregate == "rounds":
+            return f"{section.name} {list(section.shape)} by {describe(section.compressor)}, {aggregate}"
+        sizes = [room([self._promises.of(section, part, "rank")]) for part in range(section.parts)]
         return f"{section.name} [{section.count}] by {describe(section.compressor)}, {aggregate}, in {sizes} bytes"
 
     @functools.cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from ringdp.compression import native
 from ringdp.compression.exchange.states import Key, States
 from ringdp.compression.feedback import ErrorFeedback, Feedback, feedback_of
 from ringdp.compression.partition import bounds, turn_of
-from ringdp.compression.protocol import Compressor, Info, Payload
+from ringdp.compression.protocol import Compressor, Info, Payload, Rounds
 from ringdp.errors import InvalidArgumentError
 
 _CPU = torch.device("cpu")
@@ -117,14 +118,32 @@ class Coder:
             InvalidArgumentError: the compressor gave something else.
         """
         info = self._info(section, phase, part, {})
-        x = section.compressor.decompress(payload, info)
-        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != info.numel:
-            raise InvalidArgumentError(
-                f"{describe(section.compressor)}.decompress must give float32 [{info.numel}] for {section.name},"
-                f" not {_what(x)}",
-                name=section.name,
-            )
-        return x.view(-1)
+        return _checked(section, "decompress", section.compressor.decompress(payload, info), info.numel)
+
+    def average(self, sections: Sequence[Section], xs: Sequence[Tensor]) -> Rounds:
+        """The rounds of sections of one compressor, whose elements are `xs`; returns the means.
+
+        Raises:
+            InvalidArgumentError: the compressor gave something else.
+        """
+        compressor, feedback = sections[0].compressor, sections[0].feedback
+        feedback_keys = [Key(section.name, "feedback", "rank", 0) for section in sections]
+        keys = [Key(section.name, "compressor", "rank", 0) for section in sections]
+        infos = [
+            self._info(section, "rank", 0, self.states.copy(key)) for section, key in zip(sections, keys, strict=True)
+        ]
+        states = [self.states.copy(key, self.factor) if feedback is not None else {} for key in feedback_keys]
+        fed = [x if feedback is None else feedback.before(x, state) for x, state in zip(xs, states, strict=True)]
+        means = list((yield from compressor.average(fed, infos)))  # type: ignore[attr-defined]
+        if len(means) != len(sections):
+            raise InvalidArgumentError(f"{describe(compressor)}.average gave {len(means)} means for {len(sections)}")
+        for i, (section, mean) in enumerate(zip(sections, means, strict=True)):
+            means[i] = _checked(section, "average", mean, section.count)
+            self.states.keep(keys[i], infos[i].state)
+            if feedback is not None:
+                feedback.after(fed[i], means[i], states[i])
+                self.states.keep(feedback_keys[i], states[i], self.factor)
+        return means
 
     def result(self, section: Section, mean: Tensor, part: int) -> Tensor:
         """The gradient's elements of the decoded mean."""
@@ -171,7 +190,18 @@ class Coder:
             phase=phase,
             part=part,
             state=state,
+            loss_scale=self.factor,
         )
+
+
+def _checked(section: Section, method: str, x: Any, numel: int) -> Tensor:
+    """`x` as flat float32; raises InvalidArgumentError where it is not so many elements of that."""
+    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != numel:
+        raise InvalidArgumentError(
+            f"{describe(section.compressor)}.{method} must give float32 [{numel}] for {section.name}, not {_what(x)}",
+            name=section.name,
+        )
+    return x.reshape(-1)
 
 
 def describe(compressor: Compressor) -> str:

@@ -1,0 +1,62 @@
+"""Some elements, the same ones on all ranks: they add up as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ringdp.compression.feedback import Feedback
+from ringdp.compression.protocol import Aggregate, Info, Payload
+from ringdp.compression.registry import register
+from ringdp.errors import InvalidArgumentError
+
+
+@register("randomk")
+@dataclasses.dataclass(frozen=True)
+class RandomK:
+    """One element of every 1/fraction, drawn anew in each step with a seed that all ranks share.
+
+    No indices are sent, and the sum of payloads is the payload of the sum. Stich, Cordonnier, Jaggi, "Sparsified SGD
+    with Memory", NeurIPS 2018, arXiv 1809.07599, with one draw for each run of neighbouring elements instead of one
+    for all: a permutation of all elements would take longer than sending them. With error feedback what was not drawn
+    waits; without it elements are multiplied by 1/fraction, so that they are right on average.
+
+    Args:
+        fraction: of elements that are sent, above 0, at most 1; 1/fraction is rounded to a whole number.
+        error_feedback: False, True, or an object with the methods of `ErrorFeedback`.
+
+    Raises:
+        InvalidArgumentError: a fraction out of that range.
+    """
+
+    fraction: float = 0.01
+    error_feedback: Feedback | bool | None = True
+    aggregate: ClassVar[Aggregate] = "sum"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise InvalidArgumentError(f"RandomK: fraction must be above 0 and at most 1, not {self.fraction!r}")
+
+    @property
+    def run(self) -> int:
+        """Neighbours of which one is drawn."""
+        return max(1, round(1 / self.fraction))
+
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        chosen = x[self._drawn(info)]
+        return (chosen if self.error_feedback else chosen.mul_(self.run),)
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        x = torch.zeros(info.numel, device=payload[0].device)
+        x[self._drawn(info)] = payload[0]
+        return x
+
+    def _drawn(self, info: Info) -> Tensor:
+        """int64, ascending; all of them below `numel`."""
+        begins = torch.arange(0, info.numel, self.run, device=info.device)
+        chance = torch.rand(begins.numel(), generator=info.generator, device=info.device)
+        lengths = (info.numel - begins).clamp_(max=self.run)
+        return begins + torch.minimum((chance * lengths).to(torch.int64), lengths - 1)

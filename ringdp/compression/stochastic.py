@@ -1,0 +1,128 @@
+"""Codes without bias: elements are rounded at random, to either neighbour, so that they are right on average."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ringdp.compression import blocks
+from ringdp.compression.bits import pack, packed_bytes, unpack
+from ringdp.compression.checks import check_block, check_code
+from ringdp.compression.feedback import Feedback
+from ringdp.compression.protocol import Aggregate, Info, Payload
+from ringdp.compression.registry import register
+from ringdp.errors import InvalidArgumentError
+
+
+class _Stochastic(ABC):
+    """Blocks of whole numbers from -levels to levels, times a scale / levels of their own."""
+
+    aggregate: ClassVar[Aggregate] = "owner"
+    carries_nan: ClassVar[bool] = True  # as the scale
+
+    block: int
+    bits: int
+
+    @property
+    def levels(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+    @abstractmethod
+    def scale_of(self, rows: Tensor) -> Tensor:
+        """``[blocks]``; not finite where something in the block is not. What is larger is cut."""
+
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        rows = blocks.in_blocks(x, self.block)
+        scale = self.scale_of(rows)
+        finite = scale.isfinite()
+        step = torch.where(finite & (scale > 0), scale, 1.0).unsqueeze(1)
+        position = (rows / step).mul_(self.levels)
+        dither = torch.rand(rows.shape, generator=info.private_generator, device=x.device)
+        whole = position.add_(dither).floor_().clamp_(-self.levels, self.levels)
+        whole.masked_fill_(finite.logical_not().unsqueeze(1), 0.0)
+        numbers = whole.add_(self.levels).to(torch.uint8).view(-1)[: x.numel()]
+        return (blocks.as_bytes(scale, pack(numbers, self.bits)),)
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        scale_bytes = 4 * -(-info.numel // self.block)
+        size = scale_bytes + packed_bytes(info.numel, self.bits)
+        code = check_code(type(self).__name__, payload, size, info)
+        scale = code[:scale_bytes].clone().view(torch.float32)
+        numbers = unpack(code[scale_bytes:], self.bits, info.numel).to(torch.float32)
+        fractions = blocks.in_blocks(numbers.sub_(self.levels).div_(self.levels), self.block)
+        return fractions.mul(scale.unsqueeze(1)).view(-1)[: info.numel]
+
+
+@register("qsgd")
+@dataclasses.dataclass(frozen=True)
+class QSGD(_Stochastic):
+    """Levels of each block's Euclidean norm, rounded at random: right on average, so error feedback is not needed.
+
+    Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017, arXiv
+    1610.02132, section 3.1, with codes of fixed length. At 4 bits and block 512 an element takes 4.06 bits. The
+    variance added to a block of B elements is at most min(B / s², √B / s) of its squared norm for s = 2^(bits-1) - 1
+    levels: int8 and int4 add far less, but are biased.
+
+    Args:
+        bits: of an element: 2, 4 or 8.
+        block: elements that share a norm.
+        error_feedback: False, True, or an object with the methods of `ErrorFeedback`.
+
+    Raises:
+        InvalidArgumentError: other bits, or a block below 1.
+    """
+
+    bits: int = 4
+    block: int = 512
+    error_feedback: Feedback | bool | None = False
+
+    def __post_init__(self) -> None:
+        check_block("QSGD", self.block, multiple_of=1)
+        if self.bits not in (2, 4, 8):
+            raise InvalidArgumentError(f"QSGD: bits must be 2, 4 or 8, not {self.bits!r}")
+
+    def scale_of(self, rows: Tensor) -> Tensor:
+        largest = blocks.absmax(rows)
+        within = torch.where(largest > 0, largest, 1.0).unsqueeze(1)
+        return (rows / within).square_().sum(1).sqrt_().mul_(largest)  # no square leaves the range
+
+
+@register("terngrad")
+@dataclasses.dataclass(frozen=True)
+class TernGrad(_Stochastic):
+    """-1, 0 or 1 times each block's largest magnitude, at random: 2.06 bits an element at block 512.
+
+    Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017, arXiv
+    1705.07878. Its gradient clipping is `clip`, in standard deviations of the block: fewer outliers, less variance, and
+    some bias. A block's scale is the paper's "layer-wise" one, for fewer elements.
+
+    Args:
+        clip: magnitudes are cut at so many standard deviations; None leaves them.
+        block: elements that share a scale.
+        error_feedback: False, True, or an object with the methods of `ErrorFeedback`.
+
+    Raises:
+        InvalidArgumentError: a clip that is not positive, or a block below 1.
+    """
+
+    clip: float | None = 2.5
+    block: int = 512
+    error_feedback: Feedback | bool | None = False
+    bits: int = dataclasses.field(default=2, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_block("TernGrad", self.block, multiple_of=1)
+        if self.clip is not None and not self.clip > 0:
+            raise InvalidArgumentError(f"TernGrad: clip must be positive or None, not {self.clip!r}")
+
+    def scale_of(self, rows: Tensor) -> Tensor:
+        largest = blocks.absmax(rows)
+        if self.clip is None:
+            return largest
+        within = torch.where(largest > 0, largest, 1.0).unsqueeze(1)
+        deviation = (rows / within).square_().mean(1).sqrt_().mul_(largest)
+        return torch.where(largest.isfinite(), torch.minimum(largest, deviation * self.clip), largest)
