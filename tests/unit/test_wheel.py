@@ -70,7 +70,9 @@ def clean_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     (site_packages,) = folder.glob("lib/python*/site-packages")
     (site_packages / "lent.pth").write_text("\n".join(lent))
     command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-index"]
-    subprocess.run([*command, "--no-deps", "--quiet", str(wheel)], check=True)
+    # Through PYTHONPATH pip would see the checkout, and take ringdp for installed.
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run([*command, "--no-deps", "--quiet", str(wheel)], check=True, env=env)
     return folder
 
 
