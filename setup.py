@@ -1,14 +1,16 @@
 """Builds ringdp._core (the core, no torch header) and ringdp._C (the same core and the torch side).
 
-The core's sources are compiled once: their objects are linked into both modules. Everything else that packaging needs
-is in pyproject.toml. What the build was made for is written to ringdp/_build_info.py, which `import ringdp` compares
-with what it finds.
+The core's sources are compiled once: their objects are linked into both modules. Where torch has CUDA and a fitting
+nvcc is there, ringdp._C gets csrc/cuda/*.cu and csrc/torch/cuda; elsewhere csrc/cuda/absent.cpp and csrc/torch/no_cuda
+stand in. Everything else that packaging needs is in pyproject.toml. What the build was made for is written to
+ringdp/_build_info.py, which `import ringdp` compares with what it finds.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "tools"))
 
+import cuda_toolkit  # noqa: E402
 import toolchain  # noqa: E402
 
 try:
@@ -34,14 +37,36 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 import torch  # noqa: E402
+
+TOOLKIT, NO_KERNELS = cuda_toolkit.choose(TORCH_VERSION, torch.version.cuda)
+if TOOLKIT is not None:
+    os.environ["CUDA_HOME"] = str(TOOLKIT.root)  # torch would take a script that stands for nvcc at its word
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without a GPU, and minor versions, serve
+
 from setuptools import Extension, setup  # noqa: E402
 from setuptools.command.build_py import build_py  # noqa: E402
-from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
 CSRC = Path("ringdp/csrc")
 CORE_FOLDERS = ("base", "transport", "mesh", "kernels", "codec", "collective", "engine")
 # No -march: what is built here runs on other machines. No contraction: all ranks get the same bits whatever their CPU.
 COMPILE_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]
+# The same bits as on the CPU: no contraction, no flushed denormals, divisions and roots rounded once. torch's own flags
+# take the conversions of the half types away; -U gives them back.
+NVCC_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "--fmad=false",
+    "-ftz=false",
+    "-prec-div=true",
+    "-prec-sqrt=true",
+    "-Xcompiler",
+    "-fPIC,-ffp-contract=off,-fvisibility=hidden",
+    "-U__CUDA_NO_HALF_OPERATORS__",
+    "-U__CUDA_NO_HALF_CONVERSIONS__",
+    "-U__CUDA_NO_HALF2_OPERATORS__",
+    "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+]
 # _core gets pybind11 internals of its own. It may then bind the same classes as _C, whichever pybind11 each is built
 # with.
 CORE_MACROS = [("PYBIND11_STDLIB", '"_ringdp_core"')]
@@ -53,8 +78,8 @@ BUILD_FOLDER = Path(
 )
 
 
-def sources(*folders: str) -> list[str]:
-    return [str(path) for folder in folders for path in sorted((CSRC / folder).glob("*.cpp"))]
+def sources(*folders: str, suffix: str = "cpp") -> list[str]:
+    return [str(path) for folder in folders for path in sorted((CSRC / folder).glob(f"*.{suffix}"))]
 
 
 def pybind11_include() -> str:
@@ -94,6 +119,9 @@ class BuildExt(BuildExtension):
             self.compiler_version = toolchain.check_toolchain()
         except toolchain.SetupError as error:
             sys.exit(f"ringdp: {error}")
+        if NO_KERNELS:
+            sys.stdout.write(f"ringdp: {NO_KERNELS}\n")
+            sys.stdout.flush()
         if not self.use_ninja:
             self.warn("ninja was not found, so one file is compiled at a time (`pip install ninja` helps)")
         os.environ.setdefault("MAX_JOBS", str(default_jobs()))
@@ -127,7 +155,7 @@ class BuildExt(BuildExtension):
         ours = str(ROOT / CSRC)
         others = [folder for folder in [*ext.include_dirs, *self.compiler.include_dirs] if folder != ours]
         ext.include_dirs = [ours]
-        ext.extra_compile_args = [*ext.extra_compile_args, *(word for f in others for word in ("-isystem", f))]
+        ext.extra_compile_args["cxx"] += [word for folder in others for word in ("-isystem", folder)]
 
     def core_objects(self) -> list[str]:
         """What compiling ringdp._core left for ringdp._C."""
@@ -151,6 +179,7 @@ class BuildExt(BuildExtension):
             f"TORCH_VERSION = {str(torch.__version__)!r}",
             f"PYTHON_TAG = {sys.implementation.cache_tag!r}",
             f"COMPILER = {self.compiler_version!r}",
+            f"CUDA = {TOOLKIT.version if TOOLKIT else None!r}",
         ]
         text = "\n".join(lines) + "\n"
         folders = [Path(self.build_lib, "ringdp")] + ([ROOT / "ringdp"] if self.inplace else [])
@@ -186,20 +215,41 @@ def extensions() -> list[Any]:
         depends=HEADERS,
         include_dirs=[str(ROOT / CSRC), pybind11_include()],
         define_macros=CORE_MACROS,
-        extra_compile_args=list(COMPILE_FLAGS),
+        extra_compile_args={"cxx": list(COMPILE_FLAGS)},
         libraries=["rt", "pthread"],
         language="c++",
     )
+    return [core, torch_side(TOOLKIT)]
+
+
+def torch_side(toolkit: cuda_toolkit.Toolkit | None) -> Any:
     # CppExtension brings torch's own pybind11, whose internals are not those of pip's: passing a c10d::Store through
     # the wrong one fails at run time. So pip's never stands on this include path.
-    torch_side = CppExtension(
+    shared = {"depends": [*HEADERS, *sources(*CORE_FOLDERS)], "include_dirs": [str(ROOT / CSRC)]}
+    flags = {"cxx": list(COMPILE_FLAGS)}
+    if toolkit is None:
+        return CppExtension("ringdp._C", sources("torch", "torch/no_cuda", "cuda"), extra_compile_args=flags, **shared)
+    # torch's headers want those of CUDA's other libraries, too, which a toolkit may lack and pip's packages have.
+    packages = sorted(Path(torch.__file__).parent.parent.glob(f"nvidia/cu{cuda_toolkit.major(toolkit.version)}"))
+    shared["include_dirs"] += [str(p) for p in (*toolkit.includes, *(p / "include" for p in packages))]
+    extension = CUDAExtension(
         "ringdp._C",
-        sources("torch"),
-        depends=[*HEADERS, *sources(*CORE_FOLDERS)],
-        include_dirs=[str(ROOT / CSRC)],
-        extra_compile_args=list(COMPILE_FLAGS),
+        [*sources("torch", "torch/cuda"), *sources("cuda", suffix="cu")],  # in cuda/, only absent.cpp is C++
+        extra_compile_args=flags | {"nvcc": [*NVCC_FLAGS, *architecture_flags(toolkit)]},
+        **shared,
     )
-    return [core, torch_side]
+    runtime = cuda_toolkit.runtime_library([*toolkit.libraries, *(p / "lib" for p in packages)])
+    if runtime is not None:
+        extension.libraries.remove("cudart")
+        extension.extra_link_args.append(str(runtime))
+    return extension
+
+
+def architecture_flags(toolkit: cuda_toolkit.Toolkit) -> list[str]:
+    """None where TORCH_CUDA_ARCH_LIST is set: BuildExtension reads it."""
+    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return []
+    return cuda_toolkit.architecture_flags(torch._C._cuda_getArchFlags() or "", toolkit.targets)
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt, "build_py": BuildPy})

@@ -30,6 +30,16 @@ def check() -> None:
             f"ringdp was built for torch {built.TORCH_VERSION} and this is torch {running}, whose C++ interface is "
             f"another: build it again ({_advice()})"
         )
+    if not _same_cuda(cuda := getattr(built, "CUDA", None), running_cuda := _torch_cuda()):
+        raise ImportError(
+            f"ringdp was built for CUDA {cuda} and this torch {running} has "
+            f"{f'CUDA {running_cuda}' if running_cuda else 'none'}: build it again ({_advice()})"
+        )
+
+
+def has_cuda() -> bool:
+    """Whether this build has CUDA kernels; without them everything runs, coding on the host."""
+    return getattr(_build_info(), "CUDA", None) is not None
 
 
 def _torch_version() -> str:
@@ -42,6 +52,12 @@ def _torch_version() -> str:
             f"ringdp needs torch 2.11 or newer and {sys.executable} has none: pip install torch"
         ) from None
     return str(torch.__version__)
+
+
+def _torch_cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
 
 
 def _build_info() -> ModuleType:
@@ -69,6 +85,11 @@ def _same_interface(built: str, running: str) -> bool:
     if re.fullmatch(r"[\d.]+", built) and re.fullmatch(r"[\d.]+", running):
         return _release(built) == _release(running)
     return built == running
+
+
+def _same_cuda(built: str | None, running: str | None) -> bool:
+    """A build without CUDA runs everywhere; one with CUDA needs a torch with CUDA of the same major version."""
+    return built is None or (running is not None and built.split(".")[0] == running.split(".")[0])
 
 
 def _advice() -> str:

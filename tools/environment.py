@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import cuda_toolkit
 import toolchain
 from toolchain import SetupError
 
@@ -36,6 +37,7 @@ BUILD = ROOT / "build"
 BUILD_STAMP = BUILD / "stamp.json"
 BUILD_LOG = BUILD / "build.log"
 REQUIREMENTS = ROOT / "requirements"
+TOOLS = ("tools/cuda_toolkit.py", "tools/toolchain.py")  # what setup.py asks
 PACKAGING = ("setup.py", "pyproject.toml")
 
 
@@ -162,7 +164,7 @@ def version_in_venv(package: str) -> str:
 def build_inputs() -> list[Path]:
     csrc = ROOT / "ringdp" / "csrc"
     sources = [p for p in csrc.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"} and p.is_file()]
-    return [*sources, ROOT / "tools" / "toolchain.py", *(ROOT / name for name in PACKAGING)]
+    return [*sources, *(ROOT / name for name in (*TOOLS, *PACKAGING))]
 
 
 def build_outputs() -> dict[str, str]:
@@ -177,6 +179,7 @@ def build(environment: Environment) -> None:
         "python": str(environment.python),
         "torch": environment.torch,
         "compiler": " ".join(toolchain.compiler()),
+        "cuda": f"{cuda_toolkit.find_nvcc()} {os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
         "inputs": digest(build_inputs()),
     }
     found = read_stamp(BUILD_STAMP)

@@ -134,8 +134,9 @@ def test_setup_refuses_an_older_torch(tmp_path: Path) -> None:
 @pytest.fixture
 def fitting(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A build that fits, as `_build.check` sees it; the tests spoil one thing each."""
-    info = SimpleNamespace(TORCH_VERSION="2.13.0+cpu", PYTHON_TAG=sys.implementation.cache_tag)
+    info = SimpleNamespace(TORCH_VERSION="2.13.0+cpu", PYTHON_TAG=sys.implementation.cache_tag, CUDA="13.0")
     monkeypatch.setattr(_build, "_torch_version", lambda: "2.13.1+cu130")
+    monkeypatch.setattr(_build, "_torch_cuda", lambda: "13.2")
     monkeypatch.setattr(_build, "_build_info", lambda: info)
     return info
 
@@ -161,6 +162,19 @@ def test_an_older_torch_at_import(fitting: SimpleNamespace, monkeypatch: pytest.
     monkeypatch.setattr(_build, "_torch_version", lambda: "2.10.0")
     with pytest.raises(ImportError, match=r"needs torch 2\.11 or newer and this is torch 2\.10\.0"):
         _build.check()
+
+
+@pytest.mark.parametrize("running, words", [("12.8", "has CUDA 12.8"), (None, "has none")])
+def test_a_build_for_another_cuda(
+    fitting: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, running: str | None, words: str
+) -> None:
+    monkeypatch.setattr(_build, "_torch_cuda", lambda: running)
+    with pytest.raises(
+        ImportError, match=rf"built for CUDA 13\.0 and this torch 2\.13\.1\+cu130 {words}: build it again"
+    ):
+        _build.check()
+    fitting.CUDA = None
+    _build.check()
 
 
 @pytest.fixture
@@ -211,7 +225,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_%s() { return
 @pytest.fixture
 def small_project(tmp_path: Path) -> Path:
     """The real setup.py over three small sources that compile in a second."""
-    for name in ("setup.py", "pyproject.toml", "tools/toolchain.py"):
+    for name in ("setup.py", "pyproject.toml", "tools/cuda_toolkit.py", "tools/toolchain.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "README.md").touch()
@@ -313,7 +327,7 @@ def set_up(tmp_path: Path) -> Callable[..., list[str | Path]]:
     """The command of the real tools/environment.py over a setup.py that only counts its calls and takes its time."""
     (tmp_path / "ringdp" / "csrc").mkdir(parents=True)
     (tmp_path / "tools").mkdir()
-    for name in ("environment.py", "toolchain.py"):
+    for name in ("environment.py", "cuda_toolkit.py", "toolchain.py"):
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "ringdp" / "csrc" / "a.cpp").touch()

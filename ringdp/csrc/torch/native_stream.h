@@ -1,0 +1,15 @@
+// What torch keeps to itself about a CUDA stream. Implemented in cuda/native_stream.cpp for a torch with CUDA, in
+// no_cuda/native_stream.cpp for one without. Any thread.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+namespace ringdp {
+
+// The cudaStream_t, for kernels that torch does not launch. Throws Error(kState) in a build without CUDA.
+void* native_stream(c10::Stream stream);
+
+// Whether the stream records a CUDA graph, so that nothing may wait for it or ask how far it is. Never for other devices.
+bool records_cuda_graph(c10::Stream stream);
+
+}  // namespace ringdp
