@@ -8,7 +8,6 @@
 // A code is the plane of all scales, then the plane of all codes; the last block of either may be shorter.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -25,15 +24,13 @@ inline constexpr uint32_t kMagnitude = 0x7fffffffu;
 inline constexpr uint32_t kInfinity = 0x7f800000u;
 inline constexpr uint32_t kLargeScale = 0x7b800000u;  // 2^120: times any code below it is finite
 inline constexpr float kTiny = 0x1p-100f;
-inline constexpr uint32_t kTinyBits = std::bit_cast<uint32_t>(kTiny);
+inline constexpr uint32_t kTinyBits = bits_as<uint32_t>(kTiny);
 inline constexpr float kTinyFactor = 0x1p+60f;
 
 inline constexpr float kRounder = 0x1.8p23f;
 
 // x to nearest, ties to even, plus the block's kOffset, in the low bits: for |x| < 2^22 the sum has no bits below the point.
-RINGDP_ALWAYS_INLINE uint32_t rounded(float x, float offset) {
-  return std::bit_cast<uint32_t>(x + (kRounder + offset));
-}
+RINGDP_ALWAYS_INLINE uint32_t rounded(float x, float offset) { return bits_as<uint32_t>(x + (kRounder + offset)); }
 
 // How a block of one absmax is coded: code = nearest((x · before) · inverse). `before` is 1 but for tiny blocks.
 struct Scaling {
@@ -57,7 +54,7 @@ struct Int8Block {
   }
   static RINGDP_ALWAYS_INLINE Scale stored(float scale) { return scale; }
   static RINGDP_ALWAYS_INLINE float loaded(Scale scale) { return scale; }
-  static constexpr std::size_t code_bytes(std::size_t count) { return count; }
+  static RINGDP_HOST_DEVICE constexpr std::size_t code_bytes(std::size_t count) { return count; }
 };
 
 struct Int4Block {
@@ -79,22 +76,22 @@ struct Int4Block {
   static RINGDP_ALWAYS_INLINE Scale stored(float scale) { return float_to_bfloat(scale); }
   static RINGDP_ALWAYS_INLINE float loaded(Scale scale) { return bfloat_to_float(scale); }
   // Of the last block's `count` elements: as many bytes as its low nibbles.
-  static constexpr std::size_t code_bytes(std::size_t count) {
+  static RINGDP_HOST_DEVICE constexpr std::size_t code_bytes(std::size_t count) {
     const std::size_t rest = count % kElements;
     return count / kElements * kHalf + (rest < kHalf ? rest : kHalf);
   }
 };
 
 // The quiet NaN that marks a block with an infinity or a NaN in it.
-inline constexpr float kMarked = std::bit_cast<float>(0x7fc00000u);
+inline constexpr float kMarked = bits_as<float>(0x7fc00000u);
 
 template <class Block>
-constexpr std::size_t block_count(std::size_t count) {
+RINGDP_HOST_DEVICE constexpr std::size_t block_count(std::size_t count) {
   return (count + Block::kElements - 1) / Block::kElements;
 }
 
 template <class Block>
-constexpr std::size_t encoded_bytes(std::size_t count) {
+RINGDP_HOST_DEVICE constexpr std::size_t encoded_bytes(std::size_t count) {
   return block_count<Block>(count) * sizeof(typename Block::Scale) + Block::code_bytes(count);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/codec.h"
+#include "kernels/elements.h"
 #include "kernels/kernels.h"
 
 namespace ringdp::codecs {
@@ -40,7 +41,7 @@ struct Casts {
 
   static Encoded compress_with_feedback(std::byte* code, const float* x, const float* residual, float* new_residual,
                                         float factor, std::size_t count) {
-    const ReduceKernels& kernels = kKernels(kType, ReduceOp::kSum);
+    const ReduceKernels& loops = kKernels(kType, ReduceOp::kSum);
     const float inverse = 1.0f / factor;
     Encoded seen = Encoded::kFinite;
     float v[kTile];
@@ -48,16 +49,17 @@ struct Casts {
     uint16_t tile[kTile];
     for (std::size_t at = 0; at < count; at += kTile) {
       const std::size_t n = std::min(kTile, count - at);
-      for (std::size_t i = 0; i < n; ++i) v[i] = x[at + i] + factor * residual[at + i];
+      for (std::size_t i = 0; i < n; ++i) v[i] = kernels::Sum::apply(x[at + i], factor * residual[at + i]);
       const Encoded here = narrow(tile, v, n);
       std::memcpy(code + bytes(at), tile, bytes(n));
-      if (here == Encoded::kNonFinite) {
-        seen = here;
-        std::memmove(new_residual + at, residual + at, n * sizeof(float));
+      loops.load(decoded, tile, n);
+      if (here == Encoded::kFinite) {
+        for (std::size_t i = 0; i < n; ++i) new_residual[at + i] = (v[i] - decoded[i]) * inverse;
         continue;
       }
-      kernels.load(decoded, tile, n);
-      for (std::size_t i = 0; i < n; ++i) new_residual[at + i] = (v[i] - decoded[i]) * inverse;
+      seen = here;
+      for (std::size_t i = 0; i < n; ++i)
+        new_residual[at + i] = all_finite(tile + i, 1) ? (v[i] - decoded[i]) * inverse : residual[at + i];
     }
     return seen;
   }

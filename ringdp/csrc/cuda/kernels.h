@@ -1,7 +1,8 @@
 // What runs on a CUDA device, as the torch side calls it: each call queues kernels on a stream and returns. No CUDA header is
 // needed to include this; without CUDA, absent.cpp stands in (available() is false, everything else throws Error(kState)).
 // Pointers are to device memory unless said otherwise. Same bits as the codecs of codec/codec.h, whichever device.
-// Any thread; the current device must be the stream's. Throws Error(kInternal) with CUDA's words where a launch fails.
+// Any thread; the current device must be the stream's. Throws Error(kSystem) with CUDA's words where a launch fails,
+// Error(kValue) for arguments that mean nothing.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +25,7 @@ struct Feedback {
 };
 
 struct EncodeRun {
-  const float* x = nullptr;  // aligned to 4
+  const float* x = nullptr;   // aligned to 4
   std::byte* code = nullptr;  // encoded_bytes(count)
   std::size_t count = 0;
   Feedback feedback;
@@ -49,7 +50,8 @@ struct FoldRun {
 };
 
 // Each sets *non_finite to 1 (an int32 on the device, may be null; never reset) where a block it encodes or decodes is not
-// finite. `factor` is a power of two, as in Codec::compress_with_feedback. Any number of runs, also none.
+// finite. `factor` is a power of two, as in Codec::compress_with_feedback. Any number of runs, also none. Fastest where floats
+// are aligned to 16 and a code's plane of codes to its unit (codes of casts to 8; others, behind the scales, to 4).
 void encode(CodecId codec, std::span<const EncodeRun> runs, float factor, int32_t* non_finite, Stream stream);
 void decode_set(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream);
 void decode_add(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream);
@@ -58,13 +60,14 @@ void fold(CodecId codec, std::span<const FoldRun> runs, int sources, int own, fl
 
 // Sets *found to 1 where one of them is an infinity or a NaN. `dtype`: float16, bfloat16, float32 or float64.
 void find_non_finite(const void* values, std::size_t count, DType dtype, int32_t* found, Stream stream);
-// x = x · (*inverse_scale) / divisor in place, rounded once (half types in float32); *found_inf (a float) becomes 1 where x
-// was not finite, as torch's _amp_foreach_non_finite_check_and_unscale_ does it.
+// x = (x · *inverse_scale) / divisor in place, in float32 (float64 in its own type), half types rounded once at the end;
+// *found_inf (a float) becomes 1 where x was not finite, as torch's _amp_foreach_non_finite_check_and_unscale_ does it.
 void unscale(void* x, std::size_t count, DType dtype, const float* inverse_scale, float divisor, float* found_inf,
              Stream stream);
 
-// Elements with |x| >= *threshold (NaN counts), in ascending order of index: index[i], value[i]. *selected becomes how many
-// there are in all; those beyond `capacity` are left out. `scratch`: select_scratch_bytes(count) bytes.
+// Elements but those with |x| < *threshold (so NaNs are in), in ascending order of index: index[i], value[i]. *selected becomes how many
+// there are in all; those beyond `capacity` are left out. `scratch`: select_scratch_bytes(count) bytes (about count / 8), aligned to 4. At most
+// 2^32 - 1 elements.
 std::size_t select_scratch_bytes(std::size_t count);
 void select(const float* x, std::size_t count, const float* threshold, uint32_t* index, float* value,
             std::size_t capacity, uint32_t* selected, void* scratch, Stream stream);
@@ -72,7 +75,7 @@ void select(const float* x, std::size_t count, const float* threshold, uint32_t*
 // mantissa); histogram[2048] is added to. By it a threshold for the k largest is found without sorting.
 void magnitude_histogram(const float* x, std::size_t count, uint32_t* histogram, Stream stream);
 
-// *which = 1 - *which for each of them, unless *non_finite: what was written last becomes what counts.
+// *which = 1 - *which for each of them, unless *non_finite (which may be null): what was written last becomes what counts.
 void commit(std::span<int32_t* const> which, const int32_t* non_finite, Stream stream);
 
 }  // namespace ringdp::cuda

@@ -17,8 +17,11 @@ template <class T>
 using Unsigned = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
 template <class T>
+inline constexpr T kQuietNan = std::numeric_limits<T>::quiet_NaN();
+
+template <class T>
 RINGDP_ALWAYS_INLINE T one_nan(T x) {
-  return x != x ? std::numeric_limits<T>::quiet_NaN() : x;
+  return x != x ? T{kQuietNan<T>} : x;
 }
 
 struct Sum {

@@ -1,0 +1,73 @@
+// From a CodecId to the type that codes, and how far its runs allow wide accesses. Host code.
+#pragma once
+
+#include <initializer_list>
+
+#include "cuda/block_codes.cuh"
+#include "cuda/cast_codes.cuh"
+
+namespace ringdp::cuda {
+
+// Calls body(one of Int8Codes, Int4Codes, CastCodes<…>).
+template <class Body>
+void with_codes(CodecId codec, Body&& body) {
+  switch (codec) {
+    case CodecId::kFloat16:
+      return body(CastCodes<Float16>{});
+    case CodecId::kBfloat16:
+      return body(CastCodes<Bfloat16>{});
+    case CodecId::kInt8:
+      return body(Int8Codes{});
+    case CodecId::kInt4:
+      return body(Int4Codes{});
+  }
+  throw Error(ErrorKind::kValue, "there is no codec number " + std::to_string(static_cast<int>(codec)));
+}
+
+// What the steps of a run allow whose elements and codes begin there. Null pointers are aligned.
+template <class Codes>
+Access access_of(std::initializer_list<const float*> elements, std::initializer_list<const std::byte*> codes,
+                 std::size_t count) {
+  for (const float* it : elements)
+    if (!aligned(it, sizeof(float4))) return Access::kElements;
+  Access access = Access::kUnits;
+  for (const std::byte* code : codes) {
+    if (!aligned(code + Codes::plane(count), sizeof(uint16_t))) return Access::kElements;
+    if (!aligned(code + Codes::plane(count), sizeof(typename Codes::Unit))) access = Access::kPairs;
+  }
+  return access;
+}
+
+// The part of a run that one warp takes in a kernel whose warps take kSteps steps each, or the last of it.
+struct WarpPart {
+  std::size_t begin;
+  unsigned lane;
+  bool whole;
+};
+
+template <int kSteps>
+__device__ inline WarpPart warp_part(uint32_t tile_in_run, std::size_t count) {
+  const std::size_t begin = (static_cast<std::size_t>(tile_in_run) * kWarps + threadIdx.x / kWarp) * (kSteps * kStep);
+  return {begin, threadIdx.x % kWarp, begin + kSteps * kStep <= count};
+}
+
+template <int kSteps>
+inline constexpr std::size_t kTile = kWarps * kSteps * kStep;
+
+// Calls body<access, steps>(begin) for the steps of a warp's part: all at once, or, at the end of a run or where it is not
+// aligned, one by one.
+template <int kSteps, class Body>
+__device__ inline void for_steps(const WarpPart& part, std::size_t count, Access access, Body&& body) {
+  if (part.whole && access == Access::kUnits) {
+    body.template operator()<Access::kUnits, kSteps>(part.begin);
+  } else if (part.whole && access == Access::kPairs) {
+    body.template operator()<Access::kPairs, kSteps>(part.begin);
+  } else {
+    const std::size_t end = part.begin + kSteps * kStep;
+#pragma unroll 1
+    for (std::size_t begin = part.begin; begin < end && begin < count; begin += kStep)
+      body.template operator()<Access::kElements, 1>(begin);
+  }
+}
+
+}  // namespace ringdp::cuda

@@ -1,0 +1,113 @@
+// fold: decodes the codes of all sources, adds them in order of rank, divides and encodes again, in one pass.
+#include "cuda/encoding.cuh"
+#include "cuda/runs.cuh"
+
+namespace ringdp::cuda {
+namespace {
+
+struct FoldPart {
+  FoldRun run;
+  std::size_t count;
+  Access access;
+};
+
+struct Folding {
+  int sources;
+  int own;
+  float divisor;
+  float factor;
+};
+
+constexpr int kFoldSteps = 2;
+
+// v = the sum in order of the sources, as it is where there is one source only. The code of the next source is under way
+// while one is added.
+template <class Codes, Access kAccess, int kSteps>
+__device__ inline void add_sources(float (&v)[kSteps][kShare], const FoldRun& run, const Folding& by, std::size_t begin,
+                                   std::size_t count, unsigned lane) {
+  typename Codes::Code ahead[kSteps];
+  const auto fetch = [&](int source) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+      ahead[s] = Codes::template load<kAccess>(run.codes + static_cast<std::size_t>(source) * run.stride,
+                                               begin + s * kStep, count, lane);
+  };
+  const int first = by.own == 0 ? 1 : 0;
+  if (first < by.sources) fetch(first);
+#pragma unroll 1
+  for (int source = 0; source < by.sources; ++source) {
+    float term[kSteps][kShare];
+    if (source == by.own) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+        load_share<Codes::kGroup, kAccess>(term[s], run.x, begin + s * kStep, count, lane);
+    } else {
+      typename Codes::Code code[kSteps];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) code[s] = ahead[s];
+      const int next = source + 1 == by.own ? source + 2 : source + 1;
+      if (next < by.sources) fetch(next);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Codes::decode(term[s], code[s]);
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) v[s][i] = source == 0 ? term[s][i] : v[s][i] + term[s][i];
+  }
+}
+
+template <class Codes, bool kFeedback>
+__global__ void __launch_bounds__(kThreads)
+    fold_kernel(const __grid_constant__ RunTable<FoldPart> table, Folding by, int32_t* non_finite) {
+  const uint32_t which = table.run_of(blockIdx.x);
+  const FoldPart& it = table.runs[which];
+  const std::size_t count = it.count;
+  const WarpPart part = warp_part<kFoldSteps>(blockIdx.x - table.first[which], count);
+  const Residuals residuals(it.run.feedback, by.factor);
+  bool finite = true;
+  for_steps<kFoldSteps>(part, count, it.access, [&]<Access kAccess, int kAtOnce>(std::size_t begin) {
+    float v[kAtOnce][kShare], left[kFeedback ? kAtOnce : 1][kShare];
+    add_sources<Codes, kAccess>(v, it.run, by, begin, count, part.lane);
+#pragma unroll
+    for (int s = 0; s < kAtOnce; ++s)
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) v[s][i] = kernels::one_nan(by.divisor > 1.0f ? v[s][i] / by.divisor : v[s][i]);
+    if constexpr (kFeedback) add_residual<Codes, kAccess>(v, left, residuals, begin, count, part.lane);
+    finite &= encode_steps<Codes, kAccess, kFeedback>(it.run.code, v, left, residuals, begin, count, part.lane);
+  });
+  if (!finite && non_finite != nullptr) *non_finite = 1;
+}
+
+template <class Codes, bool kFeedback>
+void fold_all(std::span<const FoldRun> runs, const Folding& by, int32_t* non_finite, Stream stream) {
+  RunTables<FoldPart> tables(kTile<kFoldSteps>);
+  const auto start = [&](const RunTable<FoldPart>& table, uint32_t tiles) {
+    launch("fold", stream, tiles, fold_kernel<Codes, kFeedback>, table, by, non_finite);
+  };
+  for (const FoldRun& run : runs) {
+    if ((run.feedback.which != nullptr) != kFeedback) continue;
+    const Feedback& feedback = run.feedback;
+    // The codes of the first two sources tell about all.
+    const Access access = access_of<Codes>({run.x, feedback.both[0], feedback.both[1]},
+                                           {run.code, run.codes, run.codes + run.stride}, run.count);
+    tables.add({run, run.count, access}, start);
+  }
+  tables.flush(start);
+}
+
+}  // namespace
+
+void fold(CodecId codec, std::span<const FoldRun> runs, int sources, int own, float divisor, float factor,
+          int32_t* non_finite, Stream stream) {
+  if (own < 0 || own >= sources)
+    throw Error(ErrorKind::kValue,
+                "cuda: fold: own is " + std::to_string(own) + " of " + std::to_string(sources) + " sources");
+  const Folding by{sources, own, divisor, factor};
+  with_codes(codec, [&]<class Codes>(Codes) {
+    fold_all<Codes, false>(runs, by, non_finite, stream);
+    fold_all<Codes, true>(runs, by, non_finite, stream);
+  });
+}
+
+}  // namespace ringdp::cuda

@@ -1,0 +1,56 @@
+// The element types of gradients, for kernels that look at any of them: bits, and how to compute with them.
+#pragma once
+
+#include "cuda/halves.cuh"
+#include "cuda/launch.cuh"
+
+namespace ringdp::cuda {
+
+template <class T>
+struct Number {
+  using Bits = typename kernels::Exponent<T>::Bits;
+  using Packed = std::conditional_t<sizeof(Bits) == 2, uint32_t, Bits>;        // what is tested at once
+  using Value = std::conditional_t<std::is_same_v<T, double>, double, float>;  // what is computed in
+
+  template <class Some>
+  static __device__ bool finite(Some bits) {
+    if constexpr (sizeof(Some) > sizeof(Bits))
+      return non_finite_pair<T>(bits) == 0;
+    else
+      return (kernels::carry_of_non_finite<T>(bits) & kernels::kSignBit<T>) == 0;
+  }
+  // Some NaN of a NaN.
+  static __device__ Value value(Bits bits) {
+    if constexpr (sizeof(Bits) == 2)
+      return widen_number<T>(bits);
+    else
+      return bits_as<Value>(bits);
+  }
+  static __device__ Bits bits(Value value) {
+    if constexpr (sizeof(Bits) == 2)
+      return narrow_number<T>(value);
+    else
+      return bits_as<Bits>(value);
+  }
+};
+
+// Calls body(Number<T>{}). Throws Error(kValue) for what is no floating-point type.
+template <class Body>
+void with_numbers(DType dtype, const char* what, Body&& body) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return body(Number<Float16>{});
+    case DType::kBfloat16:
+      return body(Number<Bfloat16>{});
+    case DType::kFloat32:
+      return body(Number<float>{});
+    case DType::kFloat64:
+      return body(Number<double>{});
+    default:
+      throw Error(ErrorKind::kValue, std::string("cuda: ") + what +
+                                         " is for float16, bfloat16, float32 and float64, not " +
+                                         std::string(dtype_name(dtype)));
+  }
+}
+
+}  // namespace ringdp::cuda
