@@ -30,6 +30,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_IFACE": "network interfaces to use between hosts: eth0 | eth,ib | 10.0.0.0/8 | all but some: ^docker,br-",
     "RINGDP_ADVERTISE": "one more address or name[:port] under which the others can reach this rank (containers, NAT)",
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
+    "RINGDP_CUDA": "what carries CUDA tensors: nccl, ring (through the host's memory), or auto: measure both at start",
     "RINGDP_TRANSPORT": "auto: shared memory inside a host where it can be had, else TCP; shm: or fail; tcp: never",
     "RINGDP_RATE": "what this host sends over TCP at most, to try a slower network: 1gbit | 100mbit | 125MB/s",
     "RINGDP_SPIN_US": "microseconds to poll before sleeping while waiting; 0 sleeps at once",
@@ -39,9 +40,10 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
-"""The variables of `RingConfig` with what they mean."""
+"""The variables that ringdp reads, with what they mean."""
 
 _TRANSPORTS = ("auto", "tcp", "shm")
+_CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmg]?)bit(?:/s)?|([kMG]?)B/s)", re.ASCII)
 _HEX_SECRET = re.compile(rb"[0-9a-fA-F]{64}")
@@ -173,6 +175,18 @@ class RingConfig:
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:
     """CUDA_VISIBLE_DEVICES as it is set, for messages; None where it is not."""
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+
+
+def cuda_choice(environ: Mapping[str, str] | None = None) -> str:
+    """RINGDP_CUDA: ``nccl``, ``ring``, ``auto``, or '' where it is not set.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
+    choice = (os.environ if environ is None else environ).get("RINGDP_CUDA", "").strip().lower()
+    if choice and choice not in _CUDA_CHOICES:
+        raise InvalidArgumentError(f"RINGDP_CUDA={choice} is not one of {', '.join(_CUDA_CHOICES)}")
+    return choice
 
 
 def host_identity(host_id: str = "") -> str:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from ringdp import _build, config, devices
 from ringdp import backend as ring
-from ringdp import config
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -40,10 +40,13 @@ class _Hello:
     host_name: str
     pid: int
     ringdp: str
-    cuda_devices: int
-    only_cuda_device: str  # its UUID where exactly one is visible, else empty
-    backend: str
-    device: str
+    local_rank: int | None  # the launcher's
+    backend: str | None  # what was passed to init
+    device: str  # cuda or cpu
+    gpus: list[str]  # the UUIDs of those it sees
+    gpu: int | None  # the one that was passed to init
+    nccl: bool
+    cuda_choice: str  # RINGDP_CUDA
 
     def encode(self) -> str:
         """One line."""
@@ -89,22 +92,23 @@ def init(
     launcher it makes a world of one, which opens no port. It ends at exit by itself, or with `shutdown`.
 
     Args:
-        backend: anything ``torch.distributed.init_process_group`` takes. None is ``ring`` on machines
-            without CUDA, ``cpu:ring,cuda:nccl`` where CUDA and NCCL serve.
+        backend: anything ``torch.distributed.init_process_group`` takes. None is ``cpu:ring,cuda:nccl`` where
+            each rank has a GPU of its own and NCCL is there, else ``ring``, which takes CUDA tensors through the
+            host's memory; RINGDP_CUDA decides otherwise (docs/gpu.md).
         rank, world_size: this rank and the number of ranks, for ``mp.spawn`` and notebooks; both or neither.
         init_method: where the ranks meet, ``tcp://host:port`` or ``file:///path``; None takes the launcher's.
         timeout: how long the ranks wait for each other, here and in every operation; seconds or a timedelta.
         device: ``cpu`` or ``cuda`` overrides the choice; None is ``cuda:LOCAL_RANK`` where CUDA serves, else
-            ``cpu``.
+            ``cpu``. Where there are fewer GPUs than ranks, several ranks use one.
 
     Raises:
         InvalidStateError: torch.distributed is initialised already.
-        InvalidArgumentError: the arguments or the environment do not say who this rank is or where to meet,
-            or there are fewer CUDA devices than ranks on this host.
+        InvalidArgumentError: the arguments or the environment do not say who this rank is or where to meet, a
+            rank does not see the device it asks for, or NCCL was asked for and would refuse these ranks.
         RingTimeoutError: ranks did not come in time; the message names them.
         PeerLostError: a rank died while the ranks met.
         HandshakeError: the ranks could not meet or not reach each other; the message lists what was tried.
-        MismatchError: the ranks chose differently (versions, backend, device).
+        MismatchError: the ranks chose differently (versions, backend, RINGDP_CUDA).
     """
     global _membership, _generation
     _refuse_second_call()
@@ -113,25 +117,31 @@ def init(
     launch = None if init_method is not None and rank is not None else config.LaunchEnvironment.read()
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
     kind = _device_kind(backend, device)
-    chosen = backend or default_backend(kind)
     agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
     store = _meeting_store(init_method, rank, world_size, timeout, agent_store=agent_store)
     settings = config.RingConfig.from_environment()
     store = PrefixStore(f"ringdp/{settings.epoch}/{_generation}", store)
     _generation += 1
-    with _met(store, _hello(chosen, kind, settings), rank, world_size, timeout, settings) as hellos:
+    given = launch.local_rank if launch is not None and launch.rank == rank else None
+    hello = _hello(backend, kind, torch.device(device or kind).index, given, settings)
+    with _met(store, hello, rank, world_size, timeout, settings) as hellos:
         _require_agreement(hellos)
-        local_rank = _local_rank(hellos, rank, launch)
-        place = _pick_device(kind, hellos, rank, local_rank, device)
+        ranks = _devices_of(hellos)
+        choice = devices.choose(ranks, backend)
+        place = _device_of(ranks, rank)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        if chosen == ring.BACKEND:
-            ring.register_backend()
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        _make_group(choice.backend, store, rank, world_size, timeout)
+    if choice.measure and devices.race(place):
+        dist.destroy_process_group()
+        _make_group(ring.BACKEND, PrefixStore("staged", store), rank, world_size, timeout)
+    local_rank = ranks[rank].local_rank
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
-    _log.info("rank %d of %d on %s: backend %s, device %s", rank, world_size, hellos[rank].host_name, chosen, place)
+    _tell_choice(choice, rank, place)
+    used = dist.get_backend_config()
+    _log.info("rank %d of %d on %s: backend %s, device %s", rank, world_size, hellos[rank].host_name, used, place)
 
 
 def shutdown() -> None:
@@ -263,10 +273,6 @@ def _device_kind(backend: str | None, wanted: torch.device | str | None) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def default_backend(kind: str) -> str:
-    return "cpu:ring,cuda:nccl" if kind == "cuda" and dist.is_nccl_available() else ring.BACKEND
-
-
 def _meeting_store(
     init_method: str | None, rank: int, world_size: int, timeout: timedelta, *, agent_store: bool
 ) -> Store:
@@ -305,19 +311,23 @@ def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta
     return store
 
 
-def _hello(backend: str, kind: str, settings: config.RingConfig) -> _Hello:
+def _hello(
+    backend: str | None, kind: str, gpu: int | None, local_rank: int | None, settings: config.RingConfig
+) -> _Hello:
     from ringdp import __version__
 
-    count = torch.cuda.device_count() if kind == "cuda" else 0
     return _Hello(
         host_id=config.host_identity(settings.host_id),
         host_name=settings.host_name,
         pid=os.getpid(),
         ringdp=__version__,
-        cuda_devices=count,
-        only_cuda_device=str(torch.cuda.get_device_properties(0).uuid) if count == 1 else "",
+        local_rank=local_rank,
         backend=backend,
         device=kind,
+        gpus=devices.visible() if kind == "cuda" else [],
+        gpu=gpu if kind == "cuda" else None,
+        nccl=dist.is_nccl_available(),
+        cuda_choice=config.cuda_choice(),
     )
 
 
@@ -348,9 +358,11 @@ def _met(
 def _require_agreement(hellos: Sequence[_Hello]) -> None:
     advice = {
         "ringdp": "install the same version everywhere",
-        "device": "pass device='cpu' to ringdp.init() everywhere, or give every rank a GPU",
         "backend": "pass the same backend to ringdp.init() everywhere",
+        "cuda_choice": "set RINGDP_CUDA alike everywhere",
     }
+    if hellos[0].backend not in (None, ring.BACKEND):  # ring is in one group with ranks on CPUs and on GPUs
+        advice["device"] = "pass device='cpu' to ringdp.init() everywhere, or give every rank a GPU"
     for field, what_to_do in advice.items():
         expected = getattr(hellos[0], field)
         for number, hello in enumerate(hellos):
@@ -364,35 +376,45 @@ def _require_agreement(hellos: Sequence[_Hello]) -> None:
                 )
 
 
-def _local_rank(hellos: Sequence[_Hello], rank: int, launch: config.LaunchEnvironment | None) -> int:
-    if launch is not None and launch.local_rank is not None and launch.rank == rank:
-        return launch.local_rank
-    return sum(hello.host_id == hellos[rank].host_id for hello in hellos[:rank])
+def _devices_of(hellos: Sequence[_Hello]) -> list[devices.RankDevices]:
+    """What `devices` decides by. Who has no launcher counts its local rank: how many ranks of its host come before."""
+    return [
+        devices.RankDevices(
+            host=hello.host_name,
+            local_rank=sum(other.host_id == hello.host_id for other in hellos[:rank])
+            if hello.local_rank is None
+            else hello.local_rank,
+            kind=hello.device,
+            gpus=hello.gpus,
+            asked=hello.gpu,
+            nccl=hello.nccl,
+            choice=hello.cuda_choice,
+        )
+        for rank, hello in enumerate(hellos)
+    ]
 
 
-def _pick_device(
-    kind: str, hellos: Sequence[_Hello], rank: int, local_rank: int, wanted: torch.device | str | None
-) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    mine = hellos[rank]
-    if wanted is not None and (index := torch.device(wanted).index) is not None:
-        if index >= mine.cuda_devices:
-            raise InvalidArgumentError(
-                f"device={wanted} was asked for, and torch sees {mine.cuda_devices} CUDA devices"
-            )
-        return torch.device("cuda", index)
-    if local_rank < mine.cuda_devices:
-        return torch.device("cuda", local_rank)
-    neighbours = [h for r, h in enumerate(hellos) if r != rank and h.host_id == mine.host_id]
-    if mine.cuda_devices == 1 and all(h.only_cuda_device not in ("", mine.only_cuda_device) for h in neighbours):
-        return torch.device("cuda", 0)  # the launcher shows each rank a device of its own
-    raise InvalidArgumentError(
-        f"rank {rank} is local rank {local_rank} of {len(neighbours) + 1} on {mine.host_name}, where it sees"
-        f" {mine.cuda_devices} CUDA device{'s' if mine.cuda_devices != 1 else ''}"
-        f" (CUDA_VISIBLE_DEVICES={config.visible_cuda_devices()}): start at most as many ranks per host as"
-        " there are devices, or pass device='cpu' to ringdp.init()"
-    )
+def _device_of(ranks: Sequence[devices.RankDevices], rank: int) -> torch.device:
+    number = devices.gpu_of(ranks, rank)
+    return torch.device("cpu") if number is None else torch.device("cuda", number)
+
+
+def _make_group(backend: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    if backend == ring.BACKEND:
+        ring.register_backend()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _tell_choice(choice: devices.Choice, rank: int, place: torch.device) -> None:
+    """Once in the job; a warning where it is not what the user would expect."""
+    if rank == 0 and choice.reason and not choice.measure:
+        level = logging.INFO if choice.wanted else logging.WARNING
+        way = "ring, through the host's memory" if choice.backend == ring.BACKEND else "NCCL"
+        _log.log(level, "CUDA tensors go over %s: %s", way, choice.reason)
+    if rank == 0 and place.type == "cuda" and not _build.has_cuda():
+        _log.warning(
+            "this ringdp was built without CUDA kernels, so gradients are encoded on the host: build it where nvcc is"
+        )
 
 
 def _shutdown_at_exit() -> None:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ringdp.devices import default_backend
 from ringdp.integrations import imported, register_strategy
 from ringdp.parallel import RingDP
-from ringdp.process_group import default_backend
 
 if TYPE_CHECKING:
     from lightning.pytorch import strategies

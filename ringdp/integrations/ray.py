@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ringdp.devices import default_backend
 from ringdp.integrations import imported
 from ringdp.parallel import RingDP
 
@@ -42,7 +43,7 @@ class RingBackend(ray_torch.TorchConfig().backend_cls):  # type: ignore[misc]
         worker_group.execute(_register)
         if backend_config.backend == "auto":
             gpus = worker_group.get_resources_per_worker().get("GPU", 0)
-            backend = "cpu:ring,cuda:nccl" if gpus else "ring"
+            backend = default_backend("cuda" if gpus else "cpu")
             backend_config = dataclasses.replace(backend_config, backend=backend)
         super().on_start(worker_group, backend_config)
 

@@ -218,8 +218,8 @@ TWO_RANKS = """
 """
 
 
-def hello_of(backend: str) -> process_group._Hello:
-    return process_group._hello(backend, "cpu", RingConfig())
+def hello_of(backend: str | None) -> process_group._Hello:
+    return process_group._hello(backend, "cpu", None, None, RingConfig())
 
 
 def meet_as_threads(hellos: list[process_group._Hello]) -> list[process_group._Hello]:
@@ -254,8 +254,9 @@ def test_two_ranks_meet_through_the_launchers_environment() -> None:
 def test_ranks_of_mp_spawn_count_their_local_ranks() -> None:
     hosts = ["left", "right", "right", "left", "right"]
     met = meet_as_threads([dataclasses.replace(hello_of("gloo"), host_id=host) for host in hosts])
-    counted = [process_group._local_rank(met, rank, None) for rank in range(len(hosts))]
-    assert counted == [0, 0, 1, 1, 2]
+    assert [one.local_rank for one in process_group._devices_of(met)] == [0, 0, 1, 1, 2]
+    told = [dataclasses.replace(hello, local_rank=7) for hello in met[:1]]
+    assert [one.local_rank for one in process_group._devices_of([*told, *met[1:]])] == [7, 0, 1, 1, 2]
 
 
 def test_open_mpis_variables_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +300,13 @@ def test_ranks_that_chose_differently_are_named() -> None:
         process_group._require_agreement(met)
     assert caught.value.peer == 2
     process_group._require_agreement(met[:2])
+    on_gpu = [dataclasses.replace(hello, device="cuda") for hello in met]
+    with pytest.raises(MismatchError, match=r"has device cpu, rank 1 on \S+ has cuda: pass device='cpu'"):
+        process_group._require_agreement([met[0], on_gpu[1]])
+    process_group._require_agreement([met[2], on_gpu[2]])  # ring takes both
+    other_wish = dataclasses.replace(met[1], cuda_choice="ring")
+    with pytest.raises(MismatchError, match=r"rank 1 on .* has ring: set RINGDP_CUDA alike"):
+        process_group._require_agreement([met[0], other_wish])
 
 
 def test_a_hello_in_other_words_is_a_mismatch() -> None:
@@ -307,30 +315,86 @@ def test_a_hello_in_other_words_is_a_mismatch() -> None:
             process_group._Hello.decode(text, rank=7)
 
 
-# --- which CUDA device is whose (no device is touched)
+# --- ranks with GPUs, which torch pretends to see; gloo stands in NCCL's place
+
+GPU_RANKS = """
+    import logging, os, types, torch, torch.distributed as dist
+    torch.cuda.is_available = lambda: True
+    shown = os.environ["GPUS_OF_RANK_" + os.environ["RANK"]].split()
+    torch.cuda.device_count = lambda: len(shown)
+    torch.cuda.get_device_properties = lambda number: types.SimpleNamespace(uuid=shown[number])
+    torch.cuda.set_device = print
+    dist.is_nccl_available = lambda: True
+
+    import ringdp
+    from ringdp import devices
+    devices.NCCL_BESIDE_RING = "cpu:ring,cuda:gloo"
+    race, ours = devices.race, float(os.environ.get("OURS_MS", 0))
+    if ours:
+        devices._all_reduce_seconds = lambda kind, tensor: ours / 1e3 if kind == "cpu" else 2e-3
+    devices.race = lambda device: race(torch.device("cpu"))
+    logging.basicConfig(level=logging.INFO)
+    ringdp.init(device=os.environ.get("DEVICE_OF_RANK_" + os.environ["RANK"]))
+    total = torch.ones(1000)
+    dist.all_reduce(total)
+    print("total", total[999].item(), "device", ringdp.device(), "backend", dist.get_backend_config())
+    print("prefer", dist.get_backend(), "sent", ringdp.traffic().bytes_sent > 0)
+"""
 
 
-def hellos(*counts: int, uuids: tuple[str, ...] | None = None) -> list[process_group._Hello]:
-    changes = zip(counts, uuids or ("",) * len(counts), strict=True)
-    return [dataclasses.replace(hello_of("ring"), cuda_devices=count, only_cuda_device=uuid) for count, uuid in changes]
+def on_two_gpu_ranks(first: str, second: str, *, expect: int = 0, **variables: str) -> list[str]:
+    """The outputs of two ranks that see these GPUs."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"GPUS_OF_RANK_0": first, "GPUS_OF_RANK_1": second} | variables
+    ranks = [start(GPU_RANKS, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(2)]
+    return [finish(process, expect=expect) for process in ranks]
 
 
-def test_each_local_rank_has_its_device() -> None:
-    pick = process_group._pick_device
-    assert pick("cuda", hellos(2, 2), 1, 1, None) == torch.device("cuda", 1)
-    assert pick("cuda", hellos(2, 2), 1, 1, "cuda:0") == torch.device("cuda", 0)
-    assert pick("cpu", hellos(2, 2), 1, 1, None) == torch.device("cpu")
+def test_a_gpu_for_each_rank_is_left_to_nccl() -> None:
+    for rank, output in enumerate(on_two_gpu_ranks("A B", "A B")):
+        assert f"total 2.0 device cuda:{rank} backend cpu:ring,cuda:gloo" in output
+        assert output.count("go over NCCL: each rank has a GPU of its own") == (rank == 0), "said once"
 
 
-def test_a_device_per_rank_shown_alone_is_number_0() -> None:
-    one_each = hellos(1, 1, uuids=("GPU-a", "GPU-b"))
-    assert process_group._pick_device("cuda", one_each, 1, 1, None) == torch.device("cuda", 0)
+def test_ranks_that_share_a_gpu_use_ring_and_say_so() -> None:
+    for rank, output in enumerate(on_two_gpu_ranks("A", "A")):
+        assert "total 2.0 device cuda:0 backend" in output
+        assert "prefer ring" in output
+        warning = r"WARNING:ringdp.process_group:CUDA tensors go over ring, .*: ranks 0 and 1 on \S+ share GPU A\n"
+        assert len(re.findall(warning, output)) == (rank == 0)
 
 
-@pytest.mark.parametrize("seen", [hellos(1, 1, uuids=("GPU-a", "GPU-a")), hellos(0, 0)])
-def test_fewer_devices_than_ranks_is_explained(seen: list[process_group._Hello]) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"local rank 1 of 2 on .*CUDA_VISIBLE_DEVICES.*device='cpu'"):
-        process_group._pick_device("cuda", seen, 1, 1, None)
+def test_ranks_that_share_a_gpu_are_named_where_nccl_was_demanded() -> None:
+    for output in on_two_gpu_ranks("A", "A", RINGDP_CUDA="nccl", expect=1):
+        assert "InvalidArgumentError: RINGDP_CUDA=nccl and ranks 0 and 1 on" in output
+        assert "share GPU A; NCCL would refuse them" in output
+
+
+def test_a_rank_on_the_cpu_and_one_on_a_gpu_are_one_job() -> None:
+    first, second = on_two_gpu_ranks("A", "B", DEVICE_OF_RANK_1="cpu")
+    assert "total 2.0 device cuda:0" in first
+    assert re.search(r"WARNING:.* go over ring, .*: rank 1 on \S+ computes on the CPU", first)
+    assert "total 2.0 device cpu" in second
+
+
+@pytest.mark.parametrize("ours, winner", [("1", "ring"), ("3", "NCCL")])
+def test_auto_keeps_what_is_faster_for_the_slowest_rank(ours: str, winner: str) -> None:
+    outputs = on_two_gpu_ranks("A", "B", RINGDP_CUDA="auto", OURS_MS=ours)
+    for rank, output in enumerate(outputs):
+        said = f"take 2 ms over NCCL and {ours} ms over ring, so CUDA tensors go over {winner}"
+        assert output.count(said) == (rank == 0)
+        assert "total 2.0 device cuda:0" in output
+        assert ("cuda:gloo" in output) == (winner == "NCCL")
+        assert "sent True" in output, "the ring still works"
+
+
+def test_auto_measures_both_where_nobody_says_the_times() -> None:
+    (first, _) = on_two_gpu_ranks("A", "B", RINGDP_CUDA="auto")
+    times = re.search(r"16 MiB take (\S+) ms over NCCL and (\S+) ms over ring, so CUDA tensors go over (\S+)", first)
+    assert times is not None, first
+    theirs, ours = float(times[1]), float(times[2])
+    assert min(theirs, ours) > 0
+    assert times[3] == ("ring" if ours < theirs else "NCCL")
 
 
 # --- leaving without saying so, and importing
