@@ -38,6 +38,7 @@ SEEN = {
 }
 FUZZ_S = 16  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
 WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
+ONE_THREAD = ("test_cuda_kernels",)  # of fibers, which ThreadSanitizer does not follow
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
 # A thread, because that is where a sanitizer's run time fails to start if it does.
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
@@ -91,6 +92,8 @@ def passing() -> Iterator[Any]:
     """Kernels as they are shipped; whatever has threads or bytes from others, under the sanitizers."""
     for build in SANITIZERS:
         for test in TESTS:
+            if build == "tsan" and test in ONE_THREAD:
+                continue
             twice = build == "plain" and test not in WITHOUT_THE_CORE
             yield pytest.param(build, test, marks=[pytest.mark.slow] if twice else [])
 

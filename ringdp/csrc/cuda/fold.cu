@@ -72,7 +72,13 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int s = 0; s < kAtOnce; ++s)
 #pragma unroll
-      for (int i = 0; i < kShare; ++i) v[s][i] = kernels::one_nan(by.divisor > 1.0f ? v[s][i] / by.divisor : v[s][i]);
+      for (int i = 0; i < kShare; ++i) {
+        const float sum = kernels::one_nan(by.divisor > 1.0f ? v[s][i] / by.divisor : v[s][i]);
+        // Codes beyond the end of the run may stand for anything.
+        const bool inside =
+            kAccess != Access::kElements || begin + s * kStep + element_of<Codes::kGroup>(part.lane, i) < count;
+        v[s][i] = inside ? sum : 0.0f;
+      }
     if constexpr (kFeedback) add_residual<Codes, kAccess>(v, left, residuals, begin, count, part.lane);
     finite &= encode_steps<Codes, kAccess, kFeedback>(it.run.code, v, left, residuals, begin, count, part.lane);
   });

@@ -1,0 +1,116 @@
+// As much of CUDA as ringdp/csrc/cuda uses, on the CPU: the kernels are compiled as C++ with this folder in front of the
+// toolkit's, and their index arithmetic, tails, shuffles and barriers run in every test. Blocks run one after the other, the
+// threads of a block as fibers that change hands where they meet (device.cpp). What it cannot show: races between blocks,
+// speed, and the bits of NaNs that the device's arithmetic makes. One thread only.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+using std::max;
+using std::min;
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3() = default;
+  explicit dim3(unsigned all) : x(all) {}
+};
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+inline dim3 threadIdx, blockIdx, gridDim;
+
+namespace emulated {
+
+inline constexpr unsigned kWarp = 32;
+inline constexpr std::size_t kParameterBytes = 4096;
+
+inline bool fail_next_launch = false;
+inline std::size_t launches = 0;
+
+// Runs body once for each thread of each block. Throws std::logic_error where threads wait for others in vain.
+void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& body);
+
+// What a thread can meet others for; those that meet must mean the same.
+enum class Meeting { kShuffle, kBallot, kBlock };
+
+// Waits for all lanes of the warp; what each of them brought.
+const uint32_t* meet_warp(Meeting what, uint32_t mine);
+void meet_block();
+
+template <class... Parameters>
+constexpr std::size_t bytes_of = (sizeof(Parameters) + ... + std::size_t{0});
+
+}  // namespace emulated
+
+using cudaError_t = int;
+using cudaStream_t = void*;
+inline constexpr cudaError_t cudaSuccess = 0;
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  std::size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+  static_assert(emulated::bytes_of<Parameters...> <= emulated::kParameterBytes);
+  if (std::exchange(emulated::fail_next_launch, false)) return 1;
+  ++emulated::launches;
+  emulated::run_grid(config->gridDim.x, config->blockDim.x, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorName(cudaError_t) { return "cudaErrorEmulated"; }
+inline const char* cudaGetErrorString(cudaError_t) { return "asked for by a test"; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 1, cudaSuccess; }
+
+inline void __syncthreads() { emulated::meet_block(); }
+inline unsigned __ballot_sync(unsigned, int mine) {
+  const uint32_t* all = emulated::meet_warp(emulated::Meeting::kBallot, mine != 0);
+  unsigned bits = 0;
+  for (unsigned lane = 0; lane < emulated::kWarp; ++lane) bits |= all[lane] << lane;
+  return bits;
+}
+inline uint32_t __shfl_sync(unsigned, uint32_t mine, unsigned lane) {
+  return emulated::meet_warp(emulated::Meeting::kShuffle, mine)[lane % emulated::kWarp];
+}
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t mine, unsigned other) {
+  return emulated::meet_warp(emulated::Meeting::kShuffle, mine)[(threadIdx.x ^ other) % emulated::kWarp];
+}
+inline uint32_t __shfl_up_sync(unsigned, uint32_t mine, unsigned apart) {
+  const unsigned lane = threadIdx.x % emulated::kWarp;
+  return emulated::meet_warp(emulated::Meeting::kShuffle, mine)[lane < apart ? lane : lane - apart];
+}
+
+inline uint32_t atomicAdd(uint32_t* at, uint32_t value) { return std::exchange(*at, *at + value); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (unsigned i = 0; i < 4; ++i)
+    result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
+}
