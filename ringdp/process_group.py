@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ringdp import _build, config, devices
 from ringdp import backend as ring
+from ringdp.device_guard import guard as _guard
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -136,6 +137,7 @@ def init(
         dist.destroy_process_group()
         _make_group(ring.BACKEND, PrefixStore("staged", store), rank, world_size, timeout)
     local_rank = ranks[rank].local_rank
+    _guard()
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)

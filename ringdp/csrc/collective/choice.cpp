@@ -6,7 +6,8 @@
 namespace ringdp {
 
 std::string_view algorithm_name(Algorithm algorithm) {
-  constexpr std::string_view kNames[] = {"exchange", "ring", "fold", "pairwise", "chain", "two_level", "compressed"};
+  constexpr std::string_view kNames[] = {"exchange", "ring",      "fold",       "pairwise",
+                                         "chain",    "two_level", "compressed", "elsewhere"};
   auto i = static_cast<std::size_t>(algorithm);
   return i < std::size(kNames) ? kNames[i] : "unknown";
 }

@@ -20,7 +20,8 @@ enum class Algorithm : uint8_t {
   kPairwise = 3,
   kChain = 4,
   kTwoLevel = 5,
-  kCompressed = 6
+  kCompressed = 6,
+  kElsewhere = 7  // see mesh/frame.h
 };
 
 std::string_view algorithm_name(Algorithm algorithm);

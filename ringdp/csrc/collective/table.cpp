@@ -140,6 +140,18 @@ std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name
   return empty_exchange(group, shape, std::move(name));
 }
 
+std::unique_ptr<Operation> make_announcement(const GroupView& group, const Announcement& what, std::string name) {
+  OperationShape shape;
+  shape.what = what.what;
+  shape.dtype = what.dtype;
+  shape.op = what.op;
+  shape.algorithm = static_cast<uint8_t>(Algorithm::kElsewhere);
+  shape.root = foreign_backend_number(what.by);
+  shape.count = what.count;
+  shape.layout_hash = hash_mix(hash_text(what.by), what.layout_hash);
+  return empty_exchange(group, shape, std::move(name));
+}
+
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name) {
   check_reduction(dtype, op);

@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "collective/choice.h"
@@ -16,6 +17,18 @@ namespace ringdp {
 // Every function makes an operation for this rank of `group`. `name` may be empty. Throws Error(kValue) for a reduction
 // that the dtype does not have.
 std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name);
+// What another backend does with tensors that never come here: every member says that it begins it, and hears that the
+// others do, so that ranks which disagree about it are told. `by` is that backend's name; `layout_hash`: of anything else
+// that must agree.
+struct Announcement {
+  Collective what = Collective::kAllReduce;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  uint64_t count = 0;  // elements of one rank's input
+  std::string_view by;
+  uint64_t layout_hash = 0;
+};
+std::unique_ptr<Operation> make_announcement(const GroupView& group, const Announcement& what, std::string name);
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name);
 // The mean of all ranks' sections, as codes on the wire; `report` may be null. Throws Error(kValue) for what cannot be: see

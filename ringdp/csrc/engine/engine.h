@@ -44,6 +44,9 @@ struct EngineOptions {
   std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel;  // the same
 };
 
+// Told once why a group failed: by the thread that drives, which it must not block, or by the one that begins to listen.
+using FailureListener = std::function<void(const std::exception_ptr&)>;
+
 class Engine {
  public:
   Engine(int rank, std::vector<MetPeer> peers, EngineOptions options);
@@ -66,6 +69,11 @@ class Engine {
 
   // Returns when the work is done, throws its error, or Error(kTimeout) when `deadline` passes (the work goes on).
   void wait(Work& work, Deadline deadline);
+
+  // Tells the listener when the group fails, at once if it has; nobody once it is gone.
+  void listen(uint64_t group, std::weak_ptr<const FailureListener> listener);
+  // The group's first failure; null where it has none or was removed.
+  std::exception_ptr failure_of(uint64_t group) const;
 
   // For other threads that wait: runs the options' check, which may throw.
   void check_interrupt() const {
@@ -123,13 +131,14 @@ class Engine {
     uint64_t id = 0;
     GroupView view;
     std::string name;
-    uint64_t next_sequence = 0;               // shared
-    std::exception_ptr failure;               // shared
-    std::optional<Doom> doom;                 // driver: nothing starts or ends any more
-    std::set<int> told_by;                    // driver: ranks that told of a failure of it
-    Clock::time_point noticed_at{};           // driver: when the log last said that something waits
-    std::deque<Slot> queued;                  // driver
-    std::deque<Slot> active;                  // driver: started, retired in order
+    uint64_t next_sequence = 0;                                   // shared
+    std::exception_ptr failure;                                   // shared
+    std::vector<std::weak_ptr<const FailureListener>> listeners;  // shared
+    std::optional<Doom> doom;                                     // driver: nothing starts or ends any more
+    std::set<int> told_by;                                        // driver: ranks that told of a failure of it
+    Clock::time_point noticed_at{};                               // driver: when the log last said that something waits
+    std::deque<Slot> queued;                                      // driver
+    std::deque<Slot> active;                                      // driver: started, retired in order
     std::vector<Slot> nested;                 // driver: messages and what callbacks issued, each on its own
     std::deque<Slot> unbound;                 // driver: receives that wait to know their sender, as they were posted
     MessageNumbers messages;                  // driver

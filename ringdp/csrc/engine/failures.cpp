@@ -28,6 +28,25 @@ Engine::GroupPtr Engine::find_group(uint64_t id) const {
   return found == groups_.end() ? nullptr : found->second;
 }
 
+void Engine::listen(uint64_t id, std::weak_ptr<const FailureListener> listener) {
+  std::exception_ptr failure;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = groups_.find(id);
+    if (found == groups_.end()) return;
+    failure = found->second->failure;
+    if (!failure) found->second->listeners.push_back(listener);
+  }
+  const auto told = failure ? listener.lock() : nullptr;
+  if (told) (*told)(failure);
+}
+
+std::exception_ptr Engine::failure_of(uint64_t id) const {
+  const GroupPtr group = find_group(id);
+  std::lock_guard lock(mutex_);
+  return group ? group->failure : nullptr;
+}
+
 bool Engine::guarded(int peer, const std::function<bool(Link&)>& action) {
   Link& link = *links_[peer];
   if (link.broken()) return false;
@@ -194,11 +213,15 @@ void Engine::fail_group(Group& group, const Error& error, const AbortNotice& not
 // The members know it already.
 void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& notice) {
   std::exception_ptr failure = std::make_exception_ptr(error);
+  std::vector<std::weak_ptr<const FailureListener>> listeners;
   {
     std::lock_guard lock(mutex_);
     if (group.failure) return;
     group.failure = failure;
+    listeners.swap(group.listeners);
   }
+  for (const auto& listener : listeners)
+    if (const auto told = listener.lock()) (*told)(failure);
   group.doom.reset();
   std::erase_if(doomed_, [](const GroupPtr& it) { return !it->doom; });
   // Earlier operations that have all their bytes were not touched by what went wrong.

@@ -73,6 +73,10 @@ std::shared_ptr<Work> GroupHandle::barrier(CallOptions options) {
   return submit(make_barrier(view_, current_name()), std::move(options));
 }
 
+std::shared_ptr<Work> GroupHandle::announce(const Announcement& what, CallOptions options) {
+  return submit(make_announcement(view_, what, current_name()), std::move(options));
+}
+
 std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op,
                                               CallOptions options) {
   auto operation = make_all_reduce(table_, view_, memory, dtype, op, current_name());

@@ -34,6 +34,8 @@ class GroupHandle {
   GroupHandle& operator=(const GroupHandle&) = delete;
 
   std::shared_ptr<Work> barrier(CallOptions options);
+  // Another backend's operation begins; see make_announcement. Done when all members have said so.
+  std::shared_ptr<Work> announce(const Announcement& what, CallOptions options);
   std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
   // The mean of all ranks' sections, as codes on the wire; the same bits on all of them.
   std::shared_ptr<Work> all_reduce_compressed(std::vector<CompressedSection> sections, const Compression& compression,
@@ -58,6 +60,11 @@ class GroupHandle {
 
   // Throws the operation's error; `timeout_ms` 0 waits as long as the operation's own timeout allows.
   void wait(Work& work, int64_t timeout_ms = 0);
+
+  // Why the group has failed; null while it has not.
+  std::exception_ptr failure() const { return engine_->failure_of(id_); }
+  // See Engine::listen.
+  void on_failure(std::weak_ptr<const FailureListener> listener) { engine_->listen(id_, std::move(listener)); }
 
   void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
   int64_t timeout_ms() const { return timeout_ms_; }

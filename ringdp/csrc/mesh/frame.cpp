@@ -1,6 +1,7 @@
 #include "mesh/frame.h"
 
 #include <algorithm>
+#include <array>
 
 #include "base/bytes.h"
 #include "base/text.h"
@@ -11,6 +12,9 @@ namespace {
 
 constexpr uint16_t kMagic = 0x4452;  // "RD"
 constexpr std::size_t kAbortFixedBytes = 16;
+
+// Part of the wire format: append, never renumber.
+constexpr std::array<std::string_view, 6> kForeignBackends{"another backend", "nccl", "gloo", "ucc", "mpi", "xccl"};
 
 std::size_t longest_payload(FrameType type) {
   switch (type) {
@@ -28,6 +32,11 @@ std::size_t longest_payload(FrameType type) {
 }
 
 }  // namespace
+
+int32_t foreign_backend_number(std::string_view name) {
+  const auto* found = std::find(kForeignBackends.begin(), kForeignBackends.end(), name);
+  return found == kForeignBackends.end() ? 0 : static_cast<int32_t>(found - kForeignBackends.begin());
+}
 
 uint64_t OperationShape::fingerprint() const {
   std::array<std::byte, 28> raw{};
@@ -48,6 +57,10 @@ std::string OperationShape::text() const {
   out += "(" + std::string(dtype_name(dtype)) + "[" + std::to_string(count) + "]";
   if (what == Collective::kAllReduce || what == Collective::kReduceScatter || what == Collective::kReduce)
     out += ", " + std::string(reduce_op_name(op));
+  if (algorithm == kElsewhere) {
+    const auto by = static_cast<std::size_t>(root);
+    return out + ") by " + std::string(kForeignBackends[by < kForeignBackends.size() ? by : 0]);
+  }
   if (what == Collective::kSend || what == Collective::kRecv)
     out += ", tag " + std::to_string(root);
   else if (root >= 0 && what == Collective::kAllReduce)

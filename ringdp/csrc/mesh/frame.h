@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "base/error.h"
 #include "base/types.h"
@@ -26,6 +27,11 @@ inline constexpr std::size_t kReasonBytes = 512;               // longest text o
 inline constexpr uint64_t kCallbackBit = 1ULL << 63;
 inline constexpr uint64_t kMessageBit = 1ULL << 62;
 
+// `algorithm` of an operation whose bytes another backend moves, beside these connections: the ranks only tell each other
+// that they begin it. `root` says by which one: a number of foreign_backend_number.
+inline constexpr uint8_t kElsewhere = 7;
+int32_t foreign_backend_number(std::string_view name);  // 0 for one without a number of its own
+
 enum class FrameType : uint8_t {
   kData = 1,     // payload of a flow, in order; `offset` is its place in the flow
   kGrant = 2,    // receiver to sender: the flow may be sent up to `offset`
@@ -43,13 +49,13 @@ struct OperationShape {
   DType dtype = DType::kUint8;
   ReduceOp op = ReduceOp::kSum;
   uint8_t algorithm = 0;
-  int32_t root = -1;         // or the tag of a send, the codec of a compressed all-reduce
+  int32_t root = -1;         // or the tag of a send, the codec of a compressed all-reduce, a foreign backend
   uint64_t count = 0;        // elements, of one rank's input
   uint32_t name_hash = 0;    // of the name given to it (bucket, `ringdp.named`); 0 for none
   uint64_t layout_hash = 0;  // of anything else that must agree (splits, parameter names); only in the fingerprint
 
   uint64_t fingerprint() const;
-  std::string text() const;  // "all_reduce(float32[10], SUM)"
+  std::string text() const;  // "all_reduce(float32[10], SUM)", "all_reduce(float32[10], AVG) by nccl"
 };
 
 struct FrameHeader {

@@ -18,7 +18,7 @@
 
 namespace ringdp {
 
-inline constexpr uint32_t kProtocolVersion = 3;
+inline constexpr uint32_t kProtocolVersion = 4;
 inline constexpr std::size_t kHandshakeBytes = 128;
 inline constexpr std::size_t kNonceBytes = 24;
 inline constexpr std::size_t kJobBytes = 16;

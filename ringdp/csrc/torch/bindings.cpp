@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
   ringdp::register_error_translator();
   ringdp::bind_work(module);
   ringdp::bind_process_group(module);
+  ringdp::bind_guard(module);
   ringdp::bind_methods(module);
   ringdp::bind_reducer(module);
   ringdp::bind_compression(module);

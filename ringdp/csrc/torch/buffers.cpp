@@ -15,12 +15,8 @@ namespace {
 
 }  // namespace
 
-DType dtype_of(const at::Tensor& tensor, const char* what) {
-  if (tensor.layout() != at::kStrided) refuse(what, "only supports dense tensors, not " + c10::str(tensor.layout()));
-  if (!tensor.device().is_cpu())
-    refuse(what, "the ring backend moves CPU tensors, not one on " + tensor.device().str() +
-                     "; initialise with \"cpu:ring,cuda:nccl\" for CUDA tensors");
-  switch (tensor.scalar_type()) {
+DType element_type(at::ScalarType type, const char* what) {
+  switch (type) {
     case at::kByte:
       return DType::kUint8;
     case at::kChar:
@@ -66,8 +62,16 @@ DType dtype_of(const at::Tensor& tensor, const char* what) {
     case at::kFloat4_e2m1fn_x2:
       return DType::kFloat4E2m1fnX2;
     default:
-      refuse(what, "tensors of type " + std::string(c10::toString(tensor.scalar_type())) + " are not supported");
+      refuse(what, "tensors of type " + std::string(c10::toString(type)) + " are not supported");
   }
+}
+
+DType dtype_of(const at::Tensor& tensor, const char* what) {
+  if (tensor.layout() != at::kStrided) refuse(what, "only supports dense tensors, not " + c10::str(tensor.layout()));
+  if (!tensor.device().is_cpu())
+    refuse(what, "the ring backend moves CPU tensors, not one on " + tensor.device().str() +
+                     "; initialise with \"cpu:ring,cuda:nccl\" for CUDA tensors");
+  return element_type(tensor.scalar_type(), what);
 }
 
 ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what) {

@@ -16,6 +16,8 @@ namespace ringdp {
 
 // Throws Error(kValue) naming `what` for tensors that are not dense, not on the CPU, or of a type without a wire format.
 DType dtype_of(const at::Tensor& tensor, const char* what);
+// Of any tensor; throws Error(kValue) for a type without a wire format.
+DType element_type(at::ScalarType type, const char* what);
 // PREMUL_SUM is a SUM of what `premultiplier_of` says, to be given to Buffers.
 ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what);
 // [1]; undefined unless the op is PREMUL_SUM. Throws Error(kValue) for a tensor that cannot be multiplied by it.

@@ -7,6 +7,7 @@
 #include "collective/point_to_point.h"
 #include "torch/arguments.h"
 #include "torch/call.h"
+#include "torch/guard.h"
 #include "torch/sparse.h"
 
 namespace ringdp {
@@ -41,18 +42,42 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shar
 // torch's Python type of a Backend keeps Python's lock while it destroys one; the threads that are waited for here may need it.
 ProcessGroupRing::~ProcessGroupRing() {
   const WithoutPythonLock no_lock;
-  shutdown();
+  close();
+  guards_.clear();
   group_.reset();
   runtime_.reset();
 }
 
+// In good order: what was announced is waited for, as the guarded backend waits for its operations.
 void ProcessGroupRing::shutdown() {
+  const WithoutPythonLock no_lock;
+  std::vector<std::shared_ptr<DeviceGuard>> guards;
+  {
+    std::lock_guard lock(guards_mutex_);
+    guards = guards_;
+  }
+  for (const auto& guard : guards) guard->drain();
+  close();
+}
+
+void ProcessGroupRing::close() {
+  {
+    std::lock_guard lock(guards_mutex_);
+    for (const auto& guard : guards_) guard->close();
+  }
   group_->close();
   if (owns_runtime_) runtime_->shut_down();
 }
 
 void ProcessGroupRing::abort() {
   runtime_->engine().abort("the process group was aborted on rank " + std::to_string(getRank()));
+}
+
+std::shared_ptr<DeviceGuard> ProcessGroupRing::guard(const c10::intrusive_ptr<c10d::Backend>& foreign) {
+  std::lock_guard lock(guards_mutex_);
+  for (const auto& guard : guards_)
+    if (guard->guards(foreign.get())) return guard;
+  return guards_.emplace_back(std::make_shared<DeviceGuard>(group_, foreign));
 }
 
 GroupHandle& ProcessGroupRing::counted() {

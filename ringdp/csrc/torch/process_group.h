@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -12,6 +13,8 @@
 #include "torch/work.h"
 
 namespace ringdp {
+
+class DeviceGuard;
 
 class ProcessGroupRing final : public c10d::Backend {
  public:
@@ -26,6 +29,9 @@ class ProcessGroupRing final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
   const GroupView& view() const { return group_->view(); }
+
+  // Of a backend that moves this group's device tensors; made when it is first asked for. See torch/guard.h.
+  std::shared_ptr<DeviceGuard> guard(const c10::intrusive_ptr<c10d::Backend>& foreign);
 
   // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
   // `buffer`: dense, contiguous, of a floating type, on the CPU; in place.
@@ -80,6 +86,7 @@ class ProcessGroupRing final : public c10d::Backend {
   void abort() override;
 
  private:
+  void close();
   GroupHandle& counted();  // the group, for one more call
   c10::intrusive_ptr<c10d::Work> receive(std::vector<at::Tensor>& tensors, int source, int tag, c10d::OpType type,
                                          const char* title);
@@ -87,6 +94,8 @@ class ProcessGroupRing final : public c10d::Backend {
   std::shared_ptr<GroupHandle> group_;  // shared with calls of several stages
   std::shared_ptr<Runtime> runtime_;    // shared by all groups made from the default group
   const bool owns_runtime_;
+  std::mutex guards_mutex_;
+  std::vector<std::shared_ptr<DeviceGuard>> guards_;  // shared with the reducers that use them
   std::atomic<uint64_t> calls_{0};
 };
 

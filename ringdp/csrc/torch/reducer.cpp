@@ -50,6 +50,12 @@ void Reducer::prepare_for_forward() {
   const Lock lock(mutex_);
   if (recomputing()) return;
   throw_if_failed();
+  try {
+    if (!local() && !parameters_.empty()) exchange_.throw_if_failed(parameters_.front().device().type());
+  } catch (...) {
+    failed_ = current_error_text();
+    throw;
+  }
   throw_if_unfinished(/*tell=*/true);
   follow_requires_grad();
 }

@@ -238,6 +238,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void end_backward();
   void note_times(Clock::time_point gradients_done, const std::vector<std::size_t>& missing);
   void wait_for_buckets(std::size_t first, std::size_t end);
+  void follow_announcements();
   void send_late_buckets();
   void hand_out();
   struct UsedMap {

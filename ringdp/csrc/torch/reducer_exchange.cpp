@@ -6,8 +6,10 @@
 #include <exception>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/naming.h"
 #include "engine/hold.h"
+#include "torch/guard.h"
 #include "torch/ring_of.h"
 
 namespace ringdp {
@@ -81,6 +83,8 @@ void BucketExchange::set_builtin_hook(BuiltinHook which) { set_hook(std::make_un
 void BucketExchange::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average) {
   group_ = std::move(group);
   average_ = average;
+  announced_.clear();
+  guards_.clear();
 }
 
 c10d::GradBucket BucketExchange::describe(const Bucket& bucket, at::Tensor buffer, std::size_t bucket_count,
@@ -118,9 +122,45 @@ std::shared_ptr<FiniteReport> BucketExchange::report_for(const at::Tensor& buffe
   return std::make_shared<FiniteReport>();
 }
 
+DeviceGuard* BucketExchange::guard(c10::DeviceType device) {
+  auto found = guards_.find(device);
+  if (found == guards_.end()) found = guards_.emplace(device, guard_of(*group_, device)).first;
+  return found->second.get();
+}
+
+// As what the bucket is to be reduced by. A hook's operations are its own: they are announced as the sum they stand for.
+void BucketExchange::announce(const Bucket& bucket, const at::Tensor& buffer, c10d::ReduceOp::RedOpType op) {
+  DeviceGuard* guard = this->guard(buffer.device().type());
+  if (guard == nullptr) return;
+  Announcement what;
+  what.dtype = element_type(buffer.scalar_type(), "all_reduce");
+  what.op = reduce_op_of(op, "all_reduce");
+  what.count = static_cast<uint64_t>(buffer.numel());
+  for (const CompressedSection& section : bucket.sections)
+    what.layout_hash = hash_mix(hash_mix(what.layout_hash, section.count), section.turn);
+  if (const NativeMethod* method = native(bucket))
+    what.layout_hash = hash_mix(hash_mix(what.layout_hash, static_cast<uint64_t>(method->codec())),
+                                static_cast<uint64_t>(divisor_ == 0 ? ranks() : divisor_));
+  announced_.push_back({bucket.sent_in, guard, guard->announce(what)});
+}
+
+void BucketExchange::follow_announcements(int64_t step) {
+  while (!announced_.empty()) {
+    const Announced& first = announced_.front();
+    if (!first.work->finished() && first.step > step - kLag) return;
+    const Announced oldest = first;
+    announced_.pop_front();
+    oldest.guard->wait(*oldest.work);
+  }
+}
+
+void BucketExchange::throw_if_failed(c10::DeviceType device) {
+  if (const DeviceGuard* guard = this->guard(device)) guard->throw_if_failed();
+}
+
 c10::intrusive_ptr<c10d::Work> BucketExchange::mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool average = average_ && divisor_ == 0 && !buffer.is_sparse();
+  const bool average = averages(buffer);
   if (!average) {
     const int64_t divisor = divisor_ == 0 ? ranks() : divisor_;
     // Before the sum, as torch's DDP does it, and for the same bits.
@@ -153,6 +193,8 @@ void BucketExchange::launch(Bucket& bucket, std::size_t bucket_count, const std:
   const NamedScope scope(bucket.name);
   bucket.times = {Clock::now(), std::make_shared<std::atomic<Clock::time_point>>()};
   bucket.hook = hook_of(bucket);
+  const bool summed = bucket.hook != nullptr || (native(bucket) == nullptr && !averages(bucket.buffer));
+  announce(bucket, bucket.buffer, summed ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG);
   if (bucket.hook != nullptr) {
     at::Tensor buffer = bucket.sparse ? bucket.buffer : bucket.gradients;
     c10d::GradBucket described = describe(bucket, std::move(buffer), bucket_count, parameters);
@@ -173,6 +215,17 @@ void BucketExchange::wait(Bucket& bucket) {
   auto work = std::exchange(bucket.work, nullptr);
   auto future = std::exchange(bucket.future, nullptr);
   if (!work && !future) return;
+  if (DeviceGuard* guard = this->guard(bucket.buffer.device().type())) {
+    try {
+      const auto what = work ? work->getFuture() : future;
+      guard->wait_for(*what);
+      if (what->hasError()) std::rethrow_exception(what->exception_ptr());
+    } catch (...) {
+      guard->throw_first_cause();
+      throw;
+    }
+    guard->throw_if_failed();
+  }
   if (work) work->wait();
   if (future) future->wait();
   note_end(bucket.times, begin, work.get());
@@ -194,7 +247,10 @@ void BucketExchange::average(at::Tensor buffer) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(Bucket& bucket, c10d::GradBucket& zeros) {
-  if (auto* hook = hook_of(bucket)) {
+  auto* const hook = hook_of(bucket);
+  const bool summed = hook != nullptr || (native(bucket) == nullptr && !averages(zeros.getBuffer()));
+  announce(bucket, zeros.getBuffer(), summed ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG);
+  if (hook != nullptr) {
     const CallbackHold hold;
     return hook->runHook(zeros);
   }

@@ -3,14 +3,20 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
+#include "engine/work.h"
 #include "torch/reducer_bucket.h"
 
 namespace ringdp {
+
+class DeviceGuard;
 
 enum class BuiltinHook { kAllReduce, kFp16Compress };
 
@@ -50,6 +56,14 @@ class BucketExchange {
   // Until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws what failed.
   void wait(Bucket& bucket);
 
+  // Where another backend than ring reduces buckets beside it (torch/guard.h), all ranks announce each bucket, and nobody
+  // waits for that in the step: this is called when a backward has ended, and returns when the others have announced
+  // what this rank had before the last `kLag` backwards. Throws what failed.
+  static constexpr int64_t kLag = 2;
+  void follow_announcements(int64_t step);
+  // Throws why ring's group failed, where there is such a guard.
+  void throw_if_failed(c10::DeviceType device);
+
   // The mean over all ranks, by a plain all-reduce in place: `buffer` is dense and contiguous. Waits for it.
   void average(at::Tensor buffer);
 
@@ -68,6 +82,15 @@ class BucketExchange {
                                             const std::shared_ptr<FiniteReport>& report);
   c10::intrusive_ptr<c10d::Work> all_reduce_compressed(const Bucket& bucket, at::Tensor buffer, CodecId codec);
   std::shared_ptr<FiniteReport> report_for(const at::Tensor& buffer) const;
+  DeviceGuard* guard(c10::DeviceType device);
+  void announce(const Bucket& bucket, const at::Tensor& buffer, c10d::ReduceOp::RedOpType op);
+  bool averages(const at::Tensor& buffer) const { return average_ && divisor_ == 0 && !buffer.is_sparse(); }
+
+  struct Announced {
+    int64_t step;
+    DeviceGuard* guard;  // in guards_
+    std::shared_ptr<ringdp::Work> work;
+  };
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   bool average_;
@@ -75,6 +98,9 @@ class BucketExchange {
   float factor_ = 1.0f;
   bool watching_ = false;
   std::unique_ptr<c10d::CommHookInterface> hook_;
+  std::map<c10::DeviceType, std::shared_ptr<DeviceGuard>>
+      guards_;  // asked for so far; shared with the ring; may be null
+  std::deque<Announced> announced_;
 };
 
 }  // namespace ringdp

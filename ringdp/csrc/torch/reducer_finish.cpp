@@ -52,6 +52,7 @@ void Reducer::end_backward() {
       lock.lock();
     }
     lock.unlock();
+    follow_announcements();
     hook_methods = ask_hook_methods();
     lock.lock();
     look_at_reports(hook_methods);
@@ -88,6 +89,15 @@ void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
       if (failed_.empty()) failed_ = current_error_text();
       throw;
     }
+  }
+}
+
+void Reducer::follow_announcements() {
+  try {
+    in_bucket(-1, "announced before", step_, [&] { exchange_.follow_announcements(step_); });
+  } catch (...) {
+    if (failed_.empty()) failed_ = current_error_text();
+    throw;
   }
 }
 
