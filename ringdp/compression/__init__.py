@@ -9,15 +9,18 @@ from ringdp.compression.feedback import EF21, ErrorFeedback, Feedback
 from ringdp.compression.int4 import Int4
 from ringdp.compression.int8 import Int8
 from ringdp.compression.majority import SignSGD
+from ringdp.compression.planes import Int5, Int6, NormalFloat4
 from ringdp.compression.power_sgd import PowerSGD
-from ringdp.compression.protocol import Compressor, Info, Payload, RoundsCompressor
+from ringdp.compression.protocol import Compressor, Info, MergeCompressor, Payload, RoundsCompressor
 from ringdp.compression.random_k import RandomK
 from ringdp.compression.registry import get, names, register
 from ringdp.compression.rules import Rules, assign
 from ringdp.compression.sign import Sign
 from ringdp.compression.stochastic import QSGD, TernGrad
+from ringdp.compression.top_k import DGC, TopK
 
 __all__ = [
+    "DGC",
     "EF21",
     "QSGD",
     "Bfloat16",
@@ -27,7 +30,11 @@ __all__ = [
     "Float16",
     "Info",
     "Int4",
+    "Int5",
+    "Int6",
     "Int8",
+    "MergeCompressor",
+    "NormalFloat4",
     "Payload",
     "PowerSGD",
     "RandomK",
@@ -36,6 +43,7 @@ __all__ = [
     "Sign",
     "SignSGD",
     "TernGrad",
+    "TopK",
     "assign",
     "get",
     "names",

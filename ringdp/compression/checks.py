@@ -21,14 +21,19 @@ def check_block(what: str, block: Any, *, multiple_of: int) -> None:
 
 def check_code(what: str, payload: Payload, size: int, info: Info) -> Tensor:
     """The one tensor of `payload`, uint8 ``[size]``. Raises InvalidArgumentError where it is anything else."""
-    if len(payload) != 1 or payload[0].dtype != torch.uint8 or payload[0].dim() != 1:
-        raise InvalidArgumentError(f"{what}: a payload is one flat tensor of uint8")
-    if payload[0].numel() != size:
+    code = check_payload(what, payload)
+    if code.numel() != size:
         raise InvalidArgumentError(
-            f"{what}: a payload of {payload[0].numel()} bytes for {info.numel} elements of {info.name},"
-            f" which take {size}",
+            f"{what}: a payload of {code.numel()} bytes for {info.numel} elements of {info.name}, which take {size}",
             name=info.name,
         )
+    return code
+
+
+def check_payload(what: str, payload: Payload) -> Tensor:
+    """The one tensor of `payload`, flat uint8. Raises InvalidArgumentError where it is anything else."""
+    if len(payload) != 1 or payload[0].dtype != torch.uint8 or payload[0].dim() != 1:
+        raise InvalidArgumentError(f"{what}: a payload is one flat tensor of uint8")
     return payload[0]
 
 

@@ -22,8 +22,10 @@ class Feedback(Protocol):
     Optional: ``result(aggregate, state) -> Tensor``, called on all ranks with the decoded mean, gives the gradient, for
     methods that send differences; its state is one more dict, the same on all ranks. With it, a rank's own part goes
     through `before` and `after` too, without loss. ``owner``: another plug-in for the owner's encoding of the mean;
-    without it, this one. ``owed``: names of tensors in `state` that hold what was left out so far, by element, for
-    checkpoints that load at another world size; others are averaged over the ranks.
+    without it, this one. ``unscaled = True``: `x`, `decoded` and `state` are without the loss scale. ``sums = False``:
+    what is sent over the steps is not the sum of the gradients. ``owed``: names of tensors in `state` that hold what
+    was left out so far, by element, for checkpoints that load at another world size; others are averaged over the
+    ranks.
     """
 
     def before(self, x: Tensor, state: State) -> Tensor:

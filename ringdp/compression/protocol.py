@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-Aggregate = Literal["owner", "gather", "sum", "rounds"]
-AGGREGATES: tuple[Aggregate, ...] = ("owner", "gather", "sum", "rounds")
+Aggregate = Literal["owner", "merge", "gather", "sum", "rounds"]
+AGGREGATES: tuple[Aggregate, ...] = ("owner", "merge", "gather", "sum", "rounds")
 Payload = tuple[Tensor, ...]
 Rounds = Generator[list[Tensor] | Tensor, Any, Sequence[Tensor]]
 
@@ -96,7 +96,8 @@ class Compressor(Protocol):
 
     Optional attributes, with what holds where they are missing:
         aggregate: how the ranks' payloads become one mean: ``owner`` (the default) encodes twice and moves as few bytes
-            as an all-reduce; ``gather``: everyone decodes everyone's payload; ``sum``: payload tensors are added up,
+            as an all-reduce; ``merge``: the same for payloads that the compressor can add up by itself, see
+            `MergeCompressor`; ``gather``: everyone decodes everyone's payload; ``sum``: payload tensors are added up,
             for linear methods; ``rounds``: see `RoundsCompressor`. docs/custom_compressors.md has the costs.
         fixed_size: payloads of equally many elements have the same dtypes and sizes (True); False costs an exchange of
             sizes before each exchange of payloads.
@@ -135,4 +136,19 @@ class RoundsCompressor(Protocol):
 
     def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:
         """Yield what is to be exchanged; return the means."""
+        ...
+
+
+@runtime_checkable
+class MergeCompressor(Compressor, Protocol):
+    """A compressor with ``aggregate = "merge"``: its payloads add up to one, as those of sparse codes do."""
+
+    def merge(
+        self, payloads: Sequence[Payload], info: Info, divisor: float, residual: Tensor | None, back: float
+    ) -> Payload:
+        """One payload of the sum of what `payloads` hold, added in their order, by `divisor`.
+
+        What of that it cannot hold, times `back`, is added to `residual` (float32 ``[numel]``) in place, where there is
+        one.
+        """
         ...

@@ -17,6 +17,7 @@ _METHODS = {
     "compress": "compress(x, info) -> tuple of tensors",
     "decompress": "decompress(payload, info) -> tensor",
 }
+_MERGE = {"merge": "merge(payloads, info, divisor, residual, back) -> tuple of tensors"}
 _METHODS_OF_ROUNDS = {"average": "average(xs, infos), a generator that returns the means"}
 
 
@@ -67,7 +68,7 @@ def _check(made: Any, spec: Any) -> None:
     aggregate = getattr(made, "aggregate", "owner")
     if aggregate not in AGGREGATES:
         raise InvalidArgumentError(f"{spec!r}: aggregate must be one of {', '.join(AGGREGATES)}, not {aggregate!r}")
-    needed = _METHODS if aggregate != "rounds" else _METHODS_OF_ROUNDS
+    needed = _METHODS_OF_ROUNDS if aggregate == "rounds" else _METHODS | (_MERGE if aggregate == "merge" else {})
     missing = [method for method in needed if not callable(getattr(made, method, None))]
     if missing:
         raise InvalidArgumentError(

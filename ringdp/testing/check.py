@@ -88,7 +88,8 @@ class _Bench:
         yield "infinities and NaN are seen by every rank, in that step only", self.overflow
         yield "1 to 8 ranks end with the same bits", self.worlds
         yield "state is replaced, not changed in place", self.state
-        if hasattr(self.feedback, "owed") and not hasattr(self.feedback, "result"):
+        sums = getattr(self.feedback, "sums", True) and not hasattr(self.feedback, "result")
+        if hasattr(self.feedback, "owed") and sums:
             yield "what was sent and what is owed add up to the gradients (error feedback)", self.telescoping
 
     # What the checks are made of.
@@ -221,8 +222,8 @@ class _Bench:
 
     def owed(self, done: Simulation, ranks: int) -> Tensor:
         """What the mean still lacks, by all ranks."""
-        parts = ranks if getattr(self.compressor, "aggregate", "owner") == "owner" else 1
-        section = Section(_NAME, (3000,), 0, 3000, self.compressor, parts, self.device)
+        section = Place(_NAME, (3000,), 0, 3000, self.compressor).section(ranks, self.device)
+        assert section is not None
         total = torch.zeros(3000, dtype=torch.float64, device=self.device)
         for rank, states in enumerate(done.states):
             for path, value in saved.save(section, states.items()).items():

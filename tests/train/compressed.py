@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.compression import EF21, Info, Int4, Int8, PowerSGD, RandomK, Sign, SignSGD
+from ringdp.compression import DGC, EF21, Info, Int4, Int8, PowerSGD, RandomK, Sign, SignSGD, TopK
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -137,6 +137,8 @@ COMPRESSORS: dict[str, Any] = {
     "random k": RandomK(0.1),
     "low rank": PowerSGD(2),
     "votes": SignSGD(),
+    "top k": TopK(0.05),
+    "top k with momentum": TopK(0.1, error_feedback=DGC(0.9, clip=10.0)),
 }
 ROUNDED_BY_THE_BACKEND = ("folded", "random k", "low rank")  # sums of floats, in whatever order
 

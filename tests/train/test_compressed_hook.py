@@ -90,13 +90,14 @@ def test_all_ranks_have_the_bits_of_the_simulation(backend: str, name: str) -> N
 @pytest.mark.parametrize(
     "world", [2, 4, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", ["int4", "large"])
+@pytest.mark.parametrize("name", ["int4", "large", "top k"])
 def test_in_other_worlds(backend: str, name: str, world: int) -> None:
     check_bits(COMPRESSORS[name], run_ranks(trained, name, 3, world_size=world, backend=backend, timeout_s=100))
 
 
 @pytest.mark.parametrize(
-    "name", ["int8", "int4 EF21", "steps", "gathered", "large", "folded", "rounded", "sign", "low rank", "votes"]
+    "name",
+    ["int8", "int4 EF21", "steps", "gathered", "large", "folded", "rounded", "sign", "low rank", "votes", "top k"],
 )
 def test_an_overflow_on_one_rank_is_seen_by_all_and_leaves_no_trace(backend: str, name: str) -> None:
     world = 2

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ringdp
-from ringdp.compression import EF21, Int8, PowerSGD
+from ringdp.compression import EF21, Int8, PowerSGD, TopK
 from ringdp.parallel import RingDP
 from tests.train import compressed_training as training
 from tests.train.harness import backends, run_outcomes, run_ranks
@@ -28,6 +28,7 @@ KINDS = [
     Int8(block=64, error_feedback=True),
     Int8(error_feedback=EF21()),
     PowerSGD(2),
+    TopK(0.1),
 ]
 
 
@@ -94,12 +95,12 @@ def test_the_mean_over_ranks_loads_at_another_world_size(compression: Any) -> No
                 assert torch.equal(loaded["parameters"][name]["residual"], entry["residual"])
 
 
-def nothing_is_lost() -> None:
+def nothing_is_lost(compression: Any) -> None:
     """What arrived and what the consolidated state still owes are the exact means, in any memory format."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Unflatten(1, (16, 5, 5)), nn.Conv2d(16, 24, 3), nn.Flatten(), nn.Linear(216, 7))
     net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    exact, lossy = RingDP(copy.deepcopy(net)), RingDP(copy.deepcopy(net), compression="int4")
+    exact, lossy = RingDP(copy.deepcopy(net)), RingDP(copy.deepcopy(net), compression=compression)
     wanted, got = (torch.zeros(24, 16, 3, 3) for _ in range(2))
     for step in range(3):
         x = torch.randn(4, 400, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -118,7 +119,12 @@ def nothing_is_lost() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("backend", backends())
 def test_what_arrived_and_what_is_owed_are_the_exact_means(backend: str, world_size: int) -> None:
-    run_ranks(nothing_is_lost, world_size=world_size, backend=backend)
+    run_ranks(nothing_is_lost, "int4", world_size=world_size, backend=backend)
+
+
+@pytest.mark.parametrize("compression", [TopK(0.1), PowerSGD(2)], ids=str)
+def test_so_they_are_where_codes_are_sparse_or_of_low_rank(compression: Any) -> None:
+    run_ranks(nothing_is_lost, compression, world_size=3, backend="ring")
 
 
 def on_two_hosts(folder: str) -> tuple[list[str], dict[str, Any]]:

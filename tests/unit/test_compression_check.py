@@ -16,6 +16,9 @@ from tests.train.compressed import COMPRESSORS, Steps
 BITS = {
     "int8": 8.125,
     "int4": 4.25,
+    "int5": 5.25,
+    "int6": 6.25,
+    "nf4": 4.25,
     "fp16": 16.0,
     "bf16": 16.0,
     "sign": 1.125,
@@ -30,7 +33,7 @@ BITS = {
 @pytest.mark.parametrize("name", BITS)
 def test_what_is_built_in_keeps_its_promises(name: str) -> None:
     report = check_compressor(name)
-    feeds_back = name in ("int4", "sign", "randomk", "powersgd")
+    feeds_back = name in ("int4", "int5", "nf4", "sign", "randomk", "powersgd")
     assert len(report.passed) == 8 + feeds_back - (name in ("powersgd", "signsgd"))
     assert report.bits == pytest.approx(BITS[name], abs=0.01)
     assert f"{report.bits:.2f} bits an element" in str(report)

@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import QSGD, Info, PowerSGD, RandomK, Sign, SignSGD, TernGrad, get
+from ringdp.compression import (
+    QSGD,
+    Info,
+    Int4,
+    Int5,
+    Int6,
+    NormalFloat4,
+    PowerSGD,
+    RandomK,
+    Sign,
+    SignSGD,
+    TernGrad,
+    get,
+)
 from ringdp.compression.bits import pack, packed_bytes, unpack
 from ringdp.compression.exchange import Section
 from ringdp.compression.exchange.local import there_and_back
@@ -39,6 +52,38 @@ def test_packed_numbers_come_back(bits: int, count: int) -> None:
     packed = pack(numbers, bits)
     assert packed.numel() == packed_bytes(count, bits)
     assert torch.equal(unpack(packed, bits, count), numbers)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("int6", 6.1e-4), ("int5", 2.6e-3), ("nf4", 0.9e-2), ("int4", 1.2e-2)])
+def test_the_error_of_a_gaussian_is_what_the_width_allows(name: str, bound: float) -> None:
+    error = nmse(once(get(name), gaussian(64 * 1000 + 17)), gaussian(64 * 1000 + 17))
+    assert 0.85 * bound < error < bound
+
+
+@pytest.mark.parametrize("compressor", [Int5(), Int6(), Int6(block=24), NormalFloat4(), Int4()], ids=repr)
+def test_codes_are_the_nearest_of_their_block(compressor: Any) -> None:
+    for count in (1, 7, 63, 64, 65, 1000):
+        for size in (1.0, 1e-36, 1e36):
+            x = gaussian(count, seed=count) * size
+            decoded = once(compressor, x)
+            for block, exact in zip(decoded.split(compressor.block), x.split(compressor.block), strict=True):
+                largest = float(exact.abs().max())
+                widest = {4: 1 / 7, 5: 1 / 15, 6: 1 / 31}[getattr(compressor, "bits", 4)]
+                if isinstance(compressor, NormalFloat4):
+                    widest = 1 - 0.6961928009986877
+                # Half a step, and what bfloat16 rounds off the scale at the ends.
+                assert float((block - exact).abs().max()) <= largest * (widest / 2 + 2**-8)
+
+
+def test_int4_in_planes_is_int4() -> None:
+    """The layout of the low bits is the core's."""
+
+    class Int4InPlanes(Int5):
+        bits, zero = 4, 8
+
+    x = gaussian(1000)
+    info = Info(name="x", shape=(1000,), numel=1000)
+    assert torch.equal(Int4InPlanes().compress(x, info)[0], Int4().compress(x, info)[0])
 
 
 def test_a_sign_keeps_the_mean_magnitude_of_its_block() -> None:

@@ -1,8 +1,8 @@
 """How the ranks' payloads of a bucket become one mean: what is sent, who adds, in which order. Moves no bytes itself.
 
 `layout` is where to begin: it cuts a bucket into sections and runs the exchange of each kind of aggregate (`owner`,
-`gather`, `summed`, `rounds`), a generator that yields `requests` and is sent their answers. A process group answers
-them, or a simulation of all ranks in one process.
+`merged`, `gather`, `summed`, `rounds`), a generator that yields `requests` and is sent their answers. A process group
+answers them, or a simulation of all ranks in one process.
 """
 
 from ringdp.compression.exchange.layout import Layout, Place

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringdp.compression.exchange.agreement import agree
 from ringdp.compression.exchange.gather import gather_exchange
+from ringdp.compression.exchange.merged import merge_exchange
 from ringdp.compression.exchange.owner import owner_exchange
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllReduce, Exchange
@@ -23,6 +24,7 @@ _EXCHANGES: dict[str, Callable[[Plan, Tensor, Coder, Tensor], Exchange]] = {
     "gather": gather_exchange,
     "sum": sum_exchange,
     "rounds": rounds_exchange,
+    "merge": merge_exchange,
 }
 
 
@@ -40,7 +42,7 @@ class Place:
         """As the exchanges know it; None for exact."""
         if self.compressor is None:
             return None
-        parts = ranks if getattr(self.compressor, "aggregate", "owner") == "owner" else 1
+        parts = ranks if getattr(self.compressor, "aggregate", "owner") in ("owner", "merge") else 1
         return Section(self.name, self.shape, self.begin, self.count, self.compressor, parts, device)
 
 

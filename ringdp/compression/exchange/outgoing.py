@@ -33,6 +33,11 @@ class Outgoing:
 
     def add(self, part: int, elements: Callable[[int, Section], Tensor]) -> None:
         """Encode what `elements` gives for each section, by its index, where it has elements in this part."""
+        encode = self._coder.encode
+        self.put(part, lambda index, section: encode(section, elements(index, section), self._phase, part))
+
+    def put(self, part: int, payload_of: Callable[[int, Section], Payload]) -> None:
+        """Take what `payload_of` gives for each section, by its index, where it has elements in this part."""
         plan = self._plan
         promised = plan.forms(part, self._phase)
         self._payloads[part] = []
@@ -44,13 +49,17 @@ class Outgoing:
             for index, section in enumerate(plan.sections):
                 payload: Payload = ()
                 if section.numel(part):
-                    payload = self._coder.encode(section, elements(index, section), self._phase, part)
+                    payload = payload_of(index, section)
                     check_promise(section, promised[index], payload, section.numel(part))
                 payloads.append(payload)
             self._payloads[part] = payloads
             self._forms[part] = [forms_of(payload) for payload in payloads]
         except Exception as error:  # told to all ranks, which then raise together
             self.error = error
+
+    def take(self, part: int) -> list[Payload]:
+        """The payloads of a part that is not sent."""
+        return self._payloads.pop(part)
 
     def size(self, part: int) -> int:
         return message_bytes(self._plan, self._forms[part])

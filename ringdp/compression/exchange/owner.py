@@ -32,7 +32,7 @@ def owner_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) ->
     flags = what_is_not_finite(plan, bucket)
     outgoing = Outgoing(plan, coder, "rank")
     for part in others:
-        outgoing.add(part, _Elements(bucket, part, flags))
+        outgoing.add(part, Elements(bucket, part, flags))
     sizes = yield from outgoing.sizes_of_all([[p for p in range(ranks) if p != r] for r in range(ranks)])
     received = yield AllToAll(*_messages(outgoing, others, flags, plan, sizes, me))
     messages = dict(zip(others, received.split([message_bytes(plan, sizes[r, me]) for r in others]), strict=True))
@@ -73,7 +73,7 @@ def _messages(
     return send, to, [message_bytes(plan, sizes[r, me]) if r != me else 0 for r in range(plan.ranks)]
 
 
-class _Elements:
+class Elements:
     """This rank's own, of one part, section by section."""
 
     def __init__(self, bucket: Tensor, part: int, flags: list[int]) -> None:

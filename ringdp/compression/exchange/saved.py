@@ -71,7 +71,7 @@ def load(
             piece = value[section.edges[part] : section.edges[part + 1]].to(section.device, copy=True)
             if len(words) == 1:
                 kind, phase, name = "feedback", "owner" if _is_owner(section, part, rank) else "rank", path
-                if consolidated and section.parts > 1 and phase == "rank":
+                if consolidated and section.owners_encode and phase == "rank":
                     continue
             else:
                 kind, phase, name = words
@@ -82,7 +82,7 @@ def load(
 
 def _owed_by(section: Section, value: Tensor, rank: int, consolidated: bool) -> Tensor:
     owed = value.to(section.device, copy=True)
-    if consolidated and section.parts > 1:
+    if consolidated and section.owners_encode:
         owed[: section.edges[rank]] = 0
         owed[section.edges[rank + 1] :] = 0
     return owed
@@ -95,7 +95,7 @@ def share(section: Section, path: str, value: Tensor, rank: int, ranks: int) -> 
     mean still owes.
     """
     part = value / ranks
-    if "/" not in path and section.parts > 1:
+    if "/" not in path and section.owners_encode:
         own = slice(section.edges[rank], section.edges[rank + 1])
         part[own] = value[own]
     return part
@@ -107,4 +107,4 @@ def _is_owed(section: Section, key: Key, name: str) -> bool:
 
 
 def _is_owner(section: Section, part: int, rank: int) -> bool:
-    return section.parts > 1 and part == rank
+    return section.owners_encode and part == rank

@@ -53,6 +53,11 @@ class Section:
     def feedback_in(self, phase: Phase) -> Feedback | None:
         return self.feedback if phase == "rank" else getattr(self.feedback, "owner", self.feedback)
 
+    @property
+    def owners_encode(self) -> bool:
+        """Whether parts have owners, who encode the means and owe what that loses."""
+        return self.parts > 1 and getattr(self.compressor, "aggregate", "owner") == "owner"
+
     def numel(self, part: int) -> int:
         return self.edges[part + 1] - self.edges[part]
 
@@ -87,17 +92,45 @@ class Coder:
             InvalidArgumentError: the compressor did not give a tuple of tensors.
         """
         feedback = section.feedback_in(phase)
-        codec = getattr(section.compressor, "native", None)
-        if feedback is not None and type(feedback) is ErrorFeedback and codec and native.serves(x):
-            return self._encode_natively(section, x, phase, part, codec)
+        if feedback is None:
+            return self.compress(section, x, phase, part)
+        if type(feedback) is ErrorFeedback:
+            codec = getattr(section.compressor, "native", None)
+            if codec and native.serves(x):
+                return self._encode_natively(section, x, phase, part, codec)
+            if hasattr(section.compressor, "compress_with_residual"):
+                return self._encode_at_once(section, x, phase, part)
         key = Key(section.name, "feedback", phase, part)
-        state = self.states.copy(key, self.factor) if feedback is not None else {}
-        fed = x if feedback is None else feedback.before(x, state)
-        payload = self.compress(section, fed, phase, part)
-        if feedback is not None:
-            feedback.after(fed, self.decode(section, payload, phase, part), state)
-            self.states.keep(key, state, self.factor)
+        # Powers of two as a rule, which change no bit.
+        to_units = 1.0 / self.factor if getattr(feedback, "unscaled", False) else 1.0
+        state = self.states.copy(key, self.factor * to_units)
+        fed = feedback.before(x * to_units if to_units != 1.0 else x, state)
+        payload = self.compress(section, fed / to_units if to_units != 1.0 else fed, phase, part)
+        decoded = self.decode(section, payload, phase, part)
+        feedback.after(fed, decoded * to_units if to_units != 1.0 else decoded, state)
+        self.states.keep(key, state, self.factor * to_units)
         return payload
+
+    def _encode_at_once(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
+        """By a compressor that adds what was left and finds what is left in the pass that encodes."""
+        key, own = Key(section.name, "feedback", phase, part), Key(section.name, "compressor", phase, part)
+        residual = self.states.copy(key).get("residual")
+        info = self._info(section, phase, part, self.states.copy(own))
+        payload, left = section.compressor.compress_with_residual(  # type: ignore[attr-defined]
+            x, torch.zeros_like(x) if residual is None else residual, info
+        )
+        self.states.keep(own, info.state)
+        self.states.keep(key, {"residual": left})
+        return tuple(payload)
+
+    def merge(self, section: Section, payloads: Sequence[Payload], divisor: float, part: int) -> Payload:
+        """One payload of the mean of this rank's part; what it cannot hold is owed by this rank's next gradient."""
+        residual = self.states.pending(Key(section.name, "feedback", "rank", part)).get("residual")
+        info = self._info(section, "owner", part, {})
+        merged: Payload = section.compressor.merge(  # type: ignore[attr-defined]
+            payloads, info, divisor, residual, divisor / self.factor
+        )
+        return merged
 
     def own_term(self, section: Section, x: Tensor, part: int) -> Tensor:
         """What a rank's own part adds to the sum: itself, without loss; its difference where differences are sent."""

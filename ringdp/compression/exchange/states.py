@@ -47,6 +47,10 @@ class States:
         if state or key in self._committed:
             self._pending[key] = scaled(state, 1.0 / factor)
 
+    def pending(self, key: Key) -> dict[str, Any]:
+        """What this step has left so far, to be corrected before it counts."""
+        return self._pending.get(key, {})
+
     def commit(self, finite: bool, *, unused: Iterable[str] = ()) -> None:
         """The step counts, but for parameters that nobody used, or leaves no trace."""
         if finite:

@@ -11,6 +11,7 @@
 #include "codec/codec.h"
 #include "collective/compressed_plan.h"
 #include "torch/bindings.h"
+#include "torch/flat_tensors.h"
 #include "torch/ring_of.h"
 
 namespace ringdp {
@@ -20,15 +21,6 @@ namespace py = pybind11;
 using MaybeTensor = std::optional<at::Tensor>;
 
 [[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kValue, "all_reduce_compressed: " + why); }
-
-void require_flat(const at::Tensor& tensor, at::ScalarType type, const std::string& name) {
-  if (tensor.scalar_type() == type && tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
-      !tensor.is_conj() && !tensor.is_neg())
-    return;
-  throw Error(ErrorKind::kValue, name + " is " + c10::str(tensor.scalar_type()) + " on " + c10::str(tensor.device()) +
-                                     (tensor.is_contiguous() ? "" : ", not contiguous") + "; it must be " +
-                                     c10::str(type) + ", contiguous, on the CPU");
-}
 
 // A FiniteReport as Python reads it: `own` counts elements of the buffer.
 struct BufferReport {

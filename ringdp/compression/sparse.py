@@ -1,0 +1,159 @@
+"""Sparse codes: the bytes of csrc/codec/sparse.h, by the core on the CPU and by torch operations elsewhere.
+
+A header of 16 bytes (kind, entries, float32 scale, zero); then a byte for each block of 256 elements, how many entries
+it has, a byte for each entry, its place in the block, and its value / scale as float16; or, where that is shorter, a
+float16 for each element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringdp.compression import native
+from ringdp.errors import InvalidArgumentError
+
+BLOCK = 256
+HEADER_BYTES = 16
+LEAST_THRESHOLD = 2.0**-100
+_SPARSE, _DENSE = 0, 1
+
+
+def select(
+    x: Tensor, residual: Tensor | None, factor: float, threshold: float, most: int
+) -> tuple[Tensor, Tensor | None, int]:
+    """Code, new residual and number of the large elements of v = x + factor * residual.
+
+    The code holds the first `most` elements of magnitude `threshold` or more; the new residual is what it does not hold
+    of v, by factor, None where `residual` is.
+    """
+    if native.serves(x):
+        selected: tuple[Tensor, Tensor | None, int] = native.extension().sparse_select(
+            x, residual, factor, threshold, most
+        )
+        return selected
+    v = x if residual is None else x + factor * residual
+    large = (v.abs() < max(threshold, LEAST_THRESHOLD)).logical_not_()
+    index = large.nonzero().view(-1)
+    found = index.numel()
+    index = index[:most]
+    code, sent = _code(index, v[index], x.numel(), finite=bool(v[large].isfinite().all()))
+    left = None
+    if residual is not None:
+        left = v * (1.0 / factor)
+        left[index] = (v[index] - sent) * (1.0 / factor)
+    return code, left, found
+
+
+def threshold_for(x: Tensor, residual: Tensor | None, factor: float, wanted: int) -> float:
+    """A magnitude that about `wanted` elements of x + factor * residual reach; 0 where none is above zero."""
+    if native.serves(x):
+        estimate: float = native.extension().sparse_threshold(x, residual, factor, wanted)
+        return estimate
+    step = 16 if x.numel() > 1 << 18 else 1
+    seen = x[::step] if residual is None else x[::step] + factor * residual[::step]
+    bits = seen.abs().view(torch.int32) >> 19
+    counts = torch.bincount(bits, minlength=1 << 12).flip(0).cumsum(0)
+    aim = wanted * seen.numel() / max(x.numel(), 1)
+    reached = (counts >= aim).nonzero()
+    if not reached.numel():
+        return 0.0
+    at = int(reached[0])
+    above, upto = (0 if at == 0 else int(counts[at - 1])), int(counts[at])
+    bin_ = (1 << 12) - 1 - at
+    if bin_ == 0:
+        return 0.0
+    inside = int((bin_ + 1 - (aim - above) / (upto - above)) * (1 << 19))
+    return float(torch.tensor(min(inside, 0x7F7FFFFF), dtype=torch.int32).view(torch.float32))
+
+
+def decode(code: Tensor, numel: int) -> Tensor:
+    """float32 ``[numel]``. Raises ValueError where `code` is none of so many elements, or an index is out of range."""
+    if native.serves(code):
+        decoded: Tensor = native.extension().sparse_decode(code, numel)
+        return decoded
+    x = torch.zeros(numel, device=code.device)
+    index, values = _entries(code, numel)
+    if values is None:
+        return x.fill_(torch.nan)
+    return x.index_put_((index,), values)
+
+
+def merge(codes: Sequence[Tensor], numel: int, divisor: float, lost: Tensor | None, back: float) -> Tensor:
+    """The code of the sum of what `codes` hold, added in their order, by `divisor`.
+
+    What its rounding loses, times `back`, is added to `lost`, float32 ``[numel]``, in place. Raises as `decode`.
+    """
+    if all(native.serves(code) for code in codes):
+        merged: Tensor = native.extension().sparse_merge(list(codes), numel, divisor, lost, back)
+        return merged
+    device = codes[0].device
+    total, there = torch.zeros(numel, device=device), torch.zeros(numel, dtype=torch.bool, device=device)
+    finite = True
+    for code in codes:
+        index, values = _entries(code, numel)
+        finite = finite and values is not None
+        if values is not None:
+            total[index] += values
+            there[index] = True
+    index = there.nonzero().view(-1)
+    mean = total[index] / torch.full((), divisor, device=device)
+    code, sent = _code(index, mean, numel, finite=finite and bool(mean.isfinite().all()))
+    if lost is not None and finite:
+        lost[index] += (mean - sent) * back
+    return code
+
+
+def entries(code: Tensor) -> int:
+    """How many elements a code holds."""
+    return int(code[4:8].view(torch.int32))
+
+
+def _code(index: Tensor, values: Tensor, numel: int, *, finite: bool) -> tuple[Tensor, Tensor]:
+    """The code of the values at ascending places, and what they decode to."""
+    largest = float(values.abs().max()) if values.numel() and finite else 0.0
+    scale = math.ldexp(1.0, max(math.frexp(largest)[1] - 15, -126)) if largest else 1.0
+    halves = (values * (1.0 / scale)).to(torch.float16)
+    blocks = -(-numel // BLOCK)
+    counts = torch.bincount(index // BLOCK, minlength=blocks)
+    dense = blocks + 3 * index.numel() > 2 * numel or bool((counts > BLOCK - 1).any())
+    kind = torch.tensor([_DENSE if dense else _SPARSE, index.numel(), 0, 0], dtype=torch.int32)
+    kind[2:3] = torch.tensor([scale if finite else torch.nan]).view(torch.int32)
+    parts = [kind.to(values.device).view(torch.uint8)]
+    if dense:
+        whole = torch.zeros(numel, dtype=torch.float16, device=values.device)
+        parts.append(whole.index_put_((index,), halves).view(torch.uint8))
+    else:
+        parts += [counts.to(torch.uint8), (index % BLOCK).to(torch.uint8), halves.view(torch.uint8)]
+    return torch.cat(parts), halves.to(torch.float32) * scale
+
+
+def _entries(code: Tensor, numel: int) -> tuple[Tensor, Tensor | None]:
+    """Places and values; None for the values where something was not finite."""
+    if code.numel() < HEADER_BYTES:
+        raise InvalidArgumentError(f"a sparse code: {code.numel()} bytes are no header")
+    kind, count, _, zero = code[:HEADER_BYTES].clone().view(torch.int32).tolist()
+    scale = float(code[8:12].clone().view(torch.float32))
+    blocks = -(-numel // BLOCK)
+    wanted = HEADER_BYTES + (2 * numel if kind == _DENSE else blocks + 3 * count)
+    if kind not in (_SPARSE, _DENSE) or zero or not 0 <= count <= numel or code.numel() != wanted:
+        raise InvalidArgumentError(
+            f"a sparse code: {code.numel()} bytes for {count} of {numel} elements, which take {wanted}"
+        )
+    body = code[HEADER_BYTES:]
+    if kind == _DENSE:
+        index = torch.arange(numel, device=code.device)
+        halves = body.clone().view(torch.float16)
+    else:
+        counts = body[:blocks].to(torch.int64)
+        if int(counts.sum()) != count:
+            raise InvalidArgumentError(f"a sparse code: its blocks do not have its {count} entries")
+        begins = torch.arange(blocks, device=code.device).repeat_interleave(counts) * BLOCK
+        index = begins + body[blocks : blocks + count]
+        if count and (bool((index[1:] <= index[:-1]).any()) or int(index[-1]) >= numel):
+            raise InvalidArgumentError(f"a sparse code: an index of {numel} elements is out of range or order")
+        halves = body[blocks + count :].clone().view(torch.float16)
+    return index, halves.to(torch.float32) * scale if math.isfinite(scale) else None

@@ -1,0 +1,137 @@
+"""The largest elements by place and value, and nothing of the others; what is left out waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ringdp.compression import sparse
+from ringdp.compression.checks import check_payload
+from ringdp.compression.feedback import Feedback, State
+from ringdp.compression.protocol import Aggregate, Info, Payload
+from ringdp.compression.registry import register
+from ringdp.errors import InvalidArgumentError
+
+_CAP = 2  # no more than so many times what is asked for
+_GAIN = 0.4  # of the controller: how the number of elements above a threshold falls with it, in tails of gradients
+
+
+@register("topk")
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """About the `fraction` largest elements of each part of a parameter: 27 bits for each of them.
+
+    They are those above a threshold, so one pass finds them and adds and keeps what was left out: no sorting. The
+    threshold is estimated from a histogram of a sample, and then follows what it found, step by step; where that is off
+    by more than a factor of 2 it is estimated anew. No more than twice the fraction is sent. Owners add what the ranks
+    sent and send the union of it (Li, Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022, arXiv 2201.07598), so all
+    ranks have the same bits. Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv
+    1704.05021; for momentum see `DGC`. docs/wire_format.md has the layout.
+
+    Args:
+        fraction: of elements that are sent, above 0, at most 1.
+        ramp_steps: over so many steps, from the first on, the fraction falls from 1/4 by equal factors (Lin et al.,
+            arXiv 1712.01887, section 3.3).
+        error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
+
+    Raises:
+        InvalidArgumentError: a fraction out of that range, or a number of steps below 0.
+    """
+
+    fraction: float = 0.01
+    ramp_steps: int = 0
+    error_feedback: Feedback | bool | None = True
+    aggregate: ClassVar[Aggregate] = "merge"
+    fixed_size: ClassVar[bool] = False
+    carries_nan: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise InvalidArgumentError(f"TopK: fraction must be above 0 and at most 1, not {self.fraction!r}")
+        if not isinstance(self.ramp_steps, int) or isinstance(self.ramp_steps, bool) or self.ramp_steps < 0:
+            raise InvalidArgumentError(f"TopK: ramp_steps must be a whole number from 0 on, not {self.ramp_steps!r}")
+
+    def fraction_at(self, step: int) -> float:
+        if step >= self.ramp_steps or self.fraction >= 0.25:
+            return self.fraction
+        return float(0.25 * (self.fraction / 0.25) ** (step / self.ramp_steps))
+
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        return self._select(x, None, info)[0]
+
+    def compress_with_residual(self, x: Tensor, residual: Tensor, info: Info) -> tuple[Payload, Tensor]:
+        payload, left = self._select(x, residual, info)
+        assert left is not None
+        return payload, left
+
+    def _select(self, x: Tensor, residual: Tensor | None, info: Info) -> tuple[Payload, Tensor | None]:
+        scale = info.loss_scale
+        wanted = max(1, round(self.fraction_at(info.step) * info.numel))
+        threshold = float(info.state.get("threshold", 0.0)) * scale
+        known = threshold > 0.0
+        if not known:
+            threshold = sparse.threshold_for(x, residual, scale, wanted)
+        code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted)
+        if known and not wanted / 2 <= found <= 2 * wanted:
+            threshold = sparse.threshold_for(x, residual, scale, wanted)
+            code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted)
+        share = min(max(found / wanted, 0.5), 2.0)
+        info.state["threshold"] = threshold * share**_GAIN / scale
+        return (code,), left
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        return sparse.decode(check_payload("TopK", payload), info.numel)
+
+    def merge(
+        self, payloads: Sequence[Payload], info: Info, divisor: float, residual: Tensor | None, back: float
+    ) -> Payload:
+        codes = [check_payload("TopK", payload) for payload in payloads]
+        return (sparse.merge(codes, info.numel, divisor, residual, back),)
+
+
+class DGC:
+    """Error feedback with momentum on the ranks, for an optimizer without: ``TopK(error_feedback=DGC(0.9))``.
+
+    Lin et al., "Deep Gradient Compression", ICLR 2018, arXiv 1712.01887: each rank adds up its velocity instead of its
+    gradient, so that elements that waited long arrive with the momentum they would have had (section 3.2, momentum
+    correction); velocities of what was sent begin anew (3.3, momentum factor masking); gradients are clipped before
+    they are added (3.2, local gradient clipping). Use SGD with ``momentum=0``.
+
+    Args:
+        momentum: of the velocities.
+        clip: the largest norm of a part's gradient on a rank, without loss scale; None: any.
+        masking: velocities of what was sent begin anew.
+
+    Raises:
+        InvalidArgumentError: a momentum outside of [0, 1), or a clip that is not positive.
+    """
+
+    owed = ("residual",)
+    unscaled = True
+    sums = False
+
+    def __init__(self, momentum: float = 0.9, clip: float | None = None, masking: bool = True) -> None:
+        if not 0 <= momentum < 1:
+            raise InvalidArgumentError(f"DGC: momentum must be from 0 on and below 1, not {momentum!r}")
+        if clip is not None and not clip > 0:
+            raise InvalidArgumentError(f"DGC: clip must be positive or None, not {clip!r}")
+        self.momentum, self.clip, self.masking = momentum, clip, masking
+
+    def before(self, x: Tensor, state: State) -> Tensor:
+        if self.clip is not None:
+            x = x * (self.clip / x.norm().clamp_min(self.clip))
+        velocity = x + self.momentum * state["velocity"] if "velocity" in state else x.clone()
+        state["velocity"] = velocity
+        return velocity + state.get("residual", 0.0)
+
+    def after(self, x: Tensor, decoded: Tensor, state: State) -> None:
+        state["residual"] = x - decoded
+        if self.masking:
+            state["velocity"] = torch.where(decoded == 0, state["velocity"], 0.0)
+
+    def __repr__(self) -> str:
+        return f"DGC(momentum={self.momentum}, clip={self.clip}, masking={self.masking})"

@@ -1,0 +1,53 @@
+// Sparse codes: the elements of some magnitude, by place and value, and nothing of the others. Unlike the codes of codec.h
+// their length depends on what they hold, so what a peer sends is checked before it is used.
+//   header: 16 bytes: uint32 kind (0 sparse, 1 dense), uint32 entries, float32 scale, uint32 zero; all little-endian.
+//   sparse: a byte for each block of 256 elements, how many entries it has; a byte for each entry, its place in the block,
+//           ascending; a float16 for each entry, its value / scale.
+//   dense:  a float16 for each element: where that is shorter, or a block is full.
+// `scale` is a power of two by which the largest value fits float16; a NaN says that something was not finite, and decodes to
+// nothing but NaN. Stateless, any thread; every instruction set gives the same bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "codec/codec.h"
+
+namespace ringdp::sparse {
+
+using Code = std::vector<std::byte>;
+
+inline constexpr std::size_t kBlock = 256;
+inline constexpr float kLeastThreshold = 0x1p-100f;
+
+struct Selected {
+  Code code;
+  std::size_t found = 0;    // elements of that magnitude, also those beyond `most`
+  std::size_t entries = 0;  // in the code
+};
+
+// v = x + factor·residual; the code has the v whose magnitude is at least `threshold` (taken as kLeastThreshold at least), the
+// first `most` of them; new_residual = (v - decode(code)) / factor, may be residual. Both residuals null: without feedback.
+// Where something is not finite, new_residual means nothing.
+Selected select(const float* x, const float* residual, float* new_residual, float factor, float threshold,
+                std::size_t most, std::size_t count);
+
+// A threshold that about `wanted` of the v = x + factor·residual reach, by a histogram of about one in 16 of them; residual
+// may be null. 0 where none is above zero.
+float estimate_threshold(const float* x, const float* residual, float factor, std::size_t wanted, std::size_t count);
+
+// Throws Error(kValue) where the bytes are no code of `count` elements: a length, a count or a place that cannot be.
+void check(std::span<const std::byte> code, std::size_t count);
+std::size_t entries(std::span<const std::byte> code);  // of a checked code; of a dense one: count
+
+// All below: of checked codes.
+void decode_set(float* out, std::span<const std::byte> code, std::size_t count);
+
+// The code of (Σ of what the codes hold, added in their order in float32) / divisor: of the places that any of them has.
+// What its rounding loses, times `back`, is added to `lost` [count] where that is not null.
+Code merge(std::span<const std::span<const std::byte>> codes, float divisor, float* lost, float back,
+           std::size_t count);
+
+}  // namespace ringdp::sparse

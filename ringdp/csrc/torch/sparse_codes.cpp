@@ -1,0 +1,109 @@
+// The sparse codes for Python, over tensors on the CPU. See codec/sparse.h.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <optional>
+
+#include "base/error.h"
+#include "codec/sparse.h"
+#include "torch/bindings.h"
+#include "torch/flat_tensors.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+using MaybeTensor = std::optional<at::Tensor>;
+
+std::span<const std::byte> bytes_of(const at::Tensor& code) {
+  require_flat(code, at::kByte, "a sparse code");
+  return {static_cast<const std::byte*>(code.const_data_ptr()), static_cast<std::size_t>(code.numel())};
+}
+
+std::span<const std::byte> checked(const at::Tensor& code, std::size_t numel) {
+  const auto bytes = bytes_of(code);
+  sparse::check(bytes, numel);
+  return bytes;
+}
+
+at::Tensor tensor_of(const sparse::Code& code) {
+  at::Tensor out = at::empty(static_cast<int64_t>(code.size()), at::kByte);
+  std::memcpy(out.mutable_data_ptr(), code.data(), code.size());
+  return out;
+}
+
+std::size_t count_of(const at::Tensor& x, const MaybeTensor& residual, float factor) {
+  require_flat(x, at::kFloat, "x");
+  if (residual) require_flat(*residual, at::kFloat, "the residual");
+  if (residual && residual->numel() != x.numel())
+    throw Error(ErrorKind::kValue,
+                "a residual of " + std::to_string(residual->numel()) + " elements for " + std::to_string(x.numel()));
+  if (!(factor > 0)) throw Error(ErrorKind::kValue, "the factor must be positive, not " + std::to_string(factor));
+  return static_cast<std::size_t>(x.numel());
+}
+
+const float* floats(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<float>() : nullptr; }
+
+std::tuple<at::Tensor, MaybeTensor, std::size_t> select(const at::Tensor& x, const MaybeTensor& residual, float factor,
+                                                        float threshold, std::size_t most) {
+  const std::size_t count = count_of(x, residual, factor);
+  MaybeTensor left;
+  py::gil_scoped_release no_gil;
+  if (residual) left = at::empty_like(*residual);
+  const sparse::Selected it =
+      sparse::select(x.const_data_ptr<float>(), floats(residual), left ? left->mutable_data_ptr<float>() : nullptr,
+                     factor, threshold, most, count);
+  return {tensor_of(it.code), left, it.found};
+}
+
+float estimate(const at::Tensor& x, const MaybeTensor& residual, float factor, std::size_t wanted) {
+  const std::size_t count = count_of(x, residual, factor);
+  py::gil_scoped_release no_gil;
+  return sparse::estimate_threshold(x.const_data_ptr<float>(), floats(residual), factor, wanted, count);
+}
+
+at::Tensor decode(const at::Tensor& code, std::size_t numel) {
+  const auto bytes = checked(code, numel);
+  py::gil_scoped_release no_gil;
+  at::Tensor out = at::empty(static_cast<int64_t>(numel), at::kFloat);
+  sparse::decode_set(out.mutable_data_ptr<float>(), bytes, numel);
+  return out;
+}
+
+at::Tensor merge(const std::vector<at::Tensor>& codes, std::size_t numel, float divisor, const MaybeTensor& lost,
+                 float back) {
+  std::vector<std::span<const std::byte>> views;
+  for (const at::Tensor& code : codes) views.push_back(checked(code, numel));
+  if (lost) require_flat(*lost, at::kFloat, "what is lost");
+  if (lost && static_cast<std::size_t>(lost->numel()) != numel)
+    throw Error(ErrorKind::kValue,
+                "room for what " + std::to_string(lost->numel()) + " of " + std::to_string(numel) + " elements lose");
+  py::gil_scoped_release no_gil;
+  return tensor_of(sparse::merge(views, divisor, lost ? lost->mutable_data_ptr<float>() : nullptr, back, numel));
+}
+
+}  // namespace
+
+void bind_sparse_codes(py::module_& module) {
+  module.def(
+      "sparse_select", &select, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("threshold"),
+      py::arg("most"),
+      "(code, new residual, found) of v = x + factor * residual: the code has the first `most` elements of\n"
+      "magnitude `threshold` or more, `found` is how many there are. float32 [numel]; the residuals may be None.");
+  module.def("sparse_threshold", &estimate, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("wanted"),
+             "A magnitude that about `wanted` elements of x + factor * residual reach, by a sample; 0 where none is.");
+  module.def("sparse_decode", &decode, py::arg("code"), py::arg("numel"),
+             "float32 [numel]. Raises ValueError for what is no code of so many elements, an index out of range.");
+  module.def(
+      "sparse_merge", &merge, py::arg("codes"), py::arg("numel"), py::arg("divisor"), py::arg("lost") = py::none(),
+      py::arg("back") = 1.0F,
+      "The code of the sum of what the codes hold, added in order, by `divisor`. What its rounding loses, times\n"
+      "`back`, is added to `lost`, float32 [numel]. Raises ValueError as sparse_decode.");
+  module.def(
+      "sparse_entries", [](const at::Tensor& code, std::size_t numel) { return sparse::entries(checked(code, numel)); },
+      py::arg("code"), py::arg("numel"), "How many elements the code has.");
+}
+
+}  // namespace ringdp
