@@ -1,5 +1,4 @@
 // int8 and int4 on the device: codec/blocks.h applied to a lane's share, with the block's largest element found by shuffles.
-// The planes begin wherever the code does, at any byte.
 #pragma once
 
 #include "codec/blocks.h"
@@ -59,34 +58,11 @@ struct Int4Packing {
   }
 };
 
-// A float or a bfloat16 at any byte.
-template <class Scale>
-__device__ inline Scale load_scale(const std::byte* at) {
-  if (reinterpret_cast<uintptr_t>(at) % sizeof(Scale) == 0) return *reinterpret_cast<const Scale*>(at);
-  uint32_t bits = 0;
-  for (unsigned i = 0; i < sizeof(Scale); ++i) bits |= static_cast<uint32_t>(static_cast<uint8_t>(at[i])) << 8 * i;
-  if constexpr (sizeof(Scale) == 4) return bits_as<Scale>(bits);
-  return static_cast<Scale>(bits);
-}
-
-template <class Scale>
-__device__ inline void store_scale(std::byte* at, Scale scale) {
-  if (reinterpret_cast<uintptr_t>(at) % sizeof(Scale) == 0) {
-    *reinterpret_cast<Scale*>(at) = scale;
-    return;
-  }
-  uint32_t bits;
-  if constexpr (sizeof(Scale) == 4)
-    bits = bits_as<uint32_t>(scale);
-  else
-    bits = scale;
-  for (unsigned i = 0; i < sizeof(Scale); ++i) at[i] = static_cast<std::byte>(bits >> 8 * i);
-}
-
 template <class Block, class Packing>
 struct BlockCodes {
   using Unit = uint32_t;
   using Scale = typename Block::Scale;
+  using ScaleBits = std::conditional_t<sizeof(Scale) == 4, uint32_t, uint16_t>;
   static constexpr std::size_t kGroup = Block::kElements;
   static constexpr unsigned kLanes = kGroup / kShare;
 
@@ -95,32 +71,32 @@ struct BlockCodes {
     float scale;
   };
 
-  // Where the plane of codes begins; how many bytes there are before element `begin`, a multiple of kStep, or `count`.
+  // Where the plane of codes begins.
   static RINGDP_HOST_DEVICE std::size_t plane(std::size_t count) {
     return codecs::block_count<Block>(count) * sizeof(Scale);
   }
 
+  // A plane of codes that is aligned to its units has aligned scales in front of it.
   template <Access kAccess>
   static __device__ Code load(const std::byte* code, std::size_t begin, std::size_t count, unsigned lane) {
-    Code loaded{};
-    const std::size_t block = begin / kGroup + lane / kLanes;
-    if (kAccess != Access::kElements || block * kGroup < count)
-      loaded.scale = Block::loaded(load_scale<Scale>(code + block * sizeof(Scale)));
+    Code loaded;
+    const std::size_t block = begin / kGroup + lane / kLanes, end = plane(count);
+    loaded.scale = Block::loaded(bits_as<Scale>(load_unit<kAccess, ScaleBits>(code, block * sizeof(Scale), end)));
 #pragma unroll
     for (int i = 0; i < Packing::kUnits; ++i)
-      loaded.units[i] = load_unit<kAccess, Unit>(
-          code + plane(count), Block::code_bytes(begin) + Packing::unit_of(lane, i), Block::code_bytes(count));
+      loaded.units[i] = load_unit<kAccess, Unit>(code + end, Block::code_bytes(begin) + Packing::unit_of(lane, i),
+                                                 Block::code_bytes(count));
     return loaded;
   }
 
   template <Access kAccess>
   static __device__ void store(std::byte* code, const Code& it, std::size_t begin, std::size_t count, unsigned lane) {
-    const std::size_t block = begin / kGroup + lane / kLanes;
-    if (lane % kLanes == 0 && (kAccess != Access::kElements || block * kGroup < count))
-      store_scale<Scale>(code + block * sizeof(Scale), Block::stored(it.scale));
+    const std::size_t block = begin / kGroup + lane / kLanes, end = plane(count);
+    if (lane % kLanes == 0)
+      store_unit<kAccess, ScaleBits>(code, bits_as<ScaleBits>(Block::stored(it.scale)), block * sizeof(Scale), end);
 #pragma unroll
     for (int i = 0; i < Packing::kUnits; ++i)
-      store_unit<kAccess, Unit>(code + plane(count), it.units[i], Block::code_bytes(begin) + Packing::unit_of(lane, i),
+      store_unit<kAccess, Unit>(code + end, it.units[i], Block::code_bytes(begin) + Packing::unit_of(lane, i),
                                 Block::code_bytes(count));
   }
 

@@ -1,4 +1,7 @@
 // fold: decodes the codes of all sources, adds them in order of rank, divides and encodes again, in one pass.
+#include <algorithm>
+#include <cmath>
+
 #include "cuda/encoding.cuh"
 #include "cuda/runs.cuh"
 
@@ -15,10 +18,12 @@ struct Folding {
   int sources;
   int own;
   float divisor;
+  float inverse;  // of a divisor that is a power of two, whose product is the same to the bit; 0 otherwise
   float factor;
 };
 
 constexpr int kFoldSteps = 2;
+constexpr int kResident = 4;  // blocks of threads on a processor, so that enough loads are under way
 
 // v = the sum in order of the sources, as it is where there is one source only. The code of the next source is under way
 // while one is added.
@@ -58,7 +63,7 @@ __device__ inline void add_sources(float (&v)[kSteps][kShare], const FoldRun& ru
 }
 
 template <class Codes, bool kFeedback>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     fold_kernel(const __grid_constant__ RunTable<FoldPart> table, Folding by, int32_t* non_finite) {
   const uint32_t which = table.run_of(blockIdx.x);
   const FoldPart& it = table.runs[which];
@@ -73,11 +78,11 @@ __global__ void __launch_bounds__(kThreads)
     for (int s = 0; s < kAtOnce; ++s)
 #pragma unroll
       for (int i = 0; i < kShare; ++i) {
-        const float sum = kernels::one_nan(by.divisor > 1.0f ? v[s][i] / by.divisor : v[s][i]);
+        const float mean = kernels::one_nan(by.inverse == 0.0f ? v[s][i] / by.divisor : v[s][i] * by.inverse);
         // Codes beyond the end of the run may stand for anything.
         const bool inside =
             kAccess != Access::kElements || begin + s * kStep + element_of<Codes::kGroup>(part.lane, i) < count;
-        v[s][i] = inside ? sum : 0.0f;
+        v[s][i] = inside ? mean : 0.0f;
       }
     if constexpr (kFeedback) add_residual<Codes, kAccess>(v, left, residuals, begin, count, part.lane);
     finite &= encode_steps<Codes, kAccess, kFeedback>(it.run.code, v, left, residuals, begin, count, part.lane);
@@ -109,7 +114,10 @@ void fold(CodecId codec, std::span<const FoldRun> runs, int sources, int own, fl
   if (own < 0 || own >= sources)
     throw Error(ErrorKind::kValue,
                 "cuda: fold: own is " + std::to_string(own) + " of " + std::to_string(sources) + " sources");
-  const Folding by{sources, own, divisor, factor};
+  int exponent;
+  const float by_it = std::max(divisor, 1.0f);
+  const float inverse = std::frexp(by_it, &exponent) == 0.5f ? 1.0f / by_it : 0.0f;
+  const Folding by{sources, own, by_it, inverse, factor};
   with_codes(codec, [&]<class Codes>(Codes) {
     fold_all<Codes, false>(runs, by, non_finite, stream);
     fold_all<Codes, true>(runs, by, non_finite, stream);

@@ -1,0 +1,235 @@
+// The CUDA kernels for Python, over tensors of one device: for tests and benchmarks. They run on the device's current stream;
+// nothing waits for them. In a build without kernels `cuda_kernels` says so and the others raise.
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <tuple>
+
+#include "base/error.h"
+#include "codec/codec.h"
+#include "cuda/kernels.h"
+#include "torch/bindings.h"
+#include "torch/native_stream.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+using MaybeFeedback = std::optional<std::tuple<Tensor, Tensor, Tensor>>;  // both residuals, which
+
+[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kValue, "cuda: " + why); }
+
+// The arguments of one call, checked as they are taken: all on one device, contiguous.
+class Arguments {
+ public:
+  template <class T>
+  T* take(const Tensor& tensor, at::ScalarType type, const std::string& name, std::optional<std::size_t> numel = {}) {
+    const bool here = tensor.is_cuda() && (!device_ || tensor.device() == *device_);
+    if (!here || tensor.scalar_type() != type || !tensor.is_contiguous())
+      refuse(name + " is " + c10::str(tensor.scalar_type()) + " on " + c10::str(tensor.device()) +
+             (tensor.is_contiguous() ? "" : ", not contiguous") + "; it must be " + c10::str(type) +
+             ", contiguous, on " + (device_ ? c10::str(*device_) : std::string("a CUDA device")));
+    if (numel && static_cast<std::size_t>(tensor.numel()) != *numel)
+      refuse(name + " has " + std::to_string(tensor.numel()) + " elements, not " + std::to_string(*numel));
+    device_ = tensor.device();
+    return static_cast<T*>(tensor.data_ptr());
+  }
+  template <class T>
+  T* take_one(const MaybeTensor& tensor, at::ScalarType type, const std::string& name) {
+    return tensor ? take<T>(*tensor, type, name, 1) : nullptr;
+  }
+
+  // Calls body(stream) where there were any.
+  template <class Body>
+  void run(Body&& body) const {
+    if (!device_) return;
+    const c10::DeviceGuard guard(*device_);
+    const py::gil_scoped_release no_gil;
+    body(native_stream(c10::impl::VirtualGuardImpl(device_->type()).getStream(*device_)));
+  }
+
+ private:
+  std::optional<c10::Device> device_;
+};
+
+void require_lengths(std::size_t wanted, std::initializer_list<std::size_t> lengths) {
+  for (const std::size_t length : lengths)
+    if (length != wanted)
+      refuse("lists of " + std::to_string(wanted) + " and of " + std::to_string(length) + " tensors");
+}
+
+std::size_t numel_of(const Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
+
+DType dtype_of_gradient(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBfloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      refuse(c10::str(tensor.scalar_type()) + " has no infinities to look for");
+  }
+}
+
+cuda::Feedback feedback_of(Arguments& arguments, const std::vector<MaybeFeedback>& all, std::size_t i,
+                           std::size_t count) {
+  if (all.empty() || !all[i]) return {};
+  const auto& [first, second, which] = *all[i];
+  return {{arguments.take<float>(first, at::kFloat, "the first residual", count),
+           arguments.take<float>(second, at::kFloat, "the second residual", count)},
+          arguments.take<int32_t>(which, at::kInt, "which", 1)};
+}
+
+void encode(const std::string& codec, const Tensors& xs, const Tensors& codes,
+            const std::vector<MaybeFeedback>& feedback, float factor, const MaybeTensor& non_finite) {
+  const Codec& it = ringdp::codec(codec_by_name(codec));
+  require_lengths(xs.size(), {codes.size(), feedback.empty() ? xs.size() : feedback.size()});
+  Arguments arguments;
+  std::vector<cuda::EncodeRun> runs;
+  for (std::size_t i = 0; i < xs.size(); ++i) {
+    const std::size_t count = numel_of(xs[i]);
+    runs.push_back({arguments.take<float>(xs[i], at::kFloat, "x"),
+                    arguments.take<std::byte>(codes[i], at::kByte, "the code", it.encoded_bytes(count)), count,
+                    feedback_of(arguments, feedback, i, count)});
+  }
+  auto* flag = arguments.take_one<int32_t>(non_finite, at::kInt, "non_finite");
+  arguments.run([&](cuda::Stream stream) { cuda::encode(it.id, runs, factor, flag, stream); });
+}
+
+template <auto kDecode>
+void decode(const std::string& codec, const Tensors& outs, const Tensors& codes, const MaybeTensor& non_finite) {
+  const Codec& it = ringdp::codec(codec_by_name(codec));
+  require_lengths(outs.size(), {codes.size()});
+  Arguments arguments;
+  std::vector<cuda::DecodeRun> runs;
+  for (std::size_t i = 0; i < outs.size(); ++i) {
+    const std::size_t count = numel_of(outs[i]);
+    runs.push_back({arguments.take<float>(outs[i], at::kFloat, "out"),
+                    arguments.take<std::byte>(codes[i], at::kByte, "the code", it.encoded_bytes(count)), count});
+  }
+  auto* flag = arguments.take_one<int32_t>(non_finite, at::kInt, "non_finite");
+  arguments.run([&](cuda::Stream stream) { kDecode(it.id, runs, flag, stream); });
+}
+
+void fold(const std::string& codec, const Tensors& xs, const Tensors& sources, const Tensors& codes, int own,
+          float divisor, const std::vector<MaybeFeedback>& feedback, float factor, const MaybeTensor& non_finite) {
+  const Codec& it = ringdp::codec(codec_by_name(codec));
+  require_lengths(xs.size(), {sources.size(), codes.size(), feedback.empty() ? xs.size() : feedback.size()});
+  Arguments arguments;
+  std::vector<cuda::FoldRun> runs;
+  int64_t ranks = 0;
+  for (std::size_t i = 0; i < xs.size(); ++i) {
+    const std::size_t count = numel_of(xs[i]);
+    if (sources[i].dim() != 2 || (i > 0 && sources[i].size(0) != ranks) ||
+        static_cast<std::size_t>(sources[i].size(1)) < it.encoded_bytes(count))
+      refuse("the sources' codes must be [ranks, at least " + std::to_string(it.encoded_bytes(count)) + "], not " +
+             c10::str(sources[i].sizes()));
+    ranks = sources[i].size(0);
+    runs.push_back({arguments.take<float>(xs[i], at::kFloat, "x"),
+                    arguments.take<std::byte>(sources[i], at::kByte, "the sources' codes"),
+                    static_cast<std::size_t>(sources[i].size(1)),
+                    arguments.take<std::byte>(codes[i], at::kByte, "the code", it.encoded_bytes(count)), count,
+                    feedback_of(arguments, feedback, i, count)});
+  }
+  auto* flag = arguments.take_one<int32_t>(non_finite, at::kInt, "non_finite");
+  arguments.run([&](cuda::Stream stream) {
+    cuda::fold(it.id, runs, static_cast<int>(ranks), own, divisor, factor, flag, stream);
+  });
+}
+
+void find_non_finite(const Tensor& values, const Tensor& found) {
+  Arguments arguments;
+  const void* first = arguments.take<void>(values, values.scalar_type(), "values");
+  auto* flag = arguments.take<int32_t>(found, at::kInt, "found", 1);
+  const DType dtype = dtype_of_gradient(values);
+  arguments.run([&](cuda::Stream stream) { cuda::find_non_finite(first, numel_of(values), dtype, flag, stream); });
+}
+
+void unscale(const Tensor& x, const Tensor& inverse_scale, float divisor, const Tensor& found_inf) {
+  Arguments arguments;
+  void* first = arguments.take<void>(x, x.scalar_type(), "x");
+  auto* inverse = arguments.take<float>(inverse_scale, at::kFloat, "inverse_scale", 1);
+  auto* found = arguments.take<float>(found_inf, at::kFloat, "found_inf", 1);
+  const DType dtype = dtype_of_gradient(x);
+  arguments.run(
+      [&](cuda::Stream stream) { cuda::unscale(first, numel_of(x), dtype, inverse, divisor, found, stream); });
+}
+
+void select(const Tensor& x, const Tensor& threshold, const Tensor& index, const Tensor& value, const Tensor& selected,
+            const Tensor& scratch) {
+  Arguments arguments;
+  auto* elements = arguments.take<float>(x, at::kFloat, "x");
+  auto* least = arguments.take<float>(threshold, at::kFloat, "threshold", 1);
+  auto* places = arguments.take<uint32_t>(index, at::kInt, "index");
+  auto* values = arguments.take<float>(value, at::kFloat, "value", numel_of(index));
+  auto* number = arguments.take<uint32_t>(selected, at::kInt, "selected", 1);
+  auto* room = arguments.take<void>(scratch, at::kByte, "scratch");
+  if (numel_of(scratch) < cuda::select_scratch_bytes(numel_of(x)))
+    refuse("scratch has " + std::to_string(scratch.numel()) + " bytes; select_scratch_bytes says " +
+           std::to_string(cuda::select_scratch_bytes(numel_of(x))));
+  arguments.run([&](cuda::Stream stream) {
+    cuda::select(elements, numel_of(x), least, places, values, numel_of(index), number, room, stream);
+  });
+}
+
+void magnitude_histogram(const Tensor& x, const Tensor& histogram) {
+  Arguments arguments;
+  auto* elements = arguments.take<float>(x, at::kFloat, "x");
+  auto* bins = arguments.take<uint32_t>(histogram, at::kInt, "histogram", 2048);
+  arguments.run([&](cuda::Stream stream) { cuda::magnitude_histogram(elements, numel_of(x), bins, stream); });
+}
+
+void commit(const Tensors& which, const MaybeTensor& non_finite) {
+  Arguments arguments;
+  std::vector<int32_t*> switches;
+  for (const Tensor& it : which) switches.push_back(arguments.take<int32_t>(it, at::kInt, "which", 1));
+  auto* flag = arguments.take_one<int32_t>(non_finite, at::kInt, "non_finite");
+  arguments.run([&](cuda::Stream stream) { cuda::commit(switches, flag, stream); });
+}
+
+}  // namespace
+
+void bind_cuda_kernels(py::module_& module) {
+  module.def("cuda_kernels", &cuda::available, "Whether this build has kernels for CUDA devices.");
+  module.def("cuda_encode", &encode, py::arg("codec"), py::arg("xs"), py::arg("codes"),
+             py::arg("feedback") = std::vector<MaybeFeedback>(), py::arg("factor") = 1.0F,
+             py::arg("non_finite") = py::none(),
+             "codes[i] (uint8) = encode(xs[i] (float32)); feedback[i]: (residual, residual, which of them counts) or\n"
+             "None; non_finite (int32 [1]) becomes 1 where a block is not finite. Raises ValueError.");
+  module.def("cuda_decode_set", &decode<cuda::decode_set>, py::arg("codec"), py::arg("outs"), py::arg("codes"),
+             py::arg("non_finite") = py::none(), "outs[i] = decode(codes[i]). Raises ValueError.");
+  module.def("cuda_decode_add", &decode<cuda::decode_add>, py::arg("codec"), py::arg("outs"), py::arg("codes"),
+             py::arg("non_finite") = py::none(), "outs[i] += decode(codes[i]). Raises ValueError.");
+  module.def("cuda_fold", &fold, py::arg("codec"), py::arg("xs"), py::arg("sources"), py::arg("codes"), py::arg("own"),
+             py::arg("divisor"), py::arg("feedback") = std::vector<MaybeFeedback>(), py::arg("factor") = 1.0F,
+             py::arg("non_finite") = py::none(),
+             "codes[i] = encode((sum over ranks, in order, of decode(sources[i][rank]), xs[i] for `own`) / divisor);\n"
+             "sources[i]: uint8 [ranks, bytes of a code or more]. Raises ValueError.");
+  module.def("cuda_find_non_finite", &find_non_finite, py::arg("values"), py::arg("found"),
+             "found (int32 [1]) becomes 1 where a value is infinite or NaN. Raises ValueError.");
+  module.def("cuda_unscale", &unscale, py::arg("x"), py::arg("inverse_scale"), py::arg("divisor"), py::arg("found_inf"),
+             "x = x * inverse_scale / divisor in place; found_inf (float32 [1]) becomes 1 where x was not finite.");
+  module.def("cuda_select_scratch_bytes", &cuda::select_scratch_bytes, py::arg("count"));
+  module.def(
+      "cuda_select", &select, py::arg("x"), py::arg("threshold"), py::arg("index"), py::arg("value"),
+      py::arg("selected"), py::arg("scratch"),
+      "Elements with |x| >= threshold (float32 [1]), in order: index (int32) and value (float32), as many as fit;\n"
+      "selected (int32 [1]): how many there are. scratch: uint8 [cuda_select_scratch_bytes(x.numel())].");
+  module.def("cuda_magnitude_histogram", &magnitude_histogram, py::arg("x"), py::arg("histogram"),
+             "Adds to histogram (int32 [2048]) how many |x| have which upper 11 bits behind the sign.");
+  module.def("cuda_commit", &commit, py::arg("which"), py::arg("non_finite") = py::none(),
+             "which[i] = 1 - which[i] (int32 [1]), unless non_finite.");
+}
+
+}  // namespace ringdp
