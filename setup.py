@@ -51,17 +51,9 @@ CSRC = Path("ringdp/csrc")
 CORE_FOLDERS = ("base", "transport", "mesh", "kernels", "codec", "collective", "engine")
 # No -march: what is built here runs on other machines. No contraction: all ranks get the same bits whatever their CPU.
 COMPILE_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]
-# The same bits as on the CPU: no contraction, no flushed denormals, divisions and roots rounded once. torch's own flags
-# take the conversions of the half types away; -U gives them back.
+# torch's own flags take the conversions of the half types away; -U gives them back.
 NVCC_FLAGS = [
-    "-std=c++20",
-    "-O3",
-    "--fmad=false",
-    "-ftz=false",
-    "-prec-div=true",
-    "-prec-sqrt=true",
-    "-Xcompiler",
-    "-fPIC,-ffp-contract=off,-fvisibility=hidden",
+    *cuda_toolkit.COMPILE_FLAGS,
     "-U__CUDA_NO_HALF_OPERATORS__",
     "-U__CUDA_NO_HALF_CONVERSIONS__",
     "-U__CUDA_NO_HALF2_OPERATORS__",

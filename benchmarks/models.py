@@ -59,7 +59,7 @@ class Gpt(nn.Module):
         return logits
 
 
-def _classify(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def classify(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     logits = module(batch[0])
     return functional.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
@@ -74,13 +74,13 @@ def _mlp(own: torch.Generator) -> Task:
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     batch = torch.randn(32, 1024, generator=own), torch.randint(10, (32,), generator=own)
-    return Task(nn.Sequential(*layers[:-1]), batch, _classify, 0.01)
+    return Task(nn.Sequential(*layers[:-1]), batch, classify, 0.01)
 
 
 def _gpt(own: torch.Generator) -> Task:
     tokens = torch.randint(65, (2, 65), generator=own)
     module = Gpt(characters=65, width=384, layers=6, heads=6, length=256)
-    return Task(module, (tokens[:, :-1], tokens[:, 1:].contiguous()), _classify, 0.01)
+    return Task(module, (tokens[:, :-1], tokens[:, 1:].contiguous()), classify, 0.01)
 
 
 def _small(own: torch.Generator) -> Task:

@@ -1,5 +1,7 @@
 """Which CUDA toolkit a build takes, if any: torch's CUDA decides, and nvcc has to be of the same major version.
 
+    python tools/cuda_toolkit.py        compiles every kernel for every architecture, keeps nothing: CI has no GPU
+
 Used by setup.py and by tools/environment.py, which run before anything is installed: standard library only. A build
 without kernels is a whole build, so what does not fit is told in a sentence and is no error.
 """
@@ -11,6 +13,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +23,19 @@ from pathlib import Path
 USUAL_ROOT = Path("/usr/local/cuda")
 # Built for whatever torch lists: the first GPU that ringdp was written for.
 ALWAYS = "sm_90"
+# What torch 2.11 and 2.13 for CUDA 13 list (torch._C._cuda_getArchFlags()), for a compile without such a torch.
+LISTED = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
+# The same bits as on the CPU: no contraction, no flushed denormals, divisions and roots rounded once.
+COMPILE_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "--fmad=false",
+    "-ftz=false",
+    "-prec-div=true",
+    "-prec-sqrt=true",
+    "-Xcompiler",
+    "-fPIC,-ffp-contract=off,-fvisibility=hidden",
+]
 
 
 @dataclass(frozen=True)
@@ -97,6 +115,24 @@ def architecture_flags(listed: str, targets: frozenset[str]) -> list[str]:
     return [*codes, f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}"]
 
 
+def compile_all(csrc: Path) -> list[str]:
+    """Compile csrc/cuda/*.cu with the nvcc that is found, as many at once as there are cores; what failed, in words."""
+    nvcc = find_nvcc()
+    toolkit = read_toolkit(nvcc) if nvcc else None
+    if toolkit is None:
+        return ["no nvcc, or it does not answer"]
+    words = [str(toolkit.nvcc), *COMPILE_FLAGS, *architecture_flags(LISTED, toolkit.targets), f"-I{csrc}", "-c"]
+
+    def failure(source: Path) -> str:
+        done = subprocess.run(
+            [*words, str(source), "-o", f"{folder}/{source.name}.o"], capture_output=True, text=True, check=False
+        )
+        return "" if done.returncode == 0 else f"{source}:\n{done.stdout}{done.stderr}"
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
+        return [text for text in workers.map(failure, sorted((csrc / "cuda").glob("*.cu"))) if text]
+
+
 def runtime_library(folders: list[Path]) -> Path | None:
     """The CUDA runtime to link: libcudart.so, or a numbered one as pip's packages of NVIDIA have it."""
     for pattern in ("libcudart.so", "libcudart.so.*"):
@@ -122,3 +158,8 @@ def _folders(dry: str, name: str, flag: str) -> tuple[Path, ...]:
     words = shlex.split(line[1]) if line else []
     found = [Path(word.removeprefix(flag)).resolve() for word in words if word.startswith(flag)]
     return tuple(dict.fromkeys(folder for folder in found if folder.is_dir() and folder != Path("/usr/include")))
+
+
+if __name__ == "__main__":
+    failed = compile_all(Path(__file__).resolve().parent.parent / "ringdp" / "csrc")
+    sys.exit("\n".join(failed) or None)

@@ -262,7 +262,8 @@ def asynchronous() -> list[str]:
         assert work.wait() is True
         assert work.is_completed()
         assert work.is_success()
-        assert work.exception() is None
+        if not torch.__version__.startswith("2.11."):  # which cannot hand any exception to Python, not even none
+            assert work.exception() is None
     assert all(bool((x == total).all()) for x in xs)
     assert works[2].result()[0].data_ptr() == xs[2].data_ptr()
 

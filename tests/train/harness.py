@@ -253,7 +253,7 @@ def _process_group(backend: str | None, store: str, rank: int, world_size: int) 
 
     import torch.distributed as dist
 
-    if backend == "ring":
+    if "ring" in backend:
         import ringdp  # noqa: F401  (registers it)
     timeout = timedelta(seconds=60)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=timeout)

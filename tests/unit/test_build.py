@@ -197,9 +197,9 @@ def test_import_of_what_was_not_built(unbuilt: Path) -> None:
 
 
 def test_import_of_a_build_for_another_torch(unbuilt: Path) -> None:
-    info = f'TORCH_VERSION = "2.11.0"\nPYTHON_TAG = "{sys.implementation.cache_tag}"\n'
+    info = f'TORCH_VERSION = "2.99.0"\nPYTHON_TAG = "{sys.implementation.cache_tag}"\n'
     (unbuilt / "ringdp" / "_build_info.py").write_text(info)
-    assert import_ringdp(unbuilt).startswith("ImportError: ringdp was built for torch 2.11.0 and this is torch 2.")
+    assert import_ringdp(unbuilt).startswith("ImportError: ringdp was built for torch 2.99.0 and this is torch 2.")
 
 
 def test_import_without_torch_and_elsewhere_than_on_linux(unbuilt: Path) -> None:

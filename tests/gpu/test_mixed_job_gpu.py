@@ -1,0 +1,43 @@
+"""GPU ranks and CPU ranks in one job, on one host and on two: the same bits (mixed_job.py)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = [sys.executable, "tests/gpu/mixed_job.py", "cuda"]
+
+
+def run(*command: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def all_four_agree(output: str) -> None:
+    for rank, device in enumerate(["cuda:0", "cpu"] * 2):
+        assert f"rank {rank} on {device}: same bits on 4 ranks" in output, output
+
+
+def test_on_one_host() -> None:
+    all_four_agree(run(sys.executable, "launch.py", "--nproc-per-node", "4", *JOB[1:]))
+
+
+def test_on_two_hosts_that_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two network namespaces, in each a rank on the GPU and one on the CPU."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    if reason := importlib.import_module("hosts").why_not():
+        pytest.skip(reason)
+    hosts = [sys.executable, "benchmarks/hosts.py", "run", "--hosts", "2", "--per-host", "2", "--rate", "none"]
+    all_four_agree(run(*hosts, "--", *JOB))
