@@ -68,7 +68,8 @@ __device__ inline void store_share(float* x, const float (&share)[kShare], std::
       for (int i = 0; i < kQuad; ++i)
         if (at + i < count) x[at + i] = quad[i];
     } else {
-      *reinterpret_cast<float4*>(x + at) = make_float4(quad[0], quad[1], quad[2], quad[3]);
+      // Read again much later. And an assignment is taken apart by the compiler where it sees reason to.
+      __stcs(reinterpret_cast<float4*>(x + at), make_float4(quad[0], quad[1], quad[2], quad[3]));
     }
   }
 }

@@ -34,6 +34,8 @@ struct alignas(16) uint4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+inline void __stcs(float4* at, float4 value) { *at = value; }
+
 inline dim3 threadIdx, blockIdx, gridDim;
 
 namespace emulated {
