@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ COUNTS = (1, 255, 4097, 1_000_003, 25_000_000)
 FACTOR = 8.0
 
 
+@cache
 def mixture(count: int, seed: int, *, finite: bool = True) -> Any:
     """float32 [count] on the CPU: stretches of 64 elements of any magnitude, zeros, and few infinities and NaNs."""
     random = torch.Generator().manual_seed(seed)
