@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     ringdp.init(rank=0, world_size=1)
     device = ringdp.device()
-    if dist.get_backend_config().device_backend_map.get("cuda") != "nccl":
+    if "cuda:nccl" not in dist.get_backend_config():
         print(f"gpu_step: CUDA tensors go over {dist.get_backend()} here, and not over NCCL")
         return 2
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
