@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringdp import config
+from ringdp import _build, config
 from ringdp.backend import BACKEND
 from ringdp.errors import InvalidArgumentError
 
@@ -54,6 +54,27 @@ class Choice:
 def visible() -> list[str]:
     """The UUIDs of the GPUs that torch sees."""
     return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+
+
+def kind_of(backend: str | None, wanted: torch.device | str | None) -> str:
+    """``cpu`` or ``cuda``, before it is known which of this host's devices is whose.
+
+    Raises:
+        InvalidArgumentError: the device that is wanted is neither, or torch sees none such.
+    """
+    if wanted is not None:
+        kind = torch.device(wanted).type
+        if kind not in ("cpu", "cuda"):
+            raise InvalidArgumentError(f"device must be cpu or cuda, not {kind}")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise InvalidArgumentError(
+                f"device={wanted} was asked for and torch {torch.__version__} sees no CUDA device"
+                f" (CUDA_VISIBLE_DEVICES={config.visible_cuda_devices()})"
+            )
+        return kind
+    if backend is not None and ":" in backend and "cuda:" not in backend:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def default_backend(kind: str) -> str:
@@ -133,6 +154,18 @@ _ADVICE = (
     "start at most as many ranks on a host as it has GPUs, or let ring carry CUDA tensors (RINGDP_CUDA=ring, or leave"
     " the choice to ringdp.init())"
 )
+
+
+def tell(choice: Choice, rank: int, place: torch.device) -> None:
+    """Once in the job; a warning where it is not what the user would expect."""
+    if rank == 0 and choice.reason and not choice.measure:
+        level = logging.INFO if choice.wanted else logging.WARNING
+        way = "ring, through the host's memory" if choice.backend == BACKEND else "NCCL"
+        _log.log(level, "CUDA tensors go over %s: %s", way, choice.reason)
+    if rank == 0 and place.type == "cuda" and not _build.has_cuda():
+        _log.warning(
+            "this ringdp was built without CUDA kernels, so gradients are encoded on the host: build it where nvcc is"
+        )
 
 
 def race(device: torch.device) -> bool:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from ringdp import _build, config, devices
 from ringdp import backend as ring
+from ringdp import config, devices
 from ringdp.device_guard import guard as _guard
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
 
@@ -117,7 +117,7 @@ def init(
     timeout = _as_timedelta(timeout)
     launch = None if init_method is not None and rank is not None else config.LaunchEnvironment.read()
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
-    kind = _device_kind(backend, device)
+    kind = devices.kind_of(backend, device)
     agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
     store = _meeting_store(init_method, rank, world_size, timeout, agent_store=agent_store)
     settings = config.RingConfig.from_environment()
@@ -141,7 +141,7 @@ def init(
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
-    _tell_choice(choice, rank, place)
+    devices.tell(choice, rank, place)
     used = dist.get_backend_config()
     _log.info("rank %d of %d on %s: backend %s, device %s", rank, world_size, hellos[rank].host_name, used, place)
 
@@ -256,23 +256,6 @@ def _place(
             " init_method='tcp://<host of rank 0>:<free port>' or 'file:///<path on a shared disk>'"
         )
     return rank, world_size, init_method
-
-
-def _device_kind(backend: str | None, wanted: torch.device | str | None) -> str:
-    """``cpu`` or ``cuda``, before it is known which of this host's devices is whose."""
-    if wanted is not None:
-        kind = torch.device(wanted).type
-        if kind not in ("cpu", "cuda"):
-            raise InvalidArgumentError(f"device must be cpu or cuda, not {kind}")
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise InvalidArgumentError(
-                f"device={wanted} was asked for and torch {torch.__version__} sees no CUDA device"
-                f" (CUDA_VISIBLE_DEVICES={config.visible_cuda_devices()})"
-            )
-        return kind
-    if backend is not None and ":" in backend and "cuda:" not in backend:
-        return "cpu"
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _meeting_store(
@@ -405,18 +388,6 @@ def _make_group(backend: str, store: Store, rank: int, world_size: int, timeout:
     if backend == ring.BACKEND:
         ring.register_backend()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _tell_choice(choice: devices.Choice, rank: int, place: torch.device) -> None:
-    """Once in the job; a warning where it is not what the user would expect."""
-    if rank == 0 and choice.reason and not choice.measure:
-        level = logging.INFO if choice.wanted else logging.WARNING
-        way = "ring, through the host's memory" if choice.backend == ring.BACKEND else "NCCL"
-        _log.log(level, "CUDA tensors go over %s: %s", way, choice.reason)
-    if rank == 0 and place.type == "cuda" and not _build.has_cuda():
-        _log.warning(
-            "this ringdp was built without CUDA kernels, so gradients are encoded on the host: build it where nvcc is"
-        )
 
 
 def _shutdown_at_exit() -> None:
