@@ -48,7 +48,7 @@ from setuptools.command.build_py import build_py  # noqa: E402
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
 CSRC = Path("ringdp/csrc")
-CORE_FOLDERS = ("base", "transport", "mesh", "kernels", "codec", "collective", "engine")
+CORE_FOLDERS = ("base", "transport", "mesh", "kernels", "codec", "device", "collective", "engine")
 # No -march: what is built here runs on other machines. No contraction: all ranks get the same bits whatever their CPU.
 COMPILE_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]
 # torch's own flags take the conversions of the half types away; -U gives them back.

@@ -13,12 +13,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "ringdp"
 CSRC = PACKAGE / "csrc"
 CPP_SUFFIXES = {".h", ".hpp", ".inc", ".cpp", ".cu", ".cuh"}
 
-# torch -> {engine, cuda} -> collective -> {mesh, codec} -> {transport, kernels} -> base: a folder includes itself and
-# folders of lower rank. Folders of one rank do not know each other.
+# torch -> {engine, cuda} -> collective -> {mesh, codec} -> {transport, kernels, device} -> base: a folder includes
+# itself and folders of lower rank. Folders of one rank do not know each other.
 RANK = {
     "base": 0,
     "transport": 1,
     "kernels": 1,
+    "device": 1,
     "mesh": 2,
     "codec": 2,
     "collective": 3,

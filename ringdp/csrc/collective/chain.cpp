@@ -25,7 +25,8 @@ std::span<std::byte> Chain::incoming(RecvFlow&, uint64_t offset, std::size_t len
   return memory_.subspan(offset, length);
 }
 
-void Chain::arrived(RecvFlow& flow, uint64_t, std::span<std::byte>) {
+void Chain::arrived(RecvFlow& flow, uint64_t, std::span<std::byte> data) {
+  watch_.result(data);
   if (!sends_.empty()) sends_.front().ready = flow.received;
 }
 

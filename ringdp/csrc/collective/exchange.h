@@ -18,7 +18,7 @@ class Exchange final : public Operation {
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
-  void arrived(RecvFlow&, uint64_t, std::span<std::byte>) override {}
+  void arrived(RecvFlow&, uint64_t, std::span<std::byte> data) override { watch_.result(data); }
 
  protected:
   void prepare() override;

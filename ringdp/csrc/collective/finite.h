@@ -1,6 +1,7 @@
 // FiniteReport: what an all-reduce saw of infinities and NaNs, looked for where the bytes are in a cache anyway.
 // Made by the caller, written by the thread that drives the engine, read by anybody once the Work is done.
-// FiniteWatch: what an algorithm shows its elements to. Owned by the operation, which has nothing to do if there is no report.
+// FiniteWatch: what an algorithm shows its elements to. Owned by the operation, which has nothing to do if there is no report
+// and if results do not go to a device.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +9,7 @@
 #include <memory>
 #include <span>
 
+#include "device/staging.h"
 #include "kernels/kernels.h"
 
 namespace ringdp {
@@ -34,7 +36,10 @@ class FiniteWatch {
   // within an element.
   void result(std::span<const std::byte> block, std::size_t from, std::size_t upto) {
     if (on()) look_at_result(block, from, upto);
+    if (staging_ != nullptr) staging_->final(block.subspan(from, upto - from));
   }
+  void result(std::span<const std::byte> block) { result(block, 0, block.size()); }
+  void hand_on(Staging* staging) { staging_ = staging; }  // results, to a device; null: they stay here
 
  private:
   void look_at_own(std::span<const std::byte> input);
@@ -42,6 +47,7 @@ class FiniteWatch {
 
   std::size_t element_bytes_ = 1;
   FirstNonFinite find_ = nullptr;
+  Staging* staging_ = nullptr;  // the operation's
   std::shared_ptr<FiniteReport> report_;
 };
 

@@ -13,14 +13,26 @@ Fold::Fold(GroupView group, OperationShape shape, std::string name, std::span<st
 
 void Fold::prepare() {
   bool here = folds(group_.rank);
-  if (here) fold_.begin(scratch(), memory_, memory_);
+  const std::size_t there = this->there(memory_);
+  if (here) {
+    fold_.begin(scratch(), memory_, memory_);
+    fold_.received(group_.rank, there);
+  }
   fold_.watch(&watch_, &watch_);
   // Each rank begins with its right neighbour, so that not everybody sends to the same one at once.
   for (int step = 1; step < group_.size; ++step) {
     int from = (group_.rank + group_.size - step) % group_.size, to = (group_.rank + step) % group_.size;
     if (here) add_receive(from, memory_.size(), fold_.window());
-    if (folds(to)) add_send(to, memory_.size(), memory_.size());
+    if (folds(to)) add_send(to, memory_.size(), there);
   }
+}
+
+void Fold::more_came() {
+  const std::size_t there = this->there(memory_);
+  for (SendFlow& flow : sends_) flow.ready = there;
+  if (!folds(group_.rank)) return;
+  fold_.received(group_.rank, there);
+  advance();
 }
 
 std::span<const std::byte> Fold::outgoing(SendFlow&, uint64_t offset, std::size_t max) {

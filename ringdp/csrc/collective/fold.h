@@ -18,9 +18,11 @@ class Fold final : public Operation {
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
   bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) override;
+  void more_came() override;
 
  protected:
   void prepare() override;
+  bool starts_early() const override { return true; }
   bool finished() const override { return !folds(group_.rank) || fold_.folded() == memory_.size(); }
 
  private:

@@ -29,6 +29,16 @@ void Operation::wrap(std::function<void()> before, std::function<void()> after) 
   after_ = std::move(after);
 }
 
+void Operation::stage(std::shared_ptr<Staging> staging) {
+  staging_ = std::move(staging);
+  watch_.hand_on(staging_.get());
+}
+
+bool Operation::can_start() const {
+  if (!staging_ || staging_->all_there()) return true;
+  return !before_ && copies_.empty() && only_looked_at_.empty() && starts_early();
+}
+
 void Operation::start(const OperationContext& context) {
   context_ = context;
   identity_.group = context.group;
@@ -37,7 +47,7 @@ void Operation::start(const OperationContext& context) {
   if (before_) before_();
   for (auto& [to, from] : copies_) std::memmove(to.data(), from.data(), from.size());
   watch_.own(only_looked_at_);
-  watch_.result(only_looked_at_, 0, only_looked_at_.size());
+  watch_.result(only_looked_at_);
   prepare();
   prepared_ = true;
   // Receivers first: what a peer sent early may already complete this, and set what can be sent.
@@ -102,8 +112,11 @@ bool Operation::needs(int world_rank) const {
 }
 
 std::string Operation::waiting_for() const {
-  std::string out;
+  if (staging_ && !staging_->all_there())
+    return "this rank's own device (" + std::to_string(staging_->bytes_there()) + " of " +
+           std::to_string(staging_->bytes_expected()) + " bytes have come from it)";
   if (!started_) return "a message from any rank";
+  std::string out;
   auto add = [&](const auto& flow, uint64_t moved, const char* verb) {
     std::string peer = context_.links[flow.peer]->peer().text();
     std::string state = std::to_string(moved) + " of " + std::to_string(flow.total) + " bytes " + verb;
@@ -119,6 +132,7 @@ std::string Operation::waiting_for() const {
 }
 
 std::vector<int> Operation::missing() const {
+  if (staging_ && !staging_->all_there()) return {group_.members[static_cast<std::size_t>(group_.rank)]};
   std::vector<int> peers;
   auto add = [&](const auto& flow) {
     if (!flow.complete() && std::find(peers.begin(), peers.end(), flow.peer) == peers.end()) peers.push_back(flow.peer);
@@ -129,7 +143,7 @@ std::vector<int> Operation::missing() const {
 }
 
 uint64_t Operation::progress() const {
-  uint64_t moved = 0;
+  uint64_t moved = staging_ ? staging_->bytes_there() : 0;
   for (const RecvFlow& flow : receives_) moved += flow.received + (flow.opened ? 1 : 0);
   for (const SendFlow& flow : sends_) moved += flow.sent + (flow.opened ? 1 : 0);
   return moved;

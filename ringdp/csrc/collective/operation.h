@@ -12,6 +12,7 @@
 
 #include "collective/finite.h"
 #include "collective/scratch.h"
+#include "device/staging.h"
 #include "mesh/link.h"
 
 namespace ringdp {
@@ -54,13 +55,24 @@ class Operation : public FlowHandler {
   void copy_at_start(std::span<std::byte> to, std::span<const std::byte> from);
 
   // Of an all-reduce: what its elements are is told in `report`, which may be null.
-  void watch(std::shared_ptr<FiniteReport> report) { watch_ = FiniteWatch(identity_.shape.dtype, std::move(report)); }
+  void watch(std::shared_ptr<FiniteReport> report) {
+    watch_ = FiniteWatch(identity_.shape.dtype, std::move(report));
+    watch_.hand_on(staging_.get());
+  }
   // Nothing is going to happen to this memory: it is input and result, looked at when the operation starts.
   void look_at_start(std::span<const std::byte> memory) { only_looked_at_ = memory; }
 
   // What the caller's kind of buffers needs around the operation, run by the driver: `before` when it starts, `after` when
   // it is complete and before anybody hears of it. Copies between strided and flat memory, for example.
   void wrap(std::function<void()> before, std::function<void()> after);
+
+  // Its memory mirrors a device's, where the input comes from and the result goes to. Shared with who waits for the device.
+  void stage(std::shared_ptr<Staging> staging);
+  const std::shared_ptr<Staging>& staging() const { return staging_; }
+  // Enough of the input is there. Before that nothing of it may be known to the links: what came early stays with them.
+  bool can_start() const;
+  bool started() const { return started_; }
+  virtual void more_came() {}  // of the input, since it has started
 
   // This rank sends `member` nothing here: it tells it that it takes part. Otherwise two ranks that believe each in another
   // root could wait for each other, or both send, without a word between them.
@@ -73,6 +85,7 @@ class Operation : public FlowHandler {
   void start(const OperationContext& context);
   void conclude() {
     if (after_) after_();
+    if (staging_) staging_->finish();
   }
   bool complete() const;
   // Ends it early: links forget its flows, its memory may be freed.
@@ -82,8 +95,9 @@ class Operation : public FlowHandler {
   bool conflicts(const Operation& other) const;  // both use the same memory
   bool needs(int world_rank) const;              // bytes to or from that rank are still missing
   std::string waiting_for() const;               // "rank 2 (host b, pid 7; 0 of 4096 bytes received)"
-  std::vector<int> missing() const;              // ranks of the world bytes to or from which are missing
-  uint64_t progress() const;                     // grows with every byte moved
+  // Ranks of the world bytes to or from which are missing; this rank alone while its own device owes it input.
+  std::vector<int> missing() const;
+  uint64_t progress() const;  // grows with every byte moved
   const FlowIdentity& identity() const { return identity_; }
   FlowIdentity& mutable_identity() { return identity_; }
 
@@ -92,6 +106,12 @@ class Operation : public FlowHandler {
  protected:
   virtual void prepare() = 0;                     // add flows; scratch is there
   virtual bool finished() const { return true; }  // anything to do besides the flows?
+  // As much of its input is there as it needs to start; only for those that look at `there`.
+  virtual bool starts_early() const { return false; }
+  // How many bytes of its memory, from the start, have come from the device; all of them where there is none.
+  std::size_t there(std::span<const std::byte> memory) const {
+    return staging_ ? staging_->there(memory) : memory.size();
+  }
 
   SendFlow& add_send(int member, uint64_t total, uint64_t ready);
   RecvFlow& add_receive(int member, uint64_t total, uint64_t window);
@@ -114,6 +134,7 @@ class Operation : public FlowHandler {
   std::span<const std::byte> only_looked_at_;
   std::function<void()> before_;
   std::function<void()> after_;
+  std::shared_ptr<Staging> staging_;
   std::vector<int> announce_to_;
   bool started_ = false;
   bool prepared_ = false;  // false for good if what the start needs has failed: then it never completes

@@ -27,14 +27,27 @@ void Pairwise::prepare() {
     own_out_ = {scratch_.get(), own_out_.size()};
   }
   fold_.begin(scratch(), chunks_[group_.rank], own_out_);
+  fold_.received(group_.rank, there(chunks_[group_.rank]));
   fold_.watch(&watch_, &watch_);
   std::size_t mine = own_out_.size();
   for (int step = 1; step < group_.size; ++step) {
     int to = (group_.rank + step) % group_.size, from = (group_.rank + group_.size - step) % group_.size;
     std::size_t back = collects(group_.rank) ? chunks_[from].size() : 0, result = collects(to) ? mine : 0;
     add_receive(from, mine + back, receive_window(mine + back));
-    add_send(to, chunks_[to].size() + result, chunks_[to].size());
+    add_send(to, chunks_[to].size() + result, ready(to));
   }
+}
+
+uint64_t Pairwise::ready(int member) const {
+  const std::size_t input = chunks_[member].size(), here = there(chunks_[member]);
+  if (here < input) return here;
+  return collects(member) ? input + fold_.folded() : input;
+}
+
+void Pairwise::more_came() {
+  for (SendFlow& flow : sends_) flow.ready = ready(flow.member);
+  fold_.received(group_.rank, there(chunks_[group_.rank]));
+  advance();
 }
 
 std::span<const std::byte> Pairwise::outgoing(SendFlow& flow, uint64_t offset, std::size_t max) {
@@ -88,7 +101,7 @@ void Pairwise::advance() {
 void Pairwise::go_on_from(uint64_t before) {
   if (fold_.folded() == before) return;
   for (RecvFlow& flow : receives_) widen(flow, receive_window(flow.total));
-  for (SendFlow& flow : sends_) flow.ready = std::min(flow.total, chunks_[flow.member].size() + fold_.folded());
+  for (SendFlow& flow : sends_) flow.ready = ready(flow.member);
 }
 
 }  // namespace ringdp

@@ -21,15 +21,18 @@ class Pairwise final : public Operation {
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
   bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) override;
+  void more_came() override;
 
  protected:
   void prepare() override;
+  bool starts_early() const override { return true; }
   bool finished() const override { return fold_.folded() == own_out_.size(); }
 
  private:
   void advance();
   void go_on_from(uint64_t before);
-  bool collects(int member) const;  // it hears of everybody's results
+  uint64_t ready(int member) const;  // how far the flow to it can go
+  bool collects(int member) const;   // it hears of everybody's results
   uint64_t receive_window(uint64_t total) const;
 
   std::vector<std::span<std::byte>> chunks_;

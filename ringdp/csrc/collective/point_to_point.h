@@ -33,7 +33,7 @@ class Receive final : public Operation {
   void bind(int from) override;
   std::span<const std::byte> outgoing(SendFlow&, uint64_t, std::size_t) override { return {}; }
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
-  void arrived(RecvFlow&, uint64_t, std::span<std::byte>) override {}
+  void arrived(RecvFlow&, uint64_t, std::span<std::byte> data) override { watch_.result(data); }
 
  protected:
   void prepare() override;

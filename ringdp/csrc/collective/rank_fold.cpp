@@ -46,6 +46,7 @@ const std::byte* RankOrderFold::source(int member, uint64_t offset) const {
 }
 
 bool RankOrderFold::take(int member, uint64_t offset, std::span<const std::byte> data, uint64_t limit) {
+  limit = std::min(limit, upto_[rank_]);
   if (size_ != 2 || offset != folded_ || offset + data.size() > limit || data.size() % element_bytes_ != 0)
     return false;
   lent_ = data;

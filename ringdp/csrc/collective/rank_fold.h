@@ -21,8 +21,8 @@ class RankOrderFold {
   // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here).
   RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor);
 
-  // `own` and `out` may be the same memory, and are it if there is nobody else (but for half types). Both [bytes]. All of `own` counts as there;
-  // what comes later is told by `received` like everybody's.
+  // `own` and `out` may be the same memory, and are it if there is nobody else (but for half types). Both [bytes]. All of
+  // `own` counts as there; where it comes later, that is told by `received` like everybody's.
   void begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out);
 
   // What is folded is shown to them; null: it is not this rank's input, or not what the result is.

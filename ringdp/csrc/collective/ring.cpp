@@ -14,6 +14,7 @@ Ring::Ring(GroupView group, OperationShape shape, std::string name,
   if (reduce) kernels_ = &reduce_kernels(shape.dtype, shape.op);
   for (const auto& slab : slabs_)
     for (auto block : slab) uses(block);
+  lay_out();
 }
 
 std::span<std::byte> Ring::out_block(const Leg& leg) const {
@@ -43,24 +44,41 @@ void Ring::lay_out() {
 }
 
 void Ring::prepare() {
-  lay_out();
   if (reduce_steps_ > 0) segment_ = scratch().take(kSegmentBytes);
   int right = (group_.rank + 1) % group_.size, left = (group_.rank + group_.size - 1) % group_.size;
-  add_receive(left, in_total_, in_total_);
+  add_receive(left, in_total_, window());
   make_ready(add_send(right, out_total_, 0), 0);
+}
+
+// What comes unasked must find what it is added to.
+bool Ring::starts_early() const { return window() >= std::min<uint64_t>(in_total_, kSmallFlowBytes); }
+
+uint64_t Ring::window() const {
+  for (; window_leg_ < legs_.size(); ++window_leg_) {
+    const Leg& leg = legs_[window_leg_];
+    if (leg.step >= reduce_steps_) continue;
+    const auto own = in_block(leg);
+    if (const std::size_t here = there(own); here < own.size()) return leg.in_begin + here;
+  }
+  return in_total_;
+}
+
+void Ring::more_came() {
+  widen(receives_.front(), window());
+  make_ready(sends_.front(), receives_.front().received);
 }
 
 // How far the stream to the right can go when `received` bytes have come from the left.
 void Ring::make_ready(SendFlow& send, uint64_t received) {
   for (; ready_leg_ < legs_.size(); ++ready_leg_) {
     const Leg& leg = legs_[ready_leg_];
-    uint64_t size = out_block(leg).size(), there = size;
+    uint64_t size = out_block(leg).size(), here = there(out_block(leg));
     if (leg.step > 0) {
       uint64_t begin = legs_[leg.after].in_begin;
-      there = received > begin ? std::min(size, received - begin) : 0;
+      here = received > begin ? std::min(size, received - begin) : 0;
     }
-    send.ready = leg.out_begin + there;
-    if (there < size) return;
+    send.ready = leg.out_begin + here;
+    if (here < size) return;
   }
 }
 

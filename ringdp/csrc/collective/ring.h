@@ -21,9 +21,11 @@ class Ring final : public Operation {
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
+  void more_came() override;
 
  protected:
   void prepare() override;
+  bool starts_early() const override;
 
  private:
   // Both directions carry the same sequence of (slab, step); the blocks differ.
@@ -39,6 +41,7 @@ class Ring final : public Operation {
   std::span<std::byte> in_block(const Leg& leg) const;
   void lay_out();
   void make_ready(SendFlow& send, uint64_t received);
+  uint64_t window() const;  // how far the stream from the left may come: what it is added to must be there
 
   std::vector<std::vector<std::span<std::byte>>> slabs_;
   std::vector<Leg> legs_;
@@ -47,6 +50,7 @@ class Ring final : public Operation {
   std::size_t out_leg_ = 0;  // where the streams are; offsets only grow
   std::size_t in_leg_ = 0;
   std::size_t ready_leg_ = 0;
+  mutable std::size_t window_leg_ = 0;  // what all legs before it are added to is there
   int reduce_steps_;
   int steps_;
   const ReduceKernels* kernels_ = nullptr;

@@ -12,6 +12,7 @@ namespace {
 
 constexpr auto kInterruptPeriod = std::chrono::milliseconds(100);
 constexpr auto kIdleLookPeriod = std::chrono::milliseconds(250);
+constexpr auto kLandingPeriod = std::chrono::milliseconds(2);
 constexpr int64_t kGoodbyeMs = 1000;
 
 Error forked_error() {
@@ -137,12 +138,14 @@ void Engine::take_role(std::unique_lock<std::mutex>& lock) {
 }
 
 void Engine::leave_role(std::unique_lock<std::mutex>& lock) {
-  bool flushing = anything_outgoing();
+  bool flushing = anything_outgoing(), landing = !landing_.empty();
   lock.lock();
   driving_ = false;
   driver_ = {};
   flushing_ = flushing;
-  if (unfinished_ > 0 || flushing_) work_to_do_.notify_one();
+  landing_began_ |= landing && !landing_waits_;
+  landing_waits_ = landing;
+  if (unfinished_ > 0 || flushing_ || landing_began_) work_to_do_.notify_one();
   if (waiting_ > 0) waiters_.notify_all();
 }
 
@@ -239,8 +242,13 @@ void Engine::finish(Slot& slot, std::exception_ptr error) {
   auto on_done = std::move(work->on_done_);
   // The last holder of a tensor may need Python's lock, for which the driver must never wait: a completion thread drops the
   // buffers, or who waits for the work.
+  std::shared_ptr<Staging> staging = slot.operation->staging();
   slot.operation.reset();
   std::shared_ptr<void> buffers = std::move(slot.keep_alive);
+  if (staging) {
+    --staged_;
+    landing_.wait_for(std::move(staging), buffers);
+  }
   {
     std::lock_guard lock(mutex_);
     work->finish(error, on_done ? nullptr : std::move(buffers));
@@ -261,9 +269,11 @@ void Engine::finish(Slot& slot, std::exception_ptr error) {
 void Engine::run_communication_thread() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    auto wanted = [this] { return stopping_ || (!driving_ && (unfinished_ > 0 || flushing_)); };
-    bool idle = !work_to_do_.wait_for(lock, kIdleLookPeriod, wanted);
+    auto busy = [this] { return unfinished_ > 0 || flushing_; };
+    auto wanted = [&] { return stopping_ || (!driving_ && (busy() || landing_began_)); };
+    bool idle = !work_to_do_.wait_for(lock, landing_waits_ && !driving_ ? kLandingPeriod : kIdleLookPeriod, wanted);
     if (stopping_) return;
+    if (std::exchange(landing_began_, false) && !busy()) continue;  // from now on by the shorter period
     if (driving_) {
       look_due_.store(true, std::memory_order_relaxed);
       continue;
@@ -331,6 +341,10 @@ void Engine::shut_down() {
     auto drained = [](auto& link) { return !link || link->drained(); };
     while (!std::all_of(links_.begin(), links_.end(), drained) && !deadline.expired())
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    while (!landing_.empty() && !deadline.expired()) {
+      look_at_copies();
+      if (!landing_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     // Somebody may hold a Work, and with it this engine, for long: the descriptors go now.
     for (auto& link : links_)
       if (link) link->close();

@@ -23,6 +23,7 @@
 #include "base/fd.h"
 #include "collective/operation.h"
 #include "engine/completion.h"
+#include "engine/landing.h"
 #include "engine/matching.h"
 #include "engine/notices.h"
 #include "engine/work.h"
@@ -193,11 +194,13 @@ class Engine {
   bool serve(const std::vector<Poller::Event>& events);
   bool lie_down();
   void sleep(const Work* until, Deadline deadline);
-  void watch_blocked();      // tells the poller which channels are full
-  void wake_for_the_rate();  // and when more may be sent
+  void watch_blocked();  // tells the poller which channels are full
   bool anything_outgoing() const;
   void check_deadlines();
   Deadline next_deadline() const;
+  bool look_at_copies();  // these three: copies.cpp
+  bool look_at_copies(Group& group, Slot& slot);
+  void set_timer();
 
   // Watching what does not move (watch.cpp), by the driver.
   void look_while_idle();
@@ -244,8 +247,10 @@ class Engine {
   std::condition_variable waiters_;     // for threads in `wait` that do not drive
   bool driving_ = false;
   std::thread::id driver_;
-  bool sleeping_ = false;  // the driver is in poller_.wait or about to be
-  bool flushing_ = false;  // nothing is in flight, but frames wait for room in a channel
+  bool sleeping_ = false;       // the driver is in poller_.wait or about to be
+  bool flushing_ = false;       // nothing is in flight, but frames wait for room in a channel
+  bool landing_waits_ = false;  // nor that, but copies of what was
+  bool landing_began_ = false;  // since the communication thread last looked
   bool stopping_ = false;
   bool closed_ = false;
   std::string farewell_;
@@ -266,12 +271,17 @@ class Engine {
   bool some_streams_ = false;   // not all links are direct
   std::vector<char> writing_;   // the poller watches for room to write
   ScratchPool scratch_;
-  std::vector<GroupPtr> busy_;         // groups with operations queued or active
-  Clock::time_point crowded_until_{};  // somebody else wants this core: no polling before that
-  int yields_used_ = 0;                // in a row, by somebody else
-  unsigned turns_ = 0;                 // of the driver, whoever it was
-  std::vector<Failure> failures_;      // found while a link was being pumped
-  std::vector<Question> questions_;    // the same
+  std::vector<GroupPtr> busy_;           // groups with operations queued or active
+  Clock::time_point crowded_until_{};    // somebody else wants this core: no polling before that
+  int yields_used_ = 0;                  // in a row, by somebody else
+  unsigned turns_ = 0;                   // of the driver, whoever it was
+  Clock::time_point interrupt_check_{};  // the last one of a sleeping driver
+  std::size_t staged_ = 0;               // operations whose memory mirrors a device's
+  bool copying_ = false;                 // one of them waits for input
+  Clock::time_point copies_moved_at_{};
+  Landing landing_;
+  std::vector<Failure> failures_;    // found while a link was being pumped
+  std::vector<Question> questions_;  // the same
   std::vector<GroupPtr> doomed_;
   std::vector<std::string> farewells_;  // of peers that left
   Clock::time_point next_look_{};

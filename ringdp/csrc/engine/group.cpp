@@ -61,6 +61,7 @@ void GroupHandle::close() {
 std::shared_ptr<Work> GroupHandle::submit(std::unique_ptr<Operation> operation, CallOptions options) {
   Engine::Submission submission;
   if (options.before || options.after) operation->wrap(std::move(options.before), std::move(options.after));
+  if (options.staging) operation->stage(std::move(options.staging));
   submission.operation = std::move(operation);
   submission.timeout_ms = options.timeout_ms > 0 ? options.timeout_ms : timeout_ms_.load();
   submission.caller_waits = options.caller_waits;

@@ -21,6 +21,7 @@ struct CallOptions {
   std::shared_ptr<void> keep_alive;
   std::function<void()> before;
   std::function<void()> after;
+  std::shared_ptr<Staging> staging;      // the buffers mirror a device's memory; null: they do not
   std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
 };
 

@@ -30,6 +30,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
   for (;;) {
     take_inbox();
     bool moved = advance_groups();
+    if (staged_ > 0 || !landing_.empty()) moved |= look_at_copies();
     if (until != nullptr ? until->finished() : busy_.empty() && !anything_outgoing()) return;
     moved |= pump_links();
     settle_failures();
@@ -80,6 +81,10 @@ void Engine::take_inbox() {
     requests.swap(requests_);
   }
   for (auto& [group, slot] : arrived) {
+    if (slot.operation->staging()) {
+      ++staged_;
+      copies_moved_at_ = Clock::now();
+    }
     std::exception_ptr failure;
     {
       std::lock_guard lock(mutex_);
@@ -136,10 +141,11 @@ bool Engine::start_next(Group& group) {
   return true;
 }
 
-// Not in a group that is about to fail: what has not started then fails with it.
+// Not in a group that is about to fail: what has not started then fails with it. Nor before its input has come:
+// look_at_copies calls again.
 void Engine::start(Group& group, Slot& slot) {
-  if (group.doom) return;
   Operation& operation = *slot.operation;
+  if (group.doom || !operation.can_start()) return;
   OperationContext context{group.id, slot.work->sequence(), links_, &scratch_};
   remember(group, operation.identity());
   slot.moved_at = slot.asked_at = Clock::now();
@@ -174,7 +180,7 @@ void Engine::remember(Group& group, const FlowIdentity& identity) {
   FlowIdentity& kept = group.history[identity.sequence % kHistory];
   kept = identity;
   kept.group = group.id;
-  group.started_upto = identity.sequence;
+  group.started_upto = std::max(group.started_upto, identity.sequence);
 }
 
 Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
@@ -186,6 +192,8 @@ Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
     return {};
   }
   if (sequence > group->started_upto) return {};
+  for (const Slot& slot : group->active)  // still waiting for its input, while a later one has started
+    if (slot.work->sequence() == sequence && !slot.operation->started()) return {};
   const FlowIdentity& kept = group->history[sequence % kHistory];
   return {true, kept.sequence == sequence ? &kept : nullptr};
 }
@@ -267,14 +275,9 @@ void Engine::watch_blocked() {
   }
 }
 
-void Engine::wake_for_the_rate() {
-  if (limiter_ && std::any_of(links_.begin(), links_.end(), [](auto& link) { return link && link->held_back(); }))
-    poller_.wake_at(limiter_->next());
-}
-
 void Engine::sleep(const Work* until, Deadline deadline) {
   watch_blocked();
-  wake_for_the_rate();
+  set_timer();
   {
     std::lock_guard lock(mutex_);
     if (!inbox_.empty() || !requests_.empty()) return;
@@ -291,7 +294,11 @@ void Engine::sleep(const Work* until, Deadline deadline) {
     if (link && link->direct() && !link->broken()) link->channel().after_sleep();
   serve(events);
   settle_failures();
-  if (events.empty() && until != nullptr && options_.check_interrupt) options_.check_interrupt();
+  if (!events.empty() || until == nullptr || !options_.check_interrupt) return;
+  if (const auto now = Clock::now(); now - interrupt_check_ >= std::chrono::milliseconds(kSleepMs)) {
+    interrupt_check_ = now;
+    options_.check_interrupt();
+  }
 }
 
 // Direct channels are told that this thread is about to sleep. False if something waits in one of them: it is taken in, for

@@ -42,6 +42,7 @@ void Engine::look_while_idle() {
   look_due_.store(false, std::memory_order_relaxed);
   take_inbox();
   advance_groups();
+  if (staged_ > 0 || !landing_.empty()) look_at_copies();
   serve(poller_.wait(0));
   for (auto& link : links_)
     if (link && !link->broken() && !link->departed())
@@ -205,6 +206,10 @@ std::vector<Engine::Missing> Engine::find_missing(const Slot& slot) const {
       continue;
     }
     if (!state) continue;
+    if (std::find(state->waits_for.begin(), state->waits_for.end(), peer) != state->waits_for.end()) {
+      found.push_back({peer, "its process answers; its own device has not handed over the input yet"});
+      continue;
+    }
     switch (state->progress) {
       case PeerState::Progress::kNoGroup:
         found.push_back({peer, "its process answers; it has no such group (yet, or any more)"});

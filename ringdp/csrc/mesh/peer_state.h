@@ -25,10 +25,12 @@ struct PeerState {
 
   Progress progress = Progress::kNoGroup;
   int64_t since_call_ms = -1;  // since it last called any operation; -1: never
-  std::vector<int> waits_for;  // ranks that this, or an earlier operation of the group, needs bytes from or room at
-  std::string name;            // what it calls the operation that was asked for; empty without a name
-  std::string last;            // what it called last in that group; empty if nothing
-  std::string elsewhere;       // what it has under way in another group; empty if nothing
+  std::vector<int>
+      waits_for;     // ranks that this, or an earlier operation of the group, needs bytes from or room at; the rank
+                     // itself: its own device owes it bytes
+  std::string name;  // what it calls the operation that was asked for; empty without a name
+  std::string last;  // what it called last in that group; empty if nothing
+  std::string elsewhere;  // what it has under way in another group; empty if nothing
 
   std::string encode() const;
   static PeerState decode(std::span<const std::byte> raw);  // throws Error(kHandshake) if it is too short

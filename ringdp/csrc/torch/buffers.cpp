@@ -68,9 +68,8 @@ DType element_type(at::ScalarType type, const char* what) {
 
 DType dtype_of(const at::Tensor& tensor, const char* what) {
   if (tensor.layout() != at::kStrided) refuse(what, "only supports dense tensors, not " + c10::str(tensor.layout()));
-  if (!tensor.device().is_cpu())
-    refuse(what, "the ring backend moves CPU tensors, not one on " + tensor.device().str() +
-                     "; initialise with \"cpu:ring,cuda:nccl\" for CUDA tensors");
+  if (!tensor.is_cpu() && !tensor.is_cuda())
+    refuse(what, "the ring backend moves CPU and CUDA tensors, not one on " + tensor.device().str());
   return element_type(tensor.scalar_type(), what);
 }
 
@@ -128,7 +127,13 @@ std::span<std::byte> Buffers::join(at::TensorList tensors, bool read, bool write
     dtype_of(tensor, what_);
     count += tensor.numel();
   }
+  if (count == 0) return {};
   bool scale = read && premultiplier_.defined();
+  if (DeviceSide::stages(tensors[0])) {
+    const std::span<std::byte> memory = stage(tensors, read, write);
+    if (scale) multiply_at_start(kept_.back().view(tensors[0].scalar_type()));
+    return memory;
+  }
   if (tensors.size() == 1 && tensors[0].is_contiguous() && !scale) return keep(tensors[0]);
   at::Tensor flat = at::empty({count}, tensors[0].options().requires_grad(false));
   int64_t at = 0;
@@ -149,6 +154,7 @@ std::span<std::byte> Buffers::merged(const std::vector<at::Tensor>& tensors, Red
   if (tensors.size() == 1) return in_place(tensors[0]);
   DType dtype = dtype_of(tensors[0], what_);
   if (op == ReduceOp::kAvg) refuse(what_, "AVG takes one tensor per rank");
+  if (tensors[0].numel() > 0 && DeviceSide::stages(tensors[0])) return stage_merged(tensors, dtype, op);
   at::Tensor flat = at::empty({tensors[0].numel()}, tensors[0].options().requires_grad(false));
   at_start_.emplace_back([flat, tensors, dtype, op, factor = premultiplier_] {
     flat.copy_(tensors[0].reshape({-1}));
@@ -166,8 +172,99 @@ std::span<std::byte> Buffers::merged(const std::vector<at::Tensor>& tensors, Red
 }
 
 void Buffers::repeat(const at::Tensor& from, const std::vector<at::Tensor>& to) {
-  for (const at::Tensor& tensor : to)
-    if (!tensor.is_same(from)) at_end_.emplace_back([from, tensor] { tensor.detach().copy_(from); });
+  for (const at::Tensor& tensor : to) {
+    if (tensor.is_same(from) || tensor.numel() == 0) continue;
+    if (!DeviceSide::stages(tensor)) {
+      at_end_.emplace_back([from, tensor] { tensor.detach().copy_(from); });
+      continue;
+    }
+    use(tensor, true);
+    staging_->at_end([from, tensor] {
+      const c10::InferenceMode inference;
+      tensor.detach().copy_(from);
+    });
+  }
+}
+
+// ---- On devices ----
+
+namespace {
+
+// From its first element to its last, whatever lies between them.
+std::span<const std::byte> extent(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const auto bytes = static_cast<std::size_t>(last + 1) * tensor.element_size();
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()), bytes};
+}
+
+}  // namespace
+
+void Buffers::use(const at::Tensor& tensor, bool write) {
+  if (device_ && *device_ != tensor.device())
+    refuse(what_, "tensors on " + device_->str() + " and on " + tensor.device().str() +
+                      ": those of one operation must be on one device");
+  device_ = tensor.device();
+  kept_.push_back(tensor);
+  if (tensor.numel() > 0) {
+    devices_.settle({extent(tensor), write});
+    uses_.push_back({extent(tensor), write});
+  }
+  if (!staging_) staging_ = devices_.make_staging(*device_, what_);
+}
+
+// Of memory whose strides are not those of a flat buffer the device itself makes one, and takes it apart.
+std::span<std::byte> Buffers::stage(at::TensorList tensors, bool read, bool write) {
+  const c10::InferenceMode inference;  // as in `before`
+  const c10::DeviceGuard guard(tensors[0].device());
+  for (const at::Tensor& tensor : tensors) use(tensor, write);
+  at::Tensor flat = tensors[0];
+  if (tensors.size() > 1 || !flat.is_contiguous()) {
+    int64_t count = 0;
+    for (const at::Tensor& tensor : tensors) count += tensor.numel();
+    flat = at::empty({count}, flat.options().requires_grad(false));
+    int64_t at = 0;
+    for (const at::Tensor& tensor : tensors) {
+      at::Tensor part = flat.narrow(0, at, tensor.numel()).view(tensor.sizes());
+      at += tensor.numel();
+      if (read) part.copy_(tensor);
+      if (write)
+        staging_->at_end([part, tensor] {
+          const c10::InferenceMode inference;
+          tensor.detach().copy_(part);
+        });
+    }
+  }
+  const at::Tensor host = DeviceSide::make_mirror(flat.nbytes(), *device_);
+  kept_.insert(kept_.end(), {flat, host});  // the mirror last
+  const std::span<std::byte> memory{static_cast<std::byte*>(host.mutable_data_ptr()), flat.nbytes()};
+  staging_->queue().after_caller();
+  staging_->mirror(memory, static_cast<std::byte*>(flat.mutable_data_ptr()), read, write);
+  return memory;
+}
+
+std::span<std::byte> Buffers::stage_merged(const std::vector<at::Tensor>& tensors, DType dtype, ReduceOp op) {
+  const std::span<std::byte> sum = stage(tensors[0], true, true);
+  const at::Tensor values = kept_.back();
+  const auto count = static_cast<std::size_t>(tensors[0].numel());
+  for (std::size_t i = 1; i < tensors.size(); ++i)
+    at_start_.emplace_back([sum, next = stage(tensors[i], true, false), dtype, op, count] {
+      reduce_kernels(dtype, op).combine(sum.data(), sum.data(), next.data(), count);
+    });
+  multiply_at_start(values.view(tensors[0].scalar_type()));
+  repeat(tensors[0], tensors);
+  return sum;
+}
+
+void Buffers::multiply_at_start(const at::Tensor& host) {
+  if (premultiplier_.defined()) at_start_.emplace_back([host, factor = premultiplier_.cpu()] { host.mul_(factor); });
+}
+
+Buffers::~Buffers() {
+  try {
+    if (staging_ && !staging_->landed()) staging_->queue().wait();
+  } catch (const std::exception&) {  // after a fork, or of a device that is gone: nobody copies any more
+  }
 }
 
 // The threads that drive are outside of the caller's inference_mode, in which alone its tensors may be changed; those of

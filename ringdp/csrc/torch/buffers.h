@@ -1,20 +1,24 @@
 // Tensors as the core sees them: flat bytes and an element type. What the core cannot take is refused here, in words.
-// Any thread; tensors are only looked at.
+// Any thread; tensors are only looked at, unless said otherwise.
 #pragma once
 
 #include <ATen/ATen.h>
 
 #include <functional>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
 #include "base/types.h"
+#include "torch/device_side.h"
 
 namespace ringdp {
 
-// Throws Error(kValue) naming `what` for tensors that are not dense, not on the CPU, or of a type without a wire format.
+// Throws Error(kValue) naming `what` for tensors that are not dense, neither on the CPU nor on CUDA, or of a type without a
+// wire format.
 DType dtype_of(const at::Tensor& tensor, const char* what);
 // Of any tensor; throws Error(kValue) for a type without a wire format.
 DType element_type(at::ScalarType type, const char* what);
@@ -26,12 +30,16 @@ at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, 
 // Whether two of them have a storage in common; cheap, and true for disjoint views of one storage too.
 bool share_memory(const std::vector<at::Tensor>& tensors);
 
-// The tensors of one operation. Contiguous ones are used in place; others through a flat copy, filled when the operation
-// starts and copied back when it is complete. Shared by the operation and its Work.
+// The tensors of one operation. On the CPU contiguous ones are used in place; others through a flat copy, filled when the
+// operation starts and copied back when it is complete. Those on a device, one per operation, have a mirror in pinned memory;
+// where they are not contiguous, of a flat copy on the device. Shared by the operation and its Work.
 class Buffers {
  public:
-  explicit Buffers(const char* what, at::Tensor premultiplier = {})
-      : what_(what), premultiplier_(std::move(premultiplier)) {}
+  explicit Buffers(DeviceSide& devices, const char* what, at::Tensor premultiplier = {})
+      : devices_(devices), what_(what), premultiplier_(std::move(premultiplier)) {}
+  ~Buffers();  // waits for copies, where the operation has not been submitted
+  Buffers(const Buffers&) = delete;
+  Buffers& operator=(const Buffers&) = delete;
 
   // One tensor, or the concatenation of several.
   std::span<std::byte> input(at::TensorList tensors) { return join(tensors, true, false); }
@@ -45,15 +53,26 @@ class Buffers {
   void after();   // copies results back
   bool copies() const { return !at_start_.empty() || !at_end_.empty(); }
 
+  const std::shared_ptr<Staging>& staging() const { return staging_; }  // null: nothing is on a device
+  const std::vector<DeviceUse>& uses() const { return uses_; }
+
  private:
+  std::span<std::byte> stage(at::TensorList tensors, bool read, bool write);
+  std::span<std::byte> stage_merged(const std::vector<at::Tensor>& tensors, DType dtype, ReduceOp op);
+  void multiply_at_start(const at::Tensor& host);
+  void use(const at::Tensor& tensor, bool write);
   std::span<std::byte> join(at::TensorList tensors, bool read, bool write);
   std::span<std::byte> keep(const at::Tensor& flat);
 
+  DeviceSide& devices_;  // of the caller; only while it calls
   const char* what_;
   const at::Tensor premultiplier_;
   std::vector<at::Tensor> kept_;
   std::vector<std::function<void()>> at_start_;
   std::vector<std::function<void()>> at_end_;
+  std::shared_ptr<Staging> staging_;  // with the operation, and with who waits for its streams
+  std::optional<c10::Device> device_;
+  std::vector<DeviceUse> uses_;
 };
 
 }  // namespace ringdp

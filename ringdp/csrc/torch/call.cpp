@@ -2,9 +2,10 @@
 
 namespace ringdp {
 
-Call::Call(GroupHandle& group, c10d::OpType type, const char* title, bool async_op, std::chrono::milliseconds timeout,
-           const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs)
+Call::Call(GroupHandle& group, DeviceSide& devices, c10d::OpType type, const char* title, bool async_op,
+           std::chrono::milliseconds timeout, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs)
     : group_(group),
+      devices_(devices),
       synchronous_(!async_op),
       timeout_ms_(timeout > kNoTimeout ? timeout.count() : 0),
       work_(c10::make_intrusive<RingWork>(group.view().rank, type, title, inputs, std::move(outputs))) {}
@@ -17,6 +18,11 @@ CallOptions Call::options(std::shared_ptr<Buffers> buffers, bool last) {
     out.before = [buffers] { buffers->before(); };
     out.after = [buffers] { buffers->after(); };
   }
+  if (const auto& staging = buffers->staging()) {
+    out.staging = staging;
+    work_->add_staging(staging);
+    uses_.insert(uses_.end(), buffers->uses().begin(), buffers->uses().end());
+  }
   out.keep_alive = std::move(buffers);
   if (last && !synchronous_) out.on_done = [work = work_](std::exception_ptr error) { work->mark(std::move(error)); };
   return out;
@@ -25,6 +31,7 @@ CallOptions Call::options(std::shared_ptr<Buffers> buffers, bool last) {
 c10::intrusive_ptr<c10d::Work> Call::done() {
   bool nothing = operations_.empty();
   work_->set_operations(group_.engine(), std::move(operations_));
+  for (const DeviceUse& use : uses_) devices_.remember(work_, use);
   if (nothing) {
     work_->mark(nullptr);
   } else if (synchronous_) {

@@ -13,8 +13,8 @@ namespace ringdp {
 
 class Call {
  public:
-  Call(GroupHandle& group, c10d::OpType type, const char* title, bool async_op, std::chrono::milliseconds timeout,
-       const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs);
+  Call(GroupHandle& group, DeviceSide& devices, c10d::OpType type, const char* title, bool async_op,
+       std::chrono::milliseconds timeout, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs);
 
   // Options for the next operation; with `last` its end is the end of the call.
   CallOptions options(std::shared_ptr<Buffers> buffers, bool last = true);
@@ -25,10 +25,12 @@ class Call {
 
  private:
   GroupHandle& group_;
+  DeviceSide& devices_;
   const bool synchronous_;
   const int64_t timeout_ms_;
   c10::intrusive_ptr<RingWork> work_;
   std::vector<std::shared_ptr<Work>> operations_;
+  std::vector<DeviceUse> uses_;  // of memory on devices, by these operations
 };
 
 }  // namespace ringdp

@@ -12,4 +12,17 @@ void* native_stream(c10::Stream stream);
 // Whether the stream records a CUDA graph, so that nothing may wait for it or ask how far it is. Never for other devices.
 bool records_cuda_graph(c10::Stream stream);
 
+// While one lives, this thread may ask how far streams are although another thread records a CUDA graph, which by default
+// forbids it to all threads of the process. Not for the recording thread.
+class BesideCudaGraphs {
+ public:
+  BesideCudaGraphs();
+  ~BesideCudaGraphs();
+  BesideCudaGraphs(const BesideCudaGraphs&) = delete;
+  BesideCudaGraphs& operator=(const BesideCudaGraphs&) = delete;
+
+ private:
+  int mode_;  // cudaStreamCaptureMode, as it was
+};
+
 }  // namespace ringdp

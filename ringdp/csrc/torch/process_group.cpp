@@ -94,14 +94,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
     if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
       refuse("allreduce", "unsupported reduction operation (allreduce of sparse tensors only works with ReduceOp.SUM)");
     ++calls_;
-    return all_reduce_sparse(group_, tensors, opts.timeout, opts.asyncOp);
+    return all_reduce_sparse(group_, devices_, tensors, opts.timeout, opts.asyncOp);
   }
   ReduceOp op = reduce_op_of(opts.reduceOp, "all_reduce");
   DType dtype = dtype_of(tensors[0], "all_reduce");
   require_reduction("allreduce", dtype, op);
-  auto buffers = std::make_shared<Buffers>("all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
+  auto buffers =
+      std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
   auto memory = buffers->merged(tensors, op);
-  Call call(counted(), c10d::OpType::ALLREDUCE, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors, tensors);
+  Call call(counted(), *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors,
+            tensors);
   call.add(group_->all_reduce(memory, dtype, op, call.options(std::move(buffers))));
   return call.done();
 }
@@ -111,10 +113,15 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
   const ReduceOp how = reduce_op_of(op, "all_reduce");
   const DType dtype = dtype_of(buffer, "all_reduce");
   require_reduction("allreduce", dtype, how);
-  auto buffers = std::make_shared<Buffers>("all_reduce", premultiplier_of(op, buffer, "all_reduce"));
+  auto buffers = std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(op, buffer, "all_reduce"));
   auto memory = buffers->in_place(buffer);
-  Call call(counted(), c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer}, {buffer});
+  Call call(counted(), *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer}, {buffer});
   CallOptions options = call.options(std::move(buffers));
+  if (options.staging)
+    options.after = [after = std::move(options.after), staging = options.staging, report] {
+      if (after) after();
+      report->own = staging->device_address(report->own);
+    };
   options.finite = std::move(report);
   call.add(group_->all_reduce(memory, dtype, how, std::move(options)));
   return call.done();
@@ -125,8 +132,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_compressed(at::Tenso
                                                                        const Compression& compression,
                                                                        std::shared_ptr<FiniteReport> report,
                                                                        std::vector<at::Tensor> residuals) {
-  Call call(counted(), c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", true, kNoTimeout, {buffer}, {buffer});
-  CallOptions options = call.options(std::make_shared<Buffers>("all_reduce"));
+  if (!buffer.is_cpu())
+    refuse("all_reduce_compressed", "the core encodes tensors on the CPU, not one on " + buffer.device().str() +
+                                        "; device tensors are encoded on their device and exchanged as bytes");
+  Call call(counted(), *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", true, kNoTimeout, {buffer},
+            {buffer});
+  CallOptions options = call.options(std::make_shared<Buffers>(*devices_, "all_reduce"));
   options.finite = std::move(report);
   options.keep_alive = std::make_shared<std::pair<at::Tensor, std::vector<at::Tensor>>>(buffer, std::move(residuals));
   call.add(group_->all_reduce_compressed(std::move(sections), compression, std::move(options)));
@@ -148,16 +159,18 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
     if (tensors[i].layout() != at::kStrided) refuse("allreduce_coalesced", "unsupported layout");
     require_reduction("allreduce_coalesced", dtype_of(tensors[i], "all_reduce"), op);
   }
-  Call call(counted(), c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors,
-            tensors);
+  Call call(counted(), *devices_, c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout,
+            tensors, tensors);
   if (share_memory(tensors)) {  // each stands for what it was before the call: all are read first
-    auto buffers = std::make_shared<Buffers>("all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
+    auto buffers =
+        std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
     auto memory = buffers->in_place(tensors);
     call.add(group_->all_reduce(memory, dtype_of(tensors[0], "all_reduce"), op, call.options(std::move(buffers))));
     return call.done();
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    auto buffers = std::make_shared<Buffers>("all_reduce", premultiplier_of(opts.reduceOp, tensors[i], "all_reduce"));
+    auto buffers =
+        std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[i], "all_reduce"));
     auto memory = buffers->in_place(tensors[i]);
     call.add(group_->all_reduce(memory, dtype_of(tensors[i], "all_reduce"), op,
                                 call.options(std::move(buffers), i + 1 == tensors.size())));
@@ -174,9 +187,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce(std::vector<at::Tensor>&
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce");
   DType dtype = dtype_of(tensors[0], "reduce");
   require_reduction("reduce", dtype, op);
-  auto buffers = std::make_shared<Buffers>("reduce", premultiplier_of(opts.reduceOp, tensors[0], "reduce"));
+  auto buffers = std::make_shared<Buffers>(*devices_, "reduce", premultiplier_of(opts.reduceOp, tensors[0], "reduce"));
   auto memory = opts.rootRank == getRank() ? buffers->in_place(tensors[0]) : buffers->input(tensors[0]);
-  Call call(counted(), c10d::OpType::REDUCE, "ring:reduce", opts.asyncOp, opts.timeout, tensors, tensors);
+  Call call(counted(), *devices_, c10d::OpType::REDUCE, "ring:reduce", opts.asyncOp, opts.timeout, tensors, tensors);
   call.add(group_->reduce(memory, dtype, op, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
   return call.done();
 }
@@ -189,17 +202,18 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::broadcast(std::vector<at::Tenso
   const at::Tensor& tensor = tensors[static_cast<std::size_t>(opts.rootTensor)];
   require_all_like("broadcast", tensors, tensors[0]);
   DType dtype = dtype_of(tensor, "broadcast");
-  auto buffers = std::make_shared<Buffers>("broadcast");
+  auto buffers = std::make_shared<Buffers>(*devices_, "broadcast");
   auto memory = opts.rootRank == getRank() ? buffers->input(tensor) : buffers->output(tensor);
   buffers->repeat(tensor, tensors);
-  Call call(counted(), c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors, tensors);
+  Call call(counted(), *devices_, c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors,
+            tensors);
   call.add(group_->broadcast(memory, dtype, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
   return call.done();
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& opts) {
-  Call call(counted(), c10d::OpType::BARRIER, "ring:barrier", opts.asyncOp, opts.timeout, {}, {});
-  call.add(group_->barrier(call.options(std::make_shared<Buffers>("barrier"))));
+  Call call(counted(), *devices_, c10d::OpType::BARRIER, "ring:barrier", opts.asyncOp, opts.timeout, {}, {});
+  call.add(group_->barrier(call.options(std::make_shared<Buffers>(*devices_, "barrier"))));
   return call.done();
 }
 
@@ -226,9 +240,9 @@ void require_message(const char* what, const std::vector<at::Tensor>& tensors, i
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::send(std::vector<at::Tensor>& tensors, int destination, int tag) {
   require_message("send", tensors, tag);
-  auto buffers = std::make_shared<Buffers>("send");
+  auto buffers = std::make_shared<Buffers>(*devices_, "send");
   auto memory = buffers->input(tensors[0]);
-  Call call(counted(), c10d::OpType::SEND, "ring:send", true, kNoTimeout, tensors, tensors);
+  Call call(counted(), *devices_, c10d::OpType::SEND, "ring:send", true, kNoTimeout, tensors, tensors);
   call.add(group_->send(memory, dtype_of(tensors[0], "send"), destination, tag, call.options(std::move(buffers))));
   return call.done();
 }
@@ -244,9 +258,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::recvAnysource(std::vector<at::T
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::receive(std::vector<at::Tensor>& tensors, int source, int tag,
                                                          c10d::OpType type, const char* title) {
   require_message("recv", tensors, tag);
-  auto buffers = std::make_shared<Buffers>("recv");
+  auto buffers = std::make_shared<Buffers>(*devices_, "recv");
   auto memory = buffers->output(tensors[0]);
-  Call call(counted(), type, title, true, kNoTimeout, tensors, tensors);
+  Call call(counted(), *devices_, type, title, true, kNoTimeout, tensors, tensors);
   call.add(group_->receive(memory, dtype_of(tensors[0], "recv"), source, tag, call.options(std::move(buffers))));
   return call.done();
 }

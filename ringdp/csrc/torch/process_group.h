@@ -34,10 +34,10 @@ class ProcessGroupRing final : public c10d::Backend {
   std::shared_ptr<DeviceGuard> guard(const c10::intrusive_ptr<c10d::Backend>& foreign);
 
   // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
-  // `buffer`: dense, contiguous, of a floating type, on the CPU; in place.
+  // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it.
   c10::intrusive_ptr<c10d::Work> all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
                                                     std::shared_ptr<FiniteReport> report);
-  // `sections` lie in `buffer` (float32); `residuals` are the tensors they point into, kept alive.
+  // `sections` lie in `buffer` (float32, on the CPU); `residuals` are the tensors they point into, kept alive.
   c10::intrusive_ptr<c10d::Work> all_reduce_compressed(at::Tensor buffer, std::vector<CompressedSection> sections,
                                                        const Compression& compression,
                                                        std::shared_ptr<FiniteReport> report,
@@ -93,6 +93,7 @@ class ProcessGroupRing final : public c10d::Backend {
 
   std::shared_ptr<GroupHandle> group_;  // shared with calls of several stages
   std::shared_ptr<Runtime> runtime_;    // shared by all groups made from the default group
+  const std::shared_ptr<DeviceSide> devices_ = std::make_shared<DeviceSide>();  // shared as the group is
   const bool owns_runtime_;
   std::mutex guards_mutex_;
   std::vector<std::shared_ptr<DeviceGuard>> guards_;  // shared with the reducers that use them

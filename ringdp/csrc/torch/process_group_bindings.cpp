@@ -13,6 +13,7 @@
 #include "mesh/lobby.h"
 #include "python_naming.h"
 #include "torch/bindings.h"
+#include "torch/device_side.h"
 #include "torch/process_group.h"
 #include "torch/store_adapter.h"
 
@@ -190,6 +191,10 @@ void bind_process_group(py::module_& module) {
              "Why this process leaves its jobs: the other ranks' errors say so.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
   bind_named_scope(module);
+  module.def("stage_cpu_tensors", &DeviceSide::stage_cpu_tensors, py::arg("seed").none(true),
+             "For tests: treat CPU tensors as if they were on a device whose copies are late and out of order.");
+  module.def("hold_staged_copies", &DeviceSide::hold_copies, py::arg("still"),
+             "For tests: while true, no copy of stage_cpu_tensors gets done.");
   module.def("transports", &transports,
              "What carries bytes to each other rank of the default group, {rank: \"shm\" or \"tcp\"}; {} without one.");
   module.def("set_log_sink", [](py::function sink) {

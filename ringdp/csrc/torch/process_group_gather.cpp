@@ -20,14 +20,15 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vect
   DType dtype = dtype_of(inputs[0], "all_gather");
   require_all_like("allgather", inputs, inputs[0]);
   for (const auto& list : outputs) require_all_like("allgather", list, inputs[0]);
-  auto buffers = std::make_shared<Buffers>("all_gather");
+  auto buffers = std::make_shared<Buffers>(*devices_, "all_gather");
   auto input = buffers->input(inputs);
   std::vector<std::span<std::byte>> blocks;
   for (std::size_t at = 0; at < all; at += each)
     blocks.push_back(buffers->output(at::TensorList(outputs[0]).slice(at, each)));
   for (std::size_t list = 1; list < outputs.size(); ++list)
     for (std::size_t i = 0; i < all; ++i) buffers->repeat(outputs[0][i], {outputs[list][i]});
-  Call call(counted(), c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs, outputs[0]);
+  Call call(counted(), *devices_, c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs,
+            outputs[0]);
   if (outputs.size() > 1) call.set_output_lists(outputs);
   call.add(group_->all_gather(input, std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
@@ -45,10 +46,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced
   if (outputs.size() != inputs.size()) refuse("all_gather_into_tensor", "as many outputs as inputs are needed");
   for (std::size_t i = 0; i < inputs.size(); ++i)
     require_parts("all_gather_into_tensor", outputs[i], inputs[i], getSize(), "output", "input");
-  Call call(counted(), c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp, opts.timeout, inputs,
-            outputs);
+  Call call(counted(), *devices_, c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp, opts.timeout,
+            inputs, outputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    auto buffers = std::make_shared<Buffers>("all_gather_into_tensor");
+    auto buffers = std::make_shared<Buffers>(*devices_, "all_gather_into_tensor");
     auto input = buffers->input(inputs[i]);
     auto blocks = cut(buffers->output(outputs[i]), getSize());
     call.add(group_->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather_into_tensor"),
@@ -68,10 +69,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::
   for (std::size_t i = 0; i < inputs[0].size(); ++i) require_like("reduce_scatter", inputs[0][i], outputs[0], i);
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter");
   require_reduction("reduce_scatter", dtype_of(outputs[0], "reduce_scatter"), op);
-  Call call(counted(), c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout, inputs[0],
-            outputs);
-  auto buffers =
-      std::make_shared<Buffers>("reduce_scatter", premultiplier_of(opts.reduceOp, outputs[0], "reduce_scatter"));
+  Call call(counted(), *devices_, c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout,
+            inputs[0], outputs);
+  auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter",
+                                           premultiplier_of(opts.reduceOp, outputs[0], "reduce_scatter"));
   std::vector<std::span<std::byte>> chunks;
   for (const at::Tensor& input : inputs[0]) chunks.push_back(buffers->input(input));
   auto output = buffers->output(outputs[0]);
@@ -94,10 +95,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced
     require_parts("reduce_scatter_tensor", inputs[i], outputs[i], getSize(), "input", "output");
     require_reduction("reduce_scatter_tensor", dtype_of(outputs[i], "reduce_scatter_tensor"), op);
   }
-  Call call(counted(), c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp, opts.timeout,
-            inputs, outputs);
+  Call call(counted(), *devices_, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp,
+            opts.timeout, inputs, outputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    auto buffers = std::make_shared<Buffers>("reduce_scatter_tensor",
+    auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter_tensor",
                                              premultiplier_of(opts.reduceOp, outputs[i], "reduce_scatter_tensor"));
     auto chunks = cut(buffers->input(inputs[i]), getSize());
     auto output = buffers->output(outputs[i]);
@@ -129,9 +130,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_coalesced(std::vector
     }
   }
   for (const at::Tensor& input : inputs) (void)dtype_of(input, "allgather_coalesced");
-  Call call(counted(), c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts.asyncOp, opts.timeout, inputs, flat);
+  Call call(counted(), *devices_, c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts.asyncOp, opts.timeout,
+            inputs, flat);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    auto buffers = std::make_shared<Buffers>("all_gather");
+    auto buffers = std::make_shared<Buffers>(*devices_, "all_gather");
     auto input = buffers->input(inputs[i]);
     std::vector<std::span<std::byte>> blocks;
     for (const auto& list : outputs) blocks.push_back(buffers->output(list[i]));
@@ -151,11 +153,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather(std::vector<std::vector<
   require_root_list("gather", outputs, root, getSize(), "output");
   std::vector<at::Tensor> results = root ? outputs[0] : std::vector<at::Tensor>{};
   require_all_like("gather", results, inputs[0]);
-  auto buffers = std::make_shared<Buffers>("gather");
+  auto buffers = std::make_shared<Buffers>(*devices_, "gather");
   auto input = buffers->input(inputs[0]);
   std::vector<std::span<std::byte>> blocks;
   for (const at::Tensor& result : results) blocks.push_back(buffers->output(result));
-  Call call(counted(), c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs, results);
+  Call call(counted(), *devices_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs, results);
   call.add(group_->gather(input, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
                           call.options(std::move(buffers))));
   return call.done();
@@ -171,11 +173,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>
   require_root_list("scatter", inputs, root, getSize(), "input");
   std::vector<at::Tensor> pieces = root ? inputs[0] : std::vector<at::Tensor>{};
   require_all_like("scatter", pieces, outputs[0]);
-  auto buffers = std::make_shared<Buffers>("scatter");
+  auto buffers = std::make_shared<Buffers>(*devices_, "scatter");
   auto output = buffers->output(outputs[0]);
   std::vector<std::span<std::byte>> chunks;
   for (const at::Tensor& piece : pieces) chunks.push_back(buffers->input(piece));
-  Call call(counted(), c10d::OpType::SCATTER, "ring:scatter", opts.asyncOp, opts.timeout, pieces, outputs);
+  Call call(counted(), *devices_, c10d::OpType::SCATTER, "ring:scatter", opts.asyncOp, opts.timeout, pieces, outputs);
   call.add(group_->scatter(std::move(chunks), output, dtype, static_cast<int>(opts.rootRank),
                            call.options(std::move(buffers))));
   return call.done();
@@ -190,7 +192,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall(std::vector<at::Tensor
       refuse("alltoall", std::string(kind) + " tensor list size " + std::to_string(list->size()) +
                              " does not match world size " + std::to_string(world));
   DType dtype = dtype_of(inputs[0], "all_to_all");
-  auto buffers = std::make_shared<Buffers>("all_to_all");
+  auto buffers = std::make_shared<Buffers>(*devices_, "all_to_all");
   std::vector<std::span<std::byte>> chunks, blocks;
   for (std::size_t i = 0; i < world; ++i) {
     for (const at::Tensor* tensor : {&inputs[i], &outputs[i]})
@@ -200,7 +202,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall(std::vector<at::Tensor
     chunks.push_back(buffers->input(inputs[i]));
     blocks.push_back(buffers->output(outputs[i]));
   }
-  Call call(counted(), c10d::OpType::ALLTOALL, "ring:all_to_all", opts.asyncOp, opts.timeout, inputs, outputs);
+  Call call(counted(), *devices_, c10d::OpType::ALLTOALL, "ring:all_to_all", opts.asyncOp, opts.timeout, inputs,
+            outputs);
   call.add(group_->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
 }
@@ -212,10 +215,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall_base(at::Tensor& outpu
   DType dtype = dtype_of(input, "all_to_all");
   if (dtype_of(output, "all_to_all") != dtype)
     refuse("alltoall_base", "output tensor must have the same type as input tensor");
-  auto buffers = std::make_shared<Buffers>("all_to_all");
+  auto buffers = std::make_shared<Buffers>(*devices_, "all_to_all");
   auto chunks = cut_rows("alltoall_base", input, buffers->input(input), input_rows, getSize());
   auto blocks = cut_rows("alltoall_base", output, buffers->output(output), output_rows, getSize());
-  Call call(counted(), c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout, {input}, {output});
+  Call call(counted(), *devices_, c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout, {input},
+            {output});
   call.add(group_->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
 }

@@ -1,6 +1,10 @@
 #include "torch/sparse.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <memory>
+#include <optional>
 
 #include "base/error.h"
 #include "torch/arguments.h"
@@ -15,12 +19,15 @@ constexpr int64_t kHeaderNumbers = 3 + kMaxDims;  // elements, sparse dimensions
 
 // What the stages share; held by their callbacks.
 struct Exchange {
-  std::shared_ptr<GroupHandle> group;  // shared with the process group, which may be destroyed in between
+  std::shared_ptr<GroupHandle> group;   // shared with the process group, which may be destroyed in between
+  std::shared_ptr<DeviceSide> devices;  // the same
   int64_t timeout_ms;
-  std::vector<at::Tensor> tensors;          // the caller's
-  at::Tensor mine;                          // coalesced
-  at::Tensor headers;                       // [world, kHeaderNumbers]
-  std::vector<at::Tensor> indices, values;  // per rank
+  std::vector<at::Tensor> tensors;                 // the caller's
+  at::Tensor mine;                                 // coalesced
+  at::Tensor headers;                              // [world, kHeaderNumbers]
+  std::vector<at::Tensor> indices, values;         // per rank
+  std::vector<std::shared_ptr<Staging>> stagings;  // of the operations so far
+  std::optional<c10::Stream> stream;  // the caller's, if its tensors are on a device: the stages work there
   c10::intrusive_ptr<StagedWork> work;
 };
 using ExchangePtr = std::shared_ptr<Exchange>;
@@ -44,11 +51,16 @@ std::vector<int64_t> sizes_in(const at::Tensor& header) {
 CallOptions options_of(const ExchangePtr& it, std::shared_ptr<Buffers> buffers, void (*next)(const ExchangePtr&)) {
   CallOptions options;
   options.timeout_ms = it->timeout_ms;
+  if ((options.staging = buffers->staging())) it->stagings.push_back(options.staging);
   options.keep_alive = std::move(buffers);
   if (next != nullptr)
     options.on_done = [it, next](std::exception_ptr error) {
       if (error) return it->work->end(std::move(error));
-      it->work->attempt([&] { next(it); });
+      it->work->attempt([&] {
+        const c10::OptionalStreamGuard guard(it->stream);
+        for (const auto& staging : it->stagings) staging->queue().order_caller();
+        next(it);
+      });
     };
   return options;
 }
@@ -68,7 +80,7 @@ void sum_up(const ExchangePtr& it) {
 }
 
 void gather(const ExchangePtr& it, const std::vector<at::Tensor>& blocks, void (*next)(const ExchangePtr&)) {
-  auto buffers = std::make_shared<Buffers>("all_reduce of a sparse tensor");
+  auto buffers = std::make_shared<Buffers>(*it->devices, "all_reduce of a sparse tensor");
   auto rank = static_cast<std::size_t>(it->group->view().rank);
   auto own = buffers->input(blocks[rank]);
   std::vector<std::span<std::byte>> to(blocks.size(), own), from;
@@ -96,7 +108,8 @@ void exchange_elements(const ExchangePtr& it) {
     bool own = rank == it->group->view().rank;
     std::vector<int64_t> shape = values.sizes().vec();
     shape[0] = numbers[0];
-    it->indices.push_back(own ? it->mine.indices().contiguous() : at::empty({numbers[1], numbers[0]}, at::kLong));
+    it->indices.push_back(own ? it->mine.indices().contiguous()
+                              : at::empty({numbers[1], numbers[0]}, it->mine.indices().options()));
     it->values.push_back(own ? values.contiguous() : at::empty(shape, values.options()));
   }
   gather(it, it->indices, nullptr);
@@ -106,6 +119,7 @@ void exchange_elements(const ExchangePtr& it) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group,
+                                                 std::shared_ptr<DeviceSide> devices,
                                                  const std::vector<at::Tensor>& tensors,
                                                  std::chrono::milliseconds timeout, bool async_op) {
   at::NoGradGuard no_grad;
@@ -114,19 +128,23 @@ c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> gr
   if (mine.dim() > kMaxDims)
     refuse("allreduce", "sparse tensors of more than " + std::to_string(kMaxDims) + " dimensions");
   auto it = std::make_shared<Exchange>(Exchange{.group = group,
+                                                .devices = std::move(devices),
                                                 .timeout_ms = timeout > kNoTimeout ? timeout.count() : 0,
                                                 .tensors = tensors,
                                                 .mine = mine.coalesce(),
                                                 .headers = {},
                                                 .indices = {},
                                                 .values = {},
+                                                .stagings = {},
+                                                .stream = {},
                                                 .work = {}});
   DType dtype = dtype_of(it->mine.values(), "all_reduce");
   require_reduction("allreduce", dtype, ReduceOp::kSum);
   it->work = c10::make_intrusive<StagedWork>(group->engine(), group->view().rank, c10d::OpType::_ALLREDUCE_SPARSE,
                                              "ring:all_reduce", tensors);
   it->headers = at::empty({group->view().size, kHeaderNumbers}, at::kLong);
-  auto buffers = std::make_shared<Buffers>("all_reduce of a sparse tensor");
+  if (!mine.is_cpu()) it->stream = c10::impl::VirtualGuardImpl(mine.device().type()).getStream(mine.device());
+  auto buffers = std::make_shared<Buffers>(*it->devices, "all_reduce of a sparse tensor");
   auto header = buffers->input(header_of(it->mine));
   auto blocks = cut(buffers->output(it->headers), group->view().size);
   group->all_gather(header, std::move(blocks), DType::kInt64, options_of(it, std::move(buffers), exchange_elements));

@@ -1,6 +1,7 @@
 #include "torch/staged_work.h"
 
 #include "base/error.h"
+#include "torch/work.h"
 
 namespace ringdp {
 namespace {
@@ -14,7 +15,8 @@ StagedWork::StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType ty
     : c10d::Work(rank, type, title, outputs),
       engine_(std::move(engine)),
       outputs_(std::move(outputs)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                       devices_of(outputs_))) {}
 
 void StagedWork::attempt(const std::function<void()>& stage) {
   try {

@@ -28,7 +28,7 @@ class StagedWork final : public c10d::Work {
  private:
   std::shared_ptr<Engine> engine_;  // shared with the Runtime
   std::vector<at::Tensor> outputs_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // of the streams that are current where `end` is called
 };
 
 }  // namespace ringdp

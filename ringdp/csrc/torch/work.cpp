@@ -1,11 +1,21 @@
 #include "torch/work.h"
 
+#include <algorithm>
+
 namespace ringdp {
 namespace {
 
 constexpr auto kFutureGrace = std::chrono::milliseconds(100);  // the completion thread may be inside a long callback
 
 }  // namespace
+
+std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> out;
+  for (const at::Tensor& tensor : tensors)
+    if (!tensor.is_cpu() && std::find(out.begin(), out.end(), tensor.device()) == out.end())
+      out.push_back(tensor.device());
+  return out;
+}
 
 RingWork::RingWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
                    std::vector<at::Tensor> outputs)
@@ -28,8 +38,14 @@ void RingWork::mark(std::exception_ptr error) {
   }
   finish(error);  // ends the profiler's event
   if (future && error) future->setError(error);
-  if (future && !error) future->markCompleted(value());
+  if (future && !error) complete(future);
   marked_changed_.notify_all();
+}
+
+void RingWork::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+  std::function<void()> what = [&] { future->markCompleted(value()); };
+  for (const auto& staging : stagings_) what = [&staging, what = std::move(what)] { staging->queue().after_all(what); };
+  what();
 }
 
 void RingWork::settle_future() {
@@ -46,7 +62,8 @@ bool RingWork::isCompleted() {
   if (works_.empty()) return true;
   if (!works_.back()->finished()) return false;
   end_event();
-  return true;
+  return works_.back()->failed() ||
+         std::all_of(stagings_.begin(), stagings_.end(), [](auto& it) { return it->landed(); });
 }
 
 bool RingWork::isSuccess() const { return works_.empty() || (works_.back()->finished() && !works_.back()->failed()); }
@@ -61,6 +78,7 @@ bool RingWork::wait(std::chrono::milliseconds timeout) {
     if (works_.back()->finished()) end_event();
     throw;
   }
+  for (const auto& staging : stagings_) staging->queue().order_caller();
   end_event();
   settle_future();
   return true;
@@ -70,11 +88,12 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
   std::lock_guard lock(future_mutex_);
   if (future_) return future_;
   c10::TypePtr list = c10::ListType::create(c10::TensorType::get());
-  future_ = c10::make_intrusive<c10::ivalue::Future>(output_lists_.empty() ? list : c10::ListType::create(list));
+  future_ = c10::make_intrusive<c10::ivalue::Future>(output_lists_.empty() ? list : c10::ListType::create(list),
+                                                     devices_of(outputs_));
   // Waited for already: nobody can have attached anything, so there is no order to keep.
   if (waited_ && !marked_ && works_.back()->finished() && !works_.back()->failed()) marked_ = true;
   if (marked_ && error_) future_->setError(error_);
-  if (marked_ && !error_) future_->markCompleted(value());
+  if (marked_ && !error_) complete(future_);
   return future_;
 }
 

@@ -1,4 +1,6 @@
-// RingWork: what torch holds of an operation in flight. Shared by Python and, for asynchronous operations, by the completion
+// RingWork: what torch holds of an operation in flight. Of tensors on devices it is over when the last copy back is queued; who
+// waits for it gets their current streams ordered after that.
+// Shared by Python and, for asynchronous operations, by the completion
 // thread, which marks its future. Any thread, with or without the GIL.
 #pragma once
 
@@ -13,6 +15,9 @@
 
 namespace ringdp {
 
+// Of the tensors that are not on the CPU; each once.
+std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors);
+
 class RingWork final : public c10d::Work {
  public:
   RingWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
@@ -22,6 +27,8 @@ class RingWork final : public c10d::Work {
   void set_operations(std::shared_ptr<Engine> engine, std::vector<std::shared_ptr<ringdp::Work>> works);
   // The future's value is a list of these lists instead of the list of outputs. Before anybody has the work.
   void set_output_lists(std::vector<std::vector<at::Tensor>> lists) { output_lists_ = std::move(lists); }
+  // Of its operations on tensors of devices. Before anybody has the work.
+  void add_staging(std::shared_ptr<Staging> staging) { stagings_.push_back(std::move(staging)); }
   // Called once when the last operation is over, on the completion thread, or by the thread of a synchronous call.
   void mark(std::exception_ptr error);
 
@@ -44,11 +51,13 @@ class RingWork final : public c10d::Work {
 
  private:
   c10::IValue value() const { return output_lists_.empty() ? c10::IValue(outputs_) : c10::IValue(output_lists_); }
+  void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);  // when the results are there, for its streams
 
   std::vector<at::Tensor> outputs_;
   std::vector<std::vector<at::Tensor>> output_lists_;
   std::shared_ptr<Engine> engine_;  // shared with the Runtime: a work may outlive its process group
   std::vector<std::shared_ptr<ringdp::Work>> works_;
+  std::vector<std::shared_ptr<Staging>> stagings_;  // shared with the operations
 
   // Whoever is told that the work is over may end the profiler next, and with it the memory of this work's event.
   void end_event();

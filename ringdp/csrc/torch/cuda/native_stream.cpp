@@ -14,4 +14,15 @@ bool records_cuda_graph(c10::Stream stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+BesideCudaGraphs::BesideCudaGraphs() {
+  auto mode = cudaStreamCaptureModeThreadLocal;
+  C10_CUDA_CHECK_WARN(cudaThreadExchangeStreamCaptureMode(&mode));
+  mode_ = static_cast<int>(mode);
+}
+
+BesideCudaGraphs::~BesideCudaGraphs() {
+  auto mode = static_cast<cudaStreamCaptureMode>(mode_);
+  C10_CUDA_CHECK_WARN(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
 }  // namespace ringdp

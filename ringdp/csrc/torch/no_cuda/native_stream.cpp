@@ -13,4 +13,8 @@ void* native_stream(c10::Stream) {
 
 bool records_cuda_graph(c10::Stream) { return false; }
 
+BesideCudaGraphs::BesideCudaGraphs() : mode_(0) {}
+
+BesideCudaGraphs::~BesideCudaGraphs() = default;
+
 }  // namespace ringdp

@@ -1,0 +1,85 @@
+// Staging: the memory of one operation that is on a device, and its mirror in this process's memory, with which the operation
+// works. What it reads comes by and by, what it writes goes back piece by piece as it becomes final.
+//
+// Made and filled by the thread that calls the collective, which thereby queues the copies of the input; then used by the
+// thread that drives the engine. `landed` and `queue` are for any thread once the operation is over.
+// Owns no memory: the operation's buffers (Submission::keep_alive) own mirrors and tensors, and the engine keeps both and
+// this until everything has landed, also where the operation fails (engine/landing.h).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "device/copy_queue.h"
+
+namespace ringdp {
+
+class Staging {
+ public:
+  static constexpr std::size_t kPieceBytes = 1024 * 1024;  // a copy's least length, if there is more than that
+  static constexpr std::size_t kPieces = 16;               // of one mirror at most: each costs a few microseconds
+
+  explicit Staging(std::unique_ptr<CopyQueue> queue) : queue_(std::move(queue)) {}
+
+  // `host` stands for as many bytes at `device`. With `reads` they are copied there now; with `writes` they are copied back.
+  void mirror(std::span<std::byte> host, std::byte* device, bool reads, bool writes);
+  void at_end(std::function<void()> work) { at_end_.push_back(std::move(work)); }  // on the device, after the results
+
+  // What follows is the driver's.
+
+  bool poll();  // asks the device; true if more has come
+  // How many bytes of `memory`, from its start, have come; all where that mirrors no input. As of the last `poll`.
+  std::size_t there(std::span<const std::byte> memory) const;
+  bool all_there() const { return come_ == arrivals_.size(); }
+  uint64_t bytes_there() const { return bytes_there_; }
+  uint64_t bytes_expected() const { return bytes_expected_; }
+
+  // These bytes are what the result is. May be told of memory that is no mirror, or never.
+  void final(std::span<const std::byte> memory);
+  // The operation is complete: what has not been copied back yet is.
+  void finish();
+
+  const std::byte* device_address(const std::byte* host) const;  // of a byte of a mirror; null for others
+
+  bool landed();  // nothing is under way: all memory is its owner's again
+  CopyQueue& queue() { return *queue_; }
+
+ private:
+  struct Piece {
+    std::size_t told = 0;  // bytes of it that are final
+    bool copied = false;
+    bool late = false;  // told of again after that: an error of ours, repaired at the end
+  };
+  struct Mirror {
+    std::span<std::byte> host;
+    std::byte* device;
+    bool reads;
+    std::size_t there;          // from the start
+    std::size_t piece_bytes;    // of all but the last
+    std::vector<Piece> pieces;  // of the result; none if it is not written
+  };
+  struct Arrival {
+    std::size_t mirror;
+    std::size_t upto;
+    CopyQueue::Ticket ticket;
+  };
+
+  const Mirror* find(const std::byte* address) const;
+  // A result may overwrite input on the device: its own has come when it is final, that of others is waited for.
+  bool may_go_back(const Mirror& mirror) const { return mirror.reads || all_there(); }
+  void copy_back(Mirror& mirror, std::size_t begin, std::size_t end);  // pieces
+
+  std::unique_ptr<CopyQueue> queue_;
+  std::vector<Mirror> mirrors_;
+  std::vector<Arrival> arrivals_;
+  std::size_t come_ = 0;  // arrivals that are there, and all before them
+  uint64_t bytes_there_ = 0;
+  uint64_t bytes_expected_ = 0;
+  std::vector<std::function<void()>> at_end_;
+  std::vector<CopyQueue::Ticket> results_;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,58 @@
+// DeviceSide: what a process group has on devices: the streams for its copies, pinned memory, and which calls still use
+// which of a device's memory. One per process group, shared with calls of several stages, which may outlive it.
+// Any thread. Nothing of it blocks, except a call on memory that an earlier one has not given back.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "device/staging.h"
+#include "torch/device_copies.h"
+#include "torch/work.h"
+
+namespace ringdp {
+
+// By one operation.
+struct DeviceUse {
+  std::span<const std::byte> memory;  // on the device
+  bool writes;
+};
+
+class DeviceSide {
+ public:
+  // Whether the core works with a mirror of such tensors instead of with their own memory.
+  static bool stages(const at::Tensor& tensor);
+  // From now on this process treats CPU tensors as if they were on a device whose copies are late and out of order
+  // (device/slow_device.h); nullopt: no longer. For tests.
+  static void stage_cpu_tensors(std::optional<uint64_t> seed);
+  static void hold_copies(bool still);  // of that device
+
+  // Throws Error(kState), naming `what`, where the thread records a CUDA graph on this device.
+  std::shared_ptr<Staging> make_staging(c10::Device device, const char* what);
+  static at::Tensor make_mirror(std::size_t bytes, c10::Device device);  // uint8 [bytes], pinned for devices
+
+  // Waits for earlier calls that still write this memory of a device, or, with `writes`, use it in any way, and orders the
+  // current stream after them: as if all were on one stream, though callers must not count on that.
+  void settle(const DeviceUse& use);
+  void remember(const c10::intrusive_ptr<RingWork>& work, const DeviceUse& use);
+
+ private:
+  struct Known {
+    c10::weak_intrusive_ptr<RingWork> work;
+    DeviceUse use;
+  };
+
+  SideStreams streams_of(c10::Device device);
+
+  std::mutex mutex_;
+  std::map<c10::DeviceIndex, SideStreams> streams_;
+  std::vector<Known> uses_;
+};
+
+}  // namespace ringdp
