@@ -89,12 +89,12 @@ void DeviceCopies::after_all(const std::function<void()>& what) {
   what();
 }
 
+// After the last copy of this operation, not after those of later ones that share the stream.
 void DeviceCopies::order_caller() {
+  if (events_.empty()) return;
   const c10::DeviceGuard guard(streams_.out.device());
   const c10::impl::VirtualGuardImpl device(streams_.out.device_type());
-  c10::Event results(streams_.out.device_type());
-  results.record(streams_.out);
-  results.block(device.getStream(streams_.out.device()));
+  events_.back().block(device.getStream(streams_.out.device()));
 }
 
 void DeviceCopies::wait() {
