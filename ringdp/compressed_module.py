@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ringdp.compression_stats import CompressionStats
     from ringdp.model_compression import ModelCompression
     from ringdp.model_parameters import ModelParameter
+    from ringdp.rank_devices import RankDevices
 
 
 class CompressedModule:
@@ -23,6 +24,7 @@ class CompressedModule:
         _chosen: what the user asked for last, with the steps that are exact at first; None where nobody ever did.
         _compression: what came of it, made with the reducer.
         _watched: the parameters, as the reducer numbers them.
+        _devices: where all ranks have theirs.
     """
 
     reducer: Any
@@ -30,6 +32,7 @@ class CompressedModule:
     _chosen: tuple[Rules, int] | None
     _compression: ModelCompression | None
     _watched: list[ModelParameter]
+    _devices: RankDevices
 
     def set_compression(
         self, compression: Any, rules: Iterable[tuple[Any, Any]] = (), *, warmup_steps: int = 0
@@ -115,5 +118,5 @@ class CompressedModule:
         from ringdp.model_compression import ModelCompression
 
         if self._compression is None:
-            self._compression = ModelCompression(self._watched, self.process_group, self.reducer)
+            self._compression = ModelCompression(self._watched, self.process_group, self.reducer, self._devices)
         self._compression.choose(chosen, warmup_steps)

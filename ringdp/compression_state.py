@@ -18,6 +18,7 @@ from torch import Tensor
 from ringdp.backend import named
 from ringdp.compression.partition import turn_of
 from ringdp.errors import InvalidArgumentError
+from ringdp.exchange import device_for
 from ringdp.model_compression import ModelCompression
 
 _FORMAT = 1
@@ -91,10 +92,11 @@ def _mean_entries(compression: ModelCompression) -> Entries:
         for index, residual in sorted(residuals.items())
     }
     if missing:
-        together = torch.cat(list(missing.values()))
+        place = device_for(compression.group, torch.device("cpu"))
+        together = torch.cat(list(missing.values())).to(place)
         with named("compression state"):
             dist.all_reduce(together, group=compression.group)
-        parts = together.split([len(one) for one in missing.values()])
+        parts = together.cpu().split([len(one) for one in missing.values()])
         missing = {index: part.clone() for index, part in zip(missing, parts, strict=True)}
     for index, one in enumerate(compression.parameters):
         if compression.in_core(index):
@@ -163,7 +165,13 @@ def owned_by_this_rank(compression: ModelCompression, index: int) -> Tensor:
     one = compression.parameters[index]
     parameter = one.parameter
     mask = torch.zeros(parameter.numel(), dtype=torch.bool)
-    for begin, end in _C.owned_elements(compression.group, parameter.numel(), turn_of(one.name)):
+    turn = turn_of(one.name)
+    if compression.exchanges_codes:  # every rank is a host of its own
+        bounds = _C.part_bounds(parameter.numel(), compression.group.size(), turn)
+        owned_here = [tuple(bounds[compression.group.rank() :][:2])]
+    else:
+        owned_here = _C.owned_elements(compression.group, parameter.numel(), turn)
+    for begin, end in owned_here:
         mask[begin:end] = True
     owned: Tensor = _row_by_row(parameter, mask)
     return owned

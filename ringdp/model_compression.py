@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.backend import reaches_core, traffic
+from ringdp.backend import traffic
 from ringdp.compression import Compressor, Rules
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.partition import turn_of
@@ -18,6 +18,7 @@ from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.exchange import all_gather_where_different
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
 from ringdp.model_parameters import ModelParameter
+from ringdp.rank_devices import RankDevices
 
 
 class Probe(Protocol):
@@ -36,10 +37,13 @@ class ModelCompression:
     ranks of the group in the same place.
     """
 
-    def __init__(self, parameters: Sequence[ModelParameter], group: dist.ProcessGroup, reducer: Any) -> None:
+    def __init__(
+        self, parameters: Sequence[ModelParameter], group: dist.ProcessGroup, reducer: Any, devices: RankDevices
+    ) -> None:
         self.parameters = parameters
         self.group = group
         self.reducer = reducer
+        self.devices = devices
         self.device = parameters[0].parameter.device if parameters else torch.device("cpu")
         self.compressors: list[Compressor | None] = [None] * len(parameters)
         self.hook: CompressedHook | None = None  # of what the core does not do
@@ -131,8 +135,14 @@ class ModelCompression:
         """Whether parameter `index` is compressed in Python."""
         return self.compressors[index] is not None and not self.in_core(index)
 
+    @property
+    def exchanges_codes(self) -> bool:
+        """See `RankDevices.exchanges_codes`."""
+        return self.devices.exchanges_codes
+
     def residuals(self) -> dict[int, Tensor]:
-        """By index, of all parameters with error feedback in the core: float32 [numel]; zeros before the first step."""
+        """By index, of all parameters with error feedback in the core: float32 [numel] on the CPU; zeros before the
+        first step."""
         known = self.reducer.residuals()
         return {
             index: known[index] if index in known else torch.zeros(one.parameter.numel())
@@ -173,8 +183,11 @@ class ModelCompression:
     def _install(self, chosen: Sequence[Compressor | None]) -> None:
         from ringdp import _C
 
-        on_ring = self.device.type == "cpu" and reaches_core(self.group)
-        codecs = [(getattr(one, "native", None), _feeds_back(one)) if on_ring else (None, False) for one in chosen]
+        exchange = self.exchanges_codes
+        in_core = exchange or self.devices.core_reduces_codes
+        if not in_core and any(one is not None for one in chosen):
+            self.devices.tell_no_kernels(self.group.rank())
+        codecs = [(getattr(one, "native", None), _feeds_back(one)) if in_core else (None, False) for one in chosen]
         kinds = sorted({kind for kind in codecs if kind[0] is not None})
         methods: list[Any] = [_C.NativeMethod(codec, feedback) for codec, feedback in kinds]
         by_hook = {
@@ -189,7 +202,8 @@ class ModelCompression:
             -1 if compressor is None else len(kinds) if kind[0] is None else kinds.index(kind)
             for compressor, kind in zip(chosen, codecs, strict=True)
         ]
-        self.reducer.set_methods(methods, method_of, [turn_of(one.name) for one in self.parameters])
+        turns = [turn_of(one.name) for one in self.parameters]
+        self.reducer.set_methods(methods, method_of, turns, exchange_codes=exchange)
         self.compressors, self.hook = list(chosen), hook
         self._methods, self._method_of = methods, method_of
 

@@ -27,6 +27,7 @@ from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
 from ringdp.model_check import check_same_model
 from ringdp.model_parameters import model_parameters
 from ringdp.optimizer_in_backward import has_optimizers, stepping_hook
+from ringdp.rank_devices import RankDevices
 from ringdp.reduced_gradients import ReducedGradients
 from ringdp.reducer_log import ReducerLog
 from ringdp.sharded_parameters import ShardedParameters
@@ -167,6 +168,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
         if self.__dict__.pop("_compare_models", False):
             with named("comparing models"):
                 check_same_model(self.module, self.process_group, self.device, ignored=self.parameters_to_ignore)
+                self._devices = RankDevices.gather(self.process_group, self.device)
+                self._devices.tell(self.process_group.rank())
         return super()._build_params_for_reducer()
 
     def _ddp_init_helper(
@@ -183,6 +186,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
         names = [one.name for one in watched]
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
+        if "_devices" not in self.__dict__:
+            self._devices = RankDevices.alike(self.process_group, self.device)
         self.reducer = _C.Reducer(
             [one.parameter for one in watched],
             names,
@@ -197,6 +202,7 @@ class RingDP(CompressedModule, DistributedDataParallel):
             names_compared=backend == "ring",
             graph_shows_unused=self._sharded is None,
             reduce_dtype=self._reduce_dtype,
+            host_control=self._devices.host_control,
         )
         self._watched = watched
         self._reduced = ReducedGradients(self, [one.parameter for one in watched], names)
@@ -227,11 +233,18 @@ class RingDP(CompressedModule, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
-        return super().__getstate__() | {"_sharded": None, "_reduced": None, "_compression": None, "_watched": []}
+        state = super().__getstate__() | {"_sharded": None, "_reduced": None, "_compression": None, "_watched": []}
+        state.pop("_devices", None)  # of other ranks, maybe
+        return state
 
     # A step.
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidStateError(
+                "RingDP's forward cannot be captured in a CUDA graph: what its reducer does is decided on the host in"
+                " every step. Capture parts of the module (torch.cuda.make_graphed_callables) and leave RingDP outside."
+            )
         if self._sharded is not None:
             self._sharded.before_forward()
         if self._compression is not None:

@@ -82,8 +82,10 @@ class ReducedGradients:
         if steps == self._steps:
             return
         self._steps = steps
-        # None: nobody has looked, as nothing was reduced, or by a hook.
-        finite = wrapper.reducer.finite() if wrapper.process_group.size() > 1 else None
+        # None: nobody has looked, as nothing was reduced, or by a hook. A device would have to be waited for: there
+        # torch's one kernel looks at the gradients while it unscales them.
+        known = wrapper.process_group.size() > 1 and wrapper.device_type == "cpu"
+        finite = wrapper.reducer.finite() if known else None
         self._marks.note(finite is True)
         self._overflowed = finite is False
         self._overflow = None

@@ -11,6 +11,8 @@
 #include "codec/codec.h"
 #include "collective/compressed_plan.h"
 #include "torch/bindings.h"
+#include "torch/code_exchange.h"
+#include "torch/device_codec.h"
 #include "torch/flat_tensors.h"
 #include "torch/ring_of.h"
 
@@ -59,10 +61,37 @@ void add_residuals(CompressedSection& section, const at::Tensor& residual, const
   section.new_residual = next.mutable_data_ptr<float>();
 }
 
+// The first of two residuals counts, the second is written.
+c10::intrusive_ptr<c10d::Work> exchange_codes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                              const at::Tensor& buffer, const std::vector<CompressedSection>& sections,
+                                              const Compression& compression, std::shared_ptr<FiniteReport> report,
+                                              std::vector<at::Tensor> kept) {
+  CodeExchange::Call call;
+  call.group = group;
+  call.buffer = buffer;
+  call.compression = compression;
+  call.report = std::move(report);
+  call.kept = std::move(kept);
+  const at::Tensor which = at::zeros({1}, at::kInt);
+  call.kept.push_back(which);
+  for (const CompressedSection& section : sections) {
+    CodeExchange::Section& one = call.sections.emplace_back();
+    one.x = section.x;
+    one.count = section.count;
+    one.turn = section.turn;
+    if (section.residual == nullptr) continue;
+    one.feedback.both[0] = const_cast<float*>(section.residual);  // only read: `which` says so
+    one.feedback.both[1] = section.new_residual;
+    one.feedback.which = which.const_data_ptr<int32_t>();
+  }
+  return CodeExchange::begin(std::move(call))->work();
+}
+
 std::pair<c10::intrusive_ptr<c10d::Work>, BufferReport> all_reduce_compressed(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const at::Tensor& buffer, const std::vector<int64_t>& offsets,
     const std::vector<int64_t>& counts, const std::vector<uint32_t>& turns, const std::vector<MaybeTensor>& residuals,
-    const std::vector<MaybeTensor>& new_residuals, const std::string& codec, float factor, std::size_t divisor) {
+    const std::vector<MaybeTensor>& new_residuals, const std::string& codec, float factor, std::size_t divisor,
+    bool exchange) {
   const std::size_t sections_count = offsets.size();
   for (const std::size_t size : {counts.size(), turns.size(), residuals.size(), new_residuals.size()})
     if (size != sections_count)
@@ -71,7 +100,7 @@ std::pair<c10::intrusive_ptr<c10d::Work>, BufferReport> all_reduce_compressed(
   require_flat(buffer, at::kFloat, "the buffer");
   require_apart(offsets, counts, buffer.numel());
   ProcessGroupRing* ring = ring_of(*group, c10::DeviceType::CPU);
-  if (ring == nullptr) refuse("the group's backend for the CPU is not ring");
+  if (ring == nullptr && !exchange) refuse("the group's backend for the CPU is not ring");
   std::vector<CompressedSection> sections;
   std::vector<at::Tensor> kept;
   for (std::size_t i = 0; i < sections_count; ++i) {
@@ -89,6 +118,7 @@ std::pair<c10::intrusive_ptr<c10d::Work>, BufferReport> all_reduce_compressed(
   BufferReport report{std::make_shared<FiniteReport>(), static_cast<const std::byte*>(buffer.const_data_ptr())};
   const Compression compression{codec_by_name(codec), factor, divisor};
   py::gil_scoped_release no_gil;
+  if (exchange) return {exchange_codes(group, buffer, sections, compression, report.report, std::move(kept)), report};
   auto work = ring->all_reduce_compressed(buffer, std::move(sections), compression, report.report, std::move(kept));
   return {std::move(work), std::move(report)};
 }
@@ -150,11 +180,12 @@ void bind_compression(py::module_& module) {
   module.def(
       "all_reduce_compressed", &all_reduce_compressed, py::arg("process_group"), py::arg("buffer"), py::arg("offsets"),
       py::arg("counts"), py::arg("turns"), py::arg("residuals"), py::arg("new_residuals"), py::arg("codec"),
-      py::arg("factor"), py::arg("divisor"),
+      py::arg("factor"), py::arg("divisor"), py::arg("exchange") = false,
       "Mean over all ranks of sections of a float32 buffer, in place, as codes on the wire: (Work, FiniteReport).\n"
       "Section i is elements offsets[i] to offsets[i] + counts[i], one parameter; turns[i] is zlib.crc32 of its\n"
       "name. residuals, new_residuals: float32 [counts[i]], or None in both for no error feedback. The buffer is\n"
-      "`factor` times larger than residuals; the sum is divided by `divisor`. Raises ValueError.");
+      "`factor` times larger than residuals; the sum is divided by `divisor`. `exchange`: the\n"
+      "codes go by the group's all-to-all and all-gather, whatever its backend. Raises ValueError.");
   module.def(
       "owned_elements",
       [](c10::intrusive_ptr<c10d::ProcessGroup> group, std::size_t count, uint32_t turn) {
@@ -166,6 +197,13 @@ void bind_compression(py::module_& module) {
       py::arg("process_group"), py::arg("count"), py::arg("turn"),
       "[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is "
       "compressed.");
+  module.def(
+      "part_bounds", &part_bounds, py::arg("count"), py::arg("parts"), py::arg("turn"),
+      "[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when codes "
+      "are exchanged and every rank is a host of its own.");
+  module.def(
+      "has_device_codec", [](const std::string& type) { return device_codec(c10::Device(type).type()) != nullptr; },
+      py::arg("device_type"), "Whether the core's codecs can be used on that kind of device.");
   module.def("codec_bytes", [](const std::string& name, std::size_t numel) {
     return codec(codec_by_name(name)).encoded_bytes(numel);
   });

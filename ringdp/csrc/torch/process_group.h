@@ -29,6 +29,7 @@ class ProcessGroupRing final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
   const GroupView& view() const { return group_->view(); }
+  const std::shared_ptr<Engine>& engine() const { return group_->engine(); }
 
   // Of a backend that moves this group's device tensors; made when it is first asked for. See torch/guard.h.
   std::shared_ptr<DeviceGuard> guard(const c10::intrusive_ptr<c10d::Backend>& foreign);

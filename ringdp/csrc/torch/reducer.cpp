@@ -124,6 +124,7 @@ void Reducer::begin() {
   stats_.began_ns = nanoseconds(began_);
   stats_.launched_ns = 0;
   finite_.reset();
+  flags_.clear();
   own_non_finite_ = -1;
   arrival_order_.clear();
   for (Bucket& bucket : buckets_) bucket.pending = bucket.members.size();
@@ -315,6 +316,7 @@ void Reducer::launch(Bucket& bucket) {
       next_bucket_ = bucket.index + 1;  // also where it fails: the others have seen this rank's part of it, or its end
       bucket.sent_in = step_;
       list_sections(bucket, bucket.buffer, /*with_residuals=*/true);
+      take_flag(bucket);
       exchange_.launch(bucket, sending_, parameters_);
       // A hook's callbacks may have operations of their own still to come, at another time on every rank.
       const bool last = bucket.index + 1 == sending_;

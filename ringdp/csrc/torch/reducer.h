@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "torch/reducer_exchange.h"
@@ -36,7 +37,8 @@ struct ReducerOptions {
   bool graph_shows_unused = true;  // false where they are no leaves of the graph: _autograd_hook tells of them
   bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
   bool skip_unused = false;        // buckets that no rank has gradients for stay at home
-  bool names_compared = false;     // the backend raises on all ranks where an operation's names differ
+  bool host_control = false;  // what is not gradients goes over the group's ring, from the CPU: no device is waited for
+  bool names_compared = false;                  // the backend raises on all ranks where an operation's names differ
   std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
 };
 
@@ -75,6 +77,7 @@ struct MethodPlan {
   std::vector<std::shared_ptr<Method>> methods;
   std::vector<int> method_of;   // -1: exact
   std::vector<uint32_t> turns;  // see CompressedSection
+  bool exchange_codes = false;  // see BucketExchange::set_exchanging_codes; the same on all ranks
 };
 
 class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
@@ -225,8 +228,14 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void finish_hook_methods(const HookMethods& used);
   void divide_by(int64_t ranks_with_input);
   void look_at_reports(const HookMethods& hook_methods);
-  std::optional<bool> look_at_result(const Bucket& bucket) const;
+  std::optional<bool> look_at_result(const Bucket& bucket);
+  bool flag_result(const at::Tensor& result);
+  void take_flag(Bucket& bucket);
+  std::optional<bool> finite_now();
   void commit_residuals();
+  c10::Device control_device() const {
+    return options_.host_control ? c10::Device(c10::kCPU) : parameters_.front().device();
+  }
   bool used_somewhere(std::size_t parameter) const;
   int64_t watched_at(const Bucket& bucket, const std::byte* address) const;
   bool backward_due() const;
@@ -272,6 +281,12 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool watching_ = false;
   std::optional<bool> finite_;
   int64_t own_non_finite_ = -1;
+  struct Flag {
+    at::Tensor seen;  // int32 [1]
+    c10::Stream made_on;
+  };
+  // Of this backward, on devices: not 0 where something was not finite. finite_ then speaks of the rest.
+  std::unordered_map<c10::Device, Flag> flags_;
   int group_size_;
   std::unique_ptr<GradientHooks> hooks_;
   bool hooks_removed_ = false;
@@ -302,6 +317,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
   at::Tensor used_map_;  // where it is sent on its own
   c10::intrusive_ptr<c10d::Work> used_work_;
+  c10::intrusive_ptr<c10d::Work> used_before_;  // of the last backward, where nobody waits for it in its own
   UsedMap used_;
   std::vector<std::string> unused_names_;
   bool warned_ = false;

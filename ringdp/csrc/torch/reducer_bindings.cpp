@@ -25,7 +25,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
                                       GroupPointer group, std::vector<std::size_t> caps_bytes,
                                       const std::optional<bool>& find_unused, bool average, bool own_gradients,
                                       bool skip_unused, bool names_compared, bool graph_shows_unused,
-                                      const std::optional<at::ScalarType>& reduce_dtype) {
+                                      const std::optional<at::ScalarType>& reduce_dtype, bool host_control) {
   TORCH_CHECK(
       names.size() == parameters.size() && used_in.size() == parameters.size() && sparse.size() == parameters.size(),
       "one name, one place and one sparse flag per parameter");
@@ -42,6 +42,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   options.names_compared = names_compared;
   options.graph_shows_unused = graph_shows_unused;
   options.reduce_dtype = reduce_dtype;
+  options.host_control = host_control;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
@@ -80,8 +81,8 @@ py::dict stats_as_dict(Reducer& reducer) {
 }
 
 void set_methods(Reducer& reducer, std::vector<std::shared_ptr<Method>> methods, std::vector<int> method_of,
-                 std::vector<uint32_t> turns) {
-  reducer.set_methods({std::move(methods), std::move(method_of), std::move(turns)});
+                 std::vector<uint32_t> turns, bool exchange_codes) {
+  reducer.set_methods({std::move(methods), std::move(method_of), std::move(turns), exchange_codes});
 }
 
 py::list rows_as_dicts(Reducer& reducer) {
@@ -167,12 +168,13 @@ void bind_reducer(py::module_& module) {
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
            py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
-           py::arg("reduce_dtype") = py::none())
+           py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
       .def("register_builtin_comm_hook", &register_builtin_hook, NoGil())
-      .def("set_methods", &set_methods, py::arg("methods"), py::arg("method_of"), py::arg("turns"), NoGil())
+      .def("set_methods", &set_methods, py::arg("methods"), py::arg("method_of"), py::arg("turns"),
+           py::arg("exchange_codes") = false, NoGil())
       .def("watch_finite", &Reducer::watch_finite, py::arg("watch"), NoGil())
       .def("set_loss_scale", &Reducer::set_loss_scale, py::arg("scale"), NoGil())
       .def("finite", &Reducer::finite, NoGil())

@@ -18,6 +18,7 @@
 
 #include "collective/compressed.h"
 #include "collective/finite.h"
+#include "cuda/kernels.h"
 #include "torch/bucket_layout.h"
 #include "torch/method.h"
 
@@ -53,7 +54,9 @@ struct Bucket {
   // Of the last time it was sent, which was in that step.
   int64_t sent_in = 0;
   std::vector<CompressedSection> sections;  // of a codec's
+  std::vector<cuda::Feedback> feedback;     // of each section, where codes are exchanged (torch/code_exchange.h)
   std::vector<at::Tensor> residuals;        // the memory they point to
+  at::Tensor non_finite;                    // int32 [1] on a device, of all buckets there: see CodeExchange
   std::shared_ptr<FiniteReport> report;     // null where nobody looked
   BucketTimes times;
 };

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/naming.h"
 #include "torch/reducer.h"
+#include "torch/ring_of.h"
 
 namespace ringdp {
 
@@ -123,6 +124,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket
 void Reducer::shadow_used_map() {
   const Lock lock(mutex_);
   if (!sends_used_map()) return;
+  if (auto before = std::exchange(used_before_, nullptr)) before->wait();
   launch_used_map(/*with_input=*/false);
   std::exchange(used_work_, nullptr)->wait();
 }
@@ -148,7 +150,7 @@ void Reducer::reset() {
   for (Slot& slot : slots_) slot.arrivals = 0;
   next_order_.reset();
   forward_work_ = nullptr;
-  used_work_ = nullptr;
+  used_work_ = used_before_ = nullptr;
   futures_.clear();
   for (Bucket& bucket : buckets_) {
     bucket.work = nullptr;
@@ -161,6 +163,7 @@ void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool avera
   exchange_.set_group(std::move(group), average);
   const bool other_size = std::exchange(group_size_, exchange_.ranks()) != exchange_.ranks();
   options_.names_compared = names_compared;
+  options_.host_control = options_.host_control && ring_of(*exchange_.group(), c10::kCPU) != nullptr;
   if (!methods_.methods.empty()) {
     check_methods(methods_);
     if (other_size) residuals_.clear();  // other ranks own their parts

@@ -9,6 +9,7 @@
 #include "base/bytes.h"
 #include "base/naming.h"
 #include "engine/hold.h"
+#include "torch/code_exchange.h"
 #include "torch/guard.h"
 #include "torch/ring_of.h"
 
@@ -101,7 +102,8 @@ c10d::GradBucket BucketExchange::describe(const Bucket& bucket, at::Tensor buffe
                           std::move(shapes), std::move(members), std::nullopt);
 }
 
-bool BucketExchange::has_codecs(c10::Device device) const {
+bool BucketExchange::has_codecs(c10::Device device, bool exchanging) const {
+  if (exchanging) return device_codec(device.type()) != nullptr;
   return device.is_cpu() && ring_of(*group_, device.type()) != nullptr;
 }
 
@@ -118,7 +120,7 @@ c10d::CommHookInterface* BucketExchange::hook_of(const Bucket& bucket) const {
 
 std::shared_ptr<FiniteReport> BucketExchange::report_for(const at::Tensor& buffer) const {
   const bool floating = buffer.is_floating_point() || buffer.is_complex();
-  if (!watching_ || buffer.is_sparse() || !floating || !has_codecs(buffer.device())) return nullptr;
+  if (!watching_ || buffer.is_sparse() || !floating || !ring_of(*group_, buffer.device().type())) return nullptr;
   return std::make_shared<FiniteReport>();
 }
 
@@ -176,20 +178,46 @@ c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce(const at::Tensor& buff
   return group_->allreduce(tensors, with_op(op));
 }
 
-c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce_compressed(const Bucket& bucket, at::Tensor buffer,
-                                                                     CodecId codec) {
+c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce_compressed(Bucket& bucket, at::Tensor buffer, CodecId codec) {
+  bucket.report = exchanging_codes_ && !buffer.is_cpu() ? nullptr : std::make_shared<FiniteReport>();
   Compression compression;
   compression.codec = codec;
   compression.factor = factor_;
   compression.divisor = static_cast<std::size_t>(divisor_ == 0 ? ranks() : divisor_);
+  if (exchanging_codes_) return exchange_codes(bucket, std::move(buffer), compression);
   ProcessGroupRing* ring = ring_of(*group_, buffer.device().type());
   return ring->all_reduce_compressed(std::move(buffer), bucket.sections, compression, bucket.report, bucket.residuals);
+}
+
+c10::intrusive_ptr<c10d::Work> BucketExchange::exchange_codes(Bucket& bucket, at::Tensor buffer,
+                                                              const Compression& compression) {
+  CodeExchange::Call call;
+  call.group = group_;
+  call.buffer = std::move(buffer);
+  for (std::size_t i = 0; i < bucket.sections.size(); ++i) {
+    const CompressedSection& section = bucket.sections[i];
+    call.sections.push_back({section.x, section.count, section.turn, {}});
+    if (i < bucket.feedback.size()) call.sections.back().feedback = bucket.feedback[i];
+  }
+  call.compression = compression;
+  call.kept = bucket.residuals;
+  call.non_finite = bucket.non_finite;
+  call.report = bucket.report;
+  last_codes_ = CodeExchange::begin(std::move(call));
+  return last_codes_->work();
+}
+
+// What callbacks issue must not come at another place among this rank's operations than among the others'.
+void BucketExchange::keep_order(const at::Tensor& buffer) {
+  const auto before = std::exchange(last_codes_, nullptr);
+  if (before && ring_of(*group_, buffer.device().type()) == nullptr) before->wait_until_issued();
 }
 
 void BucketExchange::launch(Bucket& bucket, std::size_t bucket_count, const std::vector<at::Tensor>& parameters) {
   if (!bucket.sparse) wait_for_streams(bucket);
   bucket.report = nullptr;
   if (ranks() == 1 && !has_hook()) return;
+  keep_order(bucket.buffer);
   const NamedScope scope(bucket.name);
   bucket.times = {Clock::now(), std::make_shared<std::atomic<Clock::time_point>>()};
   bucket.hook = hook_of(bucket);
@@ -202,7 +230,6 @@ void BucketExchange::launch(Bucket& bucket, std::size_t bucket_count, const std:
     bucket.future = bucket.hook->runHook(described);
     bucket.future->addCallback([done = bucket.times.done](c10::ivalue::Future&) { *done = Clock::now(); });
   } else if (const NativeMethod* method = native(bucket)) {
-    bucket.report = std::make_shared<FiniteReport>();
     bucket.work = all_reduce_compressed(bucket, bucket.buffer, method->codec());
   } else {
     bucket.report = report_for(bucket.buffer);
@@ -247,6 +274,7 @@ void BucketExchange::average(at::Tensor buffer) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(Bucket& bucket, c10d::GradBucket& zeros) {
+  keep_order(zeros.getBuffer());
   auto* const hook = hook_of(bucket);
   const bool summed = hook != nullptr || (native(bucket) == nullptr && !averages(zeros.getBuffer()));
   announce(bucket, zeros.getBuffer(), summed ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG);
@@ -255,7 +283,6 @@ c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(Bucket& bucket, c
     return hook->runHook(zeros);
   }
   if (const NativeMethod* method = native(bucket)) {
-    bucket.report = std::make_shared<FiniteReport>();
     return all_reduce_compressed(bucket, zeros.getBuffer(), method->codec())->getFuture();
   }
   bucket.report = report_for(zeros.getBuffer());

@@ -16,6 +16,7 @@
 
 namespace ringdp {
 
+class CodeExchange;
 class DeviceGuard;
 
 enum class BuiltinHook { kAllReduce, kFp16Compress };
@@ -44,8 +45,11 @@ class BucketExchange {
   // Look for infinities and NaNs, where that takes no pass over memory.
   void set_watching(bool watching) { watching_ = watching; }
 
-  // Whether that codec-reduced bucket can be sent: the backend is ring, for memory there.
-  bool has_codecs(c10::Device device) const;
+  // How codes travel: by ring's own compressed all-reduce, or by torch/code_exchange.h, over whatever the group has there.
+  void set_exchanging_codes(bool exchanging) { exchanging_codes_ = exchanging; }
+  bool exchanges_codes() const { return exchanging_codes_; }
+  // Whether a codec's bucket can be sent from memory there, in that way.
+  bool has_codecs(c10::Device device, bool exchanging) const;
   // Whether the bucket's method is in use, and reduces by codes.
   static const NativeMethod* native(const Bucket& bucket);
   // The hook that reduces the bucket: its method's, where that is in use, or the user's. Null: none.
@@ -80,7 +84,9 @@ class BucketExchange {
   c10::intrusive_ptr<c10d::Work> mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report);
   c10::intrusive_ptr<c10d::Work> all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
                                             const std::shared_ptr<FiniteReport>& report);
-  c10::intrusive_ptr<c10d::Work> all_reduce_compressed(const Bucket& bucket, at::Tensor buffer, CodecId codec);
+  c10::intrusive_ptr<c10d::Work> all_reduce_compressed(Bucket& bucket, at::Tensor buffer, CodecId codec);
+  c10::intrusive_ptr<c10d::Work> exchange_codes(Bucket& bucket, at::Tensor buffer, const Compression& compression);
+  void keep_order(const at::Tensor& buffer);
   std::shared_ptr<FiniteReport> report_for(const at::Tensor& buffer) const;
   DeviceGuard* guard(c10::DeviceType device);
   void announce(const Bucket& bucket, const at::Tensor& buffer, c10d::ReduceOp::RedOpType op);
@@ -97,6 +103,8 @@ class BucketExchange {
   int64_t divisor_ = 0;
   float factor_ = 1.0f;
   bool watching_ = false;
+  bool exchanging_codes_ = false;
+  std::shared_ptr<CodeExchange> last_codes_;  // shared with its callbacks
   std::unique_ptr<c10d::CommHookInterface> hook_;
   std::map<c10::DeviceType, std::shared_ptr<DeviceGuard>>
       guards_;  // asked for so far; shared with the ring; may be null

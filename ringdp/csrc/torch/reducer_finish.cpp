@@ -43,6 +43,8 @@ void Reducer::end_backward() {
     used_ = {};
     if (calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
     if (reads_used_map(!missing.empty())) read_used_map();
+    // From the CPU it is waited for only where it is read, or a backward later: the device is not done, why should this be.
+    if (options_.host_control) std::swap(used_work_, used_before_);
     if (auto work = std::exchange(used_work_, nullptr)) work->wait();
     if (kept_ < buckets_.size()) {
       count_traffic();
@@ -148,7 +150,8 @@ bool Reducer::reads_used_map(bool lacking) const {
 
 bool Reducer::looks_for_others() const {
   if (options_.unused != UnusedParameters::kFinish || static_graph_ || ranks_named_ || joining_) return false;
-  return group_size_ > 1 && (parameters_.front().is_cpu() || (step_ & (step_ - 1)) == 0);
+  const bool cheap = parameters_.front().is_cpu() && !options_.host_control;
+  return group_size_ > 1 && (cheap || (step_ & (step_ - 1)) == 0);
 }
 
 void Reducer::read_used_map() {
@@ -188,7 +191,7 @@ void Reducer::launch_used_map(bool with_input) {
   std::vector<int32_t> used(slots_.size() + 1, 0);
   for (std::size_t i = 0; with_input && i < slots_.size(); ++i) (slots_[i].used ? used[i] : used.back()) = 1;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  used_map_ = at::tensor(used, at::kInt).to(parameters_.front().device());
+  used_map_ = at::tensor(used, at::kInt).to(control_device());
   const NamedScope scope("which parameters were used");
   std::vector<at::Tensor> tensors{used_map_};
   used_work_ = exchange_.group()->allreduce(tensors);
@@ -213,7 +216,7 @@ void Reducer::exchange_order() {
     }
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor sent = at::tensor(order, at::kInt).to(parameters_.front().device());
+  at::Tensor sent = at::tensor(order, at::kInt).to(control_device());
   try {
     in_bucket(-1, "order of the gradients", step_, [&] {
       const NamedScope scope("order of the gradients");

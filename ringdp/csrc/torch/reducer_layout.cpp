@@ -149,7 +149,7 @@ void Reducer::allocate() {
 
 bool Reducer::carries_marks(std::size_t bucket) const {
   return bucket + 1 == kept_ && options_.unused != UnusedParameters::kForbidden && !exchange_.has_hook() &&
-         !compressed(bucket);
+         !compressed(bucket) && !options_.host_control;
 }
 
 // A bucket of idle parameters gets its memory when one of them has a gradient after all.

@@ -33,7 +33,7 @@ void Reducer::tell_unused(const std::vector<std::size_t>& missing) {
     ranks_named_ = true;
     std::vector<uint8_t> mine;
     for (const Slot& slot : slots_) mine.push_back(slot.used ? 1 : 0);
-    ranks = gather_bytes(*exchange_.group(), mine, parameters_.front().device(), "which ranks lack gradients");
+    ranks = gather_bytes(*exchange_.group(), mine, control_device(), "which ranks lack gradients");
   }
   if (missing.empty() || std::exchange(warned_, true)) return;
   for (std::size_t i : missing) unused_names_.push_back(names_[i]);
@@ -83,7 +83,7 @@ std::string Reducer::tell_others(const std::string& what) {
   if (!options_.names_compared || group_size_ == 1) return {};
   try {
     const NamedScope scope(what);
-    std::vector<at::Tensor> tensors{at::zeros({1}, parameters_.front().options().dtype(at::kInt))};
+    std::vector<at::Tensor> tensors{at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(control_device()))};
     c10d::AllreduceOptions options;
     options.timeout = kTellTimeout;
     exchange_.group()->allreduce(tensors, options)->wait();

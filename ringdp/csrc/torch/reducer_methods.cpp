@@ -3,12 +3,17 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "base/error.h"
+#include "torch/device_codec.h"
 #include "torch/loss_scale.h"
 #include "torch/reducer.h"
 
@@ -48,6 +53,7 @@ void Reducer::set_methods(MethodPlan plan) {
     if (!keeps_residuals(now) || !same_method(method_before(i), now)) residuals_.drop(i);
   }
   exchange_.set_watching(looks_for_non_finite());
+  exchange_.set_exchanging_codes(methods_.exchange_codes);
   lay_out_again();
 }
 
@@ -76,12 +82,14 @@ void Reducer::check_methods(const MethodPlan& plan) {
                                     std::to_string(plan.methods.size()));
     }
     if (index < 0 || dynamic_cast<NativeMethod*>(plan.methods[index].get()) == nullptr || group_size_ == 1) continue;
-    if (!exchange_.has_codecs(watch_[i].tensor.device())) {
-      refuse(ErrorKind::kValue, "the codec " + plan.methods[index]->name() + " for parameter " + watch_[i].name +
-                                    " needs the backend ring and a parameter on the CPU; this one is on " +
-                                    watch_[i].tensor.device().str() + " and is reduced by " +
-                                    exchange_.group()->getBackend(watch_[i].tensor.device().type())->getBackendName() +
-                                    "; TORCH_DISTRIBUTED_DEBUG=DETAIL hides ring, too");
+    if (!exchange_.has_codecs(watch_[i].tensor.device(), plan.exchange_codes)) {
+      refuse(ErrorKind::kValue,
+             "the codec " + plan.methods[index]->name() + " for parameter " + watch_[i].name +
+                 (plan.exchange_codes ? " needs kernels for the parameter's device; this one is on "
+                                      : " needs the backend ring and a parameter on the CPU; this one is on ") +
+                 watch_[i].tensor.device().str() + " and is reduced by " +
+                 exchange_.group()->getBackend(watch_[i].tensor.device().type())->getBackendName() +
+                 "; TORCH_DISTRIBUTED_DEBUG=DETAIL hides ring, too");
     }
   }
 }
@@ -118,7 +126,9 @@ bool Reducer::calls_back() const {
 
 void Reducer::list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_residuals) {
   bucket.sections.clear();
+  bucket.feedback.clear();
   bucket.residuals.clear();
+  bucket.non_finite.reset();
   const NativeMethod* method = BucketExchange::native(bucket);
   if (method == nullptr) return;
   auto* memory = buffer.mutable_data_ptr<float>();
@@ -129,14 +139,33 @@ void Reducer::list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_
     section.count = bucket.plan.lengths[position];
     section.turn = methods_.turns[watched];
     if (with_residuals && method->feedback()) {
-      const Residuals::Pair& pair = residuals_.of(watched, static_cast<int64_t>(section.count));
-      section.residual = pair.current.const_data_ptr<float>();
-      section.new_residual = pair.next.mutable_data_ptr<float>();
-      bucket.residuals.push_back(pair.current);
-      bucket.residuals.push_back(pair.next);
+      const auto numel = static_cast<int64_t>(section.count);
+      const Residuals::Pair& pair = residuals_.of(watched, numel, buffer.device());
+      const cuda::Feedback feedback = pair.feedback();
+      if (exchange_.exchanges_codes()) {
+        bucket.feedback.push_back(feedback);
+      } else {
+        section.residual = feedback.both[*feedback.which];
+        section.new_residual = feedback.both[1 - *feedback.which];
+      }
+      bucket.residuals.insert(bucket.residuals.end(), {pair.both[0], pair.both[1], pair.which});
     }
     bucket.sections.push_back(section);
   }
+}
+
+// Codes on a device tell there whether they were finite.
+void Reducer::take_flag(Bucket& bucket) {
+  const c10::Device device = bucket.buffer.device();
+  if (device.is_cpu() || BucketExchange::native(bucket) == nullptr) return;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (!flags_.contains(device)) {
+    const auto options = at::TensorOptions().dtype(at::kInt).device(device);
+    flags_.emplace(device, Flag{at::zeros({1}, options), c10::impl::VirtualGuardImpl(device.type()).getStream(device)});
+  }
+  const Flag& flag = flags_.at(device);
+  bucket.non_finite = flag.seen;
+  bucket.streams.push_back(flag.made_on);
 }
 
 // Of the methods that are hooks and were used in this backward. Without the lock: Python answers.
@@ -166,6 +195,8 @@ void Reducer::look_at_reports(const HookMethods& hook_methods) {
         own_non_finite_ = watched_at(bucket, bucket.report->own);
     } else if (method != hook_methods.end() && method->second) {
       one = method->second;
+    } else if (bucket.non_finite.defined()) {
+      continue;  // its device knows
     } else {
       one = look_at_result(bucket);
     }
@@ -177,10 +208,25 @@ void Reducer::look_at_reports(const HookMethods& hook_methods) {
 
 // Where nobody looked while it was reduced: sparse gradients, other backends. On a device that would wait for the device;
 // what the user's hook made of it need not be the same on all ranks.
-std::optional<bool> Reducer::look_at_result(const Bucket& bucket) const {
+std::optional<bool> Reducer::look_at_result(const Bucket& bucket) {
   if (!active_ || !looks_for_non_finite() || exchange_.has_hook()) return std::nullopt;
   const at::Tensor& result = bucket.sparse ? bucket.buffer._values() : bucket.gradients;
-  return result.is_cpu() ? std::optional(all_finite(result)) : std::nullopt;
+  if (result.is_cpu()) return all_finite(result);
+  return flag_result(result) ? std::optional(true) : std::nullopt;
+}
+
+// Residuals on that device wait for the answer, there: true where it is in the flag.
+bool Reducer::flag_result(const at::Tensor& result) {
+  const auto flag = flags_.find(result.device());
+  if (flag == flags_.end() || !(result.is_floating_point() || result.is_complex())) return false;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor real = result.is_complex() ? at::view_as_real(result) : result;
+  const c10::impl::VirtualGuardImpl device(result.device().type());
+  const c10::OptionalDeviceGuard guard(result.device());
+  device_codec(result.device().type())
+      ->find_non_finite(real.contiguous(), flag->second.seen.mutable_data_ptr<int32_t>(),
+                        device.getStream(result.device()));
+  return true;
 }
 
 int64_t Reducer::watched_at(const Bucket& bucket, const std::byte* address) const {
@@ -196,12 +242,16 @@ int64_t Reducer::watched_at(const Bucket& bucket, const std::byte* address) cons
 // Parameters that no rank used keep what they had.
 void Reducer::commit_residuals() {
   if (!finite_.value_or(true)) return;
+  std::vector<std::size_t> written;
   for (const Bucket& bucket : buckets_) {
     if (bucket.sent_in != step_ || bucket.residuals.empty()) continue;
     for (std::size_t member : bucket.members) {
-      if (used_somewhere(member)) residuals_.commit(slots_[member].watched);
+      if (used_somewhere(member)) written.push_back(slots_[member].watched);
     }
   }
+  Residuals::Flags flags;
+  for (const auto& [device, flag] : flags_) flags[device] = flag.seen;
+  residuals_.commit(written, flags);
 }
 
 bool Reducer::used_somewhere(std::size_t parameter) const {
@@ -210,7 +260,8 @@ bool Reducer::used_somewhere(std::size_t parameter) const {
 
 void Reducer::finish_hook_methods(const HookMethods& used) {
   Lock lock(mutex_);
-  const bool finite = finite_.value_or(true);
+  if (used.empty()) return;
+  const bool finite = finite_now().value_or(true);
   std::map<HookMethod*, std::vector<std::string>> unused;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     if (!used_somewhere(i)) unused[dynamic_cast<HookMethod*>(slots_[i].method)].push_back(names_[i]);
@@ -236,6 +287,13 @@ void Reducer::shadow_with(int64_t ranks_with_input) {
 
 std::optional<bool> Reducer::finite() {
   const Lock lock(mutex_);
+  return finite_now();
+}
+
+// Waits for the devices, where they know more than the host.
+std::optional<bool> Reducer::finite_now() {
+  for (const auto& [device, flag] : flags_)
+    if (flag.seen.item<int32_t>() != 0) finite_ = false;
   return finite_;
 }
 
@@ -260,7 +318,7 @@ std::map<std::size_t, at::Tensor> Reducer::residuals() {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::map<std::size_t, at::Tensor> result;
   for (const auto& [watched, pair] : residuals_.all()) {
-    result[watched] = as_parameter(pair.current, watch_[watched].tensor).flatten().clone();
+    result[watched] = as_parameter(pair.current(), watch_[watched].tensor).flatten().cpu().clone();
   }
   return result;
 }
@@ -283,7 +341,7 @@ void Reducer::set_residuals(const std::map<std::size_t, at::Tensor>& residuals) 
   residuals_.clear();
   for (const auto& [watched, values] : residuals) {
     const at::Tensor& parameter = watch_[watched].tensor;
-    const at::Tensor current = at::empty({values.numel()}, at::kFloat);
+    const at::Tensor current = at::empty({values.numel()}, parameter.options().dtype(at::kFloat));
     as_parameter(current, parameter).copy_(values.reshape(parameter.sizes()));
     residuals_.set(watched, current);
   }

@@ -62,7 +62,8 @@ std::vector<std::size_t> Reducer::agree_about(const std::vector<std::size_t>& fr
   const std::string change = watch_.describe_change();
   std::vector<std::vector<uint8_t>> all;
   try {
-    all = gather_bytes(*exchange_.group(), mine, watch_[0].tensor.device(), change);
+    all = gather_bytes(*exchange_.group(), mine,
+                       options_.host_control ? c10::Device(c10::kCPU) : watch_[0].tensor.device(), change);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kMismatch) throw;
     ErrorContext context = error.context();

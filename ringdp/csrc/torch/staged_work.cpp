@@ -42,7 +42,7 @@ bool StagedWork::wait(std::chrono::milliseconds timeout) {
       throw Error(ErrorKind::kTimeout, "the wait for an operation of several stages Timed out; it goes on");
     if (cv_.wait_for(lock, kInterruptPeriod) == std::cv_status::no_timeout) continue;
     lock.unlock();
-    engine_->check_interrupt();
+    if (engine_) engine_->check_interrupt();
     lock.lock();
   }
   std::exception_ptr error = exception_;

@@ -12,6 +12,7 @@ namespace ringdp {
 
 class StagedWork final : public c10d::Work {
  public:
+  // `engine` may be null. The future stands for the streams that are current when the work ends.
   StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
              std::vector<at::Tensor> outputs);
 
@@ -26,7 +27,7 @@ class StagedWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
-  std::shared_ptr<Engine> engine_;  // shared with the Runtime
+  std::shared_ptr<Engine> engine_;  // shared with the Runtime; may be null
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // of the streams that are current where `end` is called
 };

@@ -1,0 +1,240 @@
+#include "torch/code_exchange.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+#include "base/naming.h"
+#include "collective/compressed_plan.h"
+#include "engine/hold.h"
+#include "kernels/kernels.h"
+#include "torch/ring_of.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kAlignmentBytes = 16;  // of a run's code: kernels load and store whole words
+
+std::size_t aligned(std::size_t bytes) { return (bytes + kAlignmentBytes - 1) / kAlignmentBytes * kAlignmentBytes; }
+
+// Of the ring in the group, so that a wait hears Python's signals; null where there is none.
+std::shared_ptr<Engine> engine_of(c10d::ProcessGroup& group) {
+  for (const c10::Device& type : group.getDeviceTypes())
+    if (ProcessGroupRing* ring = ring_of(group, type.type())) return ring->engine();
+  return nullptr;
+}
+
+c10::Stream stream_for(const at::Tensor& buffer) {
+  if (buffer.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, buffer.device());
+  return c10::impl::VirtualGuardImpl(buffer.device().type()).getStreamFromGlobalPool(buffer.device());
+}
+
+// While it lives, this exchange's stream is the current one, behind what the current one has been given.
+class OnStream {
+ public:
+  OnStream(const c10::Stream& stream, const c10::Device& device) {
+    if (device.is_cpu()) return;
+    const c10::Stream before = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    if (before != stream) {
+      c10::Event reached(device.type());
+      reached.record(before);
+      stream.wait(reached);
+    }
+    guard_.emplace(stream);
+  }
+
+ private:
+  std::optional<c10::StreamGuard> guard_;
+};
+
+cuda::Feedback from(cuda::Feedback feedback, std::size_t begin) {
+  for (float*& memory : feedback.both)
+    if (memory != nullptr) memory += begin;
+  return feedback;
+}
+
+}  // namespace
+
+std::shared_ptr<CodeExchange> CodeExchange::begin(Call call) {
+  std::shared_ptr<CodeExchange> it(new CodeExchange(std::move(call)));
+  const CallbackHold hold;  // until `follow` has attached what comes next
+  it->run(&CodeExchange::send_parts);
+  return it;
+}
+
+CodeExchange::CodeExchange(Call call)
+    : call_(std::move(call)),
+      name_(current_name()),
+      rank_(call_.group->getRank()),
+      ranks_(call_.group->getSize()),
+      backend_(call_.group->getBackend(call_.buffer.device().type())),
+      codec_(device_codec(call_.buffer.device().type())),
+      stream_(stream_for(call_.buffer)),
+      work_(c10::make_intrusive<StagedWork>(engine_of(*call_.group), rank_, c10d::OpType::ALLREDUCE,
+                                            "ring:all_reduce_compressed", std::vector<at::Tensor>{call_.buffer})) {}
+
+void CodeExchange::plan() {
+  const Codec& codec = ringdp::codec(call_.compression.codec);
+  parts_.resize(static_cast<std::size_t>(ranks_));
+  std::vector<std::size_t> bytes(parts_.size(), 0);
+  for (std::size_t i = 0; i < call_.sections.size(); ++i) {
+    const Section& section = call_.sections[i];
+    const std::vector<std::size_t> bounds = part_bounds(section.count, ranks_, section.turn);
+    for (std::size_t part = 0; part < parts_.size(); ++part) {
+      const std::size_t count = bounds[part + 1] - bounds[part];
+      if (count == 0) continue;
+      parts_[part].push_back({i, bounds[part], count, bytes[part]});
+      bytes[part] += aligned(codec.encoded_bytes(count));
+    }
+  }
+  capacity_ = *std::max_element(bytes.begin(), bytes.end());
+}
+
+// Every step: under this exchange's name and stream, not seen by autograd.
+void CodeExchange::run(Step step) {
+  try {
+    const NamedScope name(name_);
+    const OnStream on_stream(stream_, call_.buffer.device());
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    (this->*step)();
+  } catch (...) {
+    end(std::current_exception());
+  }
+}
+
+// `collective` may be complete already, and its callback run at once.
+void CodeExchange::follow(c10d::Work& collective, Step next) {
+  collective.getFuture()->addCallback([self = shared_from_this(), next](c10::ivalue::Future& done) {
+    if (done.hasError())
+      self->end(done.exception_ptr());
+    else
+      self->run(next);
+  });
+}
+
+std::byte* CodeExchange::code_at(const at::Tensor& memory, int part) const {
+  return static_cast<std::byte*>(memory.mutable_data_ptr()) + static_cast<std::size_t>(part) * capacity_;
+}
+
+void CodeExchange::send_parts() {
+  if (codec_ == nullptr)
+    throw Error(ErrorKind::kState,
+                "there are no kernels for codes on " + call_.buffer.device().str() +
+                    " in this build: build ringdp with a CUDA torch and its nvcc, or compress nothing");
+  plan();
+  if (capacity_ == 0) return end(nullptr);
+  if (!call_.buffer.is_cpu()) {
+    // Its memory may be let go, by whoever has it, before this stream is done.
+    const c10::impl::VirtualGuardImpl device(call_.buffer.device().type());
+    device.recordDataPtrOnStream(call_.buffer.storage().data_ptr(), stream_);
+    for (const at::Tensor& tensor : call_.kept) device.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+  }
+  const auto options = at::TensorOptions().dtype(at::kByte).device(call_.buffer.device());
+  sent_ = at::empty({ranks_ * static_cast<int64_t>(capacity_)}, options);
+  received_ = at::empty_like(sent_);
+  mean_ = at::empty({static_cast<int64_t>(capacity_)}, options);
+  std::vector<cuda::EncodeRun> runs;
+  for (int part = 0; part < ranks_; ++part) {
+    if (part == rank_) continue;
+    for (const Run& run : parts_[static_cast<std::size_t>(part)]) {
+      const Section& section = call_.sections[run.section];
+      cuda::EncodeRun& one = runs.emplace_back();
+      one.x = section.x + run.begin;
+      one.code = code_at(sent_, part) + run.code;
+      one.count = run.count;
+      one.feedback = from(section.feedback, run.begin);
+    }
+  }
+  // What this rank brings is seen in the mean by all; here it would be known to this rank alone.
+  codec_->encode(call_.compression.codec, runs, call_.compression.factor, nullptr, stream_);
+  std::vector<int64_t> equal;
+  collectives_.push_back(backend_->alltoall_base(received_, sent_, equal, equal));
+  follow(*collectives_.back(), &CodeExchange::send_mean);
+}
+
+void CodeExchange::send_mean() {
+  std::vector<cuda::FoldRun> runs;
+  for (const Run& run : parts_[static_cast<std::size_t>(rank_)]) {
+    const Section& section = call_.sections[run.section];
+    cuda::FoldRun& one = runs.emplace_back();
+    one.x = section.x + run.begin;
+    one.codes = code_at(received_, 0) + run.code;
+    one.stride = capacity_;
+    one.code = code_at(mean_, 0) + run.code;
+    one.count = run.count;
+    one.feedback = from(section.feedback, run.begin);
+  }
+  codec_->fold(call_.compression.codec, runs, ranks_, rank_, static_cast<float>(call_.compression.divisor),
+               call_.compression.factor, nullptr, stream_);
+  collectives_.push_back(backend_->_allgather_base(sent_, mean_));
+  follow(*collectives_.back(), &CodeExchange::take_mean);
+  const std::lock_guard lock(issued_mutex_);
+  issued_ = true;
+  issued_changed_.notify_all();
+}
+
+void CodeExchange::take_mean() {
+  auto* flag = call_.non_finite.defined() ? call_.non_finite.mutable_data_ptr<int32_t>() : nullptr;
+  int32_t seen = 0;
+  const bool on_host = call_.buffer.is_cpu();
+  if (on_host) look_for_own();
+  std::vector<cuda::DecodeRun> runs;
+  for (int part = 0; part < ranks_; ++part)
+    for (const Run& run : parts_[static_cast<std::size_t>(part)])
+      runs.push_back({call_.sections[run.section].x + run.begin, code_at(sent_, part) + run.code, run.count});
+  codec_->decode_set(call_.compression.codec, runs, on_host ? &seen : flag, stream_);
+  if (on_host && seen != 0) {
+    if (flag != nullptr) *flag = 1;
+    if (call_.report) call_.report->finite = false;
+  }
+  end(nullptr);
+}
+
+// Only where the mean is not finite is it worth a pass over this rank's input, which is still there.
+void CodeExchange::look_for_own() {
+  if (!call_.report) return;
+  const Codec& codec = ringdp::codec(call_.compression.codec);
+  bool finite = true;
+  for (int part = 0; part < ranks_; ++part)
+    for (const Run& run : parts_[static_cast<std::size_t>(part)])
+      finite &= codec.inspect(code_at(sent_, part) + run.code, run.count) == Encoded::kFinite;
+  if (finite) return;
+  for (const Section& section : call_.sections) {
+    const std::size_t at = first_non_finite(DType::kFloat32)(section.x, section.count);
+    const auto* found = reinterpret_cast<const std::byte*>(section.x + at);
+    const bool first = call_.report->own == nullptr || std::less<>()(found, call_.report->own);
+    if (at < section.count && first) call_.report->own = found;
+  }
+}
+
+void CodeExchange::end(std::exception_ptr error) {
+  {
+    const std::lock_guard lock(issued_mutex_);
+    issued_ = true;
+    issued_changed_.notify_all();
+  }
+  const OnStream on_stream(stream_, call_.buffer.device());  // which the Work's future then stands for
+  // Before anybody hears of the end: a backend must not be destroyed by a thread of its own.
+  collectives_.clear();
+  backend_.reset();
+  call_.group.reset();
+  sent_.reset();
+  received_.reset();
+  mean_.reset();
+  work_->end(std::move(error));
+}
+
+void CodeExchange::wait_until_issued() {
+  std::unique_lock lock(issued_mutex_);
+  issued_changed_.wait(lock, [this] { return issued_; });
+}
+
+}  // namespace ringdp

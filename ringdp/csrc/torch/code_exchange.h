@@ -1,0 +1,92 @@
+// CodeExchange: one compressed all-reduce by whatever backend a group has, in three collectives' steps: every rank encodes
+// the others' parts and sends them (all-to-all), decodes and adds what came for its own part, encodes the mean and sends it
+// to all (all-gather), and everybody decodes. Same arithmetic and order as collective/compressed_all_reduce.h where every
+// rank is a host of its own, so the same bits; parts are padded to the longest one, whose size all ranks know.
+// On a device everything is queued on a stream of its own, and nothing waits on the host: over NCCL all of it within the
+// constructor's call, over ring each step in the callback of the one before.
+// Shared by its Work and by those callbacks; any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "collective/compressed.h"
+#include "collective/finite.h"
+#include "torch/device_codec.h"
+#include "torch/staged_work.h"
+
+namespace ringdp {
+
+class CodeExchange : public std::enable_shared_from_this<CodeExchange> {
+ public:
+  struct Section {
+    float* x = nullptr;  // [count], in `buffer`
+    std::size_t count = 0;
+    uint32_t turn = 0;
+    cuda::Feedback feedback;
+  };
+  struct Call {
+    c10::intrusive_ptr<c10d::ProcessGroup> group;
+    at::Tensor buffer;  // float32
+    std::vector<Section> sections;
+    Compression compression;
+    std::vector<at::Tensor> kept;          // the memory of the residuals
+    at::Tensor non_finite;                 // int32 [1] on the buffer's device: becomes 1 where the mean is not finite
+    std::shared_ptr<FiniteReport> report;  // of memory on the CPU; may be null
+  };
+
+  // Begins it, under the current name. What goes wrong, here too, is the Work's error. The bytes of any rank that has other
+  // sections are not understood: names tell.
+  static std::shared_ptr<CodeExchange> begin(Call call);
+
+  const c10::intrusive_ptr<StagedWork>& work() const { return work_; }
+  // Until this rank has issued the last collective: others on the same group may follow then, where the backend matches them
+  // by the order of calls. At once over NCCL; ring needs no such order.
+  void wait_until_issued();
+
+ private:
+  explicit CodeExchange(Call call);
+  using Step = void (CodeExchange::*)();
+
+  void plan();
+  void send_parts();
+  void send_mean();
+  void take_mean();
+  void follow(c10d::Work& collective, Step next);
+  void run(Step step);
+  void end(std::exception_ptr error);
+  std::byte* code_at(const at::Tensor& memory, int part) const;
+  void look_for_own();
+
+  struct Run {
+    std::size_t section, begin, count;
+    std::size_t code;  // where in its part's code it begins
+  };
+
+  Call call_;
+  const std::string name_;
+  const int rank_;
+  const int ranks_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  const DeviceCodec* const codec_;
+  c10::Stream stream_;
+  std::vector<std::vector<Run>> parts_;  // [rank]: what of each section that rank adds up
+  std::size_t capacity_ = 0;             // bytes of a part
+  at::Tensor sent_;                      // [ranks · capacity] bytes: codes of all parts; later the means'
+  at::Tensor received_;                  // [ranks · capacity]: all ranks' codes of this rank's part
+  at::Tensor mean_;                      // [capacity]: the code of this rank's part of the mean
+  std::vector<c10::intrusive_ptr<c10d::Work>> collectives_;
+  c10::intrusive_ptr<StagedWork> work_;
+  std::mutex issued_mutex_;
+  std::condition_variable issued_changed_;
+  bool issued_ = false;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,113 @@
+"""Where the ranks of a group keep their models: what decides, on all of them alike, how gradients travel."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ringdp.backend import BACKEND, backend_of, reaches_core
+from ringdp.errors import InvalidArgumentError
+from ringdp.exchange import all_gather_bytes
+
+_ROOM = 32
+_NO_KERNELS = " without kernels"
+
+_log = logging.getLogger("ringdp.rank_devices")
+
+# For tests: codes are exchanged between tensors on the CPU, too, over whatever backend there is.
+always_exchange_codes = False
+
+
+@dataclass(frozen=True)
+class RankDevices:
+    """The same on all ranks of a group.
+
+    Attributes:
+        kinds: by rank "cpu", "cuda", …; with " without kernels" where this build has no codecs for that device.
+        backend: of the group, for this rank's kind of device.
+        has_ring: the core moves the group's CPU tensors.
+    """
+
+    kinds: tuple[str, ...]
+    backend: str
+    has_ring: bool
+
+    @classmethod
+    def gather(cls, group: dist.ProcessGroup, device: torch.device) -> RankDevices:
+        """Ask all ranks; each of them calls this."""
+        if group.size() == 1:
+            return cls.alike(group, device)
+        told = all_gather_bytes(_kind(device).encode(), group, room=_ROOM, device=device)
+        return cls(tuple(kind.decode() for kind in told), backend_of(group, device.type), reaches_core(group))
+
+    @classmethod
+    def alike(cls, group: dist.ProcessGroup, device: torch.device) -> RankDevices:
+        """Where nobody may be asked: the others are as this one."""
+        return cls((_kind(device),) * group.size(), backend_of(group, device.type), reaches_core(group))
+
+    @property
+    def all_on_cpu(self) -> bool:
+        return set(self.kinds) == {"cpu"}
+
+    @property
+    def mixed(self) -> bool:
+        return len({kind.removesuffix(_NO_KERNELS) for kind in self.kinds}) > 1
+
+    @property
+    def host_control(self) -> bool:
+        """What the reducers tell each other besides gradients goes over ring, from the CPU."""
+        return self.has_ring and not self.all_on_cpu
+
+    @property
+    def core_reduces_codes(self) -> bool:
+        """The core's own compressed all-reduce serves."""
+        return self.all_on_cpu and self.backend == BACKEND and self.has_ring and not always_exchange_codes
+
+    @property
+    def exchanges_codes(self) -> bool:
+        """The core's codecs are used, and their codes travel by the group's all-to-all and all-gather.
+
+        Raises:
+            InvalidArgumentError: some ranks' devices have no kernels, and others have other devices, so that there is
+                no way that all of them can go.
+        """
+        if self.all_on_cpu:
+            return always_exchange_codes
+        without = [rank for rank, kind in enumerate(self.kinds) if kind.endswith(_NO_KERNELS)]
+        if without and self.mixed:
+            raise InvalidArgumentError(
+                f"ranks {', '.join(map(str, without))} have no kernels for codes on their device"
+                f" ({self.kinds[without[0]].removesuffix(_NO_KERNELS)}), and other ranks are on another kind: build"
+                " ringdp there with a CUDA torch and its nvcc, or leave compression out"
+            )
+        return not without
+
+    def tell(self, rank: int) -> None:
+        """Once per wrapper, by rank 0: what is not as in every job."""
+        if rank == 0 and self.mixed:
+            by_kind = {
+                kind: [r for r, other in enumerate(self.kinds) if other == kind] for kind in dict.fromkeys(self.kinds)
+            }
+            _log.info(
+                "ranks on different devices average their gradients over %s: %s",
+                self.backend,
+                "; ".join(f"{kind}: rank {', '.join(map(str, ranks))}" for kind, ranks in by_kind.items()),
+            )
+
+    def tell_no_kernels(self, rank: int) -> None:
+        """Where compression is asked for, and torch operations stand in for kernels."""
+        if rank == 0 and any(kind.endswith(_NO_KERNELS) for kind in self.kinds):
+            _log.warning(
+                "this build has no kernels for codes on %s: torch operations compress there, more slowly; build ringdp"
+                " with a CUDA torch and its nvcc",
+                self.kinds[0].removesuffix(_NO_KERNELS),
+            )
+
+
+def _kind(device: torch.device) -> str:
+    from ringdp import _C
+
+    return device.type if _C.has_device_codec(device.type) else device.type + _NO_KERNELS
