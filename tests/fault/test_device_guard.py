@@ -117,10 +117,14 @@ def a_rank_dies(folder: str, victim: int) -> dict[str, Any]:
         }
 
 
+def group() -> Any:
+    return dist.group.WORLD
+
+
 def guards() -> list[Any]:
     from ringdp import _C
 
-    return list(_C.guard_group(dist.group.WORLD))
+    return list(_C.guard_group(group()))
 
 
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0)])
@@ -173,7 +177,7 @@ def train(model: Any, steps: int) -> None:
 def other(**options: Any) -> Any:
     from ringdp.parallel import RingDP
 
-    layers = OrderedDict(first=nn.Linear(4, 4), last=nn.Linear(4, 2))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(first=nn.Linear(4, 4), last=nn.Linear(4, 2))
     return RingDP(nn.Sequential(layers), bucket_cap_mb=0.00001, **options)
 
 
@@ -227,9 +231,9 @@ def aborts_what_hangs(folder: str) -> tuple[str, float]:
     from ringdp.config import RingConfig
 
     rank, world = me()
-    store = dist.FileStore(f"{folder}/foreign", world - 1)
+    store = torch.distributed.FileStore(f"{folder}/foreign", world - 1)
     with job(folder):
-        ring = dist.group.WORLD._get_backend(torch.device("cuda"))
+        ring = group()._get_backend(torch.device("cuda"))
         dist.barrier()
         if rank == world - 1:
             tell(folder, "ready")

@@ -32,7 +32,7 @@ def steps(exchange: bool, compression: str) -> dict[str, Any]:
     from ringdp.parallel import RingDP
 
     with mock.patch.object(rank_devices, "always_exchange_codes", exchange):
-        model = RingDP(module(), compression=compression, bucket_cap_mb=0.004)
+        model: Any = RingDP(module(), compression=compression, bucket_cap_mb=0.004)
         rank = dist.get_rank()
         gradients, finite = [], []
         for step in range(5):
