@@ -37,11 +37,6 @@ def check() -> None:
         )
 
 
-def has_cuda() -> bool:
-    """Whether this build has CUDA kernels; without them everything runs, coding on the host."""
-    return getattr(_build_info(), "CUDA", None) is not None
-
-
 def _torch_version() -> str:
     try:
         import torch

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringdp import _build, config
+from ringdp import config
 from ringdp.backend import BACKEND
 from ringdp.errors import InvalidArgumentError
 
@@ -156,16 +156,12 @@ _ADVICE = (
 )
 
 
-def tell(choice: Choice, rank: int, place: torch.device) -> None:
+def tell(choice: Choice, rank: int) -> None:
     """Once in the job; a warning where it is not what the user would expect."""
     if rank == 0 and choice.reason and not choice.measure:
         level = logging.INFO if choice.wanted else logging.WARNING
         way = "ring, through the host's memory" if choice.backend == BACKEND else "NCCL"
         _log.log(level, "CUDA tensors go over %s: %s", way, choice.reason)
-    if rank == 0 and place.type == "cuda" and not _build.has_cuda():
-        _log.warning(
-            "this ringdp was built without CUDA kernels, so gradients are encoded on the host: build it where nvcc is"
-        )
 
 
 def race(device: torch.device) -> bool:

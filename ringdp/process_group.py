@@ -141,7 +141,7 @@ def init(
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
-    devices.tell(choice, rank, place)
+    devices.tell(choice, rank)
     used = dist.get_backend_config()
     _log.info("rank %d of %d on %s: backend %s, device %s", rank, world_size, hellos[rank].host_name, used, place)
 

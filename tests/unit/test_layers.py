@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cost_model": {"errors"},
     "compression": {"errors", "_C"},
     "backend": {"errors", "config", "_build", "_C"},
-    "devices": {"errors", "config", "backend", "_build"},
+    "devices": {"errors", "config", "backend"},
     "device_guard": {"backend"},
     "rank_devices": {"errors", "backend", "exchange", "_C"},
     "process_group": {"", "errors", "config", "backend", "devices", "device_guard"},
