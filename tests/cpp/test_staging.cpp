@@ -93,8 +93,8 @@ CASE("an all-reduce of device memory has the bits of one of this memory, whichev
   uint64_t seed = 1;
   for (int world : {1, 2, 3, 4})
     for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall})
-      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{16389}, std::size_t{700'003}})
-        for (unsigned staged : {0xffU, 1U, 2U}) check_all_reduce(table, world, count, DType::kFloat32, staged, ++seed);
+      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{16389}, std::size_t{400'003}})
+        for (unsigned staged : {0xffU, 2U}) check_all_reduce(table, world, count, DType::kFloat32, staged, ++seed);
 }
 
 CASE("half types, which go pairwise") {
@@ -110,11 +110,12 @@ CASE("many pieces, copied back before the end") {
 
 CASE("every other collective") {
   uint64_t seed = 1000;
-  for (int world : {1, 2, 3, 4}) {
+  for (int world : {1, 2, 3}) {
     for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
-      for (std::size_t count : {std::size_t{0}, std::size_t{5}, std::size_t{300'007}}) {
+      for (std::size_t count : {std::size_t{0}, std::size_t{5}, std::size_t{100'007}}) {
+        ++seed;
         run_job(world, table, [&](Rank& self) {
-          SlowDevice device(++seed * 17 + static_cast<uint64_t>(self.rank));
+          SlowDevice device(seed * 17 + static_cast<uint64_t>(self.rank));
           auto n = static_cast<std::size_t>(world);
           auto run = [&](const std::shared_ptr<Mirrors>& mirrors, const std::shared_ptr<Work>& work) {
             self.wait(work);
