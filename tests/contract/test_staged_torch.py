@@ -75,7 +75,7 @@ def on_some(case: Case, ranks: list[int], seed: int, *args: Any) -> Any:
     "ranks", [pytest.param([0, 1, 2, 3], id="all ranks"), pytest.param([1], id="one rank", marks=pytest.mark.slow)]
 )
 def test_as_without_a_device(case: Case, world_size: int, ranks: list[int]) -> None:
-    arguments = ("roots",) if case is operations.disagreement else ()
+    arguments: tuple[Any, ...] = {operations.disagreement: ("roots",), collectives.thousand: (False,)}.get(case, ())
     seed = random.Random(f"{case.__name__} {world_size} {ranks}").randrange(1000)
     run_ranks(on_some, case, ranks, seed, *arguments, world_size=world_size, backend="ring")
 
