@@ -33,6 +33,8 @@ CHECK = "aten::_amp_foreach_non_finite_check_and_unscale_"
 class Wrapper:
     """What a RingDP has that ReducedGradients asks for; `finite` is what its reducer saw in the backward before."""
 
+    device_type = "cpu"
+
     def __init__(self, model: nn.Module, *, finite: bool | None = True) -> None:
         self.finite = finite
         self.steps = 0
