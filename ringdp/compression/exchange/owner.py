@@ -7,7 +7,8 @@ As many bytes as an all-reduce of the codes, and two encodings, however many ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ringdp.compression.exchange.finite import all_finite, spoil, unspoilt, what
 from ringdp.compression.exchange.outgoing import Outgoing, Sizes, message_bytes
 from ringdp.compression.exchange.packing import front, read
 from ringdp.compression.exchange.plan import Plan
-from ringdp.compression.exchange.requests import AllGather, AllToAll, Exchange
+from ringdp.compression.exchange.requests import AllGather, AllToAll, Exchange, Request
 from ringdp.compression.exchange.section import Coder, Section
 
 
@@ -27,12 +28,23 @@ def owner_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) ->
     Args:
         divisor: what sums are divided by, a float32 scalar on the bucket's device.
     """
-    me, ranks = coder.rank, plan.ranks
-    others = [r for r in range(ranks) if r != me]
+    me = coder.rank
     flags = what_is_not_finite(plan, bucket)
     outgoing = Outgoing(plan, coder, "rank")
-    for part in others:
+    for part in (r for r in range(plan.ranks) if r != me):
         outgoing.add(part, Elements(bucket, part, flags))
+    messages, sizes, flags = yield from to_owners(plan, coder, outgoing, flags)
+    answer = Outgoing(plan, coder, "owner")
+    answer.add(me, _Means(plan, bucket, coder, divisor, messages, sizes, flags))
+    yield from from_owners(plan, bucket, coder, answer, flags)
+
+
+def to_owners(
+    plan: Plan, coder: Coder, outgoing: Outgoing, flags: list[int]
+) -> Generator[Request, Any, tuple[dict[int, Tensor], Sizes, list[int]]]:
+    """Send each part to its owner. What came for this rank, by sender, its sizes, and all ranks' flags together."""
+    me, ranks = coder.rank, plan.ranks
+    others = [r for r in range(ranks) if r != me]
     sizes = yield from outgoing.sizes_of_all([[p for p in range(ranks) if p != r] for r in range(ranks)])
     received = yield AllToAll(*_messages(outgoing, others, flags, plan, sizes, me))
     messages = dict(zip(others, received.split([message_bytes(plan, sizes[r, me]) for r in others]), strict=True))
@@ -40,10 +52,12 @@ def owner_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) ->
     theirs, failed = open_messages(plan, messages, me)
     if failed or outgoing.error is not None:
         yield from raise_together(outgoing.error, plan, me)
-    flags = [mine | other for mine, other in zip(flags, theirs, strict=True)]
+    return messages, sizes, [mine | other for mine, other in zip(flags, theirs, strict=True)]
 
-    answer = Outgoing(plan, coder, "owner")
-    answer.add(me, _Means(plan, bucket, coder, divisor, messages, sizes, flags))
+
+def from_owners(plan: Plan, bucket: Tensor, coder: Coder, answer: Outgoing, flags: list[int]) -> Exchange:
+    """Send this rank's `answer` to all, and put all owners' into the plan's sections of `bucket`."""
+    me, ranks = coder.rank, plan.ranks
     sizes = yield from answer.sizes_of_all([[r] for r in range(ranks)])
     message = torch.empty(
         max(message_bytes(plan, sizes[r, r]) for r in range(ranks)), dtype=torch.uint8, device=plan.device
