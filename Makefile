@@ -11,7 +11,7 @@ PYTHON ?= python3
 ARGS ?=
 NPROC ?= 2
 SETUP = $(PYTHON) tools/environment.py
-CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh'
+CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.c' '*.cu' '*.cuh'
 
 .PHONY: build test test-all test-integrations train lint format clean distclean python
 

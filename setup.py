@@ -62,7 +62,7 @@ NVCC_FLAGS = [
 # _core gets pybind11 internals of its own. It may then bind the same classes as _C, whichever pybind11 each is built
 # with.
 CORE_MACROS = [("PYBIND11_STDLIB", '"_ringdp_core"')]
-HEADERS = [str(path) for path in sorted(CSRC.rglob("*.h"))]  # ninja follows includes by itself, setuptools does not
+HEADERS = [str(path) for path in sorted(Path("ringdp").rglob("*.h"))]  # ninja follows includes, setuptools does not
 # One per environment: its paths are in the compiler's command lines, and another command line means compiling again.
 ENVIRONMENT = hashlib.sha256(f"{sys.prefix} {torch.__file__}".encode()).hexdigest()[:8]
 BUILD_FOLDER = Path(
@@ -208,7 +208,7 @@ def extensions() -> list[Any]:
         include_dirs=[str(ROOT / CSRC), pybind11_include()],
         define_macros=CORE_MACROS,
         extra_compile_args={"cxx": list(COMPILE_FLAGS)},
-        libraries=["rt", "pthread"],
+        libraries=["rt", "pthread", "dl"],
         language="c++",
     )
     return [core, torch_side(TOOLKIT)]

@@ -5,14 +5,17 @@
     python benchmarks/allreduce.py --ranks 2 --sizes 4k --peers none --core --percentiles 50,99,99.9 --busy 1
     sudo python benchmarks/allreduce.py --hosts 4 --rate 1gbit --sizes 25m
     sudo python benchmarks/allreduce.py --hosts 4 --rate 1gbit --sizes 102400000 --peers gloo --compressed int8,int4
+    sudo python benchmarks/allreduce.py --hosts 4 --rate 1gbit --model mlp --peers none --compressed powersgd
 
 The ranks are started once. For each size every backend must first give the exact sum; then blocks of calls alternate
 between the backends, so that whatever the machine does hits them alike, and the end of every block is checked again.
 A time is that of the slowest rank. algbw = size / time; busbw = algbw * 2(n-1)/n, what each rank must send
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). GB are 10^9 bytes, KiB and MiB powers of 1024.
 Between hosts it also prints the bytes that left each interface against 2(h-1)/h of the size, the least that h hosts can
-send, and the share of iperf3's goodput that was reached. `--compressed` adds the mean through int8 and int4 codes,
-whose own length then takes the place of the size.
+send, and the share of iperf3's goodput that was reached. `--compressed` adds the mean through compressors by their
+names: for codecs that the core has, the length of the code then takes the place of the size; for others it is RingDP's
+exchange of buckets up to 25 MiB, on matrices of 2048 x 2048 elements or on the parameters of `--model`, and its bytes
+depend on the elements.
 
 `ceiling` is a loop through shared memory written for nothing but speed (ceiling.cpp), compiled on the spot: what the
 machine can do. `core` is the C++ call alone, timed in C++, without torch around it.
@@ -30,6 +33,7 @@ from typing import Any
 import ceiling
 import command
 import goodput
+import models
 import mpi
 import session
 from hosts import INTERFACE, HostsError
@@ -37,14 +41,14 @@ from measure import Summary, busy_processes, format_size, format_time, machine, 
 from ranks import RanksFailed
 
 PEERS = ("gloo", "mpi", "ceiling")
-CODECS = ("int8", "int4")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4k,64k,1m,25m,100m", help="bytes to reduce, comma-separated")
     parser.add_argument("--peers", default="gloo,mpi", help="to compare with: of gloo, mpi, ceiling; or none")
-    parser.add_argument("--compressed", metavar="CODEC,CODEC", default="", help="also through these: int8, int4")
+    parser.add_argument("--compressed", metavar="NAME,NAME", default="", help="also through these: int8, topk, …")
+    parser.add_argument("--model", choices=models.NAMES, help="instead of --sizes: as many elements as that has")
     parser.add_argument("--without-ring", action="store_true", help="measure the peers alone")
     parser.add_argument("--core", action="store_true", help="measure the C++ call without torch, too")
     parser.add_argument("--percentiles", metavar="P,P", default="", help="more of them beside the median: 90,99.9")
@@ -68,7 +72,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     args.peer_names = [] if args.peers == "none" else args.peers.split(",")
     args.codec_names = [name for name in args.compressed.split(",") if name]
-    unknown = (set(args.peer_names) - set(PEERS)) | (set(args.codec_names) - set(CODECS))
+    unknown = (set(args.peer_names) - set(PEERS)) | _unknown_compressors(args.codec_names)
+    if args.model:
+        args.size_bytes = [4 * models.make(args.model, rank=0).numel]
     if unknown or any(size < 4 or size % 4 for size in args.size_bytes):
         parser.error(
             f"unknown peers or codecs: {unknown}" if unknown else "a size must be a positive multiple of 4 bytes"
@@ -78,6 +84,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if any(not 0 <= share <= 1 for share in args.shares.values()):
         parser.error("a percentile lies between 0 and 100")
     return args
+
+
+def _unknown_compressors(names: Sequence[str]) -> set[str]:
+    if not names or session.why_no_ringdp():  # which `measure` will say
+        return set()
+    from ringdp import compression
+
+    return set(names) - set(compression.names())
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,6 +116,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "block_s": args.block_seconds,
         "asynchronous": args.asynchronous,
         "interface": INTERFACE if args.place.hosts else None,
+        "model": args.model,
         "shares": args.shares,
         "huge_pages": args.huge_pages,
     }
@@ -142,8 +157,8 @@ def add_derived(row: dict[str, Any], place: session.Place, line: goodput.Goodput
     algbw = row["size_bytes"] / median_s
     busbw = algbw * 2 * (ranks - 1) / ranks
     extra: dict[str, Any] = {"algbw": algbw, "busbw": busbw}
-    if place.hosts > 1:
-        least = 2 * (place.hosts - 1) / place.hosts * row.get("wire_bytes", row["size_bytes"])
+    if place.hosts > 1 and "wire_bytes" in row:
+        least = 2 * (place.hosts - 1) / place.hosts * row["wire_bytes"]
         extra["sent_over_theory"] = max(row["sent_bytes_per_call"]) / least
         if line is not None:
             extra["share_one_way"] = least / median_s / line.one_way
@@ -153,12 +168,12 @@ def add_derived(row: dict[str, Any], place: session.Place, line: goodput.Goodput
 
 def report(result: dict[str, Any]) -> str:
     """The result as text."""
-    between_hosts = any("sent_over_theory" in row for row in result["rows"])
+    between_hosts = any(row["sent_bytes_per_call"] for row in result["rows"])
     line = result["goodput_bytes_per_s"]
     columns = ["size", "backend", "median", "p99", "min", "algbw GB/s", "busbw GB/s", "time / ring", "calls"]
     words = list(result["rows"][0]["percentiles_s"]) if result["rows"] else []
     columns += [f"p{word}" for word in words]
-    columns += ["sent / theory"] if between_hosts else []
+    columns += ["sent, MB", "sent / theory"] if between_hosts else []
     columns += ["of iperf3", "of iperf3 both ways"] if line else []
     ours = {row["size_bytes"]: row["time"]["median_s"] for row in result["rows"] if row["backend"] == "ring"}
     rows = []
@@ -169,8 +184,11 @@ def report(result: dict[str, Any]) -> str:
         cells += [f"{row['algbw'] / 1e9:.3g}", f"{row['busbw'] / 1e9:.3g}"]
         cells += [f"{time.median_s / ring_s:.2f}" if ring_s else "", str(time.count)]
         cells += [format_time(row["percentiles_s"][word]) for word in words]
-        cells += [f"{row['sent_over_theory']:.3f}"] if between_hosts else []
-        cells += [f"{row['share_one_way']:.1%}", f"{row['share_both_ways']:.1%}"] if line else []
+        cells += [f"{max(row['sent_bytes_per_call']) / 1e6:.4g}"] if between_hosts else []
+        cells += [f"{row['sent_over_theory']:.3f}" if "sent_over_theory" in row else ""] if between_hosts else []
+        cells += (
+            [f"{row[key]:.1%}" if key in row else "" for key in ("share_one_way", "share_both_ways")] if line else []
+        )
         rows.append(cells)
     for name, reason in result["missing"].items():
         rows.append(["", name, reason, *[""] * (len(columns) - 3)])

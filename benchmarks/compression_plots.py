@@ -6,6 +6,8 @@
 
     sudo python benchmarks/time_to_loss.py --hosts 4 --rate 100mbit --json docs/plots/loss.json
     python benchmarks/compression_plots.py loss         training loss over time
+    sudo python benchmarks/time_to_loss.py --model resnet --modes all … --json docs/plots/resnet.json
+    python benchmarks/compression_plots.py resnet       the same of the ResNet-18
 
 Each reads docs/plots/NAME.json and writes docs/plots/NAME.svg. Needs matplotlib: pip install -r requirements/plots.txt
 """
@@ -19,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from time_to_loss import WINDOW, smooth
+from time_to_loss import WINDOW, seconds_until, smooth
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "plots"
 COLOURS = ("#c02030", "#3060c0", "#208040", "#808080", "#c08020", "#8040a0")
@@ -33,16 +35,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def draw_quality(result: dict[str, Any], plt: Any) -> Any:
-    figure, axis = plt.subplots(figsize=(6, 4))
+    figure, axis = plt.subplots(figsize=(8, 5))
     sources = list(dict.fromkeys(row["gradients"] for row in result["rows"]))
     for source, colour in zip(sources, COLOURS, strict=False):
         rows = sorted((row for row in result["rows"] if row["gradients"] == source), key=lambda row: row["bits"])
         errors = [row["all_reduce"][-1] for row in rows]
         axis.plot([row["bits"] for row in rows], errors, marker="o", linestyle="", color=colour, label=source)
-    for row in (row for row in result["rows"] if row["gradients"] == sources[-1]):
-        axis.annotate(row["code"], (row["bits"], row["all_reduce"][-1]), xytext=(6, 4), textcoords="offset points")
+    named = sorted((row for row in result["rows"] if row["gradients"] == sources[-1]), key=lambda row: row["bits"])
+    for turn, row in enumerate(named):  # neighbours' names stand above and below, or they would cover each other
+        place = {"xytext": (0, -14 if turn % 2 else 10), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(row["code"], (row["bits"], row["all_reduce"][-1]), fontsize="x-small", **place)
     axis.set(xscale="log", yscale="log", xlabel="bits an element", ylabel="|mean' - mean|² / |mean|²")
-    axis.set_xticks([4, 8, 16], ["4", "8", "16"])
+    axis.set_xticks([0.25, 1, 4, 16], ["0.25", "1", "4", "16"])
     axis.set_title(f"all-reduce of {result['ranks'][-1]} ranks")
     axis.grid(alpha=0.3)
     axis.legend()
@@ -50,17 +54,31 @@ def draw_quality(result: dict[str, Any], plt: Any) -> Any:
 
 
 def draw_loss(result: dict[str, Any], plt: Any) -> Any:
-    figure, axis = plt.subplots(figsize=(6, 4))
-    for row, colour in zip(result["rows"], COLOURS, strict=False):
-        axis.plot(row["seconds"][WINDOW:], smooth(row["losses"])[WINDOW:], color=colour, label=row["mode"])
+    """Modes in the order in which they reached the loss; those that never did come last, in dashes."""
+    window = result["settings"].get("window", WINDOW)
+    reached = {row["mode"]: seconds_until(row, result["loss"], window) for row in result["rows"]}
+    rows = sorted(result["rows"], key=lambda row: (reached[row["mode"]] is None, reached[row["mode"]] or 0.0))
+    few = len(rows) <= len(COLOURS)
+    colours = COLOURS if few else [plt.get_cmap("tab20")(k % 20) for k in range(len(rows))]
+    figure, axis = plt.subplots(figsize=(6, 4) if few else (8, 5))
+    for row, colour in zip(rows, colours, strict=False):
+        style = "--" if reached[row["mode"]] is None else "-"
+        seconds, losses = row["seconds"][window:], smooth(row["losses"], window)[window:]
+        axis.plot(seconds, losses, color=colour, linestyle=style, label=row["mode"])
     axis.axhline(result["loss"], color="black", linewidth=0.8, linestyle=":")
     axis.set(xlabel="seconds of training", ylabel="training loss, nats", title=result["place"]["words"])
+    if not few:
+        axis.set_xscale("log")
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(fontsize="medium" if few else "x-small")
     return figure
 
 
-PLOTS: dict[str, Callable[[dict[str, Any], Any], Any]] = {"quality": draw_quality, "loss": draw_loss}
+PLOTS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
+    "quality": draw_quality,
+    "loss": draw_loss,
+    "resnet": draw_loss,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

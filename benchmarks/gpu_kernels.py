@@ -23,7 +23,7 @@ from typing import Any
 import command
 from measure import machine, table
 
-CODECS = ("int8", "int4", "float16", "bfloat16")
+CODECS = ("int8", "int6", "int5", "int4", "nf4", "float16", "bfloat16")
 RANKS = 4  # of a fold
 AIM = 0.8  # of a copy, every pass of a codec
 SELECT_AIM = 5.0  # times faster than torch.topk

@@ -131,6 +131,13 @@ class Hosts:
             "TP_SOCKET_IFNAME": INTERFACE,
         }
 
+    def set_rate(self, rate: str) -> None:
+        """Links that were made with a speed get another one; what is under way is not lost."""
+        for host in range(self.count):
+            for where, device in ((["-n", namespace(self.name, host)], INTERFACE), ([], f"{self.name}v{host}")):
+                _run("tc", *where, "class", "change", "dev", device, *_class(rate))
+        self.rate = rate
+
     def counters(self, host: int) -> tuple[int, int]:
         """(received, sent) bytes of that host's interface, headers included."""
         text = _ip("-n", namespace(self.name, host), "-s", "-j", "link", "show", "dev", INTERFACE)
@@ -157,14 +164,18 @@ class Hosts:
 
     def _shape(self, where: Sequence[str], device: str) -> None:
         _run("tc", *where, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
-        limit = ["rate", self.rate, "burst", BURST, "cburst", BURST]
-        _run("tc", *where, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", *limit)
+        _run("tc", *where, "class", "add", "dev", device, *_class(self.rate))
 
     def _write_names(self, space: str) -> None:
         folder = NETNS_ETC / space
         folder.mkdir(parents=True)
         lines = ["127.0.0.1 localhost", *(f"{self.address(host)} h{host}" for host in range(self.count))]
         (folder / "hosts").write_text("\n".join(lines) + "\n", encoding="ascii")
+
+
+def _class(rate: str) -> list[str]:
+    limit = ["rate", rate, "burst", BURST, "cburst", BURST]
+    return ["parent", "1:", "classid", "1:1", "htb", *limit]
 
 
 def namespace(name: str, host: int) -> str:

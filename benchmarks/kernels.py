@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CSRC = ROOT / "ringdp" / "csrc"
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden")  # setup.py's
-CODECS = ("int8", "int4", "float16", "bfloat16")
+CODECS = ("int8", "int6", "int5", "int4", "nf4", "float16", "bfloat16")
 PASSES = ("memcpy", "compress", "compress+feedback", "decode", "decode+add")
 WANTED = {  # times memcpy
     ("int8", "compress"): 1.2,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -16,6 +18,29 @@ from typing import Any
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 QUIET_LOAD = 0.3  # waiting processes beside us, on average over the last minute
 QUIET_OTHERS = 0.05  # share of the machine's CPU time that went to somebody else during the run
+
+_T_95 = (
+    12.71,
+    4.30,
+    3.18,
+    2.78,
+    2.57,
+    2.45,
+    2.36,
+    2.31,
+    2.26,
+    2.23,
+    2.20,
+    2.18,
+    2.16,
+    2.14,
+    2.13,
+    2.12,
+    2.11,
+    2.10,
+    2.09,
+)
+"""Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond the last one that one is taken."""
 
 
 def parse_size(text: str) -> int:
@@ -52,6 +77,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Their mean, and half the width of its 95 % interval."""
+    count = len(differences)
+    if count < 2:
+        return differences[0], math.inf
+    quantile = _T_95[min(count - 1, len(_T_95)) - 1]
+    return statistics.fmean(differences), quantile * statistics.stdev(differences) / math.sqrt(count)
 
 
 @dataclass(frozen=True)

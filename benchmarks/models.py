@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +98,9 @@ _TASKS: dict[str, Callable[[torch.Generator], Task]] = {"mlp": _mlp, "gpt": _gpt
 NAMES = tuple(_TASKS)
 
 
+DGC, RAMP_STEPS = "topk-dgc", 15  # top-k with momentum on the ranks, and over how many steps it falls to 1 %
+
+
 @dataclass(frozen=True)
 class Mode:
     """How gradients are averaged: by which wrapper, over which backend. Without a wrapper they are not."""
@@ -103,9 +108,23 @@ class Mode:
     wrapper: str = ""  # DDP or RingDP
     backend: str = ""
     gradient_as_bucket_view: bool = False
-    compression: str = ""  # RingDP's
-    hook: str = ""  # DDP's: fp16, torch's fp16_compress_hook; int8 and int4, ringdp.hooks.ddp_hook
+    compression: str = ""  # RingDP's: a compressor's name, or `DGC`
+    hook: str = ""  # DDP's: fp16 and powersgd, torch's hooks; int8 and int4, ringdp.hooks.ddp_hook
     largest_error: float = 1e-2  # of a parameter's change in three steps, relative
+
+    @property
+    def compressor(self) -> Any:
+        """What RingDP is given."""
+        if self.compression != DGC:
+            return self.compression
+        from ringdp import compression
+
+        return compression.TopK(0.01, ramp_steps=RAMP_STEPS, error_feedback=compression.DGC(0.9))
+
+    @property
+    def momentum_on_ranks(self) -> bool:
+        """The optimizer has none then."""
+        return self.compression == DGC
 
 
 MODES = {
@@ -118,10 +137,23 @@ MODES = {
     "ringdp-gloo": Mode("RingDP", "gloo"),
     "ringdp-int8": Mode("RingDP", "ring", compression="int8", largest_error=0.05),
     "ringdp-int4": Mode("RingDP", "ring", compression="int4", largest_error=0.5),
+    "ringdp-int6": Mode("RingDP", "ring", compression="int6", largest_error=0.1),
+    "ringdp-int5": Mode("RingDP", "ring", compression="int5", largest_error=0.3),
+    "ringdp-nf4": Mode("RingDP", "ring", compression="nf4", largest_error=0.5),
+    "ringdp-topk": Mode("RingDP", "ring", compression="topk", largest_error=1.0),
+    "ringdp-topk-dgc": Mode("RingDP", "ring", compression=DGC, largest_error=3.0),
+    "ringdp-powersgd": Mode("RingDP", "ring", compression="powersgd", largest_error=1.0),
+    "ringdp-randomk": Mode("RingDP", "ring", compression="randomk", largest_error=1.0),
+    "ringdp-sign": Mode("RingDP", "ring", compression="sign", largest_error=1.0),
+    "ringdp-signsgd": Mode("RingDP", "ring", compression="signsgd", largest_error=math.inf),
+    "ringdp-qsgd": Mode("RingDP", "ring", compression="qsgd", largest_error=3.0),
+    "ringdp-terngrad": Mode("RingDP", "ring", compression="terngrad", largest_error=3.0),
+    "ringdp-auto": Mode("RingDP", "ring", compression="auto", largest_error=0.05),
     "ringdp-fp16": Mode("RingDP", "ring", compression="fp16"),
     "ringdp-bf16": Mode("RingDP", "ring", compression="bf16", largest_error=0.02),
     "ddp-gloo-fp16": Mode("DDP", "gloo", hook="fp16"),
     "ddp-ring-fp16": Mode("DDP", "ring", hook="fp16"),
+    "ddp-ring-powersgd": Mode("DDP", "ring", hook="powersgd", largest_error=1.0),
     "ddp-ring-int8": Mode("DDP", "ring", hook="int8", largest_error=0.05),
     "ddp-ring-int4": Mode("DDP", "ring", hook="int4", largest_error=0.5),
 }

@@ -5,32 +5,54 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
+import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
+import checkout  # noqa: F401  # before ringdp
 import torch
+from exchanged_ranks import ExchangedRanks
 from simulated_ranks import SimulatedRanks
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ringdp import compression
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from examples import char_lm, digits
+from ringdp import compression
+from ringdp.compression import DGC, PowerSGD, RandomK, TopK
 
 RANKS = 4
 OVERFLOW_EVERY = 50
 SCALE, GROWTH_INTERVAL = 2.0**16, 20
+SGD_LR, SGD_MOMENTUM, SGD_CLIP = 0.5, 0.9, 0.5
+SGD_EMBEDDING_STD = 0.2
+"""What exact SGD trains the GPT best with, of those tried; from the example's deviation, 0.02, it learns far slower."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """How gradients are averaged: a registered compressor's name, None for exact; with loss scaling or without."""
+    """How gradients are averaged.
 
-    compressor: str | None
-    overflows: bool = False  # one rank's gradient is infinite in every fiftieth step
+    Attributes:
+        compressor: a name or an object; None for exact.
+        overflows: under loss scaling, one rank's gradient is infinite in every fiftieth step.
+        exact_steps: so many steps at the beginning are exact.
+        lr_factor: of the learning rate, for methods that need one of their own.
+    """
+
+    compressor: Any
+    overflows: bool = False
+    exact_steps: int = 0
+    lr_factor: float = 1.0
+
+    @property
+    def momentum_on_ranks(self) -> bool:
+        """The optimizer has none then."""
+        return isinstance(getattr(self.compressor, "error_feedback", None), DGC)
+
+
+def dgc(ramp_steps: int, clip: float | None = None, masking: bool = True) -> Method:
+    """Deep Gradient Compression at 1 %, momentum 0.9 on the ranks: for SGD alone."""
+    return Method(TopK(0.01, ramp_steps=ramp_steps, error_feedback=DGC(0.9, clip=clip, masking=masking)))
 
 
 METHODS = {
@@ -41,7 +63,51 @@ METHODS = {
     "int8, overflows": Method("int8", overflows=True),
     "fp16": Method("fp16"),
     "bf16": Method("bf16"),
+    "int6": Method("int6"),
+    "int5": Method("int5"),
+    "nf4": Method("nf4"),
+    "topk": Method("topk"),
+    "topk 10%": Method(TopK(0.1)),
+    "topk, ramp 250": Method(TopK(0.01, ramp_steps=250)),
+    "topk, ramp 500": Method(TopK(0.01, ramp_steps=500)),
+    "topk DGC": dgc(0),
+    "topk DGC, ramp 100": dgc(100),
+    "topk DGC, ramp 250": dgc(250),
+    "topk DGC, ramp 500": dgc(500),
+    "topk DGC, ramp 250, clip 0.1": dgc(250, clip=0.1),
+    "topk DGC, ramp 250, clip 0.2": dgc(250, clip=0.2),
+    "topk DGC, ramp 500, clip 0.1": dgc(500, clip=0.1),
+    "topk DGC, ramp 350, clip 0.4": dgc(350, clip=0.4),
+    "topk DGC, ramp 500, clip 0.3": dgc(500, clip=0.3),
+    "topk DGC, ramp 500, clip 0.4": dgc(500, clip=0.4),
+    "topk DGC, ramp 500, clip 0.5": dgc(500, clip=0.5),
+    "topk DGC, ramp 1000, clip 0.3": dgc(1000, clip=0.3),
+    "topk DGC, ramp 250, clip 0.2, no masking": dgc(250, clip=0.2, masking=False),
+    "powersgd": Method("powersgd"),
+    "powersgd, 100 exact": Method("powersgd", exact_steps=100),
+    "powersgd, 250 exact": Method("powersgd", exact_steps=250),
+    "powersgd, 500 exact": Method("powersgd", exact_steps=500),
+    "powersgd rank 8": Method(PowerSGD(8)),
+    "randomk": Method("randomk"),
+    "randomk 10%": Method(RandomK(0.1)),
+    "sign": Method("sign"),
+    "signsgd": Method("signsgd"),
+    "signsgd, lr/100": Method("signsgd", lr_factor=0.01),
+    "qsgd": Method("qsgd"),
+    "terngrad": Method("terngrad"),
 }
+
+
+def ranks_of(model: nn.Module, method: Method, ranks: int) -> SimulatedRanks | ExchangedRanks | None:
+    """Who averages; None for exact."""
+    one = compression.get(method.compressor)
+    if one is None:
+        return None
+    shapes = {name: tuple(it.shape) for name, it in model.named_parameters()}
+    exact = exact_names(model)
+    if SimulatedRanks.serves(one):
+        return SimulatedRanks({name: math.prod(it) for name, it in shapes.items()}, one, ranks, exact=exact)
+    return ExchangedRanks(shapes, one, ranks, exact=exact)
 
 
 class Averaged:
@@ -52,12 +118,7 @@ class Averaged:
         self.named = dict(model.named_parameters())
         self.scaler = torch.amp.GradScaler("cpu", SCALE, growth_interval=GROWTH_INTERVAL, enabled=method.overflows)
         self.step = 0
-        self.simulated: SimulatedRanks | None = None
-        if method.compressor is not None:
-            one = compression.get(method.compressor)
-            assert one is not None
-            counts = {name: it.numel() for name, it in self.named.items()}
-            self.simulated = SimulatedRanks(counts, one, ranks, exact=exact_names(model))
+        self.simulated = ranks_of(model, method, ranks)
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> float:
         """Set each parameter's grad, loss scale and all, from the ranks' losses; returns their mean."""
@@ -77,8 +138,10 @@ class Averaged:
         return total / self.ranks
 
     def _average(self, gradients: Sequence[Sequence[Tensor]], factor: float) -> list[Tensor]:
-        if self.simulated is not None:
+        if self.simulated is not None and self.step > self.method.exact_steps:
             return self.simulated.average(gradients, factor)
+        if isinstance(self.simulated, ExchangedRanks):
+            self.simulated.step += 1
         return [torch.stack(several).sum(0) / self.ranks for several in zip(*gradients, strict=True)]
 
 
@@ -97,14 +160,19 @@ def text() -> tuple[Tensor, Tensor, int]:
     return data[:cut], data[cut:], len(alphabet)
 
 
-def gpt_options(**changes: int) -> argparse.Namespace:
-    """Of examples/char_lm.py."""
-    return char_lm.parse([word for name, it in changes.items() for word in (f"--{name.replace('_', '-')}", str(it))])
+def gpt_options(*, optimizer: str = "adamw", sgd_lr: float = SGD_LR, **changes: int) -> argparse.Namespace:
+    """Of examples/char_lm.py, and which optimizer."""
+    words = [word for name, it in changes.items() for word in (f"--{name.replace('_', '-')}", str(it))]
+    options = char_lm.parse(words)
+    options.optimizer, options.sgd_lr = optimizer, sgd_lr
+    return options
 
 
-def small_gpt_options(**changes: int) -> argparse.Namespace:
+def small_gpt_options(*, optimizer: str = "adamw", sgd_lr: float = SGD_LR, **changes: int) -> argparse.Namespace:
     """For a model of 0.12 M parameters and small batches."""
-    return gpt_options(**{"width": 96, "layers": 1, "batch_size": 8, "context": 32} | changes)
+    return gpt_options(
+        optimizer=optimizer, sgd_lr=sgd_lr, **{"width": 96, "layers": 1, "batch_size": 8, "context": 32} | changes
+    )
 
 
 def train_gpt(
@@ -119,9 +187,16 @@ def train_gpt(
     training, unseen, alphabet = text()
     torch.manual_seed(seed)
     model = char_lm.GPT(alphabet, options)
+    if options.optimizer == "sgd":
+        for table in (model.characters, model.positions):
+            nn.init.normal_(table.weight, std=SGD_EMBEDDING_STD)
     averaged = Averaged(model, method, RANKS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    optimizer = gpt_optimizer(model, method, options)
+    lr = optimizer.param_groups[0]["lr"]
+    clipped = optimizer.param_groups[-1]["params"] if method.momentum_on_ranks else list(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, lr, total_steps=options.steps, pct_start=0.1, cycle_momentum=isinstance(optimizer, torch.optim.AdamW)
+    )
     draws = [torch.Generator().manual_seed(seed * 10_007 + rank) for rank in range(RANKS)]
     for step in range(options.steps if stop is None else stop):
         windows = [windows_of(training, options, draw) for draw in draws]
@@ -129,11 +204,29 @@ def train_gpt(
         if on_step is not None:
             on_step(step, averaged)
         averaged.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(clipped, 1.0 if options.optimizer == "adamw" else SGD_CLIP)
         averaged.scaler.step(optimizer)
         averaged.scaler.update()
         schedule.step()
     return unseen_nats(model, unseen, options.context)
+
+
+def gpt_optimizer(model: nn.Module, method: Method, options: argparse.Namespace) -> torch.optim.Optimizer:
+    """AdamW as in examples/char_lm.py, or SGD with momentum, but not for what has its momentum on the ranks."""
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=options.lr * method.lr_factor, betas=(0.9, 0.95))
+    groups = sgd_groups(model, method.momentum_on_ranks, exact_names(model))
+    return torch.optim.SGD(groups, lr=options.sgd_lr * method.lr_factor)
+
+
+def sgd_groups(model: nn.Module, momentum_on_ranks: bool, exact: Sequence[str]) -> list[dict[str, Any]]:
+    """Parameters of SGD with momentum. Those with momentum on the ranks come first and have none in the optimizer."""
+    named = dict(model.named_parameters())
+    if not momentum_on_ranks:
+        return [{"params": list(named.values()), "momentum": SGD_MOMENTUM}]
+    compressed = [it for name, it in named.items() if name not in exact]
+    others = [named[name] for name in named if name in exact]
+    return [{"params": compressed, "momentum": 0.0}, {"params": others, "momentum": SGD_MOMENTUM}]
 
 
 def windows_of(data: Tensor, options: argparse.Namespace, draw: torch.Generator) -> Tensor:
@@ -162,7 +255,8 @@ def train_digits(method: Method, seed: int, options: argparse.Namespace) -> floa
     training, test = digits.load_digits(seed)
     model = digits.build(seed)
     averaged = Averaged(model, method, RANKS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    groups = sgd_groups(model, method.momentum_on_ranks, exact_names(model))
+    optimizer = torch.optim.SGD(groups, lr=options.lr)
     for batches in digits_batches(len(training), seed, options):
         parts = [(training.tensors[0][rows], training.tensors[1][rows]) for rows in batches]
         averaged.backward([functools.partial(_digits_loss, model, *part) for part in parts])

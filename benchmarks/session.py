@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import mpi
 from hosts import PORT, Hosts
 from measure import Quiet
@@ -26,7 +27,6 @@ from ranks import Command, run_commands, signals_unwind, threads_per_rank, torch
 
 RESULT = "result.json"
 SETTINGS = "settings.json"
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # ringdp of this checkout, where none is installed
 _QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the store warns of every address without a name
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import checkout  # noqa: F401  # before ringdp
 import torch
 from torch import Tensor
 
-from ringdp.compression import Compressor, Info
-from ringdp.compression.feedback import feedback_of
+from ringdp.compression import Compressor, Info, Int4, Int5, Int6, Int8, NormalFloat4
+from ringdp.compression.casts import Bfloat16, Float16
+from ringdp.compression.feedback import ErrorFeedback, feedback_of
 from ringdp.compression.partition import UNIT, bounds, turn_of
+
+_BLOCKS = (Int8, Int6, Int5, Int4, NormalFloat4, Bfloat16, Float16)  # each element's code is its block's affair
 
 
 class SimulatedRanks:
@@ -50,6 +54,16 @@ class SimulatedRanks:
         self.owned = owner == torch.arange(ranks).unsqueeze(1)  # [ranks, numel]
         self.owner = owner.unsqueeze(0)
         self.residual = torch.zeros(ranks, begin)
+
+    @staticmethod
+    def serves(compressor: Compressor) -> bool:
+        """Whether it can stand in for `ranks` ranks with this compressor."""
+        if getattr(compressor, "native", None) is None and not isinstance(compressor, _BLOCKS):
+            return False
+        if getattr(compressor, "rotate", False):  # by numbers of each parameter's own
+            return False
+        feedback = feedback_of(getattr(compressor, "error_feedback", None))
+        return UNIT % getattr(compressor, "block", 1) == 0 and (feedback is None or type(feedback) is ErrorFeedback)
 
     def average(self, gradients: Sequence[Sequence[Tensor]], factor: float = 1.0) -> list[Tensor]:
         """The mean, by parameter, of each rank's gradients, which carry the loss scale `factor`.

@@ -8,8 +8,9 @@
 Models: `mlp` (23.1 M parameters), `gpt` (10.8 M), `small` (300 linear layers, so 600 small parameters); plain SGD.
 Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ddp-ring` (torch's DDP on ring),
 `ddp-gloo-view` and `ddp-ring-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo), `ringdp-int8`,
-`-int4`, `-fp16`, `-bf16` (RingDP with compression), `ddp-gloo-fp16` and `ddp-ring-fp16` (DDP with its fp16 hook),
-`ddp-ring-int8` and `ddp-ring-int4` (DDP with ringdp's hook).
+`-int4`, `-topk` and so on (RingDP with that compressor, by its name), `ringdp-topk-dgc` (top-k 1 % with momentum on the
+ranks), `ddp-gloo-fp16` and `ddp-ring-fp16` (DDP with its fp16 hook), `ddp-ring-powersgd` (with torch's PowerSGD hook,
+rank 4), `ddp-ring-int8` and `ddp-ring-int4` (DDP with ringdp's hook).
 Every mode first takes three steps that must agree with gradients averaged over all ranks' batches in one process; then
 blocks of steps alternate between the modes. Times are the slowest rank's.
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work
@@ -100,7 +101,7 @@ def add_derived(rows: Sequence[dict[str, Any]], place: session.Place) -> list[di
                 backward_s, alone_s = bare["backward"]["median_s"], row["all_reduce"]["median_s"]
                 together_s = row["backward"]["median_s"]
                 extra["hidden"] = (backward_s + alone_s - together_s) / min(backward_s, alone_s)
-        if place.hosts > 1 and row["mode"] != "bare":
+        if place.hosts > 1 and row["mode"] != "bare" and row["wire_bytes"] is not None:
             least = 2 * (place.hosts - 1) / place.hosts * row["wire_bytes"]
             extra["sent_over_theory"] = max(row["sent_bytes_per_step"]) / least
         result.append(row | extra)
@@ -111,8 +112,8 @@ def report(result: dict[str, Any]) -> str:
     """The result as text."""
     columns = ["model", "mode", "step", "p99", "forward", "backward", "/ ddp-gloo", "/ bare", "exposed"]
     columns += ["waited", "all-reduce", "hidden", "buckets", "steps"]
-    between_hosts = any("sent_over_theory" in row for row in result["rows"])
-    columns += ["sent / theory"] if between_hosts else []
+    between_hosts = any(row["sent_bytes_per_step"] for row in result["rows"])
+    columns += ["sent, MB", "sent / theory"] if between_hosts else []
     rows = []
     for row in result["rows"]:
         step = Summary(**row["step"])
@@ -124,6 +125,7 @@ def report(result: dict[str, Any]) -> str:
         cells += [format_time(row["all_reduce"]["median_s"]) if row["all_reduce"] else ""]
         cells += [f"{row['hidden']:.0%}" if "hidden" in row else ""]
         cells += [str(len(row["bucket_bytes"])) if row["bucket_bytes"] else "", str(step.count)]
+        cells += [f"{max(row['sent_bytes_per_step']) / 1e6:.4g}"] if between_hosts else []
         cells += [f"{row['sent_over_theory']:.3f}" if "sent_over_theory" in row else ""] if between_hosts else []
         rows.append(cells)
     about, numel = result["machine"], {row["model"]: row["numel"] for row in result["rows"]}

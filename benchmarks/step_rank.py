@@ -17,6 +17,7 @@ from goodput import interface_bytes
 from measure import Summary
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 MIN_STEPS, MAX_STEPS = 3, 200  # of one mode in one block
@@ -40,7 +41,7 @@ class Trainee:
     block_medians_s: list[float] = field(default_factory=list)
     all_reduce_s: list[float] = field(default_factory=list)
     largest_error: float = 1e-2  # of a parameter's change, see Mode
-    wire_bytes: int = 0
+    wire_bytes: int | None = 0
     lossy: bool = False  # what its buckets take alone would be another exchange
     steps: int = 0  # counted in sent_bytes
     sent_bytes: int = 0
@@ -94,10 +95,13 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
 
         if not mode.compression:
             return ringdp.RingDP(module, process_group=group)
-        return ringdp.RingDP(module, process_group=group, compression=mode.compression)
+        return ringdp.RingDP(module, process_group=group, compression=mode.compressor)
     wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
     if mode.hook == "fp16":
         wrapped.register_comm_hook(group, fp16_compress_hook)
+    elif mode.hook == "powersgd":
+        state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2)  # 2 is the least it takes
+        wrapped.register_comm_hook(state, powerSGD_hook)
     elif mode.hook:
         from ringdp.hooks import ddp_hook
 
@@ -105,16 +109,20 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
     return wrapped
 
 
-def wire_bytes(mode: models.Mode, module: nn.Module) -> int:
-    """What the gradients of `module` take on the wire."""
+def wire_bytes(mode: models.Mode, module: nn.Module) -> int | None:
+    """What the gradients of `module` take on the wire; None where no codec of the core says so."""
     parameters = dict(module.named_parameters())
     if mode.hook == "fp16":
         return 2 * sum(it.numel() for it in parameters.values())
     if not (mode.compression or mode.hook):
         return 4 * sum(it.numel() for it in parameters.values())
+    if mode.hook == "powersgd":
+        return None
     from ringdp import _C, compression
 
-    chosen = compression.assign(mode.compression or mode.hook, (), parameters, dict(module.named_modules()))
+    chosen = compression.assign(mode.compressor or mode.hook, (), parameters, dict(module.named_modules()))
+    if any(it is not None and not getattr(it, "native", None) for it in chosen.values()):
+        return None
     codecs = {name: getattr(it, "native", None) for name, it in chosen.items()}
     return sum(
         _C.codec_bytes(codecs[name], it.numel()) if codecs[name] else 4 * it.numel() for name, it in parameters.items()

@@ -6,8 +6,8 @@
 
 The second line shows what a slower network would make of it: every rank sends no more than its share of that rate. Each
 seed trains every compressor from the same weights on the same images, scikit-learn's handwritten digits. With
-`--module` compressors of your own are in the table, by the names that it registers. If the exact training is not good
-enough, the exit code is 1.
+`--module` compressors of your own are in the table, by the names that it registers. `topk-dgc` is top-k with momentum
+on the ranks, which the optimizer then has not. If the exact training is not good enough, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ import ringdp
 from ringdp import compression
 
 TEST_IMAGES = 360
+MOMENTUM, RAMP_STEPS = 0.9, 20
+COMPRESSORS = (
+    "exact,fp16,bf16,int8,int6,int5,int4,nf4,qsgd,terngrad,sign,signsgd,topk,topk-dgc,randomk,powersgd"  # by bits
+)
+LR_FACTORS = {"signsgd": 0.01}  # all that it sends is as large as 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--compressors", default="exact,fp16,bf16,int8,int4", help="names, exact is none (default %(default)s)")
+    add("--compressors", default=COMPRESSORS, help="names, exact is none (default %(default)s)")
     add("--module", metavar="NAME", help="a Python module to import first, which registers compressors")
     add("--seeds", type=positive, default=3, help="trainings of each, with seeds from 0 on (default %(default)s)")
     add("--epochs", type=positive, default=10, help="passes over the 1,437 training images (default %(default)s)")
@@ -129,10 +134,28 @@ def batches(count: int, seed: int, options: argparse.Namespace) -> Iterator[Tens
             yield order[begin : begin + each][ringdp.rank() :: ringdp.world_size()]
 
 
+def compressor(name: str, options: argparse.Namespace) -> compression.Compressor | None:
+    if name == "exact":
+        return None
+    if name == "topk-dgc":
+        return compression.TopK(0.01, ramp_steps=RAMP_STEPS, error_feedback=compression.DGC(MOMENTUM))
+    return compression.get(name)
+
+
+def optimizer_of(network: nn.Module, name: str, options: argparse.Namespace) -> torch.optim.Optimizer:
+    """SGD with momentum, but none for weights whose momentum is on the ranks; biases are sent exactly and keep it."""
+    weights = [it for it in network.parameters() if it.dim() > 1 and it.numel() >= 1024]
+    others = [it for it in network.parameters() if it.dim() <= 1 or it.numel() < 1024]
+    groups = [
+        {"params": weights, "momentum": 0.0 if name == "topk-dgc" else MOMENTUM},
+        {"params": others, "momentum": MOMENTUM},
+    ]
+    return torch.optim.SGD(groups, lr=options.lr * LR_FACTORS.get(name, 1.0))
+
+
 def train(name: str, seed: int, images: Tensor, labels: Tensor, options: argparse.Namespace) -> Result:
-    chosen = None if name == "exact" else compression.get(name)
-    model = ringdp.RingDP(build(seed), compression=chosen)
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    model = ringdp.RingDP(build(seed), compression=compressor(name, options))
+    optimizer = optimizer_of(model.module, name, options)
     seconds = []
     sent_before = ringdp.traffic().bytes_sent
     for rows in batches(len(labels) - TEST_IMAGES, seed, options):

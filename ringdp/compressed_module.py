@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ringdp.compression import Rules
+from ringdp.compression.auto import with_permission
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 
 if TYPE_CHECKING:
@@ -35,24 +36,31 @@ class CompressedModule:
     _devices: RankDevices
 
     def set_compression(
-        self, compression: Any, rules: Iterable[tuple[Any, Any]] = (), *, warmup_steps: int = 0
+        self,
+        compression: Any,
+        rules: Iterable[tuple[Any, Any]] = (),
+        *,
+        warmup_steps: int = 0,
+        allow: str | None = None,
     ) -> None:
         """Compress gradients in another way from the next step on. All ranks call it, between two steps.
 
         What parameters remember (residuals) stays where their compressor stays the same.
 
         Args:
-            compression: a compressor, a registered name ("int8", "int4", "bf16", "fp16"), or None for exact gradients.
+            compression: a compressor, a registered name ("int8", "int4", "bf16", "fp16", "auto"), or None for exact
+                gradients.
             rules: pairs of a condition and a compressor for parameters that are to be treated otherwise; see
                 `ringdp.compression.Rules`.
             warmup_steps: how many steps are still exact.
+            allow: what ``"auto"`` may choose among; see `ringdp.compression.Auto`.
 
         Raises:
             InvalidArgumentError: an unknown name, a rule or number that cannot be used.
             MismatchError: the ranks ask for different things; names the first parameter and both.
             InvalidStateError: a backward is under way, or a communication hook is registered.
         """
-        chosen = Rules(compression, tuple(rules))
+        chosen = Rules(with_permission(compression, allow), tuple(rules))
         self._attach_compression(chosen, warmup_steps)
         self._chosen = (chosen, warmup_steps)
 

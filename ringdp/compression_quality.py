@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ringdp.backend import named
-from ringdp.compression.exchange import Section
+from ringdp.compression.exchange import Section, Sparsity
 from ringdp.compression.exchange.local import there_and_back
 from ringdp.model_compression import ModelCompression
 
@@ -32,7 +32,12 @@ class Quality:
         own_nmse: |decode(encode(x)) - x|² / |x|², x this rank's gradient.
         mean_nmse: |g - m|² / |m|², g what all ranks got, m the exact mean of their gradients.
         cosine: of the angle between g and m.
-        residual_ratio: |residual| / |this rank's gradient|, after the step; None without error feedback in the core.
+        residual_ratio: |residual| / |this rank's gradient|, after the step; None without error feedback, or with one
+            that does not say what it owes.
+        density: of sparse codes, the share of the elements that this rank sent; None for other codes.
+        union_density: the share of the elements that any rank sent: what the mean has.
+        union_over_chosen: union_density / density: 1 where all ranks choose the same, about their number where none do.
+        dropped_mass: share of the squared norm of what was to be sent, residual included, that was not.
     """
 
     step: int
@@ -42,6 +47,10 @@ class Quality:
     mean_nmse: float
     cosine: float
     residual_ratio: float | None
+    density: float | None = None
+    union_density: float | None = None
+    union_over_chosen: float | None = None
+    dropped_mass: float | None = None
 
 
 class QualityProbe:
@@ -68,17 +77,23 @@ class QualityProbe:
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
             )
+        self._weigh(True)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._weigh(False)
+
+    def _weigh(self, wanted: bool) -> None:
+        if self._compression.hook is not None:
+            self._compression.hook.tally.measures = wanted
 
     def _compressed(self) -> list[tuple[int, Tensor]]:
-        chosen = zip(self._compression.parameters, self._compression.compressors, strict=True)
+        now = self._compression.compressor_now
         return [
-            (i, one.parameter) for i, (one, compressor) in enumerate(chosen)
-            if compressor is not None and one.parameter.requires_grad
+            (i, one.parameter) for i, one in enumerate(self._compression.parameters)
+            if one.parameter.requires_grad and now(i) is not None
         ]  # fmt: skip
 
     def _arrived(self, index: int, parameter: Tensor) -> None:
@@ -101,14 +116,18 @@ class QualityProbe:
         with named("compression quality"):
             dist.all_reduce(mean.div_(group.size()), group=group)
         parts = mean.split([len(one) for one in exact])
-        residuals = self._compression.residuals()
+        residuals = self._compression.residual_lengths()
+        sparsity = self._compression.sparsity()
         for (index, parameter), wanted in zip(compressed, parts, strict=True):
             if index in self._own and parameter.grad is not None:
-                self._note(index, _flat(parameter.grad), wanted, residuals.get(index))
+                name = self._compression.parameters[index].name
+                self._note(index, _flat(parameter.grad), wanted, residuals.get(index), sparsity.get(name))
         self._own = {}
 
-    def _note(self, index: int, got: Tensor, wanted: Tensor, residual: Tensor | None) -> None:
-        compressor = self._compression.compressors[index]
+    def _note(
+        self, index: int, got: Tensor, wanted: Tensor, residual: Tensor | None, sparsity: Sparsity | None
+    ) -> None:
+        compressor = self._compression.compressor_now(index)
         one = self._compression.parameters[index]
         assert compressor is not None
         own = self._own[index]
@@ -116,24 +135,29 @@ class QualityProbe:
         shape = tuple(one.parameter.shape)
         section = Section(one.name, shape, 0, own.numel(), compressor, 1, own.device)
         decoded, _ = there_and_back(section, own, rank=group.rank(), ranks=group.size(), step=self._step)
+        own_nmse = _ratio((decoded - own).norm(), own.norm()) ** 2
         ratio = None
         if residual is not None:
-            ratio = _ratio(residual.norm() * self._compression.loss_scale(), own.norm())
-            self._tell_growth(one.name, ratio)
+            ratio = _ratio(residual * self._compression.loss_scale(), own.norm())
+            self._tell_growth(one.name, ratio, expected_residual(own_nmse))
         self.rows.append(
             Quality(
                 step=self._step,
                 name=one.name,
-                compressor=self._compression.describe(index),
-                own_nmse=_ratio((decoded - own).norm(), own.norm()) ** 2,
+                compressor=self._compression.describe_now(index),
+                own_nmse=own_nmse,
                 mean_nmse=_ratio((got - wanted).norm(), wanted.norm()) ** 2,
                 cosine=_ratio(torch.dot(got, wanted), got.norm() * wanted.norm()),
                 residual_ratio=ratio,
+                density=None if sparsity is None else sparsity.density,
+                union_density=None if sparsity is None else sparsity.union_density,
+                union_over_chosen=None if sparsity is None else sparsity.union_over_chosen,
+                dropped_mass=None if sparsity is None else sparsity.dropped_mass,
             )
         )
 
-    def _tell_growth(self, name: str, ratio: float) -> None:
-        before = self._told.setdefault(name, max(ratio, _WORTH_TELLING))
+    def _tell_growth(self, name: str, ratio: float, expected: float) -> None:
+        before = max(self._told.setdefault(name, ratio), expected, _WORTH_TELLING)
         if not math.isfinite(ratio) or ratio < _GROWTH * before:
             return
         self._told[name] = ratio
@@ -145,6 +169,14 @@ class QualityProbe:
             ratio,
             before,
         )
+
+
+def expected_residual(nmse: float) -> float:
+    """How many gradients long error feedback's residual may become with a code of that error, which is no fault.
+
+    2·√(1 - δ)/δ for a code that keeps a share δ of the squared norm: Karimireddy et al., arXiv 1901.09847, lemma 3.
+    """
+    return 2 * math.sqrt(nmse) / (1 - nmse) if nmse < 1 else math.inf
 
 
 def _flat(gradient: Tensor) -> Tensor:

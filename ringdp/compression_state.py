@@ -27,6 +27,8 @@ Entries = dict[str, dict[str, Any]]
 
 def state_dict(compression: ModelCompression, *, consolidated: bool) -> dict[str, Any]:
     """See `RingDP.compression_state_dict`. With `consolidated` all ranks call it."""
+    if compression.auto is not None:
+        compression.auto.settle()
     state: dict[str, Any] = {
         "format": _FORMAT,
         "world_size": compression.group.size(),
@@ -63,6 +65,8 @@ def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> 
                 " loads what it saved, or all of them a consolidated state"
             )
         entries = state["ranks"][str(rank)]
+    if compression.auto is not None:
+        compression.auto.settle()
     _load_entries(compression, entries, consolidated=whole)
     compression.resume(int(state["steps"]), int(state["exact_until"]))
     if compression.hook is not None:

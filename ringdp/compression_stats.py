@@ -7,6 +7,8 @@ import dataclasses
 import os
 from typing import Any
 
+from ringdp.auto_compression import Decision
+from ringdp.compression.exchange import Sparsity
 from ringdp.compression_quality import Quality
 from ringdp.model_compression import ModelCompression
 
@@ -27,6 +29,8 @@ class CompressionStats:
         exposed_s: how long the end of backward waited, for all buckets.
         buckets: a row for each bucket: index, name, method (-1: exact), numel, bytes_before, bytes_after, coding_s,
             seconds, exposed_s.
+        sparsity: how many elements sparse codes sent in the last step, by parameter.
+        decisions: what ``compression="auto"`` decided so far, and why.
         quality: what `RingDP.measure_compression` has measured, a row for each parameter and step.
     """
 
@@ -39,6 +43,8 @@ class CompressionStats:
     wire_s: float
     exposed_s: float
     buckets: list[dict[str, Any]]
+    sparsity: dict[str, Sparsity]
+    decisions: list[Decision]
     quality: list[Quality]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -60,7 +66,7 @@ def collect(compression: ModelCompression) -> CompressionStats:
     compressed = [row for row in buckets if row["method"] >= 0]
     return CompressionStats(
         steps=compression.steps,
-        parameters={one.name: compression.describe(i) for i, one in enumerate(compression.parameters)},
+        parameters={one.name: compression.describe_now(i) for i, one in enumerate(compression.parameters)},
         bytes_before=sum(row["bytes_before"] for row in compressed),
         bytes_after=sum(row["bytes_after"] for row in compressed),
         wire_bytes=compression.wire_bytes,
@@ -68,5 +74,7 @@ def collect(compression: ModelCompression) -> CompressionStats:
         wire_s=sum(row["seconds"] for row in compressed),
         exposed_s=sum(row["exposed_s"] for row in buckets),
         buckets=buckets,
+        sparsity=compression.sparsity(),
+        decisions=compression.decisions,
         quality=[] if compression.probe is None else list(compression.probe.rows),
     )

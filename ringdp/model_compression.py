@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringdp.auto_compression import AutoCompression, Decision, crosses_network
 from ringdp.backend import traffic
-from ringdp.compression import Compressor, Rules
+from ringdp.compression import Auto, Compressor, Rules, get
+from ringdp.compression.exchange import Sparsity
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.partition import turn_of
+from ringdp.compression_tuner import EXACT
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.exchange import all_gather_where_different
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
 from ringdp.model_parameters import ModelParameter
 from ringdp.rank_devices import RankDevices
+
+_log = logging.getLogger("ringdp.model_compression")
 
 
 class Probe(Protocol):
@@ -55,6 +61,9 @@ class ModelCompression:
         self.probe: Probe | None = None
         self._scale_of_scaler = 1.0  # given to RingDP
         self._sent = 0
+        self.auto: AutoCompression | None = None  # where it chooses
+        self.idle_reason = ""  # why it does not, where it was asked to
+        self._crosses_network: bool | None = None  # nobody has asked
 
     def choose(self, rules: Rules, warmup_steps: int) -> None:
         """Give each parameter its compressor. Where it is the same as before, what it remembers stays.
@@ -93,10 +102,12 @@ class ModelCompression:
     def compresses_now(self) -> bool:
         return bool(self._methods) and not self._warming
 
-    def before_forward(self, sync: bool) -> None:
-        """`sync`: whether the backward that follows synchronises."""
+    def before_forward(self, sync: bool, *, joining: bool = False) -> None:
+        """`sync`: whether the backward that follows synchronises; `joining`: some ranks may have run out of input."""
         if self._warming and self.steps >= self.exact_until:
             self._enable(True)
+        if self.auto is not None and sync and not self._warming and not joining and torch.is_grad_enabled():
+            self.auto.before_forward()
         if self.probe is not None:
             self.probe.before_forward(sync)
         if sync:
@@ -111,6 +122,27 @@ class ModelCompression:
         """The compressor of parameter `index` in words."""
         compressor = self.compressors[index]
         return "exact" if compressor is None else describe(compressor)
+
+    def compressor_now(self, index: int) -> Compressor | None:
+        """The one in use for parameter `index`: what "auto" has chosen."""
+        compressor = self.compressors[index]
+        if not isinstance(compressor, Auto):
+            return compressor
+        level = EXACT if self.auto is None else self.auto.level_of(index)
+        return None if level == EXACT else get(level)
+
+    def describe_now(self, index: int) -> str:
+        """As `describe`, with what "auto" has chosen."""
+        if not isinstance(self.compressors[index], Auto):
+            return self.describe(index)
+        return f"auto: {EXACT if self.auto is None else self.auto.level_of(index)}"
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Of "auto"."""
+        if self.idle_reason:
+            return [Decision(0, self.idle_reason)]
+        return [] if self.auto is None else list(self.auto.decisions)
 
     def set_loss_scale(self, scale: float) -> None:
         """Of the next backward, where its scaler does not say it itself."""
@@ -129,11 +161,12 @@ class ModelCompression:
         from ringdp import _C
 
         method = self._method_of[index]
-        return method >= 0 and isinstance(self._methods[method], _C.NativeMethod)
+        return method >= 0 and isinstance(self._methods[method], _C.NativeMethod | _C.ChosenMethod)
 
     def in_hook(self, index: int) -> bool:
-        """Whether parameter `index` is compressed in Python."""
-        return self.compressors[index] is not None and not self.in_core(index)
+        """Whether parameter `index` is compressed in Python, and always will be."""
+        compressor = self.compressors[index]
+        return compressor is not None and not isinstance(compressor, Auto) and not self.in_core(index)
 
     @property
     def exchanges_codes(self) -> bool:
@@ -149,6 +182,19 @@ class ModelCompression:
             for index, one in enumerate(self.parameters)
             if self.in_core(index) and self._methods[self._method_of[index]].feedback
         }
+
+    def residual_lengths(self) -> dict[int, Tensor]:
+        """By index, of all parameters whose error feedback says what it owes: |residual|, without the loss scale."""
+        lengths = {index: residual.norm() for index, residual in self.residuals().items()}
+        for index, one in enumerate(self.parameters):
+            length = self.hook.memory.owed_length(one.name) if self.hook is not None and self.in_hook(index) else None
+            if length is not None:
+                lengths[index] = length
+        return lengths
+
+    def sparsity(self) -> dict[str, Sparsity]:
+        """By name, of the last step's sparse codes."""
+        return {} if self.hook is None else self.hook.tally.items()
 
     # How all ranks come to the same.
 
@@ -183,29 +229,87 @@ class ModelCompression:
     def _install(self, chosen: Sequence[Compressor | None]) -> None:
         from ringdp import _C
 
+        auto = self._auto_of(chosen)
+        if self.auto is not None:
+            self.auto.settle()
+        fixed = [None if isinstance(one, Auto) else one for one in chosen]
         exchange = self.exchanges_codes
         in_core = exchange or self.devices.core_reduces_codes
         if not in_core and any(one is not None for one in chosen):
             self.devices.tell_no_kernels(self.group.rank())
-        codecs = [(getattr(one, "native", None), _feeds_back(one)) if in_core else (None, False) for one in chosen]
+        codecs = [
+            (getattr(one, "native", None), _feeds_back(one))
+            if in_core and (self.devices.all_on_cpu or not getattr(one, "cpu_only", False))
+            else (None, False)
+            for one in fixed
+        ]
         kinds = sorted({kind for kind in codecs if kind[0] is not None})
         methods: list[Any] = [_C.NativeMethod(codec, feedback) for codec, feedback in kinds]
         by_hook = {
             one.name: compressor
-            for one, compressor, (codec, _) in zip(self.parameters, chosen, codecs, strict=True)
+            for one, compressor, (codec, _) in zip(self.parameters, fixed, codecs, strict=True)
             if compressor is not None and codec is None
         }
+        free = [auto is not None and self._is_free(i, one) for i, one in enumerate(chosen)]
+        levels = {} if auto is None else {level: cast(Compressor, get(level)) for level in auto.levels}
+        for compressor in (one for one in levels.values() if getattr(one, "native", None) is None):
+            by_hook |= {one.name: compressor for one, it in zip(self.parameters, free, strict=True) if it}
         hook = self._make_hook(by_hook) if by_hook else None
         if hook is not None:
             methods.append(_C.PythonMethod(hook, compressed_hook, "in Python"))
         method_of = [
             -1 if compressor is None else len(kinds) if kind[0] is None else kinds.index(kind)
-            for compressor, kind in zip(chosen, codecs, strict=True)
+            for compressor, kind in zip(fixed, codecs, strict=True)
         ]
+        of_level = {}
+        if any(free):
+            method_of = [len(methods) if it else method for it, method in zip(free, method_of, strict=True)]
+            methods.append(_C.ChosenMethod(any(_feeds_back(one) for one in levels.values())))
+            for level, compressor in levels.items():
+                of_level[level] = len(methods)
+                codec = getattr(compressor, "native", None)
+                if codec is None:
+                    of_level[level] = len(kinds)  # the hook
+                else:
+                    methods.append(_C.NativeMethod(codec, _feeds_back(compressor)))
         turns = [turn_of(one.name) for one in self.parameters]
         self.reducer.set_methods(methods, method_of, turns, exchange_codes=exchange)
         self.compressors, self.hook = list(chosen), hook
         self._methods, self._method_of = methods, method_of
+        names = [one.name for one in self.parameters]
+        self.auto = AutoCompression(weakref.proxy(self), levels, of_level, hook, names) if any(free) else None
+
+    def _auto_of(self, chosen: Sequence[Compressor | None]) -> Auto | None:
+        """What "auto" may choose among, if it can choose at all.
+
+        Raises:
+            InvalidArgumentError: two different ones, or ranks that nobody can measure.
+        """
+        autos = dict.fromkeys(one for one in chosen if isinstance(one, Auto))
+        self.idle_reason = ""
+        if not autos:
+            return None
+        if len(autos) > 1:
+            raise InvalidArgumentError(f"one allow= for all parameters, not {' and '.join(map(repr, autos))}")
+        [auto] = autos
+        if self.group.size() > 1 and not self.devices.core_reduces_codes:
+            raise InvalidArgumentError(
+                'compression="auto" measures the links of the backend ring between CPUs; this group has '
+                f"{self.devices.backend} and {', '.join(sorted(set(self.devices.kinds)))}: name a compressor"
+            )
+        if self._crosses_network is None:
+            self._crosses_network = crosses_network(self.group, self.device)
+        if not self._crosses_network:
+            self.idle_reason = "exact: all ranks share memory, nothing crosses a network"
+        elif not auto.levels:
+            self.idle_reason = 'exact: allow="exact"'
+        if self.idle_reason and self.group.rank() == 0:
+            _log.info("compression auto: %s", self.idle_reason)
+        return None if self.idle_reason else auto
+
+    def _is_free(self, index: int, compressor: Compressor | None) -> bool:
+        """Whether "auto" may choose for the parameter; of other types exact gradients may be the shorter ones."""
+        return isinstance(compressor, Auto) and self.parameters[index].parameter.dtype == torch.float32
 
     def _make_hook(self, chosen: Mapping[str, Compressor]) -> CompressedHook:
         mine = weakref.proxy(self)  # the reducer keeps the hook

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from ringdp.backend import backend_of, has_average, named
 from ringdp.compressed_module import CompressedModule
 from ringdp.compression import Rules
+from ringdp.compression.auto import with_permission
 from ringdp.ddp_arguments import accepted, bucket_caps, for_torch, reduction_dtype
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
@@ -81,12 +82,14 @@ class RingDP(CompressedModule, DistributedDataParallel):
             at twice as much, until that is reached. A list caps the first, second, … bucket one by one, its last
             number all others.
         find_unused_parameters: see above.
-        compression: how gradients are compressed on their way: a name ("int8", "int4", "bf16", "fp16", or one that was
-            registered), a compressor of `ringdp.compression` or of your own, None (the default): not at all.
+        compression: how gradients are compressed on their way: a name ("int8", "int4", "bf16", "fp16", "auto", or one
+            that was registered), a compressor of `ringdp.compression` or of your own, None (the default): not at all.
             Biases, norms and tensors under 1,024 elements stay exact unless a rule says otherwise.
         rules: pairs of a condition (pattern of names, size, type of module) and a compressor or None; see
             `ringdp.compression.Rules`.
         warmup_steps: how many steps are exact before compression begins.
+        allow: what ``compression="auto"`` may choose among, as it measures: "exact", "near" (the default: bfloat16 and
+            int8), "4bit", "aggressive" (also the largest 1 %).
         scaler: a torch.amp.GradScaler that scales this module's losses, so that what compression remembers stays right
             when the scale changes. `ringdp.amp.GradScaler` need not be given.
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
@@ -119,6 +122,7 @@ class RingDP(CompressedModule, DistributedDataParallel):
         compression: Any = None,
         rules: Iterable[tuple[Any, Any]] = (),
         warmup_steps: int = 0,
+        allow: str | None = None,
         scaler: Any = None,
         reduce_dtype: torch.dtype | None = None,
         **named: Any,
@@ -132,7 +136,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
         self._precision = arguments.get("mixed_precision")
         as_view = arguments.get("gradient_as_bucket_view")
         self._sharded: ShardedParameters | None = None
-        self._chosen = None if compression is None and not rules else (Rules(compression, tuple(rules)), warmup_steps)
+        chosen = with_permission(compression, allow)
+        self._chosen = None if chosen is None and not rules else (Rules(chosen, tuple(rules)), warmup_steps)
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
@@ -248,7 +253,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
         if self._sharded is not None:
             self._sharded.before_forward()
         if self._compression is not None:
-            self._compression.before_forward(self.require_backward_grad_sync)
+            joining = bool(self._join_config.enable)
+            self._compression.before_forward(self.require_backward_grad_sync, joining=joining)
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
         return super()._pre_forward(*inputs, **kwargs)

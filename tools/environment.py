@@ -183,17 +183,22 @@ def build(environment: Environment) -> None:
         "inputs": digest(build_inputs()),
     }
     found = read_stamp(BUILD_STAMP)
-    if found == wanted | {"outputs": json.dumps(build_outputs())}:
-        return
+    if found != wanted | {"outputs": json.dumps(build_outputs())}:
+        compile_extension(environment)
+    if environment.own:
+        install_editable()  # a .venv that was made anew, for another Python, does not know what may be built still
+    built = wanted | {"outputs": json.dumps(build_outputs())}
+    if found != built:
+        write_stamp(BUILD_STAMP, built)
+
+
+def compile_extension(environment: Environment) -> None:
     toolchain.check_toolchain()
     say(f"building for torch {environment.torch} (log: {BUILD_LOG.relative_to(ROOT)})")
     started = time.monotonic()
     BUILD_STAMP.unlink(missing_ok=True)
     words = ["build_ext", "--inplace"] if environment.own else ["egg_info", "build_ext", "--inplace"]
     run_setup(environment, words)
-    if environment.own:
-        install_editable()
-    write_stamp(BUILD_STAMP, wanted | {"outputs": json.dumps(build_outputs())})
     say(f"built in {time.monotonic() - started:.0f} s")
 
 

@@ -4,12 +4,13 @@ A compressor is an object with ``compress(x, info)`` and ``decompress(payload, i
 builds one. Nothing here knows of a network: `ringdp.RingDP` and `ringdp.hooks.ddp_hook` move the payloads.
 """
 
+from ringdp.compression.auto import Auto
+from ringdp.compression.c_library import CCompressor, include_dir, load
 from ringdp.compression.casts import Bfloat16, Float16
 from ringdp.compression.feedback import EF21, ErrorFeedback, Feedback
-from ringdp.compression.int4 import Int4
 from ringdp.compression.int8 import Int8
 from ringdp.compression.majority import SignSGD
-from ringdp.compression.planes import Int5, Int6, NormalFloat4
+from ringdp.compression.planes import Int4, Int5, Int6, NormalFloat4
 from ringdp.compression.power_sgd import PowerSGD
 from ringdp.compression.protocol import Compressor, Info, MergeCompressor, Payload, RoundsCompressor
 from ringdp.compression.random_k import RandomK
@@ -23,7 +24,9 @@ __all__ = [
     "DGC",
     "EF21",
     "QSGD",
+    "Auto",
     "Bfloat16",
+    "CCompressor",
     "Compressor",
     "ErrorFeedback",
     "Feedback",
@@ -46,6 +49,8 @@ __all__ = [
     "TopK",
     "assign",
     "get",
+    "include_dir",
+    "load",
     "names",
     "register",
 ]

@@ -31,8 +31,8 @@ def divide(numerator: float, denominator: Tensor) -> Tensor:
     return torch.full_like(denominator, numerator).div_(denominator)
 
 
-def quantise(blocks: Tensor, largest: Tensor, inverse: Tensor, limit: int) -> Tensor:
-    """Whole numbers in float32, ``[blocks, block]``, from -limit to limit; zeros in blocks that are not finite.
+def quantise(blocks: Tensor, largest: Tensor, inverse: Tensor, lowest: int, highest: int) -> Tensor:
+    """Whole numbers in float32, ``[blocks, block]``, from lowest to highest; zeros in blocks that are not finite.
 
     Args:
         largest: each block's absmax, ``[blocks]``.
@@ -40,7 +40,7 @@ def quantise(blocks: Tensor, largest: Tensor, inverse: Tensor, limit: int) -> Te
     """
     if on_gpu(blocks) or bool((largest < TINY).any()):
         blocks = blocks * before(largest).unsqueeze(1)
-    whole = torch.mul(blocks, inverse.unsqueeze(1)).round_().clamp_(-limit, limit)
+    whole = torch.mul(blocks, inverse.unsqueeze(1)).round_().clamp_(lowest, highest)
     bad = largest.isfinite().logical_not_()
     if on_gpu(blocks) or bool(bad.any()):
         whole.masked_fill_(bad.unsqueeze(1), 0.0)

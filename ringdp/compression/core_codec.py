@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ringdp.compression import native
+from ringdp.compression import native, rotation
 from ringdp.compression.checks import check_code, native_name
 from ringdp.compression.protocol import Aggregate, Info, Payload
 
@@ -18,10 +18,12 @@ class CoreCodec(ABC):
     Attributes:
         codec: the core's name for it.
         error_feedback: as every compressor has it.
+        rotate: encode what `rotation` makes of the elements, and turn back what was decoded. In Python.
     """
 
     codec: ClassVar[str]
     error_feedback: Any
+    rotate: bool = False
     aggregate: ClassVar[Aggregate] = "owner"
     fixed_size: ClassVar[bool] = True
     carries_nan: ClassVar[bool] = True
@@ -45,9 +47,11 @@ class CoreCodec(ABC):
 
     @property
     def native(self) -> str | None:
-        return native_name(self.codec, self.error_feedback) if self.in_core else None
+        return native_name(self.codec, self.error_feedback) if self.in_core and not self.rotate else None
 
     def compress(self, x: Tensor, info: Info) -> Payload:
+        if self.rotate:
+            x = rotation.rotate(x, info)
         if self.in_core and native.serves(x):
             return (native.extension().codec_compress(self.codec, x),)
         return (self.encode(x),)
@@ -56,5 +60,6 @@ class CoreCodec(ABC):
         code = check_code(type(self).__name__, payload, self.code_bytes(info.numel), info)
         if self.in_core and native.serves(code):
             decoded: Tensor = native.extension().codec_decompress(self.codec, code, info.numel)
-            return decoded
-        return self.decode(code, info.numel)
+        else:
+            decoded = self.decode(code, info.numel)
+        return rotation.rotate_back(decoded, info) if self.rotate else decoded

@@ -28,6 +28,7 @@ class Int8(CoreCodec):
     Args:
         block: elements that share a scale.
         error_feedback: True, or an object with the methods of `ErrorFeedback`: add what was lost to the next gradient.
+        rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
         InvalidArgumentError: a block below 1.
@@ -35,6 +36,7 @@ class Int8(CoreCodec):
 
     block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = False
+    rotate: bool = False
     codec = "int8"
 
     def __post_init__(self) -> None:
@@ -53,7 +55,7 @@ class Int8(CoreCodec):
         scale = largest / torch.full_like(largest, 127.0)
         inverse = blocks.divide(127.0, largest * blocks.before(largest))
         inverse.masked_fill_(largest == 0, 0.0)
-        codes = blocks.quantise(rows, largest, inverse, 127).to(torch.int8)
+        codes = blocks.quantise(rows, largest, inverse, -127, 127).to(torch.int8)
         scale.masked_fill_(largest.isfinite().logical_not_(), torch.nan)
         return blocks.as_bytes(scale, codes.view(-1)[: x.numel()])
 

@@ -1,50 +1,55 @@
-"""Codes of 5 and 6 bits, and 4 bits that are not evenly spaced: a bfloat16 scale for each block, codes in planes.
+"""4, 5 and 6 bits an element: a bfloat16 scale for each block, whole numbers or levels as codes in planes.
 
-The low 4 bits of a code lie as int4's: those of elements i and i + block/2 in one byte. Then, for all blocks, the upper
-bits: two of elements i, i + block/4, i + 2 block/4, i + 3 block/4 in one byte, or one of eight such. So nothing has to
-be shuffled, whoever codes. A last block that is not full has as many bytes of a plane as its first elements need.
+The low 4 bits of elements i and i + block/2 are in one byte. Then, for all blocks, the upper bits: two of elements i,
+i + block/4, i + 2 block/4, i + 3 block/4 in one byte, or one of eight such. So nothing has to be shuffled, whoever
+codes. A last block that is not full has as many bytes of a plane as its first elements need.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ringdp.compression import blocks
-from ringdp.compression.checks import check_block, check_code
+from ringdp.compression.checks import check_block
+from ringdp.compression.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
-from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register
 
+_NATIVE_BLOCK = 64
 
-class _Planes(ABC):
-    """Codes from 0 to 2^bits - 1, whatever they mean, with a scale for each block."""
 
-    aggregate: ClassVar[Aggregate] = "owner"
-    carries_nan: ClassVar[bool] = True  # as the scale
+class _Planes(CoreCodec):
+    """An element is a whole number from `lowest` to `highest` times its block's scale; codes say which.
+
+    The element of the greatest magnitude, of two such the negative one, becomes `lowest`: the scale has a sign.
+    """
+
     bits: ClassVar[int]
-    zero: ClassVar[int]  # the code of 0
+    lowest: ClassVar[int]
+    highest: ClassVar[int]
+    multiple_of: ClassVar[int] = 8  # that a block can be
 
     block: int
 
     @abstractmethod
-    def scale_of(self, largest: Tensor) -> Tensor:
-        """bfloat16 ``[blocks]`` of each block's absmax."""
+    def codes(self, whole: Tensor) -> Tensor:
+        """uint8 of whole numbers in float32, which may be changed."""
 
     @abstractmethod
-    def codes(self, rows: Tensor, largest: Tensor, scale: Tensor) -> Tensor:
-        """uint8 ``[blocks, block]`` of float32; `scale` is float32 ``[blocks]``. Zeros where a block is not finite."""
-
-    @abstractmethod
-    def values(self, codes: Tensor) -> Tensor:
-        """float32 of uint8, in units of the scale."""
+    def whole(self, codes: Tensor) -> Tensor:
+        """float32 of uint8."""
 
     def __post_init__(self) -> None:
-        check_block(type(self).__name__, self.block, multiple_of=8)
+        check_block(type(self).__name__, self.block, multiple_of=self.multiple_of)
+
+    @property
+    def in_core(self) -> bool:
+        return self.block == _NATIVE_BLOCK
 
     @property
     def _planes(self) -> list[tuple[int, int]]:
@@ -58,14 +63,17 @@ class _Planes(ABC):
     def code_bytes(self, numel: int) -> int:
         return 2 * -(-numel // self.block) + sum(self._plane_bytes(numel, width) for _, width in self._planes)
 
-    def compress(self, x: Tensor, info: Info) -> Payload:
+    def encode(self, x: Tensor) -> Tensor:
         rows = blocks.in_blocks(x, self.block)
-        largest = blocks.absmax(rows)
-        stored = self.scale_of(largest)
-        codes = self.codes(rows, largest, stored.to(torch.float32))
+        top, bottom = rows.amax(1), rows.amin(1)
+        extreme = torch.where(top > -bottom, top, bottom)
+        largest = extreme.abs()
+        stored = (extreme / torch.full_like(extreme, float(self.lowest))).to(torch.bfloat16).add_(0.0)  # 0, not -0
+        scale = stored.to(torch.float32)
+        inverse = blocks.divide(1.0, scale * blocks.before(largest))
+        inverse.masked_fill_(scale == 0, 0.0)
+        codes = self.codes(blocks.quantise(rows, largest, inverse, self.lowest, self.highest))
         bits = stored.view(torch.int16).masked_fill(largest.isfinite().logical_not_(), 0x7FC0)
-        if x.numel() % self.block:
-            codes[-1, x.numel() % self.block :] = self.zero
         parts = [bits]
         for lowest, width in self._planes:
             across = self.block * width // 8
@@ -74,37 +82,27 @@ class _Planes(ABC):
             for place in range(1, 8 // width):
                 plane |= places[:, place] << width * place
             parts.append(plane.reshape(-1)[: self._plane_bytes(x.numel(), width)])
-        return (blocks.as_bytes(*parts),)
+        return blocks.as_bytes(*parts)
 
-    def decompress(self, payload: Payload, info: Info) -> Tensor:
-        code = check_code(type(self).__name__, payload, self.code_bytes(info.numel), info)
-        at = 2 * -(-info.numel // self.block)
+    def decode(self, code: Tensor, numel: int) -> Tensor:
+        at = 2 * -(-numel // self.block)
         scale = code[:at].clone().view(torch.bfloat16).to(torch.float32)
         codes = torch.zeros((len(scale), self.block), dtype=torch.uint8, device=code.device)
         for lowest, width in self._planes:
-            across, size = self.block * width // 8, self._plane_bytes(info.numel, width)
+            across, size = self.block * width // 8, self._plane_bytes(numel, width)
             plane = blocks.in_blocks(code[at : at + size], across)
             at += size
             for place in range(8 // width):
                 codes[:, place * across : (place + 1) * across] |= (plane >> width * place & (1 << width) - 1) << lowest
-        return self.values(codes).mul_(scale.unsqueeze(1)).view(-1)[: info.numel]
+        return self.whole(codes).mul_(scale.unsqueeze(1)).view(-1)[:numel]
 
 
 class _Linear(_Planes):
-    @property
-    def limit(self) -> int:
-        return int(2 ** (self.bits - 1)) - 1
+    def codes(self, whole: Tensor) -> Tensor:
+        return whole.sub_(self.lowest).to(torch.uint8)
 
-    def scale_of(self, largest: Tensor) -> Tensor:
-        return (largest / torch.full_like(largest, float(self.limit))).to(torch.bfloat16)
-
-    def codes(self, rows: Tensor, largest: Tensor, scale: Tensor) -> Tensor:
-        inverse = blocks.divide(1.0, scale * blocks.before(largest))
-        inverse.masked_fill_(scale == 0, 0.0)
-        return blocks.quantise(rows, largest, inverse, self.limit).add_(self.zero).to(torch.uint8)
-
-    def values(self, codes: Tensor) -> Tensor:
-        return codes.to(torch.float32).sub_(self.zero)
+    def whole(self, codes: Tensor) -> Tensor:
+        return codes.to(torch.float32).add_(self.lowest)
 
 
 @register("int6")
@@ -112,18 +110,22 @@ class _Linear(_Planes):
 class Int6(_Linear):
     """Linear quantisation to 6 bits, one scale for `block` elements: 6.25 bits an element at block 64.
 
+    Any device; at block 64 on the CPU by the core's codec.
+
     Args:
         block: elements that share a scale, a multiple of 8.
         error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
+        rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
         InvalidArgumentError: a block that is no multiple of 8.
     """
 
-    block: int = 64
+    block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = False
-    bits: ClassVar[int] = 6
-    zero: ClassVar[int] = 32
+    rotate: bool = False
+    codec = "int6"
+    bits, lowest, highest = 6, -32, 31
 
 
 @register("int5")
@@ -131,35 +133,63 @@ class Int6(_Linear):
 class Int5(_Linear):
     """Linear quantisation to 5 bits, one scale for `block` elements: 5.25 bits an element at block 64.
 
+    Any device; at block 64 on the CPU by the core's codec.
+
     Args:
         block: elements that share a scale, a multiple of 8.
         error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
+        rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
         InvalidArgumentError: a block that is no multiple of 8.
     """
 
-    block: int = 64
+    block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = True
-    bits: ClassVar[int] = 5
-    zero: ClassVar[int] = 16
+    rotate: bool = False
+    codec = "int5"
+    bits, lowest, highest = 5, -16, 15
 
 
-# Quantiles of a Gaussian: Dettmers et al., "QLoRA", NeurIPS 2023, arXiv 2305.14314, appendix E.
-_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+@register("int4")
+@dataclasses.dataclass(frozen=True)
+class Int4(_Linear):
+    """Linear quantisation to 4 bits, one scale for `block` elements: 4.25 bits an element at block 64.
+
+    The mean of real gradients is off by about 1.6e-2 of its squared norm, so what is lost is added to the next gradient
+    unless told otherwise. Any device; at block 64 on the CPU by the core's codec.
+
+    Args:
+        block: elements that share a scale, an even number.
+        error_feedback: False, True, or an object with the methods of `ErrorFeedback`.
+        rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
+
+    Raises:
+        InvalidArgumentError: a block that is odd or below 2.
+    """
+
+    block: int = _NATIVE_BLOCK
+    error_feedback: Feedback | bool | None = True
+    rotate: bool = False
+    codec = "int4"
+    bits, lowest, highest = 4, -8, 7
+    multiple_of = 2
+
+
+# In 127ths: of least squared error (Lloyd, IEEE Trans. Information Theory 28, 1982) over blocks of Gaussian numbers and
+# of such times exp(0.5 · another), with 0 kept.
+_LEVELS = (-127, -92, -68, -49, -34, -21, -11, 0, 8, 17, 27, 38, 51, 66, 85, 109)
 
 
 @register("nf4")
 @dataclasses.dataclass(frozen=True)
 class NormalFloat4(_Planes):
-    """4 bits with the 16 levels of NormalFloat, denser near zero: 4.25 bits an element, a quarter less error than int4.
+    """4 bits with 16 levels, denser near zero: 4.25 bits an element, a tenth less error than int4.
 
-    Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023, arXiv 2305.14314, for gradients and
-    with a bfloat16 scale. An element goes to the nearest level times its block's absmax.
+    As NormalFloat (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023, arXiv 2305.14314),
+    for gradients: with levels that are 127ths and a bfloat16 scale that has the sign of the block's greatest element,
+    which has a level to itself. An element is rounded to a 127th of that, and this to the nearest level. Any device; at
+    block 64 on the CPU by the core's codec.
 
     Args:
         block: elements that share a scale, a multiple of 8.
@@ -169,23 +199,14 @@ class NormalFloat4(_Planes):
         InvalidArgumentError: a block that is no multiple of 8.
     """
 
-    block: int = 64
+    block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = True
-    bits: ClassVar[int] = 4
-    zero: ClassVar[int] = 7
+    codec = "nf4"
+    bits, lowest, highest = 4, -127, 127
 
-    def scale_of(self, largest: Tensor) -> Tensor:
-        return largest.to(torch.bfloat16)
+    def codes(self, whole: Tensor) -> Tensor:
+        levels = torch.tensor(_LEVELS, dtype=torch.float32, device=whole.device)
+        return torch.bucketize(whole, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
 
-    def codes(self, rows: Tensor, largest: Tensor, scale: Tensor) -> Tensor:
-        levels = torch.tensor(_LEVELS, dtype=torch.float64)
-        between = ((levels[1:] + levels[:-1]) / 2).to(torch.float32).to(rows.device)
-        fine = (scale > 0) & largest.isfinite()
-        # Tiny blocks are made larger first, so that the quotient is exact.
-        before = blocks.before(largest)
-        of_one = (rows * before.unsqueeze(1)) / torch.where(fine, scale * before, 1.0).unsqueeze(1)
-        codes = torch.bucketize(of_one.nan_to_num(0.0), between).to(torch.uint8)
-        return codes.masked_fill_(fine.logical_not().unsqueeze(1), self.zero)
-
-    def values(self, codes: Tensor) -> Tensor:
-        return torch.tensor(_LEVELS, device=codes.device)[codes.to(torch.int64)]
+    def whole(self, codes: Tensor) -> Tensor:
+        return torch.tensor(_LEVELS, dtype=torch.float32, device=codes.device)[codes.to(torch.int64)]

@@ -104,6 +104,8 @@ class Compressor(Protocol):
         carries_nan: an infinity or NaN in the elements decodes to one (False): the framework then looks for them
             itself, and tells the other ranks.
         error_feedback: True for `ErrorFeedback`, or an object with its methods (None).
+        entries: of sparse codes: a method ``entries(payload) -> int``, how many elements a payload holds; then
+            `CompressionStats` has densities (None).
         native: name of the core's codec that does the very same, in C++ (None).
     """
 
@@ -129,7 +131,7 @@ class RoundsCompressor(Protocol):
 
     It returns the means, float32 ``[numel]`` each. They must follow from what came back, and from `Info.generator`, so
     that all ranks have the same bits. Error feedback adds what this rank's gradient had more than the mean to the next.
-    ``error_feedback`` is looked at; ``fixed_size``, ``carries_nan`` and ``native`` are not.
+    ``error_feedback`` and ``carries_nan`` are looked at; ``fixed_size`` and ``native`` are not.
     """
 
     aggregate: Aggregate

@@ -54,6 +54,10 @@ class RandomK:
         x[self._drawn(info)] = payload[0]
         return x
 
+    def entries(self, payload: Payload) -> int:
+        """How many elements it holds."""
+        return payload[0].numel()
+
     def _drawn(self, info: Info) -> Tensor:
         """int64, ascending; all of them below `numel`."""
         begins = torch.arange(0, info.numel, self.run, device=info.device)

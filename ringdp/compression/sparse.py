@@ -23,16 +23,16 @@ _SPARSE, _DENSE = 0, 1
 
 
 def select(
-    x: Tensor, residual: Tensor | None, factor: float, threshold: float, most: int
+    x: Tensor, residual: Tensor | None, factor: float, threshold: float, most: int, left: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, int]:
     """Code, new residual and number of the large elements of v = x + factor * residual.
 
     The code holds the first `most` elements of magnitude `threshold` or more; the new residual is what it does not hold
-    of v, by factor, None where `residual` is.
+    of v, by factor, None where `residual` is; in `left` where that can be.
     """
     if native.serves(x):
         selected: tuple[Tensor, Tensor | None, int] = native.extension().sparse_select(
-            x, residual, factor, threshold, most
+            x, residual, factor, threshold, most, left
         )
         return selected
     v = x if residual is None else x + factor * residual

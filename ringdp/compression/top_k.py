@@ -18,6 +18,7 @@ from ringdp.errors import InvalidArgumentError
 
 _CAP = 2  # no more than so many times what is asked for
 _GAIN = 0.4  # of the controller: how the number of elements above a threshold falls with it, in tails of gradients
+_NEAR = 0.02  # an estimate that near to what was expected: the next step may do without
 
 
 @register("topk")
@@ -26,11 +27,11 @@ class TopK:
     """About the `fraction` largest elements of each part of a parameter: 27 bits for each of them.
 
     They are those above a threshold, so one pass finds them and adds and keeps what was left out: no sorting. The
-    threshold is estimated from a histogram of a sample, and then follows what it found, step by step; where that is off
-    by more than a factor of 2 it is estimated anew. No more than twice the fraction is sent. Owners add what the ranks
-    sent and send the union of it (Li, Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022, arXiv 2201.07598), so all
-    ranks have the same bits. Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv
-    1704.05021; for momentum see `DGC`. docs/wire_format.md has the layout.
+    threshold is estimated from a histogram of a sample until it hardly changes from step to step, and then follows what
+    it found; where that is off by more than a factor of 2 it is estimated anew. No more than twice the fraction is
+    sent. Owners add what the ranks sent and send the union of it (Li, Hoefler, "Near-Optimal Sparse Allreduce", PPoPP
+    2022, arXiv 2201.07598), so all ranks have the same bits. Aji, Heafield, "Sparse Communication for Distributed
+    Gradient Descent", EMNLP 2017, arXiv 1704.05021; for momentum see `DGC`. docs/wire_format.md has the layout.
 
     Args:
         fraction: of elements that are sent, above 0, at most 1.
@@ -63,28 +64,38 @@ class TopK:
     def compress(self, x: Tensor, info: Info) -> Payload:
         return self._select(x, None, info)[0]
 
-    def compress_with_residual(self, x: Tensor, residual: Tensor, info: Info) -> tuple[Payload, Tensor]:
-        payload, left = self._select(x, residual, info)
+    def compress_with_residual(
+        self, x: Tensor, residual: Tensor, info: Info, room: Tensor | None = None
+    ) -> tuple[Payload, Tensor]:
+        """As `compress`, of `x` and what is left of earlier ones; and what is left now, in `room` where that can be."""
+        payload, left = self._select(x, residual, info, room)
         assert left is not None
         return payload, left
 
-    def _select(self, x: Tensor, residual: Tensor | None, info: Info) -> tuple[Payload, Tensor | None]:
+    def _select(
+        self, x: Tensor, residual: Tensor | None, info: Info, room: Tensor | None = None
+    ) -> tuple[Payload, Tensor | None]:
         scale = info.loss_scale
         wanted = max(1, round(self.fraction_at(info.step) * info.numel))
-        threshold = float(info.state.get("threshold", 0.0)) * scale
-        known = threshold > 0.0
-        if not known:
+        expected = float(info.state.get("threshold", 0.0)) * scale
+        trusted = expected > 0.0 and bool(info.state.get("trusted", False))
+        threshold = expected if trusted else sparse.threshold_for(x, residual, scale, wanted)
+        code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted, room)
+        if trusted and not wanted / 2 <= found <= 2 * wanted:
+            trusted = False
             threshold = sparse.threshold_for(x, residual, scale, wanted)
-        code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted)
-        if known and not wanted / 2 <= found <= 2 * wanted:
-            threshold = sparse.threshold_for(x, residual, scale, wanted)
-            code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted)
+            code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted, room)
         share = min(max(found / wanted, 0.5), 2.0)
         info.state["threshold"] = threshold * share**_GAIN / scale
+        info.state["trusted"] = trusted or abs(threshold - expected) <= _NEAR * expected
         return (code,), left
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
         return sparse.decode(check_payload("TopK", payload), info.numel)
+
+    def entries(self, payload: Payload) -> int:
+        """How many elements it holds."""
+        return sparse.entries(check_payload("TopK", payload))
 
     def merge(
         self, payloads: Sequence[Payload], info: Info, divisor: float, residual: Tensor | None, back: float

@@ -9,6 +9,8 @@
 
 #include "base/error.h"
 #include "codec/codec.h"
+#include "codec/plugin.h"
+#include "codec/promises.h"
 
 namespace ringdp {
 
@@ -91,6 +93,12 @@ inline void bind_codecs(pybind11::module_& module) {
   module.def("codec_bytes", [](const std::string& name, std::size_t numel) {
     return codec(codec_by_name(name)).encoded_bytes(numel);
   });
+  module.def(
+      "load_codec", [](const std::string& path) { return load_plugin(path).name; }, py::arg("path"),
+      "The name of the codec of the shared library at `path`, which this module knows from now on.");
+  module.def(
+      "codec_broken_promises", [](const std::string& name) { return broken_promises(codec(codec_by_name(name))); },
+      py::arg("codec"), "What the codec does against its contract, a sentence each.");
   module.def("codec_compress", &codec_compress, py::arg("codec"), py::arg("x"), "The code of float32 elements.");
   module.def("codec_compress_with_feedback", &codec_compress_with_feedback, py::arg("codec"), py::arg("x"),
              py::arg("residual"), py::arg("factor") = 1.0F,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -57,7 +58,7 @@ class Memory:
             )
         parameters = dict(self._waiting)
         for name, section in self._sections.items():
-            held = saved.save(section, {key: it for key, it in self.states.items().items() if key.name == name})
+            held = saved.save(section, self.states.of(name))
             if consolidated:
                 held = self._mean(section, held, group)
             if held:
@@ -91,12 +92,37 @@ class Memory:
         self._waiting = {name: dict(held) for name, held in parameters.items()}
         self.know(list(self._sections.values()), group)
 
+    def owed_length(self, name: str) -> Tensor | None:
+        """Of the vector that error feedback still owes of a parameter, without the loss scale; None where none does."""
+        section = self._sections.get(name)
+        if section is None or not getattr(section.feedback, "owed", ()):
+            return None
+        vectors = saved.owed(section, self.states.of(name))
+        return torch.stack([it.norm() for it in vectors]).norm() if vectors else torch.zeros(())
+
     def keep_only(self, names: Container[str]) -> None:
         """Forget all other parameters."""
         for name in [name for name in (*self._sections, *self._waiting) if name not in names]:
             self.states.forget(name)
             self._sections.pop(name, None)
             self._waiting.pop(name, None)
+
+    def take_residual(self, name: str) -> Tensor | None:
+        """What error feedback owes the parameter, float32 ``[numel]`` or None; it is forgotten here."""
+        self._waiting.pop(name, None)
+        section = self._sections.get(name)
+        if section is None:
+            return None
+        held = saved.save(section, self.states.of(name))
+        self.states.forget(name)
+        return held.get("residual")
+
+    def give_residual(self, name: str, residual: Tensor, group: dist.ProcessGroup) -> None:
+        """The next gradient of the parameter begins with this."""
+        if name in self._sections:
+            self.states.take(saved.load(self._sections[name], {"residual": residual}, group.rank()))
+        else:
+            self._waiting[name] = {"residual": residual}
 
     def _mean(self, section: Section, held: saved.Saved, group: dist.ProcessGroup) -> saved.Saved:
         """Over the ranks, of tensors with a value for each element: the others belong to a part of this world."""

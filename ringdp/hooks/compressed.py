@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from ringdp.compression import Compressor, Rules
-from ringdp.compression.exchange import Coder, Layout, Place, Section
+from ringdp.compression import Auto, Compressor, Rules
+from ringdp.compression.auto import refuse
+from ringdp.compression.exchange import Coder, Layout, Place, Section, Tally
 from ringdp.compression.exchange.finite import all_finite
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.average import all_reduce_mean
@@ -52,6 +53,7 @@ class CompressedHook:
         self._stream: torch.cuda.Stream | None = None
         self._contents: dict[tuple[int, ...], _Content] = {}
         self.memory = Memory()
+        self.tally = Tally()
         self._last_index = -1
         self._step = 0
         self._factor = 1.0
@@ -96,7 +98,7 @@ class CompressedHook:
         self, index: int, buffer: Tensor, layout: Layout, divisor: float
     ) -> torch.futures.Future[Tensor]:
         ranks = self.group.size()
-        coder = Coder(self.memory.states, self.group.rank(), ranks, self._step, self._factor, buffer.device)
+        coder = Coder(self.memory.states, self.group.rank(), ranks, self._step, self._factor, buffer.device, self.tally)
 
         def average(group: dist.ProcessGroup) -> Tensor:
             carry(layout.average(buffer, coder, divisor), group)
@@ -123,6 +125,7 @@ class CompressedHook:
     def _begin_step(self) -> None:
         if self._commit_alone:
             self._commit_if_finite()
+        self.tally.begin()
         self._step = self.memory.step
         self.memory.step += 1
         self._complete = False
@@ -252,6 +255,8 @@ def ddp_hook(
         InvalidArgumentError: rules that cannot be used, or that need the model.
     """
     chosen = Rules(compression, tuple(rules))
+    if any(isinstance(one, Auto) for one in (chosen.compression, *(one for _, one in chosen.rules))):
+        refuse()
     if chosen.need_names and model is None:
         raise InvalidArgumentError("rules by name or type of module need to know the names: pass model=")
     parameters = Parameters(model)

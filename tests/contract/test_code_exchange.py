@@ -20,7 +20,7 @@ import torch.distributed as dist  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
-CODECS = ("float16", "bfloat16", "int8", "int4")
+CODECS = ("float16", "bfloat16", "int8", "int4", "int5", "int6", "nf4")
 # A large parameter, one of a single unit (so parts of other ranks are empty), none at all, one short of a unit.
 OFFSETS, COUNTS = [0, 20_003, 20_100, 20_400], [20_001, 40, 0, 700]
 NUMEL = 21_200

@@ -16,7 +16,7 @@ from tests.contract.core_checks import expect_equal
 from tests.contract.core_ranks import World, close_worlds, core, world
 from tests.contract.test_two_levels_core import LAYOUTS
 
-CODECS = ("float16", "bfloat16", "int8", "int4")
+CODECS = ("float16", "bfloat16", "int8", "int4", "int6", "nf4")  # int5: the layout of int6, the arithmetic of int4
 SIZES = (
     (0,),
     (1,),
@@ -31,7 +31,8 @@ LARGE = (900_001, 3, 1_300_000)  # segments of the longest kind
 every_codec = pytest.mark.parametrize("codec", CODECS)
 # Where casts can only fail as the block codes do.
 mostly_blocks = pytest.mark.parametrize(
-    "codec", ["int8", "int4", *(pytest.param(it, marks=pytest.mark.slow) for it in ("float16", "bfloat16"))]
+    "codec",
+    ["int8", "int4", *(pytest.param(it, marks=pytest.mark.slow) for it in ("float16", "bfloat16", "int6", "nf4"))],
 )
 
 
@@ -209,11 +210,11 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all(codec: str, hosts: tuple[in
     ranks = world(4, hosts)
     places = ((0, 1, 0, np.nan), (1, 1, 69_999, np.inf), (2, 1, 33_000, -np.inf), (3, 0, 4, -np.nan))
     for guilty, section, element, value in places:
-        case = Case(ranks, codec, (5, 70_000), feedback=codec == "int4", seed=guilty)
+        case = Case(ranks, codec, (5, 70_000), feedback=codec in ("int4", "nf4"), seed=guilty)
         case.inputs[guilty][section][element] = value
         got, reports = case.run()
         assert not np.isfinite(got.means[section][element])
-        block = {"int8": 256, "int4": 64}.get(codec, 1)
+        block = {"int8": 256, "float16": 1, "bfloat16": 1}.get(codec, 64)
         damaged = sum(int(np.count_nonzero(~np.isfinite(x))) for x in got.means)
         assert damaged <= block
         for rank, report in enumerate(reports):
@@ -322,7 +323,7 @@ def test_bytes_are_what_the_codes_take(codec: str, hosts: tuple[int, ...]) -> No
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no such codec": ({"codec": "int5"}, "there is no codec 'int5'; there are float16"),
+    "no such codec": ({"codec": "int9"}, "there is no codec 'int9'; there are float16"),
     "a factor of 0": ({"factor": 0.0}, "factor"),
     "a negative factor": ({"factor": -2.0}, "factor"),
     "a factor that is not finite": ({"factor": float("inf")}, "factor"),

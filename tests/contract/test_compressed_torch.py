@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
-CODECS = ("float16", "bfloat16", "int8", "int4")
+CODECS = ("float16", "bfloat16", "int8", "int4", "int5", "int6", "nf4")
 OFFSETS, COUNTS = [10, 70_100, 70_090], [70_001, 300, 0]  # with gaps, out of order, one empty
 NUMEL = 70_500
 TURNS = [zlib.crc32(name) for name in (b"weight", b"bias", b"nothing")]
@@ -114,7 +114,7 @@ def refusals() -> list[str]:
         {"residuals": [torch.zeros(10)]},
         {"residuals": [torch.zeros(9)], "new_residuals": [torch.zeros(10)]},
         {"residuals": [torch.zeros(10).double()], "new_residuals": [torch.zeros(10)]},
-        {"codec": "int5"},
+        {"codec": "int9"},
         {"factor": 0.0},
         {"divisor": 0},
     ]
@@ -141,7 +141,7 @@ def refusals() -> list[str]:
 def test_what_is_refused() -> None:
     [said] = run_ranks(refusals, world_size=1, backend="ring")
     words = ["Double", "not contiguous", "15 to 25", "-1", "-1", "two sections", "as many", "both be given"]
-    words += ["9 and 10", "Double", "int5", "factor", "divisor"]
+    words += ["9 and 10", "Double", "int9", "factor", "divisor"]
     for text, word in zip(said, words, strict=True):
         assert word in text
 
@@ -179,7 +179,7 @@ def test_codecs_of_tensors_are_those_of_buffers(codec: str) -> None:
                 _C.codec_decompress(codec, wrong, count)
     with pytest.raises(InvalidArgumentError, match="-1 elements"):
         _C.codec_decompress(codec, torch.zeros(0, dtype=torch.uint8), -1)
-    with pytest.raises(InvalidArgumentError, match="there is no codec 'int5'"):
-        _C.codec_compress("int5", torch.zeros(1))
+    with pytest.raises(InvalidArgumentError, match="there is no codec 'int9'"):
+        _C.codec_compress("int9", torch.zeros(1))
     with pytest.raises(InvalidArgumentError, match="contiguous"):
         _C.codec_compress(codec, torch.zeros(4, 4).t())

@@ -202,7 +202,7 @@ def test_a_device_that_does_not_answer_is_a_timeout_with_its_name() -> None:
         assert kind == "RingTimeoutError", text
         assert "all_reduce" in text
         assert "device" in text
-        assert rank == 1 or "rank 1 (host" in text, text
+        assert rank == 1 or "rank 1 (host" in text or "on rank 1" in text, text
 
 
 # Two hosts.

@@ -175,7 +175,28 @@ CASE("every instruction set gives the bits of the reference") {
   });
 }
 
-// Block codes: half a step of the block's scale; casts: half a unit in the last place.
+// What a scale is multiplied with at most, and how far from that an element may be: half of what lies between two neighbours,
+// or, opposite the element that makes a scale with a sign, a whole step.
+struct Fineness {
+  double steps, half;
+  bool opposite = false;
+};
+Fineness fineness(CodecId id) {
+  switch (id) {
+    case CodecId::kInt4:
+      return {8, 0.5, true};
+    case CodecId::kInt5:
+      return {16, 0.5, true};
+    case CodecId::kInt6:
+      return {32, 0.5, true};
+    case CodecId::kNf4:
+      return {127, 18};  // below 127, above 109
+    default:
+      return {127, 0.5};
+  }
+}
+
+// Block codes: half a step of the block's scale, or a whole one; casts: half a unit in the last place.
 CASE("what is decoded is near") {
   for_every_codec([&](CodecId id) {
     const Codec& it = codec_reference(id);
@@ -196,13 +217,20 @@ CASE("what is decoded is near") {
           CHECK_MSG(std::isnan(out[i]), where);
           continue;
         }
-        float absmax = 0;
-        for (std::size_t j = begin; j < end; ++j) absmax = std::max(absmax, std::fabs(x[j]));
+        float highest = 0, lowest = 0;
+        for (std::size_t j = begin; j < end; ++j) {
+          highest = std::max(highest, x[j]);
+          lowest = std::min(lowest, x[j]);
+        }
+        const float absmax = std::max(highest, -lowest);
         if (absmax > 0x1.fep127f && !std::isfinite(out[i])) continue;  // rounded up beyond the largest float
-        const double steps = id == CodecId::kInt8 ? 127 : 7;
         // The scale is rounded: by 2^-9 for bfloat16, by a unit of the subnormals for tiny blocks.
-        const double scale = absmax / steps * (1 + 1.0 / 256) + (id == CodecId::kInt8 ? 0x1p-149 : 0x1p-133);
-        const double bound = absmax < 0x1p-120 ? steps * scale : 0.5 * scale + absmax / 256 * (id == CodecId::kInt4);
+        const Fineness fine = fineness(id);
+        const double scale = absmax / fine.steps * (1 + 1.0 / 256) + (id == CodecId::kInt8 ? 0x1p-149 : 0x1p-133);
+        const bool opposite = fine.opposite && (x[i] < 0) != (-lowest >= highest);
+        const double half = opposite ? 1 : fine.half;
+        const double bound =
+            absmax < 0x1p-120 ? fine.steps * scale : half * scale + absmax / 256 * (id != CodecId::kInt8);
         CHECK_MSG(std::fabs(double{x[i]} - double{out[i]}) <= bound * 1.0001, where);
       }
     });
@@ -252,7 +280,7 @@ CASE("a block that is not finite leaves its residual and no other") {
 CASE("codes do not change with a power of two") {
   std::mt19937 random(9);
   const std::size_t n = 2048;
-  for (const CodecId id : {CodecId::kInt8, CodecId::kInt4}) {
+  for (const CodecId id : {CodecId::kInt8, CodecId::kInt4, CodecId::kInt6, CodecId::kNf4}) {
     const Codec& it = codec(id);
     const Data x = gaussian(n, random, 1e-3f);
     Data larger = x;
@@ -266,6 +294,24 @@ CASE("codes do not change with a power of two") {
     it.decode_set(a.data(), one.data(), n);
     it.decode_set(b.data(), other.data(), n);
     for (std::size_t i = 0; i < n; ++i) CHECK(a[i] * 65536.0f == b[i]);
+  }
+}
+
+CASE("an element becomes the nearest level of its block") {
+  constexpr int kLevels[] = {-127, -92, -68, -49, -34, -21, -11, 0, 8, 17, 27, 38, 51, 66, 85, 109};
+  Data x(64, -127.0f), out(64);  // so the scale is 1
+  Code code(codec(CodecId::kNf4).encoded_bytes(64), 0);
+  for (int first = -127; first <= 127; first += 60) {
+    for (int i = 0; i < 60; ++i) x[static_cast<std::size_t>(i)] = static_cast<float>(std::min(first + i, 126));
+    on_every_isa([&](const std::string& isa) {
+      codec(CodecId::kNf4).compress(code.data(), x.data(), 64);
+      codec(CodecId::kNf4).decode_set(out.data(), code.data(), 64);
+      for (std::size_t i = 0; i < 64; ++i) {
+        float nearest = 127;
+        for (const int level : kLevels) nearest = std::min(nearest, std::fabs(x[i] - static_cast<float>(level)));
+        CHECK_MSG(std::fabs(x[i] - out[i]) == nearest, isa + ", " + std::to_string(x[i]));
+      }
+    });
   }
 }
 
@@ -297,7 +343,12 @@ CASE("sizes are those of the wire format") {
   CHECK_EQ(codec(CodecId::kInt4).encoded_bytes(1), std::size_t{3});
   CHECK_EQ(codec(CodecId::kInt4).encoded_bytes(64 + 40), std::size_t{2 * 2 + 64});
   CHECK_EQ(codec(CodecId::kInt4).encoded_bytes(0), std::size_t{0});
+  CHECK_EQ(codec(CodecId::kInt5).encoded_bytes(64 + 40), std::size_t{2 * 2 + 64 + 16});
+  CHECK_EQ(codec(CodecId::kInt6).encoded_bytes(64 + 40), std::size_t{2 * 2 + 64 + 32});
+  CHECK_EQ(codec(CodecId::kInt6).encoded_bytes(64 + 3), std::size_t{2 * 2 + 32 + 3 + 16 + 3});
+  CHECK_EQ(codec(CodecId::kNf4).encoded_bytes(64 + 40), std::size_t{2 * 2 + 64});
   CHECK(codec_by_name("int4") == CodecId::kInt4);
+  CHECK(codec_by_name("nf4") == CodecId::kNf4);
 }
 
 }  // namespace

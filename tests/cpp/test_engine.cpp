@@ -246,6 +246,37 @@ CASE("a callback may wait for what follows the operations that it issued, and th
   });
 }
 
+CASE("what one callback issues ends in order, and keeps its order on the same memory") {
+  run_job(3, AlgorithmTable{}, [&](Rank& self) {
+    std::vector<float> first(10, 1.0F), large(400'000, 1.0F), small(3, 1.0F), other(3, 1.0F);
+    std::promise<void> issued, ended;
+    std::vector<int> order;  // of the lane's thread
+    std::vector<std::shared_ptr<Work>> works;
+    CallOptions options;
+    auto issue = [&](std::vector<float>& data) {
+      CallOptions each;
+      each.on_done = [&, number = works.size()](std::exception_ptr) {
+        order.push_back(static_cast<int>(number));
+        if (order.size() == 5) ended.set_value();
+      };
+      works.push_back(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, each));
+    };
+    options.on_done = [&](std::exception_ptr) {
+      for (auto* data : {&large, &small, &large, &large, &other}) issue(*data);
+      issued.set_value();
+    };
+    self.wait(self.group->all_reduce(bytes_of(first), DType::kFloat32, ReduceOp::kSum, options));
+    issued.get_future().wait();
+    self.wait(works.back());
+    for (auto& work : works) CHECK(work->finished());
+    ended.get_future().wait();
+    CHECK(order == (std::vector<int>{0, 1, 2, 3, 4}));
+    for (std::size_t i : {std::size_t{0}, std::size_t{200'000}, std::size_t{399'999}}) CHECK_EQ(large[i], 27.0F);
+    CHECK_EQ(small[2], 3.0F);
+    CHECK_EQ(other[2], 3.0F);
+  });
+}
+
 CASE("what follows an operation begins when the hold in which it was issued ends, on the completion thread") {
   run_job(2, AlgorithmTable{}, [&](Rank& self) {
     std::vector<float> data(10, 1.0F);
@@ -435,17 +466,20 @@ CASE("a window with less left than one element stops nobody") {
 }
 
 CASE("a group destroyed while something is in flight tells the others") {
-  std::atomic<bool> heard{false};
+  std::atomic<bool> closed{false}, heard{false};
   run_job(2, AlgorithmTable{}, [&](Rank& self) {
     std::vector<float> data(1 << 22, 1.0F);
     GroupHandle group(self.runtime, "g", everybody(2), 20'000, AlgorithmTable{});
-    auto work = group.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {});
+    auto all_reduce = [&] { return group.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}); };
     if (self.rank == 0) {
+      auto work = all_reduce();
       group.close();
+      closed = true;
       while (!heard) std::this_thread::yield();
       return;
     }
-    std::string message = CHECK_THROWS(ErrorKind::kState, group.wait(*work));
+    while (!closed) std::this_thread::yield();
+    std::string message = CHECK_THROWS(ErrorKind::kState, group.wait(*all_reduce()));
     CHECK(message.find("destroyed on rank 0") != std::string::npos);
     heard = true;
   });

@@ -190,7 +190,7 @@ CASE("nothing stays mapped or open") {
   auto count = [] {
     std::ifstream maps("/proc/self/maps");
     int found = 0;
-    for (std::string line; std::getline(maps, line);) found += line.find("ringdp") != std::string::npos;
+    for (std::string line; std::getline(maps, line);) found += line.find("memfd:ringdp") != std::string::npos;
     return found;
   };
   CHECK_EQ(count(), 0);

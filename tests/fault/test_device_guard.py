@@ -282,3 +282,27 @@ def one_is_far_ahead(folder: str) -> None:
 
 def test_a_good_end_aborts_nothing(tmp_path: Path) -> None:
     values(run(one_is_far_ahead, str(tmp_path)))
+
+
+def left_while_busy(folder: str) -> None:
+    """The wrapper has the last reference to gloo, whose thread is about to let go of a tensor of Python's.
+
+    torch keeps a process's first group: it is the second one that goes with its wrapper.
+    """
+    for number in range(2):
+        with job(f"{folder}/{number}"):
+            model = wrapped()
+            model(torch.ones(2, 4)).sum().backward()
+            if me()[0] == 1:
+                time.sleep(0.5)
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            if me()[0] == 1:
+                work.wait()
+        del work
+        del model
+
+
+def test_the_last_reference_to_a_busy_backend_does_not_keep_pythons_lock(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    values(run(left_while_busy, str(tmp_path)))

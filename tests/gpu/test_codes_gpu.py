@@ -65,7 +65,7 @@ def remembered(place: str, compression: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("compression", ["int8", "int4", "bf16"])
+@pytest.mark.parametrize("compression", ["int8", "int4", "int6", "nf4", "bf16"])
 def test_the_bits_of_the_cpu(compression: str) -> None:
     here = run_ranks(remembered, "cpu", compression, world_size=2, backend="ring")
     there = run_ranks(remembered, "cuda:0", compression, world_size=2, backend="ring", timeout_s=120.0)

@@ -14,7 +14,7 @@ from ringdp import _C  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-CODECS = ("float16", "bfloat16", "int8", "int4")
+CODECS = ("float16", "bfloat16", "int8", "int4", "int5", "int6", "nf4")
 COUNTS = (1, 255, 4097, 1_000_003, 25_000_000)
 FACTOR = 8.0
 

@@ -126,6 +126,7 @@ COMPRESSORS: dict[str, Any] = {
     "int4": Int4(),
     "int4 EF21": Int4(error_feedback=EF21()),
     "int8 block 100": Int8(block=100),
+    "int8 rotated": Int8(rotate=True, error_feedback=True),
     "steps": Steps(),
     "gathered": Gathered(),
     "large": Large(),

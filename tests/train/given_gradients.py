@@ -7,11 +7,13 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from ringdp.compression import Int4, Int8
+from ringdp.compression import Int4, Int5, Int6, Int8, NormalFloat4
 from ringdp.compression.partition import bounds, turn_of
 from ringdp.compression.protocol import Compressor, Info
 
-COMPRESSORS: dict[str, Compressor] = {"int8": Int8(), "int4": Int4(error_feedback=False)}
+COMPRESSORS: dict[str, Compressor] = {
+    kind.codec: kind(error_feedback=False) for kind in (Int8, Int6, Int5, Int4, NormalFloat4)
+}
 
 
 class Given(nn.Module):

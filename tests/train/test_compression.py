@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import DebugLevel, set_debug_level
 
 import ringdp
-from ringdp.compression import Int8
+from ringdp.compression import DGC, Int8, PowerSGD, RandomK, TopK
 from ringdp.parallel import RingDP
 from tests.train import compressed_training as training
 from tests.train.harness import backends, run_outcomes, run_ranks
@@ -67,7 +67,10 @@ def close_to_exact(compression: str, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize(("compression", "tolerance"), [("int8", 0.02), ("int4", 0.2), ("bf16", 0.006), ("fp16", 1e-3)])
+@pytest.mark.parametrize(
+    ("compression", "tolerance"),
+    [("int8", 0.02), ("int6", 0.06), ("int5", 0.1), ("int4", 0.2), ("nf4", 0.2), ("bf16", 0.006), ("fp16", 1e-3)],
+)
 def test_weights_are_close_to_the_exact_mean_and_the_rest_is_it(
     backend: str, compression: str, tolerance: float
 ) -> None:
@@ -239,6 +242,37 @@ def measures() -> None:
 
 def test_errors_bytes_and_times_are_measured_without_changing_the_run() -> None:
     run_ranks(measures, world_size=2, backend="ring")
+
+
+def measures_in_python(compression: Any) -> None:
+    model = RingDP(training.wide(), compression=compression)
+    model.measure_compression(every=2)
+    assert training.train(model, range(4)) == training.train(RingDP(training.wide(), compression=compression), range(4))
+    stats = model.compression_stats()
+    assert {(row.step, row.name) for row in stats.quality} == {(step, n) for step in (0, 2) for n in training.WEIGHTS}
+    last = [row.residual_ratio for row in stats.quality if row.step == 2]
+    feeds_back = bool(compression.error_feedback)
+    assert all(ratio is not None and 0 < ratio < 20 if feeds_back else ratio is None for ratio in last)
+    sparse = not isinstance(compression, PowerSGD)
+    assert set(stats.sparsity) == (set(training.WEIGHTS) if sparse else set())
+    for row in stats.rows():
+        if not sparse:
+            assert row["density"] is row["union_density"] is row["union_over_chosen"] is row["dropped_mass"] is None
+            continue
+        assert 0.04 < row["density"] < 0.12
+        assert 1 <= row["union_over_chosen"] < 4  # the other rank may choose more than this one
+        assert row["union_density"] == pytest.approx(row["density"] * row["union_over_chosen"])
+        assert 0.1 < row["dropped_mass"] < 0.98
+    assert all(one.dropped_mass is None for one in stats.sparsity.values())  # the last step was not measured
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [TopK(0.05), TopK(0.05, error_feedback=DGC()), TopK(0.05, error_feedback=False), RandomK(0.05), PowerSGD(2)],
+    ids=repr,
+)
+def test_methods_in_python_are_measured_too(compression: Any) -> None:
+    run_ranks(measures_in_python, compression, world_size=2, backend="ring")
 
 
 def in_detail(folder: str) -> list[str]:

@@ -68,7 +68,7 @@ def same(left: Any, right: Any) -> bool:
     return torch.equal(left.nan_to_num(nan=7e37), right.nan_to_num(nan=7e37))  # NaNs differ in bits that mean nothing
 
 
-@pytest.mark.parametrize("compression", ["int4", "int8"])
+@pytest.mark.parametrize("compression", ["int4", "int8", pytest.param("int6", marks=pytest.mark.slow), "nf4"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_same_as_by_the_core(world_size: int, compression: str) -> None:
     core = run_ranks(steps, False, compression, world_size=world_size, backend="ring")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ringdp
@@ -233,10 +234,18 @@ def test_around_freezing(backend: str, case: Callable[[], None]) -> None:
     run_ranks(case, backend=backend)
 
 
+def all_are_here() -> None:
+    """Beside the group: when this returns, no rank has an operation under way."""
+    store: Any = distributed_c10d._get_default_store()
+    store.set(f"here{dist.get_rank()}", "")
+    store.wait([f"here{rank}" for rank in range(dist.get_world_size())])
+
+
 def disagree(frozen: list[list[str]]) -> tuple[str, str, float]:
     """Each rank freezes its own list; what the step raises, and how long it took."""
     ours = RingDP(models.build("mlp"), bucket_cap_mb=0.001)
     local_loss(ours, 0).backward()
+    all_are_here()
     for name in frozen[dist.get_rank()]:
         ours.module.get_parameter(name).requires_grad_(False)
     began = time.monotonic()

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ringdp import _C
-from ringdp.compression.partition import turn_of
+from ringdp.compression.partition import bounds, turn_of
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.parallel import RingDP
 from tests.train.given_gradients import Formula, Given, hash_of, noise
@@ -87,9 +87,29 @@ def native(codec: str, feedback: bool) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize(("codec", "feedback"), [("int8", False), ("int8", True), ("int4", True)])
+@pytest.mark.parametrize(("codec", "feedback"), [("int8", False), ("int8", True), ("int4", True), ("int6", False)])
 def test_a_codec_gives_the_bits_of_the_formula(codec: str, feedback: bool, world: int) -> None:
     run_ranks(native, codec, feedback, world_size=world, backend="ring")
+
+
+def owners_remember(compression: str) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shapes: dict[str, tuple[int, ...]] = {"weight": (64, 41)}
+    ours = RingDP(Given(shapes), compression=compression)
+    formula = Formula(compression, world, True)
+    for number in range(3):
+        given = [noise(shapes, r, number) for r in range(world)]
+        result = step(ours, given[rank])["weight"]
+        assert result is not None
+        assert torch.equal(result.flatten(), formula.mean("weight", [one["weight"] for one in given]))
+    kept, edges = residuals(ours)["weight"], bounds(64 * 41, world, turn_of("weight"))
+    assert torch.equal(kept, formula.residuals[rank]["weight"])
+    assert bool(kept[edges[rank] : edges[rank + 1]].any())
+
+
+@pytest.mark.parametrize("compression", ["nf4", "int5"])
+def test_what_an_owner_leaves_out_of_the_mean_is_added_to_the_next(compression: str) -> None:
+    run_ranks(owners_remember, compression, world_size=2, backend="ring")
 
 
 def dtypes(codec: str) -> None:

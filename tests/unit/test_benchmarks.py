@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -42,7 +41,6 @@ import ranks  # noqa: E402
 import reducer  # noqa: E402
 import session  # noqa: E402
 import step  # noqa: E402
-import strangers  # noqa: E402
 import tune  # noqa: E402
 
 
@@ -404,26 +402,6 @@ def test_what_makes_no_sense_is_refused(
         parse(options)
     assert ended.value.code == 2
     assert "error:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
-def test_the_commands_in_the_documents_parse(document: str) -> None:
-    parsers = {
-        "allreduce.py": allreduce.parse,
-        "step.py": step.parse,
-        "reducer.py": reducer.parse,
-        "memory.py": memory.parse,
-        "hosts.py": hosts.parse,
-        "strangers.py": strangers.parse,
-        "tune.py": tune.parse,
-        "plots.py": plots.parse,
-    }
-    lines = re.findall(
-        r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", (FOLDER.parent / document).read_text(), re.MULTILINE
-    )
-    assert len(lines) >= 3
-    for tool, options in lines:
-        parsers[tool](shlex.split(options))
 
 
 def test_strangers_at_a_running_job_are_all_refused() -> None:

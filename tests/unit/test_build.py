@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -392,3 +393,22 @@ def test_commands_run_in_the_environment(set_up: Callable[..., list[str | Path]]
     missing = run(*set_up("--", "python", "-m", "no_such_module"), cwd=tmp_path)
     assert missing.returncode == 1
     assert "no_such_module is not installed for" in missing.stdout
+
+
+def test_a_venv_that_is_made_anew_gets_ringdp_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As after an update of the Python that it was made with: what was built then is still good."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    environment: Any = importlib.import_module("environment")
+    done: list[str] = []
+    monkeypatch.setattr(environment, "BUILD_STAMP", tmp_path / "built.json")
+    monkeypatch.setattr(environment, "VENV_STAMP", tmp_path / "venv.json")
+    monkeypatch.setattr(environment, "compile_extension", lambda _: done.append("compiled"))
+    monkeypatch.setattr(environment, "pip", lambda *_: done.append("installed"))
+    monkeypatch.setattr(environment, "version_in_venv", lambda _: "0.1" if environment.VENV_STAMP.exists() else "")
+    here = environment.Environment(Path(sys.executable), "2.13.0", own=True)
+    environment.build(here)
+    environment.build(here)
+    assert done == ["compiled", "installed"]
+    environment.VENV_STAMP.unlink()
+    environment.build(here)
+    assert done == ["compiled", "installed", "installed"]

@@ -26,7 +26,6 @@ from ringdp.compression import (
 from ringdp.compression.bits import pack, packed_bytes, unpack
 from ringdp.compression.exchange import Section
 from ringdp.compression.exchange.local import there_and_back
-from ringdp.compression.power_sgd import orthonormal, product
 from ringdp.errors import InvalidArgumentError, RingError
 from ringdp.testing import simulate
 from ringdp.testing.simulation import Simulation
@@ -54,7 +53,7 @@ def test_packed_numbers_come_back(bits: int, count: int) -> None:
     assert torch.equal(unpack(packed, bits, count), numbers)
 
 
-@pytest.mark.parametrize(("name", "bound"), [("int6", 6.1e-4), ("int5", 2.6e-3), ("nf4", 0.9e-2), ("int4", 1.2e-2)])
+@pytest.mark.parametrize(("name", "bound"), [("int6", 5.7e-4), ("int5", 2.3e-3), ("nf4", 0.82e-2), ("int4", 0.93e-2)])
 def test_the_error_of_a_gaussian_is_what_the_width_allows(name: str, bound: float) -> None:
     error = nmse(once(get(name), gaussian(64 * 1000 + 17)), gaussian(64 * 1000 + 17))
     assert 0.85 * bound < error < bound
@@ -67,23 +66,15 @@ def test_codes_are_the_nearest_of_their_block(compressor: Any) -> None:
             x = gaussian(count, seed=count) * size
             decoded = once(compressor, x)
             for block, exact in zip(decoded.split(compressor.block), x.split(compressor.block), strict=True):
-                largest = float(exact.abs().max())
-                widest = {4: 1 / 7, 5: 1 / 15, 6: 1 / 31}[getattr(compressor, "bits", 4)]
+                largest, error = float(exact.abs().max()), (block - exact).abs()
+                step = {4: 1 / 8, 5: 1 / 16, 6: 1 / 32}[getattr(compressor, "bits", 4)]
                 if isinstance(compressor, NormalFloat4):
-                    widest = 1 - 0.6961928009986877
+                    step = (127 - 92) / 127
                 # Half a step, and what bfloat16 rounds off the scale at the ends.
-                assert float((block - exact).abs().max()) <= largest * (widest / 2 + 2**-8)
-
-
-def test_int4_in_planes_is_int4() -> None:
-    """The layout of the low bits is the core's."""
-
-    class Int4InPlanes(Int5):
-        bits, zero = 4, 8
-
-    x = gaussian(1000)
-    info = Info(name="x", shape=(1000,), numel=1000)
-    assert torch.equal(Int4InPlanes().compress(x, info)[0], Int4().compress(x, info)[0])
+                bound = torch.full_like(exact, largest * (step / 2 + 2**-8))
+                if not isinstance(compressor, NormalFloat4):  # there is one code less opposite the greatest element
+                    bound = bound.maximum(exact * (1 if -exact.min() == largest else -1) - largest * (1 - step - 2**-8))
+                assert bool((error <= bound).all())
 
 
 def test_a_sign_keeps_the_mean_magnitude_of_its_block() -> None:
@@ -222,17 +213,6 @@ def test_matrices_of_one_shape_together_are_what_each_is_alone() -> None:
     together = run_alone(PowerSGD(2), xs, names)
     for name, x, mean in zip(names, xs, together, strict=True):
         torch.testing.assert_close(run_alone(PowerSGD(2), [x], [name])[0], mean)
-
-
-def test_columns_become_orthonormal_also_where_they_nearly_are_one() -> None:
-    x = gaussian(2, 100, 4)
-    x[0, :, 1] = x[0, :, 0] + 1e-4 * gaussian(100, seed=1)
-    x[1, :, 2] = 3 * x[1, :, 0]
-    q = orthonormal(x).double()
-    wanted = torch.eye(4, dtype=torch.float64).repeat(2, 1, 1)
-    wanted[1, 2, 2] = 0
-    torch.testing.assert_close(q.mT @ q, wanted, atol=1e-6, rtol=0)
-    torch.testing.assert_close(product(x[0], x[1].mT), x[0] @ x[1].mT)
 
 
 # Rounds.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import DGC, Info, TopK, native, sparse
+from ringdp.compression import DGC, Info, PowerSGD, TopK, native, sparse
 from ringdp.compression.exchange import Key, Place
 from ringdp.errors import InvalidArgumentError
 from ringdp.testing import check_compressor, simulate
@@ -171,6 +171,15 @@ def test_the_loss_scale_changes_nothing() -> None:
         scaled = simulate(TopK(0.05, error_feedback=feedback), [[g * 1024 for g in s] for s in steps], scale=1024.0)
         for a, b in zip(plain.means, scaled.means, strict=True):
             assert torch.equal(a * 1024, b)
+
+
+def test_the_loss_scale_changes_nothing_in_rounds_either() -> None:
+    compressor = PowerSGD(2, error_feedback=DGC(0.9, clip=5.0))
+    steps = [[heavy(2000, seed=10 * step + rank).view(40, 50) for rank in range(2)] for step in range(4)]
+    plain = simulate(compressor, steps)
+    scaled = simulate(compressor, [[g * 1024 for g in step] for step in steps], scale=1024.0)
+    for a, b in zip(plain.means, scaled.means, strict=True):
+        assert torch.equal(a * 1024, b)
 
 
 def test_what_the_owner_rounds_off_is_owed() -> None:

@@ -27,6 +27,8 @@ RANK = {
     "cuda": 4,
     "torch": 5,
 }
+# What users' libraries include, and the core too: it knows nothing of ringdp.
+PUBLIC = "../include/ringdp/"
 # The files beside the folders are the border to Python: above everything but torch, and used by torch/ alone.
 BORDER_RANK = 5
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|c10d|caffe2)/")
@@ -66,8 +68,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mixed_precision": {"errors", "hooks"},
     "sharded_parameters": {"errors"},
     "optimizer_in_backward": {"errors", "hooks"},
+    "compression_tuner": set(),
+    "link_probe": {"backend", "compression", "compression_tuner", "_C"},
+    "auto_compression": {"backend", "compression", "exchange", "hooks", "compression_tuner", "link_probe"},
     "model_compression": {
         "errors",
+        "auto_compression",
+        "compression_tuner",
         "backend",
         "compression",
         "hooks",
@@ -78,7 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "compression_state": {"errors", "backend", "compression", "exchange", "model_compression", "_C"},
     "compression_quality": {"backend", "compression", "model_compression"},
-    "compression_stats": {"compression_quality", "model_compression"},
+    "compression_stats": {"auto_compression", "compression", "compression_quality", "model_compression"},
     "compressed_module": {
         "errors",
         "rank_devices",
@@ -157,6 +164,8 @@ def include_violations(root: Path) -> Iterator[str]:
             elif PYTHON_HEADER.match(header):
                 if folder not in ("torch", ""):
                     yield f"{name} includes {header}: the core knows nothing of Python"
+            elif own and own.startswith(PUBLIC) and (root / own).is_file():
+                continue
             elif own and not (root / own).is_file():
                 yield f"{name} includes {own}, which is no file under {root.name}/"
             elif own:

@@ -90,6 +90,7 @@ def test_contents(wheel: Path) -> None:
     modules = sorted(name.split(".")[0] for name in names if name.endswith(".so"))
     assert modules == ["ringdp/_C", "ringdp/_core"]
     assert "ringdp/_build_info.py" in names
+    assert "ringdp/include/ringdp/compressor.h" in names
     assert any(name.endswith("LICENSE") for name in names)
     strangers = [n for n in names if not n.startswith(("ringdp/", "ringdp-")) or "csrc" in n]
     assert not strangers

@@ -8,6 +8,7 @@ answers them, or a simulation of all ranks in one process.
 from ringdp.compression.exchange.layout import Layout, Place
 from ringdp.compression.exchange.requests import AllGather, AllReduce, AllToAll, Exchange, Request
 from ringdp.compression.exchange.section import Coder, Section, describe
+from ringdp.compression.exchange.sparsity import Sparsity, Tally
 from ringdp.compression.exchange.states import Key, States
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "Place",
     "Request",
     "Section",
+    "Sparsity",
     "States",
+    "Tally",
     "describe",
 ]

@@ -72,6 +72,8 @@ def from_owners(plan: Plan, bucket: Tensor, coder: Coder, answer: Outgoing, flag
         for section, forms in zip(plan.sections, sizes[part, part], strict=True):
             if section.numel(part):
                 payload, at = read(results[part], at, forms)
+                if coder.tally is not None:
+                    coder.tally.joined(section, payload)
                 mean = coder.decode(section, payload, "owner", part)
                 section.of(bucket, part).copy_(coder.result(section, mean, part))
     spoil(plan, bucket, flags)

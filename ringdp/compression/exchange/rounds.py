@@ -34,7 +34,9 @@ def rounds_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -
         xs = [unspoilt(plan.sections[i].of(bucket, 0), flags[i]) for i in group]
         means = yield from talk.average(tuple(plan.sections[i] for i in group), xs)
         for i, mean in zip(group, means, strict=True):
-            plan.sections[i].of(bucket, 0).copy_(coder.result(plan.sections[i], mean, 0))
+            gradient, place = coder.result(plan.sections[i], mean, 0), plan.sections[i].of(bucket, 0)
+            if gradient.data_ptr() != place.data_ptr():
+                place.copy_(gradient)
     if talk.spoilt is None:  # nobody had anything to exchange
         yield from talk.exchange([], None)
     spoil(plan, bucket, talk.spoilt or [])
@@ -60,7 +62,7 @@ class _Talk:
     def average(self, sections: tuple[Section, ...], xs: list[Tensor]) -> Generator[Request, Any, Sequence[Tensor]]:
         """The means of sections of one compressor."""
         promised = self._promised(sections)
-        rounds = self._coder.average(sections, xs)
+        rounds = self._coder.average(sections, xs, in_place=True)
         answer: Any = None
         for number, (gathers, forms) in enumerate(promised):
             tensors: list[Tensor] | Tensor | None = None

@@ -101,6 +101,11 @@ def share(section: Section, path: str, value: Tensor, rank: int, ranks: int) -> 
     return part
 
 
+def owed(section: Section, states: Mapping[Key, dict[str, Any]]) -> list[Tensor]:
+    """The tensors of error feedback that hold what a parameter's gradients still lack, of all its parts and phases."""
+    return [value for key, state in states.items() for name, value in state.items() if _is_owed(section, key, name)]
+
+
 def _is_owed(section: Section, key: Key, name: str) -> bool:
     plug_in = section.feedback_in("owner" if key.phase == "owner" else "rank")
     return key.kind == "feedback" and key.phase != "result" and name in getattr(plug_in, "owed", ())

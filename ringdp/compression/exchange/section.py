@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from ringdp.compression.feedback import ErrorFeedback, Feedback, feedback_of
 from ringdp.compression.partition import bounds, turn_of
 from ringdp.compression.protocol import Compressor, Info, Payload, Rounds
 from ringdp.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ringdp.compression.exchange.sparsity import Tally
 
 _CPU = torch.device("cpu")
 Phase = Literal["rank", "owner"]
@@ -76,6 +79,7 @@ class Coder:
 
     Attributes:
         factor: the loss scale that the gradients carry.
+        tally: counts what sparse codes send, where there is one.
     """
 
     states: States
@@ -84,6 +88,7 @@ class Coder:
     step: int
     factor: float = 1.0
     device: torch.device = _CPU
+    tally: Tally | None = None
 
     def encode(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
         """The payload for `x` with what error feedback adds to it; what both remember is pending in `states`.
@@ -91,6 +96,15 @@ class Coder:
         Raises:
             InvalidArgumentError: the compressor did not give a tuple of tensors.
         """
+        payload = self._encode(section, x, phase, part)
+        if self.tally is not None and phase == "rank":
+            self.tally.sent(section, payload, part)
+            if self.tally.weighs(section):
+                wanted = self._fed(section, x, phase, part)[0]
+                self.tally.weigh(section, wanted, self.decode(section, payload, phase, part))
+        return payload
+
+    def _encode(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
         feedback = section.feedback_in(phase)
         if feedback is None:
             return self.compress(section, x, phase, part)
@@ -100,16 +114,26 @@ class Coder:
                 return self._encode_natively(section, x, phase, part, codec)
             if hasattr(section.compressor, "compress_with_residual"):
                 return self._encode_at_once(section, x, phase, part)
-        key = Key(section.name, "feedback", phase, part)
-        # Powers of two as a rule, which change no bit.
-        to_units = 1.0 / self.factor if getattr(feedback, "unscaled", False) else 1.0
-        state = self.states.copy(key, self.factor * to_units)
-        fed = feedback.before(x * to_units if to_units != 1.0 else x, state)
+        fed, state = self._fed(section, x, phase, part)
+        to_units = self._to_units(feedback)
         payload = self.compress(section, fed / to_units if to_units != 1.0 else fed, phase, part)
         decoded = self.decode(section, payload, phase, part)
         feedback.after(fed, decoded * to_units if to_units != 1.0 else decoded, state)
-        self.states.keep(key, state, self.factor * to_units)
+        self.states.keep(Key(section.name, "feedback", phase, part), state, self.factor * to_units)
         return payload
+
+    def _fed(self, section: Section, x: Tensor, phase: Phase, part: int) -> tuple[Tensor, dict[str, Any]]:
+        """What is to be encoded instead of `x`, in the units of error feedback, whose state that changes."""
+        feedback = section.feedback_in(phase)
+        if feedback is None:
+            return x, {}
+        to_units = self._to_units(feedback)
+        state = self.states.copy(Key(section.name, "feedback", phase, part), self.factor * to_units)
+        return feedback.before(x * to_units if to_units != 1.0 else x, state), state
+
+    def _to_units(self, feedback: Feedback) -> float:
+        """A power of two as a rule, which changes no bit."""
+        return 1.0 / self.factor if getattr(feedback, "unscaled", False) else 1.0
 
     def _encode_at_once(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
         """By a compressor that adds what was left and finds what is left in the pass that encodes."""
@@ -117,7 +141,7 @@ class Coder:
         residual = self.states.copy(key).get("residual")
         info = self._info(section, phase, part, self.states.copy(own))
         payload, left = section.compressor.compress_with_residual(  # type: ignore[attr-defined]
-            x, torch.zeros_like(x) if residual is None else residual, info
+            x, torch.zeros_like(x) if residual is None else residual, info, self.states.room(key, x)
         )
         self.states.keep(own, info.state)
         self.states.keep(key, {"residual": left})
@@ -153,29 +177,54 @@ class Coder:
         info = self._info(section, phase, part, {})
         return _checked(section, "decompress", section.compressor.decompress(payload, info), info.numel)
 
-    def average(self, sections: Sequence[Section], xs: Sequence[Tensor]) -> Rounds:
+    def average(self, sections: Sequence[Section], xs: Sequence[Tensor], *, in_place: bool = False) -> Rounds:
         """The rounds of sections of one compressor, whose elements are `xs`; returns the means.
+
+        Args:
+            in_place: the means may be written over `xs`.
 
         Raises:
             InvalidArgumentError: the compressor gave something else.
         """
         compressor, feedback = sections[0].compressor, sections[0].feedback
+        if type(feedback) is ErrorFeedback and hasattr(compressor, "average_with_residual"):
+            means = yield from self._average_at_once(sections, xs, in_place)
+            return means
         feedback_keys = [Key(section.name, "feedback", "rank", 0) for section in sections]
         keys = [Key(section.name, "compressor", "rank", 0) for section in sections]
         infos = [
             self._info(section, "rank", 0, self.states.copy(key)) for section, key in zip(sections, keys, strict=True)
         ]
-        states = [self.states.copy(key, self.factor) if feedback is not None else {} for key in feedback_keys]
-        fed = [x if feedback is None else feedback.before(x, state) for x, state in zip(xs, states, strict=True)]
-        means = list((yield from compressor.average(fed, infos)))  # type: ignore[attr-defined]
+        to_units = 1.0 if feedback is None else self._to_units(feedback)
+        fed, states = zip(*(self._fed(one, x, "rank", 0) for one, x in zip(sections, xs, strict=True)), strict=True)
+        sent = [x / to_units for x in fed] if to_units != 1.0 else list(fed)
+        means = list((yield from compressor.average(sent, infos)))  # type: ignore[attr-defined]
         if len(means) != len(sections):
             raise InvalidArgumentError(f"{describe(compressor)}.average gave {len(means)} means for {len(sections)}")
         for i, (section, mean) in enumerate(zip(sections, means, strict=True)):
             means[i] = _checked(section, "average", mean, section.count)
             self.states.keep(keys[i], infos[i].state)
             if feedback is not None:
-                feedback.after(fed[i], means[i], states[i])
-                self.states.keep(feedback_keys[i], states[i], self.factor)
+                feedback.after(fed[i], means[i] * to_units if to_units != 1.0 else means[i], states[i])
+                self.states.keep(feedback_keys[i], states[i], self.factor * to_units)
+        return means
+
+    def _average_at_once(self, sections: Sequence[Section], xs: Sequence[Tensor], in_place: bool) -> Rounds:
+        """By a compressor that adds what was left and finds what is left in the passes that encode and decode."""
+        feedback_keys = [Key(section.name, "feedback", "rank", 0) for section in sections]
+        keys = [Key(section.name, "compressor", "rank", 0) for section in sections]
+        residuals = [self.states.copy(key).get("residual") for key in feedback_keys]
+        infos = [
+            self._info(section, "rank", 0, self.states.copy(key)) for section, key in zip(sections, keys, strict=True)
+        ]
+        left = [self.states.room(key, x) for key, x in zip(feedback_keys, xs, strict=True)]
+        means = xs if in_place else [torch.empty_like(x) for x in xs]
+        yield from sections[0].compressor.average_with_residual(  # type: ignore[attr-defined]
+            xs, residuals, infos, means, left
+        )
+        for key, info, feedback_key, rest in zip(keys, infos, feedback_keys, left, strict=True):
+            self.states.keep(key, info.state)
+            self.states.keep(feedback_key, {"residual": rest})
         return means
 
     def result(self, section: Section, mean: Tensor, part: int) -> Tensor:

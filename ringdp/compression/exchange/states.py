@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -37,6 +38,8 @@ class States:
     def __init__(self) -> None:
         self._committed: dict[Key, dict[str, Any]] = {}
         self._pending: dict[Key, dict[str, Any]] = {}
+        self._spare: dict[Key, Tensor] = {}  # of residuals that are written anew in each step: two of each take turns
+        self._alternate: set[Key] = set()
 
     def copy(self, key: Key, factor: float = 1.0) -> dict[str, Any]:
         """A shallow copy, with floating-point tensors times `factor`."""
@@ -51,19 +54,36 @@ class States:
         """What this step has left so far, to be corrected before it counts."""
         return self._pending.get(key, {})
 
+    def room(self, key: Key, like: Tensor) -> Tensor:
+        """Memory for the next ``residual`` of `key`, with whatever is in it; see `_spare`.
+
+        Fresh memory costs more than filling it: of large tensors the system brings each page when it is first touched.
+        """
+        self._alternate.add(key)
+        spare = self._spare.pop(key, None)
+        return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
+
     def commit(self, finite: bool, *, unused: Iterable[str] = ()) -> None:
         """The step counts, but for parameters that nobody used, or leaves no trace."""
-        if finite:
-            without = set(unused)
-            self._committed.update({key: it for key, it in self._pending.items() if key.name not in without})
-        self._pending = {}
+        without = set(unused)
+        counts = {key: it for key, it in self._pending.items() if finite and key.name not in without}
+        for key in self._alternate & self._pending.keys():
+            done_with = (self._committed if key in counts else self._pending).get(key, {}).get("residual")
+            if done_with is not None:
+                self._spare[key] = done_with
+        self._committed.update(counts)
+        self._pending, self._alternate = {}, set()
 
     def items(self) -> Mapping[Key, dict[str, Any]]:
         return self._committed
 
-    def forget(self, name: str) -> None:
+    def of(self, name: str) -> dict[Key, dict[str, Any]]:
         """What is remembered of one parameter."""
-        for dicts in (self._committed, self._pending):
+        return {key: it for key, it in self._committed.items() if key.name == name}
+
+    def forget(self, name: str) -> None:
+        """All that is remembered of one parameter."""
+        for dicts in (self._committed, self._pending, self._spare):
             for key in [key for key in dicts if key.name == name]:
                 del dicts[key]
 
@@ -72,7 +92,7 @@ class States:
         self._committed.update(states)
 
     def replace(self, states: dict[Key, dict[str, Any]]) -> None:
-        self._committed, self._pending = states, {}
+        self._committed, self._pending, self._spare = states, {}, {}
 
 
 def scaled(state: dict[str, Any], factor: float) -> dict[str, Any]:

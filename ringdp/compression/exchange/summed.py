@@ -45,6 +45,8 @@ def sum_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> E
     for section, payload in zip(plan.sections, payloads, strict=True):
         summed = tuple(next(rest[tensor.dtype]).view(tensor.shape) for tensor in payload)
         if section.count:
+            if coder.tally is not None:
+                coder.tally.joined(section, summed)
             mean = coder.decode(section, summed, "rank", 0) / divisor
             section.of(bucket, 0).copy_(coder.result(section, mean, 0))
     spoil(plan, bucket, [NOT_FINITE * (count > 0) for count in spoilt])

@@ -63,9 +63,10 @@ enum class Collective : uint8_t {
   kRecv = 10,
 };
 
-enum class CodecId : uint8_t { kFloat16 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
-inline constexpr int kCodecCount = 4;
-inline constexpr std::array<std::string_view, kCodecCount> kCodecNames{"float16", "bfloat16", "int8", "int4"};
+enum class CodecId : uint8_t { kFloat16 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kInt5 = 4, kInt6 = 5, kNf4 = 6 };
+inline constexpr int kCodecCount = 7;
+inline constexpr std::array<std::string_view, kCodecCount> kCodecNames{"float16", "bfloat16", "int8", "int4",
+                                                                       "int5",    "int6",     "nf4"};
 
 std::size_t dtype_size(DType dtype);
 std::string_view dtype_name(DType dtype);           // torch's names: "float32", "bfloat16", …

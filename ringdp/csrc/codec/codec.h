@@ -34,12 +34,18 @@ struct Codec {
 
   void (*decode_set)(float* out, const std::byte* code, std::size_t count);
   void (*decode_add)(float* sum, const std::byte* code, std::size_t count);  // sum += decode(code)
-  // Whether all that the code decodes to is finite; looks at little but the scales.
+  // Whether all that the code decodes to is finite; looks at little but the scales, unless inspect_decodes.
   Encoded (*inspect)(const std::byte* code, std::size_t count);
+  bool inspect_decodes = false;
 };
 
+// As codec.inspect(code, count), for whoever has decoded it: `decoded` is what decode_set gave.
+Encoded inspect(const Codec& codec, const std::byte* code, const float* decoded, std::size_t count);
+Encoded inspect_elements(const float* x, std::size_t count);
+
 const Codec& codec(CodecId id);  // of the selected instruction set (select_isa); throws Error(kValue) for an unknown id
-const Codec& codec_reference(CodecId id);      // element by element: what the others are compared with, to the bit
-CodecId codec_by_name(std::string_view name);  // "float16", "bfloat16", "int8", "int4"; throws Error(kValue)
+const Codec& codec_reference(CodecId id);  // element by element: what the others are compared with, to the bit
+// one of kCodecNames, or what load_plugin has loaded (plugin.h); throws Error(kValue)
+CodecId codec_by_name(std::string_view name);
 
 }  // namespace ringdp

@@ -1,5 +1,7 @@
 #include "base/error.h"
+#include "codec/plugin.h"
 #include "codec/table.h"
+#include "kernels/kernels.h"
 
 namespace ringdp {
 namespace {
@@ -13,6 +15,7 @@ const codecs::CodecTable& table_of(Isa isa) {
 const Codec& find(const codecs::CodecTable& table, CodecId id) {
   const auto index = static_cast<std::size_t>(id);
   if (index < table.size()) return table[index];
+  if (const Codec* plugin = plugin_codec(id)) return *plugin;
   throw Error(ErrorKind::kValue, "there is no codec number " + std::to_string(index));
 }
 
@@ -28,7 +31,17 @@ CodecId codec_by_name(std::string_view name) {
     if (one.name == name) return one.id;
     known += (known.empty() ? "" : ", ") + std::string(one.name);
   }
-  throw Error(ErrorKind::kValue, "there is no codec '" + std::string(name) + "'; there are " + known);
+  if (const Codec* plugin = plugin_codec(name)) return plugin->id;
+  throw Error(ErrorKind::kValue, "there is no codec '" + std::string(name) + "'; there are " + known + plugin_names());
+}
+
+Encoded inspect(const Codec& codec, const std::byte* code, const float* decoded, std::size_t count) {
+  return codec.inspect_decodes ? inspect_elements(decoded, count) : codec.inspect(code, count);
+}
+
+Encoded inspect_elements(const float* x, std::size_t count) {
+  static const FirstNonFinite find = first_non_finite(DType::kFloat32);
+  return find(x, count) == count ? Encoded::kFinite : Encoded::kNonFinite;
 }
 
 }  // namespace ringdp

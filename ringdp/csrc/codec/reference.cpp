@@ -1,5 +1,7 @@
 // The definition, element by element: what the vector loops are compared with, to the bit.
 #include <cmath>
+#include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <type_traits>
 
@@ -13,61 +15,92 @@ struct ReferenceLoops {
   using Scale = typename Block::Scale;
   static constexpr std::size_t kElements = Block::kElements;
 
-  // Where element i of `count` has its code: the byte, and how far its bits are shifted.
-  struct Place {
+  // Some bits of element i of `count`: the byte that has them, how far they are shifted there, how many they are.
+  struct Bits {
     std::size_t byte;
     int shift;
+    int count;
   };
 
-  static Place place(std::size_t i, std::size_t count) {
-    const std::size_t codes = block_count<Block>(count) * sizeof(Scale);
-    if constexpr (std::is_same_v<Block, Int8Block>) return {codes + i, 0};
-    const std::size_t within = i % kElements;
-    const std::size_t half = kElements / 2;
-    return {codes + i / kElements * half + within % half, within < half ? 0 : 4};
+  static Bits bits(int plane, std::size_t i, std::size_t count) {
+    const std::size_t before = scale_bytes<Block>(count) + (plane == 0 ? 0 : plane_bytes<Block>(0, count));
+    const std::size_t across = Block::across(plane), within = i % kElements;
+    const int width = static_cast<int>(8 * across / kElements);
+    return {before + i / kElements * across + within % across, static_cast<int>(within / across) * width, width};
   }
 
-  static int code_of(float x, const Scaling& by) {
+  // The code of element i is `value`: of its byte nothing was set. Beyond the end of a plane nothing is written.
+  static void put(std::byte* code, std::size_t i, std::size_t count, uint32_t value) {
+    for (int plane = 0; plane < kPlanes && Block::across(plane) > 0; ++plane) {
+      const Bits at = bits(plane, i, count);
+      const std::size_t end = bits(plane, 0, count).byte + plane_bytes<Block>(plane, count);
+      if (at.byte < end) code[at.byte] |= static_cast<std::byte>((value & ((1u << at.count) - 1)) << at.shift);
+      value >>= at.count;
+    }
+  }
+
+  static uint32_t get(const std::byte* code, std::size_t i, std::size_t count) {
+    uint32_t value = 0;
+    for (int plane = 0, shift = 0; plane < kPlanes && Block::across(plane) > 0; ++plane) {
+      const Bits at = bits(plane, i, count);
+      value |= (std::to_integer<uint32_t>(code[at.byte]) >> at.shift & ((1u << at.count) - 1)) << shift;
+      shift += at.count;
+    }
+    return value;
+  }
+
+  static int whole_of(float x, const Scaling& by) {
     const float y = std::nearbyint((x * by.before) * by.inverse);
-    return static_cast<int>(std::min(std::max(y, -Block::kLargest), Block::kLargest));
+    return static_cast<int>(std::min(std::max(y, Block::kLowest), Block::kHighest));
+  }
+
+  static uint32_t code_of(int whole) {
+    if constexpr (std::is_same_v<Block, Int8Block>) {
+      return static_cast<uint8_t>(whole);
+    } else if constexpr (std::is_same_v<Block, NormalFloat4Block>) {
+      const auto nearer = [&](int a, int b) { return std::abs(whole - a) < std::abs(whole - b); };
+      return static_cast<uint32_t>(std::min_element(std::begin(Block::kLevels), std::end(Block::kLevels), nearer) -
+                                   std::begin(Block::kLevels));
+    } else {
+      return static_cast<uint32_t>(whole + Block::kZero);
+    }
   }
 
   static float decoded(const std::byte* code, std::size_t i, std::size_t count) {
     Scale scale;
     std::memcpy(&scale, code + i / kElements * sizeof(Scale), sizeof scale);
-    const Place at = place(i, count);
-    const auto bits = std::to_integer<uint32_t>(code[at.byte]);
-    int value = static_cast<int8_t>(bits);
-    if constexpr (std::is_same_v<Block, Int4Block>) value = static_cast<int>(bits >> at.shift & 15u) - 8;
-    return static_cast<float>(value) * Block::loaded(scale);
+    const uint32_t bits = get(code, i, count);
+    int whole;
+    if constexpr (std::is_same_v<Block, Int8Block>) {
+      whole = static_cast<int8_t>(bits);
+    } else if constexpr (std::is_same_v<Block, NormalFloat4Block>) {
+      whole = Block::kLevels[bits];
+    } else {
+      whole = static_cast<int>(bits) - Block::kZero;
+    }
+    return static_cast<float>(whole) * Block::loaded(scale);
   }
 
   static Encoded compress(std::byte* code, const float* x, std::size_t count) {
     Encoded seen = Encoded::kFinite;
-    if constexpr (std::is_same_v<Block, Int4Block>)
-      std::memset(code + block_count<Block>(count) * sizeof(Scale), 0x88, Block::code_bytes(count));
+    std::memset(code + scale_bytes<Block>(count), 0, encoded_bytes<Block>(count) - scale_bytes<Block>(count));
     for (std::size_t begin = 0; begin < count; begin += kElements) {
       const std::size_t end = std::min(begin + kElements, count);
-      float absmax = 0;
+      float highest = 0, lowest = 0;
       bool finite = true;
       for (std::size_t i = begin; i < end; ++i) {
         finite &= std::isfinite(x[i]);
-        absmax = std::max(absmax, std::fabs(x[i]));
+        highest = std::max(highest, x[i]);
+        lowest = std::min(lowest, x[i]);
       }
       if (!finite) seen = Encoded::kNonFinite;
-      const Scaling by = finite ? Block::scaling(absmax) : Scaling{kMarked, 0.0f, 0.0f};
+      float extreme = std::max(highest, -lowest);
+      if (Block::kSigned && -lowest >= highest) extreme = lowest;
+      const Scaling by = finite ? Block::scaling(extreme) : Scaling{kMarked, 0.0f, 0.0f};
       const Scale scale = Block::stored(by.scale);
       std::memcpy(code + begin / kElements * sizeof(Scale), &scale, sizeof scale);
-      for (std::size_t i = begin; i < end; ++i) {
-        const int value = finite ? code_of(x[i], by) : 0;
-        const Place at = place(i, count);
-        if constexpr (std::is_same_v<Block, Int8Block>) {
-          code[at.byte] = static_cast<std::byte>(value);
-        } else {
-          code[at.byte] &= static_cast<std::byte>(0xf0 >> at.shift);
-          code[at.byte] |= static_cast<std::byte>((value + 8) << at.shift);
-        }
-      }
+      for (std::size_t i = begin; i < begin + kElements; ++i)
+        put(code, i, count, code_of(finite && i < end ? whole_of(x[i], by) : 0));
     }
     return seen;
   }

@@ -181,9 +181,10 @@ Selected select(const float* x, const float* residual, float* new_residual, floa
 
 float estimate_threshold(const float* x, const float* residual, float factor, std::size_t wanted, std::size_t count) {
   constexpr int kShift = 19;             // a bin for each exponent and the upper 4 bits of the mantissa
-  constexpr std::size_t kLookedAt = 16;  // one block in so many, of what has many
+  constexpr std::size_t kLookedAt = 16;  // one block in so many, of what has many; of a million elements half as many
   std::array<uint32_t, 1u << (31 - kShift)> histogram{};
-  const std::size_t step = blocks_of(count) >= 64 * kLookedAt ? kLookedAt : 1;
+  const std::size_t blocks = blocks_of(count);
+  const std::size_t step = blocks >= 256 * kLookedAt ? 2 * kLookedAt : blocks >= 64 * kLookedAt ? kLookedAt : 1;
   std::size_t seen = 0;
   for (std::size_t at = 0; at < count; at += kBlock * step) {
     const std::size_t end = std::min(at + kBlock, count);

@@ -36,9 +36,13 @@ template <template <class> class BlockLoops, const ReduceKernels& (*kKernels)(DT
 constexpr CodecTable make_table() {
   using Half = Casts<DType::kFloat16, kKernels>;
   using Brain = Casts<DType::kBfloat16, kKernels>;
-  return {make_codec<Half>(CodecId::kFloat16, Half::bytes), make_codec<Brain>(CodecId::kBfloat16, Brain::bytes),
+  return {make_codec<Half>(CodecId::kFloat16, Half::bytes),
+          make_codec<Brain>(CodecId::kBfloat16, Brain::bytes),
           make_codec<BlockLoops<Int8Block>>(CodecId::kInt8, encoded_bytes<Int8Block>),
-          make_codec<BlockLoops<Int4Block>>(CodecId::kInt4, encoded_bytes<Int4Block>)};
+          make_codec<BlockLoops<Int4Block>>(CodecId::kInt4, encoded_bytes<Int4Block>),
+          make_codec<BlockLoops<Int5Block>>(CodecId::kInt5, encoded_bytes<Int5Block>),
+          make_codec<BlockLoops<Int6Block>>(CodecId::kInt6, encoded_bytes<Int6Block>),
+          make_codec<BlockLoops<NormalFloat4Block>>(CodecId::kNf4, encoded_bytes<NormalFloat4Block>)};
 }
 
 }  // namespace ringdp::codecs

@@ -129,7 +129,7 @@ std::span<const std::byte> CompressedAllReduce::outgoing(SendFlow& flow, uint64_
   if (piece.kind == Kind::kCode) {
     if (offset == 0) {
       // Only now, so that it goes on from the cache; one piece of a stream is under way at a time.
-      if (out.code == nullptr) out.code = scratch().take(codec_.encoded_bytes(CompressedPlan::kLongestSegment));
+      if (out.code == nullptr) out.code = scratch().take(plan_->longest_code());
       encode(segment, out.code.get());
     }
     code = out.code.get();
@@ -280,7 +280,8 @@ void CompressedAllReduce::take_result(const Segment& segment, State& state) {
   for (const Tile& tile : plan_->tiles(segment)) {
     const std::byte* code = state.result.get() + tile.code;
     codec_.decode_set(x(tile), code, tile.count);
-    if (report_ != nullptr && codec_.inspect(code, tile.count) == Encoded::kNonFinite) report_->finite = false;
+    if (report_ != nullptr && inspect(codec_, code, x(tile), tile.count) == Encoded::kNonFinite)
+      report_->finite = false;
   }
   state.done = true;
   if (state.sends == 0) state.result.reset();

@@ -103,6 +103,12 @@ void CompressedPlan::make_segments(int part, const std::vector<Run>& runs, std::
   }
 }
 
+std::size_t CompressedPlan::longest_code() const {
+  std::size_t longest = 0;
+  for (const Segment& segment : segments_) longest = std::max(longest, segment.code_bytes);
+  return longest;
+}
+
 void CompressedPlan::make_streams() {
   const std::vector<int>& local = hosts_.local();
   for (int step = 1; step < hosts_.ranks; ++step) {

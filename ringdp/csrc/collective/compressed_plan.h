@@ -86,6 +86,7 @@ class CompressedPlan {
   CompressedPlan(const HostMap& hosts, std::span<const CompressedSection> sections, const Codec& codec);
 
   const std::vector<Segment>& segments() const { return segments_; }
+  std::size_t longest_code() const;  // of a segment, in bytes
   std::span<const Tile> tiles(const Segment& segment) const {
     return std::span(tiles_).subspan(segment.first_tile, segment.tile_count);
   }

@@ -6,6 +6,7 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "codec/plugin.h"
 #include "collective/chain.h"
 #include "collective/chunks.h"
 #include "collective/compressed_all_reduce.h"
@@ -187,8 +188,9 @@ std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, st
     layout = hash_mix(hash_mix(layout, section.count), section.turn);
   }
   OperationShape shape = shape_of(Collective::kAllReduce, DType::kFloat32, ReduceOp::kAvg, Algorithm::kCompressed,
-                                  count * sizeof(float), static_cast<int>(compression.codec));
-  shape.layout_hash = layout;
+                                  count * sizeof(float), wire_number(compression.codec));
+  // The number is 30 bits of what the library is; this is all of it.
+  shape.layout_hash = is_plugin(compression.codec) ? hash_mix(layout, codec_identity(compression.codec)) : layout;
   return std::make_unique<CompressedAllReduce>(group, shape, std::move(name), std::move(sections), compression,
                                                std::move(report));
 }

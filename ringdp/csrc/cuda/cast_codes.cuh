@@ -17,7 +17,8 @@ struct CastCodes {
     Unit units[kUnits];
   };
 
-  static RINGDP_HOST_DEVICE std::size_t plane(std::size_t) { return 0; }
+  static constexpr int kPlanes = 1;
+  static RINGDP_HOST_DEVICE std::size_t plane(int, std::size_t) { return 0; }
 
   template <Access kAccess>
   static __device__ Code load(const std::byte* code, std::size_t begin, std::size_t count, unsigned lane) {

@@ -8,7 +8,7 @@
 
 namespace ringdp::cuda {
 
-// Calls body(one of Int8Codes, Int4Codes, CastCodes<…>).
+// Calls body(one of Int8Codes, NibbleCodes<…>, CastCodes<…>).
 template <class Body>
 void with_codes(CodecId codec, Body&& body) {
   switch (codec) {
@@ -19,7 +19,13 @@ void with_codes(CodecId codec, Body&& body) {
     case CodecId::kInt8:
       return body(Int8Codes{});
     case CodecId::kInt4:
-      return body(Int4Codes{});
+      return body(NibbleCodes<codecs::Int4Block>{});
+    case CodecId::kInt5:
+      return body(NibbleCodes<codecs::Int5Block>{});
+    case CodecId::kInt6:
+      return body(NibbleCodes<codecs::Int6Block>{});
+    case CodecId::kNf4:
+      return body(NibbleCodes<codecs::NormalFloat4Block>{});
   }
   throw Error(ErrorKind::kValue, "there is no codec number " + std::to_string(static_cast<int>(codec)));
 }
@@ -31,10 +37,12 @@ Access access_of(std::initializer_list<const float*> elements, std::initializer_
   for (const float* it : elements)
     if (!aligned(it, sizeof(float4))) return Access::kElements;
   Access access = Access::kUnits;
-  for (const std::byte* code : codes) {
-    if (!aligned(code + Codes::plane(count), sizeof(uint16_t))) return Access::kElements;
-    if (!aligned(code + Codes::plane(count), sizeof(typename Codes::Unit))) access = Access::kPairs;
-  }
+  for (const std::byte* code : codes)
+    for (int plane = 0; plane < Codes::kPlanes; ++plane) {
+      const std::byte* begin = code + Codes::plane(plane, count);
+      if (!aligned(begin, sizeof(uint16_t))) return Access::kElements;
+      if (!aligned(begin, sizeof(typename Codes::Unit))) access = Access::kPairs;
+    }
   return access;
 }
 

@@ -42,9 +42,10 @@ struct CompletionQueue::State {
 
 CompletionQueue::CompletionQueue() : state_(std::make_shared<State>()) { state_->lanes.emplace_back(); }
 
-std::optional<uint64_t> CompletionQueue::nested_key(uint64_t group) {
+std::optional<CompletionQueue::Nested> CompletionQueue::nested_key(uint64_t group) {
   if (current_scope == nullptr) return std::nullopt;
-  return hash_mix(current_scope->path_, ++current_scope->issued_[group]) | kCallbackBit;
+  const uint64_t path = current_scope->path_;
+  return Nested{path, hash_mix(path, ++current_scope->issued_[group]) | kCallbackBit};
 }
 
 uint64_t CompletionQueue::path_of(uint64_t group, uint64_t sequence) { return hash_mix(group, sequence); }

@@ -22,8 +22,12 @@ class CompletionQueue {
   void stop();  // then no further lane begins
   void join();  // waits for the other lanes' threads; lane 0's is its owner's
 
+  struct Nested {
+    uint64_t callback;  // the path of the callback in which the operation is issued
+    uint64_t sequence;
+  };
   // Inside a callback: the next number for an operation in `group`. nullopt elsewhere.
-  static std::optional<uint64_t> nested_key(uint64_t group);
+  static std::optional<Nested> nested_key(uint64_t group);
 
   static int current_lane();                                // of the callback that runs on this thread; -1 outside
   static int issuing_lane() { return current_lane() + 1; }  // of what follows the operations issued here

@@ -102,18 +102,20 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   if (group.failure) std::rethrow_exception(group.failure);
   called_at_ = Clock::now();
   FlowIdentity& identity = submission.operation->mutable_identity();
-  if (submission.operation->point_to_point() != nullptr)
+  Slot slot;
+  if (submission.operation->point_to_point() != nullptr) {
     identity.sequence = kMessageBit;  // numbered when it meets its other end
-  else if (auto nested = CompletionQueue::nested_key(group_id))
-    identity.sequence = *nested;
-  else
+  } else if (auto nested = CompletionQueue::nested_key(group_id)) {
+    identity.sequence = nested->sequence;
+    slot.callback = nested->callback;
+  } else {
     identity.sequence = ++group.next_sequence;
+  }
   if (auto hold = CallbackHold::current(); hold && submission.on_done)
     submission.on_done = [hold, follows = std::move(submission.on_done)](std::exception_ptr error) {
       hold->wait();
       follows(std::move(error));
     };
-  Slot slot;
   slot.work = std::make_shared<Work>(group_id, identity.sequence, CompletionQueue::issuing_lane(), identity.text(),
                                      std::move(submission.on_done));
   slot.operation = std::move(submission.operation);

@@ -109,6 +109,7 @@ class Engine {
     std::unique_ptr<Operation> operation;
     std::shared_ptr<Work> work;
     std::shared_ptr<void> keep_alive;  // with the caller
+    std::optional<uint64_t> callback;  // in which it was issued
     Deadline deadline = Deadline::never();
     int64_t timeout_ms = 0;
     uint64_t progress = 0;                      // at moved_at
@@ -140,7 +141,7 @@ class Engine {
     Clock::time_point noticed_at{};                               // driver: when the log last said that something waits
     std::deque<Slot> queued;                                      // driver
     std::deque<Slot> active;                                      // driver: started, retired in order
-    std::vector<Slot> nested;                 // driver: messages and what callbacks issued, each on its own
+    std::vector<Slot> nested;                 // driver: messages, and what callbacks issued, in order within each
     std::deque<Slot> unbound;                 // driver: receives that wait to know their sender, as they were posted
     MessageNumbers messages;                  // driver
     std::vector<FlowIdentity> history;        // driver: what was started last, at sequence modulo its size
@@ -182,6 +183,7 @@ class Engine {
   bool advance_groups();  // starts and retires; true if anything changed
   bool start_next(Group& group);
   void start(Group& group, Slot& slot);
+  static const Slot* in_the_way(const Group& group, const Slot& nested);
   static void remember(Group& group, const FlowIdentity& identity);
   Link::Started find_started(uint64_t group, uint64_t sequence) const;
   bool retire(Group& group);

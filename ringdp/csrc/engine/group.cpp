@@ -52,6 +52,15 @@ GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& na
       timeout_ms_(timeout_ms),
       table_(tables.of(layout_of(view_.hosts))) {}
 
+std::map<int, std::string> GroupHandle::transports() const {
+  std::map<int, std::string> result;
+  for (int place = 0; place < view_.size; ++place) {
+    const auto found = runtime_->transports().find(view_.members[static_cast<std::size_t>(place)]);
+    if (found != runtime_->transports().end()) result[place] = found->second;
+  }
+  return result;
+}
+
 GroupHandle::~GroupHandle() { close(); }
 
 void GroupHandle::close() {

@@ -2,6 +2,7 @@
 // collectives must be the same on all ranks of the group (messages have none but their own). Buffers must live until the Work is done.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -72,6 +73,8 @@ class GroupHandle {
   const GroupView& view() const { return view_; }
   Runtime& runtime() { return *runtime_; }
   const std::shared_ptr<Engine>& engine() const { return engine_; }
+  // What carries bytes to each other member, by its place in the group: "shm" or "tcp".
+  std::map<int, std::string> transports() const;
   void close();  // what is in flight fails; idempotent
 
  private:

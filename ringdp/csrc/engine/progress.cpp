@@ -141,11 +141,21 @@ bool Engine::start_next(Group& group) {
   return true;
 }
 
+// What the callback that issued this operation has issued before it, on the same memory.
+const Engine::Slot* Engine::in_the_way(const Group& group, const Slot& nested) {
+  if (!nested.callback) return nullptr;
+  for (const Slot& earlier : group.nested) {
+    if (&earlier == &nested) break;
+    if (earlier.callback == nested.callback && nested.operation->conflicts(*earlier.operation)) return &earlier;
+  }
+  return nullptr;
+}
+
 // Not in a group that is about to fail: what has not started then fails with it. Nor before its input has come:
-// look_at_copies calls again.
+// look_at_copies calls again; nor while an earlier one is in the way: retire calls again.
 void Engine::start(Group& group, Slot& slot) {
   Operation& operation = *slot.operation;
-  if (group.doom || !operation.can_start()) return;
+  if (group.doom || !operation.can_start() || in_the_way(group, slot) != nullptr) return;
   OperationContext context{group.id, slot.work->sequence(), links_, &scratch_};
   remember(group, operation.identity());
   slot.moved_at = slot.asked_at = Clock::now();
@@ -200,12 +210,19 @@ Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
 
 bool Engine::retire(Group& group) {
   if (group.doom) return false;
+  auto first_of_callback = [&](const Slot& slot) {  // what one issued ends in order, too
+    auto same = [&](const Slot& other) { return other.callback == slot.callback; };
+    return !slot.callback || &*std::find_if(group.nested.begin(), group.nested.end(), same) == &slot;
+  };
   auto nested = std::find_if(group.nested.begin(), group.nested.end(),
-                             [](const Slot& slot) { return slot.operation->complete(); });
+                             [&](const Slot& slot) { return slot.operation->complete() && first_of_callback(slot); });
   if (nested != group.nested.end()) {
     Slot done = std::move(*nested);
     group.nested.erase(nested);
     conclude(done);
+    if (!done.callback) return true;
+    for (Slot& slot : group.nested)
+      if (slot.callback == done.callback && !slot.operation->started()) start(group, slot);
     return true;
   }
   if (group.active.empty() || !group.active.front().operation->complete()) return false;

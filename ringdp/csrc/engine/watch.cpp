@@ -62,7 +62,7 @@ void Engine::look_around() {
     if (group->doom) continue;
     if (!group->active.empty()) watch(*group, group->active.front(), now);
     for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
-      watch(*group, group->nested[i], now);
+      if (in_the_way(*group, group->nested[i]) == nullptr) watch(*group, group->nested[i], now);
     if (!group->unbound.empty()) watch(*group, group->unbound.front(), now);
   }
   if (now < next_host_check_) return;
@@ -180,8 +180,12 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   }
   if (auto it = std::find_if(group->active.begin(), group->active.end(), is_it); it != group->active.end())
     running(*it);
-  if (auto it = std::find_if(group->nested.begin(), group->nested.end(), is_it); it != group->nested.end())
-    running(*it);
+  if (auto it = std::find_if(group->nested.begin(), group->nested.end(), is_it); it != group->nested.end()) {
+    const Slot* first = in_the_way(*group, *it);
+    running(first != nullptr ? *first : *it);
+    if (first != nullptr) state.progress = PeerState::Progress::kQueued;
+    state.name = it->operation->identity().name;
+  }
   if (failed) state.progress = PeerState::Progress::kFailed;
   return state;
 }

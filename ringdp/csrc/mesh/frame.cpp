@@ -4,6 +4,7 @@
 #include <array>
 
 #include "base/bytes.h"
+#include "base/codec_numbers.h"
 #include "base/text.h"
 #include "mesh/peer_state.h"
 
@@ -64,7 +65,7 @@ std::string OperationShape::text() const {
   if (what == Collective::kSend || what == Collective::kRecv)
     out += ", tag " + std::to_string(root);
   else if (root >= 0 && what == Collective::kAllReduce)
-    out += ", " + std::string(codec_name(static_cast<CodecId>(root)));
+    out += ", " + codec_text(root);
   else if (root >= 0)
     out += ", root " + std::to_string(root);
   return out + ")";

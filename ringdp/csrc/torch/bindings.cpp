@@ -13,6 +13,8 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_reducer(module);
   ringdp::bind_compression(module);
   ringdp::bind_sparse_codes(module);
+  ringdp::bind_rotation(module);
+  ringdp::bind_low_rank(module);
   ringdp::bind_cuda_kernels(module);
   ringdp::bind_loss_scale(module);
   ringdp::bind_gradient_marks(module);

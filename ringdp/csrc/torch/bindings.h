@@ -13,7 +13,9 @@ void bind_loss_scale(pybind11::module_& module);
 void bind_methods(pybind11::module_& module);
 void bind_process_group(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
+void bind_rotation(pybind11::module_& module);
 void bind_sparse_codes(pybind11::module_& module);
+void bind_low_rank(pybind11::module_& module);
 void bind_work(pybind11::module_& module);
 
 }  // namespace ringdp

@@ -9,6 +9,8 @@
 
 #include "base/error.h"
 #include "codec/codec.h"
+#include "codec/plugin.h"
+#include "codec/promises.h"
 #include "collective/compressed_plan.h"
 #include "torch/bindings.h"
 #include "torch/code_exchange.h"
@@ -207,6 +209,22 @@ void bind_compression(py::module_& module) {
   module.def("codec_bytes", [](const std::string& name, std::size_t numel) {
     return codec(codec_by_name(name)).encoded_bytes(numel);
   });
+  py::class_<Plugin>(module, "CodecLibrary", "A codec from a shared library, which stays loaded.")
+      .def_readonly("name", &Plugin::name)
+      .def_readonly("path", &Plugin::path)
+      .def_readonly("sha256", &Plugin::sha256)
+      .def_readonly("abi_version", &Plugin::abi_version)
+      .def_readonly("block", &Plugin::block);
+  module.def("load_codec", &load_plugin, py::arg("path"), py::return_value_policy::reference,
+             py::call_guard<py::gil_scoped_release>(),
+             "The codec of the shared library at `path`; every call of this module knows its name from now on.\n"
+             "Raises ValueError for what is none.");
+  module.def("find_codec", &find_plugin, py::arg("sha256"), py::return_value_policy::reference,
+             "The one whose file had this digest; None where none is loaded.");
+  module.def(
+      "codec_broken_promises", [](const std::string& name) { return broken_promises(codec(codec_by_name(name))); },
+      py::arg("codec"), py::call_guard<py::gil_scoped_release>(),
+      "What the codec does against its contract, a sentence each. It may be wild: nothing else should be tried then.");
   module.def("codec_compress", &compress, py::arg("codec"), py::arg("x"),
              "The code of float32 elements, uint8 [codec_bytes(codec, x.numel())].");
   module.def(

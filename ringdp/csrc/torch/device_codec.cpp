@@ -62,7 +62,7 @@ class HostCodec final : public DeviceCodec {
     const Codec& it = codec(id);
     for (const cuda::DecodeRun& run : runs) {
       it.decode_set(run.out, run.code, run.count);
-      note(it.inspect(run.code, run.count), non_finite);
+      note(inspect(it, run.code, run.out, run.count), non_finite);
     }
   }
 

@@ -33,10 +33,9 @@ std::string text_of(const std::exception_ptr& failure) {
 }  // namespace
 
 DeviceGuard::DeviceGuard(std::shared_ptr<GroupHandle> group, c10::intrusive_ptr<c10d::Backend> foreign)
-    : group_(std::move(group)), state_(std::make_shared<State>()) {
-  state_->name = foreign->getBackendName();
-  state_->foreign = std::move(foreign);
-  thread_ = start_thread("ringdp-guard", [state = state_] { run(state); });
+    : group_(std::move(group)), state_(std::make_shared<State>()), foreign_(std::move(foreign)) {
+  state_->name = foreign_->getBackendName();
+  thread_ = start_thread("ringdp-guard", [state = state_, foreign = foreign_] { run(state, foreign); });
   listener_ = std::make_shared<const FailureListener>([state = state_](const std::exception_ptr& failure) {
     std::lock_guard lock(state->mutex);
     state->failure = failure;
@@ -53,9 +52,10 @@ DeviceGuard::~DeviceGuard() {
   // The thread exists in the parent only, whose mutex it may have held when this process was made.
   [[maybe_unused]] auto* thread = thread_.release();
   [[maybe_unused]] auto* state = new std::shared_ptr<State>(state_);
+  [[maybe_unused]] auto* foreign = new c10::intrusive_ptr<c10d::Backend>(foreign_);
 }
 
-void DeviceGuard::run(const std::shared_ptr<State>& state) {
+void DeviceGuard::run(const std::shared_ptr<State>& state, const c10::intrusive_ptr<c10d::Backend>& foreign) {
   std::unique_lock lock(state->mutex);
   state->changed.wait(lock, [&] { return state->stopping || state->failure; });
   if (state->failure && !state->stopping) {
@@ -64,7 +64,7 @@ void DeviceGuard::run(const std::shared_ptr<State>& state) {
     // Said before: what the abort ends may end the process (torch's watchdog of NCCL), or only show as wrong numbers.
     log(LogLevel::kError, "aborting " + state->name + ", which would wait for ever: " + cause);
     try {
-      state->foreign->abort();
+      foreign->abort();
     } catch (const std::exception& error) {
       log(LogLevel::kWarning, "aborting " + state->name + " failed: " + error.what());
     }

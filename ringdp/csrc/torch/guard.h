@@ -31,7 +31,7 @@ class DeviceGuard {
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
   const std::string& backend() const { return state_->name; }
-  bool guards(const c10d::Backend* foreign) const { return state_->foreign.get() == foreign; }
+  bool guards(const c10d::Backend* foreign) const { return foreign_.get() == foreign; }
 
   // This rank is about to begin that operation, under the current name. Nobody waits for the others here; throws the group's
   // failure. `by` is filled in.
@@ -57,9 +57,8 @@ class DeviceGuard {
   void close();
 
  private:
-  struct State {  // shared with the thread, which may be inside abort() for long, and with futures
+  struct State {  // shared with the thread, which may be inside abort() for long, and with the other backend's futures
     std::string name;
-    c10::intrusive_ptr<c10d::Backend> foreign;
     std::mutex mutex;
     std::condition_variable changed;
     std::exception_ptr failure;  // of ring's group
@@ -67,11 +66,12 @@ class DeviceGuard {
     bool aborted = false;
     bool ended = false;
   };
-  static void run(const std::shared_ptr<State>& state);
+  static void run(const std::shared_ptr<State>& state, const c10::intrusive_ptr<c10d::Backend>& foreign);
   std::exception_ptr failure_within(std::chrono::milliseconds time) const;
 
   const std::shared_ptr<GroupHandle> group_;  // shared with the ProcessGroupRing
   const std::shared_ptr<State> state_;
+  const c10::intrusive_ptr<c10d::Backend> foreign_;  // shared with the thread; no thread of its own may drop it
   std::shared_ptr<const FailureListener> listener_;
   std::mutex announced_mutex_;
   std::deque<std::shared_ptr<Work>> announced_;  // and not known to have ended

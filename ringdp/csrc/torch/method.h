@@ -46,6 +46,18 @@ class NativeMethod final : public Method {
   const bool feedback_;
 };
 
+// Exactly, but where Reducer::choose gave a bucket another of the plan's methods. With `feedback` some of those keep
+// residuals: what they still owe is added to the gradients of the next step that is exact.
+class ChosenMethod final : public Method {
+ public:
+  explicit ChosenMethod(bool feedback) : Method("chosen by bucket"), feedback_(feedback) {}
+
+  bool feedback() const { return feedback_; }
+
+ private:
+  const bool feedback_;
+};
+
 // A communication hook for these parameters' buckets only.
 class HookMethod : public Method {
  public:

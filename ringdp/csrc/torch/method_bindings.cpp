@@ -64,6 +64,10 @@ void bind_methods(py::module_& module) {
                                                                   "By one of the core's codecs.")
       .def(py::init(&make_native), py::arg("codec"), py::arg("feedback") = false)
       .def_property_readonly("feedback", &NativeMethod::feedback);
+  py::class_<ChosenMethod, Method, std::shared_ptr<ChosenMethod>>(
+      module, "ChosenMethod", "Exactly, or by what Reducer.choose gave the bucket; `feedback`: some of that owes.")
+      .def(py::init<bool>(), py::arg("feedback"))
+      .def_property_readonly("feedback", &ChosenMethod::feedback);
   py::class_<PythonMethod, Method, std::shared_ptr<PythonMethod>>(
       module, "PythonMethod",
       "By a communication hook, hook(state, bucket) -> Future. Its state may have `finite` (a bool, or a method that\n"

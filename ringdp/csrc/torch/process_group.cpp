@@ -1,7 +1,5 @@
 #include "torch/process_group.h"
 
-#include <Python.h>  // first, as Python asks
-
 #include "base/error.h"
 #include "base/naming.h"
 #include "collective/point_to_point.h"
@@ -9,26 +7,9 @@
 #include "torch/call.h"
 #include "torch/guard.h"
 #include "torch/sparse.h"
+#include "torch/without_python_lock.h"
 
 namespace ringdp {
-
-namespace {
-
-// Gives Python's lock away for a while, if this thread has it.
-class WithoutPythonLock {
- public:
-  WithoutPythonLock() : state_(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutPythonLock() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  WithoutPythonLock(const WithoutPythonLock&) = delete;
-  WithoutPythonLock& operator=(const WithoutPythonLock&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
-}  // namespace
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime,
                                    bool owns_runtime)
@@ -77,7 +58,7 @@ std::shared_ptr<DeviceGuard> ProcessGroupRing::guard(const c10::intrusive_ptr<c1
   std::lock_guard lock(guards_mutex_);
   for (const auto& guard : guards_)
     if (guard->guards(foreign.get())) return guard;
-  return guards_.emplace_back(std::make_shared<DeviceGuard>(group_, foreign));
+  return guards_.emplace_back(make_shared_without_python_lock<DeviceGuard>(group_, foreign));
 }
 
 GroupHandle& ProcessGroupRing::counted() {

@@ -30,6 +30,7 @@ class ProcessGroupRing final : public c10d::Backend {
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
   const GroupView& view() const { return group_->view(); }
   const std::shared_ptr<Engine>& engine() const { return group_->engine(); }
+  std::map<int, std::string> transports() const { return group_->transports(); }
 
   // Of a backend that moves this group's device tensors; made when it is first asked for. See torch/guard.h.
   std::shared_ptr<DeviceGuard> guard(const c10::intrusive_ptr<c10d::Backend>& foreign);

@@ -15,6 +15,7 @@
 #include "torch/bindings.h"
 #include "torch/device_side.h"
 #include "torch/process_group.h"
+#include "torch/ring_of.h"
 #include "torch/store_adapter.h"
 
 namespace ringdp {
@@ -197,6 +198,14 @@ void bind_process_group(py::module_& module) {
              "For tests: while true, no copy of stage_cpu_tensors gets done.");
   module.def("transports", &transports,
              "What carries bytes to each other rank of the default group, {rank: \"shm\" or \"tcp\"}; {} without one.");
+  module.def(
+      "group_transports",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        const ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
+        return ring == nullptr ? std::map<int, std::string>() : ring->transports();
+      },
+      py::arg("process_group"),
+      "The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's.");
   module.def("set_log_sink", [](py::function sink) {
     auto shared = std::make_shared<py::function>(std::move(sink));
     set_log_sink([shared](LogLevel level, const std::string& text) {

@@ -316,6 +316,7 @@ void Reducer::launch(Bucket& bucket) {
       next_bucket_ = bucket.index + 1;  // also where it fails: the others have seen this rank's part of it, or its end
       bucket.sent_in = step_;
       list_sections(bucket, bucket.buffer, /*with_residuals=*/true);
+      if (owes(bucket)) pay(bucket);
       take_flag(bucket);
       exchange_.launch(bucket, sending_, parameters_);
       // A hook's callbacks may have operations of their own still to come, at another time on every rank.

@@ -63,13 +63,16 @@ struct ReducerStats {
 struct BucketRow {
   std::size_t index = 0;
   std::string name;
-  int method = -1;               // -1: exact
-  std::size_t numel = 0;         // gradients
-  std::size_t bytes_before = 0;  // of the gradients in the bucket's dtype
-  std::size_t bytes_after = 0;   // of the codes of one rank's gradients; for methods that are hooks as before
-  double coding_s = 0;           // spent on encoding and decoding in the core
-  double seconds = 0;            // from launch until it was reduced
-  double exposed_s = 0;          // what the end of backward waited for it
+  int method = -1;                      // -1: exact
+  bool free = false;                    // `choose` may give it another
+  std::vector<std::size_t> parameters;  // watched ones, in the order of the buffer
+  std::size_t numel = 0;                // gradients
+  std::size_t bytes_before = 0;         // of the gradients in the bucket's dtype
+  std::size_t bytes_after = 0;          // of the codes of one rank's gradients; for methods that are hooks as before
+  double launched_s = 0;                // when it was launched, from the first bucket of that backward on
+  double coding_s = 0;                  // spent on encoding and decoding in the core
+  double seconds = 0;                   // from launch until it was reduced
+  double exposed_s = 0;                 // what the end of backward waited for it
 };
 
 // How gradients are reduced where not exactly, all by watched parameter. See Method.
@@ -113,6 +116,12 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
   // Methods: see reducer_methods.cpp. Residuals of parameters whose method stays the same are kept.
   void set_methods(MethodPlan plan);
+  // By bucket, in the order of the layout: one of the plan's methods in place of ChosenMethod, or -1. Until the next layout.
+  void choose(const std::vector<int>& method_of_bucket);
+  // What error feedback owes a parameter, in units of this rank's gradient: float32 [numel], in the order of its memory. Taking it leaves
+  // nothing behind; giving it replaces what there was.
+  std::map<std::size_t, at::Tensor> take_owed(const std::vector<std::size_t>& watched);
+  void give_owed(const std::map<std::size_t, at::Tensor>& owed);
   void watch_finite(bool watch);
   // Of torch's scaler; one that calls note_loss_scale needs none.
   void set_loss_scale(double scale);
@@ -196,6 +205,11 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void describe_items();
   void lay_out_again();
   bool compressed(std::size_t bucket) const { return slots_[layout_[bucket].front()].method != nullptr; }
+  int method_of_bucket(std::size_t bucket) const;
+  Method* bucket_method(std::size_t bucket) const;
+  bool owes(const Bucket& bucket) const;
+  void pay(Bucket& bucket);
+  void turn_owed(std::size_t watched, const at::Tensor& owed, float owned_by) const;
   bool calls_back() const;
 
   void plan(std::span<const std::size_t> order);
@@ -276,6 +290,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   ReducerOptions options_;
   BucketExchange exchange_;
   MethodPlan methods_;
+  std::vector<int> chosen_;  // see choose; empty: nothing
   Residuals residuals_;
   double loss_scale_ = 1.0;
   bool watching_ = false;

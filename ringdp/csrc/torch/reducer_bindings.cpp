@@ -11,6 +11,7 @@
 #include "torch/bindings.h"
 #include "torch/reducer.h"
 #include "torch/reducer_errors.h"
+#include "torch/without_python_lock.h"
 
 namespace ringdp {
 namespace {
@@ -46,7 +47,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
-  return std::make_shared<Reducer>(std::move(watched), std::move(group), std::move(options));
+  return make_shared_without_python_lock<Reducer>(std::move(watched), std::move(group), std::move(options));
 }
 
 // From torch's pipeline stages, Lightning's manual optimization and Accelerate's trigger_sync_in_backward, between forward
@@ -100,6 +101,9 @@ py::list rows_as_dicts(Reducer& reducer) {
     one["numel"] = row.numel;
     one["bytes_before"] = row.bytes_before;
     one["bytes_after"] = row.bytes_after;
+    one["free"] = row.free;
+    one["parameters"] = row.parameters;
+    one["launched_s"] = row.launched_s;
     one["coding_s"] = row.coding_s;
     one["seconds"] = row.seconds;
     one["exposed_s"] = row.exposed_s;
@@ -175,6 +179,9 @@ void bind_reducer(py::module_& module) {
       .def("register_builtin_comm_hook", &register_builtin_hook, NoGil())
       .def("set_methods", &set_methods, py::arg("methods"), py::arg("method_of"), py::arg("turns"),
            py::arg("exchange_codes") = false, NoGil())
+      .def("choose", &Reducer::choose, py::arg("method_of_bucket"), NoGil())
+      .def("take_owed", &Reducer::take_owed, py::arg("watched"), NoGil())
+      .def("give_owed", &Reducer::give_owed, py::arg("owed"), NoGil())
       .def("watch_finite", &Reducer::watch_finite, py::arg("watch"), NoGil())
       .def("set_loss_scale", &Reducer::set_loss_scale, py::arg("scale"), NoGil())
       .def("finite", &Reducer::finite, NoGil())

@@ -8,6 +8,7 @@
 
 #include "base/bytes.h"
 #include "base/naming.h"
+#include "codec/plugin.h"
 #include "engine/hold.h"
 #include "torch/code_exchange.h"
 #include "torch/guard.h"
@@ -141,7 +142,7 @@ void BucketExchange::announce(const Bucket& bucket, const at::Tensor& buffer, c1
   for (const CompressedSection& section : bucket.sections)
     what.layout_hash = hash_mix(hash_mix(what.layout_hash, section.count), section.turn);
   if (const NativeMethod* method = native(bucket))
-    what.layout_hash = hash_mix(hash_mix(what.layout_hash, static_cast<uint64_t>(method->codec())),
+    what.layout_hash = hash_mix(hash_mix(what.layout_hash, codec_identity(method->codec())),
                                 static_cast<uint64_t>(divisor_ == 0 ? ranks() : divisor_));
   announced_.push_back({bucket.sent_in, guard, guard->announce(what)});
 }

@@ -89,6 +89,7 @@ void Reducer::plan_in_reverse() {
 void Reducer::plan(std::span<const std::size_t> order) {
   order_.assign(order.begin(), order.end());
   layout_ = assign_buckets(items_, order, options_.caps_bytes);
+  chosen_.clear();
   const auto busy = [&](const auto& members) { return idle_.empty() || !idle_[members.front()]; };
   const auto end = std::stable_partition(layout_.begin(), layout_.end(), busy);
   kept_ = static_cast<std::size_t>(end - layout_.begin());
@@ -134,7 +135,7 @@ void Reducer::allocate() {
     bucket.plan = plan_bucket(items_, bucket.members);
     bucket.name = describe_bucket(index, bucket.members, names_);
     bucket.pending = bucket.members.size();
-    bucket.method = slots_[bucket.members.front()].method;
+    bucket.method = bucket_method(index);
     bucket.dtype = bucket_dtype(slots_[bucket.members.front()].watched);
     bucket.sparse = slots_[bucket.members.front()].sparse;
     bucket.direct = !bucket.sparse && !carries_marks(index) && items_[bucket.members.front()].alone;

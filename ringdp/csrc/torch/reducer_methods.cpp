@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "codec/plugin.h"
 #include "torch/device_codec.h"
 #include "torch/loss_scale.h"
 #include "torch/reducer.h"
@@ -21,6 +22,7 @@ namespace ringdp {
 namespace {
 
 bool same_method(const Method* a, const Method* b) {
+  if (dynamic_cast<const ChosenMethod*>(a) != nullptr && dynamic_cast<const ChosenMethod*>(b) != nullptr) return true;
   const auto* x = dynamic_cast<const NativeMethod*>(a);
   const auto* y = dynamic_cast<const NativeMethod*>(b);
   if (x == nullptr || y == nullptr) return a == b;
@@ -28,6 +30,7 @@ bool same_method(const Method* a, const Method* b) {
 }
 
 bool keeps_residuals(const Method* method) {
+  if (const auto* chosen = dynamic_cast<const ChosenMethod*>(method)) return chosen->feedback();
   const auto* native = dynamic_cast<const NativeMethod*>(method);
   return native != nullptr && native->feedback();
 }
@@ -81,7 +84,13 @@ void Reducer::check_methods(const MethodPlan& plan) {
       refuse(ErrorKind::kValue, "parameter " + watch_[i].name + " has method " + std::to_string(index) + " of " +
                                     std::to_string(plan.methods.size()));
     }
-    if (index < 0 || dynamic_cast<NativeMethod*>(plan.methods[index].get()) == nullptr || group_size_ == 1) continue;
+    const auto* native = index < 0 ? nullptr : dynamic_cast<const NativeMethod*>(plan.methods[index].get());
+    if (native == nullptr || group_size_ == 1) continue;
+    if (is_plugin(native->codec()) && !watch_[i].tensor.is_cpu()) {
+      refuse(ErrorKind::kValue, "the codec " + native->name() + " for parameter " + watch_[i].name +
+                                    " is a C library's, for tensors on the CPU; this one is on " +
+                                    watch_[i].tensor.device().str());
+    }
     if (!exchange_.has_codecs(watch_[i].tensor.device(), plan.exchange_codes)) {
       refuse(ErrorKind::kValue,
              "the codec " + plan.methods[index]->name() + " for parameter " + watch_[i].name +
@@ -138,7 +147,7 @@ void Reducer::list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_
     section.x = memory + bucket.plan.offsets[position];
     section.count = bucket.plan.lengths[position];
     section.turn = methods_.turns[watched];
-    if (with_residuals && method->feedback()) {
+    if (with_residuals && (method->feedback() || residuals_.all().contains(watched))) {
       const auto numel = static_cast<int64_t>(section.count);
       const Residuals::Pair& pair = residuals_.of(watched, numel, buffer.device());
       const cuda::Feedback feedback = pair.feedback();
@@ -243,12 +252,15 @@ int64_t Reducer::watched_at(const Bucket& bucket, const std::byte* address) cons
 void Reducer::commit_residuals() {
   if (!finite_.value_or(true)) return;
   std::vector<std::size_t> written;
+  std::vector<std::size_t> paid;
   for (const Bucket& bucket : buckets_) {
     if (bucket.sent_in != step_ || bucket.residuals.empty()) continue;
+    auto& done = BucketExchange::native(bucket) == nullptr ? paid : written;
     for (std::size_t member : bucket.members) {
-      if (used_somewhere(member)) written.push_back(slots_[member].watched);
+      if (used_somewhere(member)) done.push_back(slots_[member].watched);
     }
   }
+  for (const std::size_t watched : paid) residuals_.drop(watched);
   Residuals::Flags flags;
   for (const auto& [device, flag] : flags_) flags[device] = flag.seen;
   residuals_.commit(written, flags);
@@ -354,11 +366,12 @@ std::vector<BucketRow> Reducer::bucket_rows() {
     BucketRow row;
     row.index = index;
     row.name = describe_bucket(index, layout_[index], names_);
-    const Slot& first = slots_[layout_[index].front()];
-    if (first.method != nullptr) row.method = methods_.method_of[first.watched];
-    const auto* native = dynamic_cast<const NativeMethod*>(first.method);
+    row.method = method_of_bucket(index);
+    row.free = dynamic_cast<const ChosenMethod*>(slots_[layout_[index].front()].method) != nullptr;
+    const auto* native = dynamic_cast<const NativeMethod*>(bucket_method(index));
     for (std::size_t member : layout_[index]) {
       const LayoutItem& item = items_[member];
+      row.parameters.push_back(slots_[member].watched);
       row.numel += item.numel;
       row.bytes_before += item.numel * item.element_bytes;
       row.bytes_after += native != nullptr && native->enabled() ? codec(native->codec()).encoded_bytes(item.numel)
@@ -366,6 +379,7 @@ std::vector<BucketRow> Reducer::bucket_rows() {
     }
     if (index < buckets_.size()) {
       if (const auto& report = buckets_[index].report) row.coding_s = static_cast<double>(report->coding_ns) * 1e-9;
+      row.launched_s = static_cast<double>(nanoseconds(buckets_[index].times.launched) - stats_.launched_ns) * 1e-9;
       row.seconds = buckets_[index].times.seconds;
       row.exposed_s = buckets_[index].times.exposed_s;
     }

@@ -47,11 +47,15 @@ std::size_t count_of(const at::Tensor& x, const MaybeTensor& residual, float fac
 const float* floats(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<float>() : nullptr; }
 
 std::tuple<at::Tensor, MaybeTensor, std::size_t> select(const at::Tensor& x, const MaybeTensor& residual, float factor,
-                                                        float threshold, std::size_t most) {
+                                                        float threshold, std::size_t most, MaybeTensor left) {
   const std::size_t count = count_of(x, residual, factor);
-  MaybeTensor left;
+  if (left) require_flat(*left, at::kFloat, "what is left");
+  if (left && left->numel() != x.numel())
+    throw Error(ErrorKind::kValue, "room for what " + std::to_string(left->numel()) + " of " +
+                                       std::to_string(x.numel()) + " elements leave");
   py::gil_scoped_release no_gil;
-  if (residual) left = at::empty_like(*residual);
+  if (!residual) left.reset();
+  if (residual && !left) left = at::empty_like(*residual);
   const sparse::Selected it =
       sparse::select(x.const_data_ptr<float>(), floats(residual), left ? left->mutable_data_ptr<float>() : nullptr,
                      factor, threshold, most, count);
@@ -89,9 +93,10 @@ at::Tensor merge(const std::vector<at::Tensor>& codes, std::size_t numel, float 
 void bind_sparse_codes(py::module_& module) {
   module.def(
       "sparse_select", &select, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("threshold"),
-      py::arg("most"),
+      py::arg("most"), py::arg("left") = py::none(),
       "(code, new residual, found) of v = x + factor * residual: the code has the first `most` elements of\n"
-      "magnitude `threshold` or more, `found` is how many there are. float32 [numel]; the residuals may be None.");
+      "magnitude `threshold` or more, `found` is how many there are. float32 [numel]; the residuals may be None.\n"
+      "`left`: where to put the new one; may be the old one.");
   module.def("sparse_threshold", &estimate, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("wanted"),
              "A magnitude that about `wanted` elements of x + factor * residual reach, by a sample; 0 where none is.");
   module.def("sparse_decode", &decode, py::arg("code"), py::arg("numel"),

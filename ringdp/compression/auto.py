@@ -1,0 +1,73 @@
+"""``"auto"``: RingDP chooses among compressors while it trains, bucket by bucket, or none at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ringdp.compression.protocol import Info, Payload
+from ringdp.compression.registry import register
+from ringdp.errors import InvalidArgumentError
+
+ALLOW: Mapping[str, tuple[str, ...]] = {
+    "exact": (),
+    "near": ("bf16", "int8"),
+    "4bit": ("bf16", "int8", "int4"),
+    "aggressive": ("bf16", "int8", "int4", "topk"),
+}
+"""What each permission allows beside exact gradients, from mild to lossy."""
+
+
+@register("auto")
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """Whatever is fastest of what `allow` permits, from measured speeds: ``RingDP(..., compression="auto")``.
+
+    ringdp/auto_compression.py measures, ringdp/compression_tuner.py decides. It is no compressor itself.
+
+    Args:
+        allow: ``"exact"`` nothing lossy; ``"near"`` bfloat16 and int8; ``"4bit"`` also int4 with error feedback;
+            ``"aggressive"`` also the largest 1 % with error feedback.
+
+    Raises:
+        InvalidArgumentError: another `allow`.
+    """
+
+    allow: str = "near"
+
+    def __post_init__(self) -> None:
+        if self.allow not in ALLOW:
+            raise InvalidArgumentError(f"allow must be one of {', '.join(ALLOW)}, not {self.allow!r}")
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Names of the compressors, from mild to lossy."""
+        return ALLOW[self.allow]
+
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        refuse()
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        refuse()
+
+
+def refuse() -> NoReturn:
+    raise InvalidArgumentError(
+        'compression="auto" is for RingDP, which measures and chooses while it trains: name a compressor here'
+    )
+
+
+def with_permission(compression: Any, allow: str | None) -> Any:
+    """`compression`, where it is "auto" with `allow`.
+
+    Raises:
+        InvalidArgumentError: `allow` goes with another compression, or is unknown.
+    """
+    if allow is None:
+        return compression
+    if compression != "auto":
+        raise InvalidArgumentError(f'allow={allow!r} goes with compression="auto", not with {compression!r}')
+    return Auto(allow)

@@ -1,0 +1,216 @@
+"""compression="auto" on real ranks: it compresses where the network is slow, loses nothing when it changes its mind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ringdp.compression import Auto
+from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.hooks import ddp_hook
+from ringdp.parallel import RingDP
+from tests.train import compressed_training as training
+from tests.train.given_gradients import Given, hash_of, noise
+from tests.train.harness import run_outcomes, run_ranks
+
+SHAPES = {"first": (40, 50), "bias": (30,), "second": (70, 33), "third": (1500,)}
+
+
+@contextlib.contextmanager
+def network(folder: Path, mbit: int) -> Iterator[None]:
+    """A group whose ranks are connected by a network that slow."""
+    with mock.patch.dict(os.environ, RINGDP_TRANSPORT="tcp", RINGDP_RATE=f"{mbit}mbit"):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("ring", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+        yield
+        dist.destroy_process_group()
+
+
+def large() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 400), nn.ReLU(), nn.Linear(400, 10))
+
+
+def train(model: nn.Module, steps: int) -> list[str]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    seen = []
+    for step in range(steps):
+        x = torch.randn(4, 300, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        seen.append(training.digest(model.parameters()))
+    return seen
+
+
+def on_a_slow_link(folder: Path) -> Any:
+    with network(folder, 100):
+        model = RingDP(large(), compression="auto", bucket_cap_mb=0.5)
+        seen = train(model, 12)
+        stats = model.compression_stats()
+    return seen, [(one.step, one.reason) for one in stats.decisions], stats.parameters
+
+
+def test_a_slow_link_is_noticed_and_all_ranks_do_the_same(tmp_path: Path) -> None:
+    results = run_ranks(on_a_slow_link, tmp_path, world_size=2, backend=None)
+    assert results[0] == results[1]
+    _, decisions, parameters = results[0]
+    assert decisions, "nothing was decided"
+    assert "instead of exact for all buckets" in decisions[0][1]
+    assert parameters["0.bias"] == "exact"
+    assert "auto: int8" in parameters.values()
+
+
+def in_shared_memory() -> Any:
+    model = RingDP(large(), compression="auto")
+    exact = RingDP(large())
+    return train(model, 3), train(exact, 3), [it.reason for it in model.compression_stats().decisions]
+
+
+def test_in_a_host_it_is_exact_to_the_bit() -> None:
+    auto, exact, reasons = run_ranks(in_shared_memory, world_size=2, backend="ring")[0]
+    assert auto == exact
+    assert reasons == ["exact: all ranks share memory, nothing crosses a network"]
+
+
+def force(model: RingDP, level: str) -> None:
+    """Whatever the tuner says: from the next forward on all buckets that it could choose for get that level."""
+    auto = model._compression.auto  # type: ignore[union-attr]
+    assert auto is not None
+
+    def before_forward() -> None:
+        auto._begin_again(model.reducer.layout())
+        auto._apply(tuple(level if row["free"] else "exact" for row in model.reducer.bucket_rows()))
+
+    auto.before_forward = before_forward  # type: ignore[method-assign]
+
+
+def forced(folder: Path, allow: str, plan: list[str], *, bad_step: int | None = None) -> Any:
+    """Each step's buckets all get that step's level; the last is exact. What arrived and what the exact means are."""
+    with network(folder, 10_000):
+        return run_plan(allow, plan, bad_step)
+
+
+def run_plan(allow: str, plan: list[str], bad_step: int | None) -> Any:
+    model = RingDP(Given(SHAPES), compression="auto", allow=allow)
+    arrived = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    wanted = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    digests = []
+    for step, level in enumerate(plan):
+        force(model, level)
+        gradients = noise(SHAPES, dist.get_rank(), step)
+        if step == bad_step and dist.get_rank() == 1:
+            gradients["second"][3, 3] = torch.inf
+        model.zero_grad()
+        model(gradients).backward()
+        means = {name: parameter.grad for name, parameter in model.module.named_parameters()}
+        digests.append(hash_of(means))
+        if step == bad_step:
+            continue
+        for rank in range(dist.get_world_size()):
+            for name, gradient in noise(SHAPES, rank, step).items():
+                wanted[name] += gradient / dist.get_world_size()
+        for name, mean in means.items():
+            arrived[name] += mean
+    return arrived, wanted, digests
+
+
+PLANS = {
+    "4bit": ["int4", "int4", "int8", "int4", "bf16", "exact", "int4", "exact"],
+    "aggressive": ["topk", "topk", "int4", "topk", "exact", "topk", "int8", "topk", "exact"],
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("allow", PLANS)
+def test_nothing_is_lost_when_the_code_changes(allow: str, world_size: int, tmp_path: Path) -> None:
+    results = run_ranks(forced, tmp_path, allow, PLANS[allow], world_size=world_size, backend=None)
+    arrived, wanted, digests = results[0]
+    assert all(other[2] == digests for other in results)
+    for name in SHAPES:
+        torch.testing.assert_close(arrived[name], wanted[name], rtol=0, atol=0.02 if "bf16" in PLANS[allow] else 1e-4)
+
+
+def test_an_overflow_in_the_step_that_pays_takes_nothing_away(tmp_path: Path) -> None:
+    plan = ["int4", "int4", "exact", "exact"]
+    arrived, wanted, _ = run_ranks(forced, tmp_path, "4bit", plan, bad_step=2, world_size=2, backend=None)[0]
+    for name in SHAPES:
+        torch.testing.assert_close(arrived[name], wanted[name], rtol=0, atol=1e-5)
+
+
+def saves_and_loads(folder: Path) -> Any:
+    with network(folder, 10_000):
+        return save_and_load()
+
+
+def save_and_load() -> Any:
+    model = RingDP(Given(SHAPES), compression=Auto("aggressive"))
+    force(model, "topk")
+    for step in range(3):
+        model.zero_grad()
+        model(noise(SHAPES, dist.get_rank(), step)).backward()
+    state = model.compression_state_dict()
+    again = RingDP(Given(SHAPES), compression=Auto("aggressive"))
+    again.load_compression_state_dict(state)
+    model.zero_grad()
+    went_on = noise(SHAPES, dist.get_rank(), 3)
+    force(model, "exact")
+    model(went_on).backward()
+    again(went_on).backward()
+    return [
+        torch.equal(one.grad, other.grad)
+        for one, other in zip(model.parameters(), again.parameters(), strict=True)
+        if one.grad is not None and other.grad is not None
+    ], float(state["ranks"][str(dist.get_rank())]["first"]["residual"].abs().sum())
+
+
+def test_a_checkpoint_has_what_is_owed_whoever_owes_it(tmp_path: Path) -> None:
+    for same, owed in run_ranks(saves_and_loads, tmp_path, world_size=2, backend=None):
+        assert same == [True] * 4
+        assert owed > 1
+
+
+def refusals() -> list[str]:
+    texts = []
+    wrong: list[dict[str, Any]] = [
+        {"compression": "auto", "allow": "everything"},
+        {"compression": "int8", "allow": "near"},
+        {"compression": Auto("near"), "rules": [("0.*", Auto("4bit"))]},
+        {"compression": "auto"},
+    ]
+    for arguments in wrong:
+        with pytest.raises(InvalidArgumentError) as error:
+            RingDP(large(), **arguments)
+        texts.append(str(error.value))
+    with pytest.raises(InvalidArgumentError) as error:
+        ddp_hook("auto")
+    return [*texts, str(error.value)]
+
+
+def test_what_cannot_be_chosen_is_refused_in_words() -> None:
+    unknown, other, two, gloo, hook = run_ranks(refusals, world_size=2, backend="gloo")[0]
+    assert "exact, near, 4bit, aggressive" in unknown
+    assert "'int8'" in other
+    assert "Auto(allow='4bit')" in two
+    assert "gloo" in gloo
+    assert "RingDP" in hook
+
+
+def different_permissions() -> None:
+    RingDP(large(), compression="auto", allow=["near", "4bit"][dist.get_rank()])
+
+
+def test_ranks_that_allow_different_things_are_told() -> None:
+    for outcome in run_outcomes(different_permissions, world_size=2, backend="ring"):
+        assert isinstance(outcome.error, MismatchError)
+        assert "Auto(allow='near')" in str(outcome.error)
+        assert "Auto(allow='4bit')" in str(outcome.error)

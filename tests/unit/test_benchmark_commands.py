@@ -1,0 +1,67 @@
+"""The benchmarks print their help, and understand every command that the documents give."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.helpers import need  # noqa: E402
+
+need("sklearn", "scikit-learn")  # the digits
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))  # the tools are scripts: they find each other beside themselves
+
+import allreduce  # noqa: E402
+import auto_compression  # noqa: E402
+import compression_plots  # noqa: E402
+import compression_quality  # noqa: E402
+import hosts  # noqa: E402
+import kernels  # noqa: E402
+import memory  # noqa: E402
+import plots  # noqa: E402
+import reducer  # noqa: E402
+import step  # noqa: E402
+import strangers  # noqa: E402
+import time_to_loss  # noqa: E402
+import tune  # noqa: E402
+
+TOOLS = (
+    allreduce,
+    auto_compression,
+    compression_plots,
+    compression_quality,
+    hosts,
+    kernels,
+    memory,
+    plots,
+    reducer,
+    step,
+    strangers,
+    time_to_loss,
+    tune,
+)
+PARSERS = {f"{tool.__name__}.py": tool.parse for tool in TOOLS}
+DOCUMENTS = {"README.md": 3, "docs/benchmarks.md": 3, "docs/compression.md": 0, "docs/compression_measured.md": 3}
+"""And how many commands of benchmarks each has at least."""
+
+
+@pytest.mark.parametrize("tool", PARSERS)
+def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        PARSERS[tool](["--help"])
+    assert ended.value.code == 0
+    assert "options:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("document", "least"), DOCUMENTS.items())
+def test_the_commands_in_the_documents_parse(document: str, least: int) -> None:
+    lines = re.findall(r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", (ROOT / document).read_text(), re.MULTILINE)
+    assert len(lines) >= least
+    for tool, options in lines:
+        PARSERS[tool](shlex.split(options))
