@@ -14,11 +14,12 @@ import pytest
 from tests.fault.launch_jobs import ROOT
 
 SCRIPT = """
-import torch, torch.distributed as dist, ringdp
+import os, torch, torch.distributed as dist, ringdp
 ringdp.init()
 total = torch.tensor([float(ringdp.rank() + 1)])
 dist.all_reduce(total)
-print(f"rank {ringdp.rank()} of {ringdp.world_size()}, local {ringdp.local_rank()}: {total.item()}", flush=True)
+where = f"rank {ringdp.rank()} of {ringdp.world_size()}, local {ringdp.local_rank()}"
+os.write(1, f"{where}: {total.item()}\\n".encode())  # as one: print is two writes where PYTHONUNBUFFERED is set
 """
 OUTER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMIX_|PMI_|SLURM_|TORCHELASTIC_|RINGDP_)")
 
