@@ -110,8 +110,7 @@ CASE("half types are added in float32 in rank order and rounded once, whatever t
 CASE("broadcast, all-gather, reduce-scatter and barrier") {
   for (int world : {1, 2, 3, 4, 5, 8}) {
     for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
-      for (std::size_t count :
-           {std::size_t{0}, std::size_t{1}, std::size_t{17}, std::size_t{65537}, std::size_t{200003}}) {
+      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{17}, std::size_t{100'003}}) {
         run_job(world, table, [&](Rank& self) {
           for (int root = 0; root < world; root += 2) {
             std::vector<float> data(count);

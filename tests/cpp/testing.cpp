@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -75,12 +76,14 @@ int run_all(const std::vector<std::string_view>& filters, unsigned limit_s) {
     ++ran;
     failures_in_case = 0;
     running = test.name;
+    const auto begin = std::chrono::steady_clock::now();
     ::alarm(limit_s);
     guarded(test.body, test.name);
     ::alarm(0);
     const bool passed = failures_in_case == 0;
     if (!passed) ++failed;
-    std::printf("%s  %s\n", passed ? "ok  " : "FAIL", test.name);
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    std::printf("%s %6.2f s  %s\n", passed ? "ok  " : "FAIL", took.count(), test.name);
     std::fflush(stdout);
   }
   std::printf("%d of %d cases passed\n", ran - failed, ran);

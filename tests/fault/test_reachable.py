@@ -148,7 +148,7 @@ def test_an_interface_that_is_not_there(server: RankServer, lab: Lab, tmp_path: 
     for it in outcomes:
         assert it.seconds < 3.0
         assert (
-            "RINGDP_IFACE names no interface that is up: 'ib0'; there are lo (127.0.0.1), lo (::1), eth0 (10.1.0.2)"
+            "RINGDP_IFACE names no interface that is up: 'ib0'; there are eth0 (10.1.0.2), lo (127.0.0.1), lo (::1)"
             in it.text
         )
 

@@ -256,7 +256,7 @@ def test_a_loss_is_reached_when_the_mean_over_the_window_is_so_low() -> None:
 
 def test_time_to_loss_keeps_what_other_modes_measured(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
-    options = ["--steps", "20", "--width", "16", "--layers", "1", "--add-to", str(path)]
+    options = ["--steps", "3", "--window", "2", "--width", "16", "--layers", "1", "--add-to", str(path)]
     for modes in ("ddp-ring-fp16", "ringdp"):
         text = run_tool("time_to_loss.py", "--modes", modes, *options)
     assert re.search(r"^ddp-ring-fp16 .*\n^ringdp ", text, re.MULTILINE), text

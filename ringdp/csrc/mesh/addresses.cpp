@@ -163,8 +163,11 @@ std::vector<Interface> select_interfaces(const std::vector<Interface>& all, cons
   bool exclude = items.empty() || items.front().front() == '^';
   std::vector<Interface> out = exclude ? all_but(all, items) : only(all, items);
   if (!out.empty()) return out;
+  std::vector<Interface> by_name = all;
+  std::stable_sort(by_name.begin(), by_name.end(),
+                   [](const Interface& a, const Interface& b) { return a.name < b.name; });
   std::string known;
-  for (const Interface& it : all) known += (known.empty() ? "" : ", ") + it.name + " (" + it.ip + ")";
+  for (const Interface& it : by_name) known += (known.empty() ? "" : ", ") + it.name + " (" + it.ip + ")";
   if (known.empty()) known = "none";
   if (spec.empty())
     throw Error(ErrorKind::kSystem,
