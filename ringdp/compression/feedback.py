@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import dataclasses
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -37,6 +38,7 @@ class Feedback(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
 class ErrorFeedback:
     """What was lost is added to the next gradient: e' = (x + e) - decode(encode(x + e)).
 
@@ -44,7 +46,7 @@ class ErrorFeedback:
     "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
     """
 
-    owed = ("residual",)
+    owed: ClassVar[tuple[str, ...]] = ("residual",)
 
     def before(self, x: Tensor, state: State) -> Tensor:
         return x + state.get("residual", 0.0)
@@ -52,10 +54,8 @@ class ErrorFeedback:
     def after(self, x: Tensor, decoded: Tensor, state: State) -> None:
         state["residual"] = x - decoded
 
-    def __repr__(self) -> str:
-        return "ErrorFeedback()"
 
-
+@dataclasses.dataclass(frozen=True)
 class EF21:
     """Ranks send how their gradient differs from an estimate that sender and receivers keep: g' = g + C(x - g).
 
@@ -63,7 +63,7 @@ class EF21:
     the owner's second encoding feeds back what it loses of the mean difference, as EF21-BC does (arXiv 2110.03294).
     """
 
-    owner = ErrorFeedback()
+    owner: ClassVar[Feedback] = ErrorFeedback()
 
     def before(self, x: Tensor, state: State) -> Tensor:
         return x - state.get("estimate", 0.0)
@@ -75,9 +75,6 @@ class EF21:
         mean: Tensor = aggregate + state.get("mean", 0.0)
         state["mean"] = mean
         return mean
-
-    def __repr__(self) -> str:
-        return "EF21()"
 
 
 def feedback_of(error_feedback: Any) -> Feedback | None:

@@ -104,6 +104,7 @@ class TopK:
         return (sparse.merge(codes, info.numel, divisor, residual, back),)
 
 
+@dataclasses.dataclass(frozen=True)
 class DGC:
     """Error feedback with momentum on the ranks, for an optimizer without: ``TopK(error_feedback=DGC(0.9))``.
 
@@ -121,16 +122,18 @@ class DGC:
         InvalidArgumentError: a momentum outside of [0, 1), or a clip that is not positive.
     """
 
-    owed = ("residual",)
-    unscaled = True
-    sums = False
+    momentum: float = 0.9
+    clip: float | None = None
+    masking: bool = True
+    owed: ClassVar[tuple[str, ...]] = ("residual",)
+    unscaled: ClassVar[bool] = True
+    sums: ClassVar[bool] = False
 
-    def __init__(self, momentum: float = 0.9, clip: float | None = None, masking: bool = True) -> None:
-        if not 0 <= momentum < 1:
-            raise InvalidArgumentError(f"DGC: momentum must be from 0 on and below 1, not {momentum!r}")
-        if clip is not None and not clip > 0:
-            raise InvalidArgumentError(f"DGC: clip must be positive or None, not {clip!r}")
-        self.momentum, self.clip, self.masking = momentum, clip, masking
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise InvalidArgumentError(f"DGC: momentum must be from 0 on and below 1, not {self.momentum!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise InvalidArgumentError(f"DGC: clip must be positive or None, not {self.clip!r}")
 
     def before(self, x: Tensor, state: State) -> Tensor:
         if self.clip is not None:
@@ -143,6 +146,3 @@ class DGC:
         state["residual"] = x - decoded
         if self.masking:
             state["velocity"] = torch.where(decoded == 0, state["velocity"], 0.0)
-
-    def __repr__(self) -> str:
-        return f"DGC(momentum={self.momentum}, clip={self.clip}, masking={self.masking})"

@@ -36,7 +36,7 @@ class Memory:
         """These take up what was loaded for them. A parameter with another compressor than before forgets."""
         for section in sections:
             before = self._sections.get(section.name)
-            if before is not None and before.compressor is not section.compressor:
+            if before is not None and before.compressor != section.compressor:
                 self.states.forget(section.name)
             self._sections[section.name] = section
             if section.name in self._waiting:

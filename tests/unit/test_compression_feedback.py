@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import EF21, Bfloat16, Int4, Int8
+from ringdp.compression import DGC, EF21, Bfloat16, ErrorFeedback, Int4, Int8
 from ringdp.compression.exchange import Section, States, saved
 from ringdp.errors import InvalidArgumentError
 from ringdp.testing import Simulation, simulate
@@ -57,6 +59,15 @@ def test_without_feedback_errors_grow_and_with_it_they_do_not() -> None:
         done = simulate(Int4(error_feedback=feedback), steps)
         off[feedback] = float((torch.stack(done.means).mean(0) - torch.stack(once).mean(0)).norm())
     assert off[True] < off[False] / 8
+
+
+@pytest.mark.parametrize(
+    "one", [ErrorFeedback(), EF21(), DGC(0.8), DGC(0.9, clip=1.0), DGC(0.9, masking=False)], ids=repr
+)
+def test_plug_ins_with_the_same_settings_are_equal(one: Any) -> None:
+    assert Int4(error_feedback=copy.deepcopy(one)) == Int4(error_feedback=pickle.loads(pickle.dumps(one)))
+    assert {one: 1}[copy.copy(one)] == 1
+    assert one != DGC()
 
 
 def test_ef21_comes_to_the_gradient_of_a_quiet_problem() -> None:
