@@ -8,17 +8,21 @@ keep an order on gloo.) While one lane waits for the wire, the other encodes.
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.backend import timeout_of
+from ringdp.backend import backend_of, timeout_of
+from ringdp.exchange import all_gather_bytes
 
 Job = Callable[[dist.ProcessGroup], Tensor]
+_NAME_BYTES = 32
 
 
 class Lanes:
@@ -31,7 +35,7 @@ class Lanes:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int = 2) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        self._groups = [_group_like(group, device) for _ in range(count)]
+        self._groups = _groups_like(group, device, count)
         for number in range(count):
             jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             threading.Thread(target=_work, args=(jobs,), name=f"ringdp lane {number}", daemon=True).start()
@@ -77,13 +81,30 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del job  # holds the bucket
 
 
-def _group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    made = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timeout_of(group, device.type),
-        backend=dist.get_backend_config(group),
-        use_local_synchronization=True,
+def _groups_like(group: dist.ProcessGroup, device: torch.device, count: int) -> list[dist.ProcessGroup]:
+    """New groups of the same ranks, in the same order, for tensors on this kind of device.
+
+    Their name is made by rank 0. ``torch.distributed.new_group`` would take it from how many groups this process is in,
+    which is another number on a rank that is in a group without the others.
+    """
+    name = all_gather_bytes(secrets.token_hex(_NAME_BYTES // 2).encode(), group, room=_NAME_BYTES, device=device)[0]
+    return [_group_like(group, device, f"ringdp compression {name.decode()} {lane}") for lane in range(count)]
+
+
+def _group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dist.ProcessGroup:
+    torchs: Any = dist.distributed_c10d  # only its own functions take a name
+    ranks = dist.get_process_group_ranks(group)
+    backend = backend_of(group, device.type)
+    made, _ = torchs._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        dist.Backend(f"{device.type}:{backend}"),
+        torchs._get_default_store(),
+        name,
+        timeout=timeout_of(group, device.type) or torchs._get_default_timeout(backend),
         group_desc="ringdp compression",
     )
+    torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     assert isinstance(made, dist.ProcessGroup)
     return made

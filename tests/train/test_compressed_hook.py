@@ -109,6 +109,28 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_leaves_no_trace(backend: str
     check_bits(COMPRESSORS[name], ranks)
 
 
+def among_other_groups() -> list[str]:
+    """All ranks, then the last two, train where each rank is in other groups than its neighbour; by step the bits."""
+    rank, pair = dist.get_rank(), dist.new_group([1, 2])
+    dist.new_group([0, 1])
+    seen = []
+    for group in [dist.group.WORLD, pair][: 2 if rank else 1]:
+        ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004, process_group=group)
+        ddp.register_comm_hook(*ddp_hook("topk", model=ddp, process_group=group))
+        for step in range(2):
+            ddp.zero_grad()
+            loss_of(ddp, step, rank).backward()
+            seen.append(digest(parameter.grad for parameter in ddp.parameters()))
+    return seen
+
+
+def test_members_of_a_group_meet_whatever_other_groups_they_are_in(backend: str) -> None:
+    first, *pair = run_ranks(among_other_groups, world_size=3, backend=backend, timeout_s=20)
+    assert pair[0] == pair[1]
+    assert pair[0][:2] == first
+    assert len(set(pair[0])) == 4
+
+
 def resumed() -> tuple[list[str], list[str]]:
     """Six steps at once, and three, a checkpoint, three with other objects; also what a rank's checkpoint holds."""
     rank = dist.get_rank()
