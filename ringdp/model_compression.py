@@ -14,6 +14,7 @@ from torch import Tensor
 from ringdp.auto_compression import AutoCompression, Decision, crosses_network
 from ringdp.backend import traffic
 from ringdp.compression import Auto, Compressor, Rules, get
+from ringdp.compression.description import describe
 from ringdp.compression.exchange import Sparsity
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.partition import turn_of
@@ -339,15 +340,6 @@ def _bytes_sent() -> int:
 
 def _feeds_back(compressor: Compressor | None) -> bool:
     return feedback_of(getattr(compressor, "error_feedback", None)) is not None
-
-
-def describe(compressor: Compressor) -> str:
-    """The compressor in words that are the same on all ranks: its own, or its class and what it was given."""
-    if type(compressor).__repr__ is not object.__repr__:
-        return repr(compressor)
-    plain = (bool, int, float, str, type(None))
-    given = (f"{name}={value!r}" for name, value in sorted(vars(compressor).items()) if isinstance(value, plain))
-    return f"{type(compressor).__qualname__}({', '.join(given)})"
 
 
 def _words(line: str) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ringdp import compression
-from ringdp.compression.exchange import Coder, Layout, Place, States, describe, saved
+from ringdp.compression.description import describe
+from ringdp.compression.exchange import Coder, Layout, Place, States, saved
 from ringdp.compression.exchange.local import there_and_back
 from ringdp.compression.exchange.packing import check_promise, forms_of
 from ringdp.compression.exchange.section import Section

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +18,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ringdp
-from ringdp.compression import EF21, Int8, PowerSGD, TopK
+from ringdp.compression import EF21, Int4, Int8, PowerSGD, TopK
 from ringdp.parallel import RingDP
 from tests.train import compressed_training as training
 from tests.train.harness import backends, run_outcomes, run_ranks
+
+
+def with_the_docs_plug_in() -> Int4:
+    """Error feedback as docs/custom_compressors.md writes its own: a class that says nothing of itself."""
+    page = (Path(ringdp.__file__).parents[1] / "docs" / "custom_compressors.md").read_text()
+    [snippet] = re.findall(r"^```python\n(class Decaying:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "page", "check_compressor": lambda compressor: None}
+    exec(compile(snippet, "custom_compressors.md", "exec"), names)
+    return Int4(error_feedback=names["Decaying"]())
+
 
 KINDS = [
     "int4",
@@ -29,6 +40,7 @@ KINDS = [
     Int8(error_feedback=EF21()),
     PowerSGD(2),
     TopK(0.1),
+    with_the_docs_plug_in,
 ]
 
 
@@ -46,19 +58,20 @@ def make(compression: Any, **arguments: Any) -> tuple[RingDP, torch.optim.Optimi
 
 
 def resumes(compression: Any, warmup_steps: int) -> None:
-    model, optimizer = make(compression, warmup_steps=warmup_steps)
+    anew = compression if callable(compression) else lambda: copy.deepcopy(compression)
+    model, optimizer = make(anew(), warmup_steps=warmup_steps)
     training.train(model, range(4), optimizer)
     state = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
                    "compression": model.compression_state_dict()})  # fmt: skip
     went_on = training.train(model, range(4, 8), optimizer)
-    again, its_optimizer = make(compression, warmup_steps=warmup_steps)
+    again, its_optimizer = make(anew(), warmup_steps=warmup_steps)
     again.load_state_dict(state["model"])
     its_optimizer.load_state_dict(state["optimizer"])
     again.load_compression_state_dict(state["compression"])
     assert training.train(again, range(4, 8), its_optimizer) == went_on
 
 
-@pytest.mark.parametrize("compression", KINDS, ids=str)
+@pytest.mark.parametrize("compression", KINDS, ids=lambda it: getattr(it, "__name__", str(it)))
 @pytest.mark.parametrize("backend", backends())
 def test_a_run_resumes_with_the_same_bits(backend: str, compression: Any) -> None:
     run_ranks(resumes, compression, 0, world_size=2, backend=backend)

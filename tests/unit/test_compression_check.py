@@ -118,8 +118,8 @@ class Untupled(Steps):
         (Accumulating(), r"rank 0's sum \(compressor, rank, part \d\) was changed in place"),
         (FedBackHalf(), "add up to the gradients .*: after 6 steps on 2 ranks they differ by"),
         (InPlace(), "compress changed its input"),
-        (Wide(), r"Wide.decompress must give float32 \[1000\] for checked, not float64 \[1000\]"),
-        (Untupled(), r"Untupled.compress must give a tuple of tensors for checked, not float16 \[1000\]"),
+        (Wide(), r"Wide\(\).decompress must give float32 \[1000\] for checked, not float64 \[1000\]"),
+        (Untupled(), r"Untupled\(\).compress must give a tuple of tensors for checked, not float16 \[1000\]"),
     ],
     ids=lambda it: type(it).__name__ if isinstance(it, Steps) else "",
 )

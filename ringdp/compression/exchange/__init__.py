@@ -7,7 +7,7 @@ answers them, or a simulation of all ranks in one process.
 
 from ringdp.compression.exchange.layout import Layout, Place
 from ringdp.compression.exchange.requests import AllGather, AllReduce, AllToAll, Exchange, Request
-from ringdp.compression.exchange.section import Coder, Section, describe
+from ringdp.compression.exchange.section import Coder, Section
 from ringdp.compression.exchange.sparsity import Sparsity, Tally
 from ringdp.compression.exchange.states import Key, States
 
@@ -25,5 +25,4 @@ __all__ = [
     "Sparsity",
     "States",
     "Tally",
-    "describe",
 ]

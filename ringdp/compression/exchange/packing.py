@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.compression.exchange.section import Coder, Phase, Section, describe
+from ringdp.compression.description import describe
+from ringdp.compression.exchange.section import Coder, Phase, Section
 from ringdp.compression.exchange.states import States
 from ringdp.compression.protocol import Payload
 from ringdp.errors import InvalidArgumentError

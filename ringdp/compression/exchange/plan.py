@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ringdp.compression.description import describe
 from ringdp.compression.exchange.packing import Forms, Promises, room
-from ringdp.compression.exchange.section import Phase, Section, describe
+from ringdp.compression.exchange.section import Phase, Section
 
 Ranges = tuple[tuple[int, int], ...]
 

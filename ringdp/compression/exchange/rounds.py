@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringdp.compression.description import describe
 from ringdp.compression.exchange.agreement import NOT_FINITE, raise_together
 from ringdp.compression.exchange.finite import spoil, unspoilt, what_is_not_finite
 from ringdp.compression.exchange.packing import Forms, forms_of
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllGather, AllReduce, Exchange, Request
-from ringdp.compression.exchange.section import Coder, Section, describe
+from ringdp.compression.exchange.section import Coder, Section
 from ringdp.compression.exchange.states import States
 from ringdp.compression.protocol import Rounds
 from ringdp.errors import InvalidArgumentError

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import native
+from ringdp.compression.description import describe
 from ringdp.compression.exchange.states import Key, States
 from ringdp.compression.feedback import ErrorFeedback, Feedback, feedback_of
 from ringdp.compression.partition import bounds, turn_of
@@ -284,12 +285,6 @@ def _checked(section: Section, method: str, x: Any, numel: int) -> Tensor:
             name=section.name,
         )
     return x.reshape(-1)
-
-
-def describe(compressor: Compressor) -> str:
-    """For messages, and compared between ranks: the class, and its settings where it says them without an address."""
-    text = repr(compressor)
-    return type(compressor).__qualname__ if " at 0x" in text or text.startswith("<") else text
 
 
 def _what(value: Any) -> str:
