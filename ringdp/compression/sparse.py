@@ -20,25 +20,37 @@ BLOCK = 256
 HEADER_BYTES = 16
 LEAST_THRESHOLD = 2.0**-100
 _SPARSE, _DENSE = 0, 1
+_LARGEST_FINITE = 0x7F7FFFFF  # bits
 
 
 def select(
-    x: Tensor, residual: Tensor | None, factor: float, threshold: float, most: int, left: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    factor: float,
+    threshold: float,
+    most: int,
+    left: Tensor | None = None,
+    equals: int | None = None,
 ) -> tuple[Tensor, Tensor | None, int]:
     """Code, new residual and number of the large elements of v = x + factor * residual.
 
-    The code holds the first `most` elements of magnitude `threshold` or more; the new residual is what it does not hold
-    of v, by factor, None where `residual` is; in `left` where that can be.
+    The code holds the first `most` elements of magnitude `threshold` or more, of those that equal it only the first
+    `equals` where that is given; the new residual is what it does not hold of v, by factor, None where `residual` is;
+    in `left` where that can be.
     """
     if native.serves(x):
         selected: tuple[Tensor, Tensor | None, int] = native.extension().sparse_select(
-            x, residual, factor, threshold, most, left
+            x, residual, factor, threshold, most, left, equals
         )
         return selected
     v = x if residual is None else x + factor * residual
-    large = (v.abs() < max(threshold, LEAST_THRESHOLD)).logical_not_()
+    least = max(threshold, LEAST_THRESHOLD)
+    large = (v.abs() < least).logical_not_()
     index = large.nonzero().view(-1)
     found = index.numel()
+    if equals is not None:
+        equal = v[index].abs() == least
+        index = index[equal.logical_not() | (equal.cumsum(0) <= equals)]
     index = index[:most]
     code, sent = _code(index, v[index], x.numel(), finite=bool(v[large].isfinite().all()))
     left = None
@@ -49,14 +61,18 @@ def select(
 
 
 def threshold_for(x: Tensor, residual: Tensor | None, factor: float, wanted: int) -> float:
-    """A magnitude that about `wanted` elements of x + factor * residual reach; 0 where none is above zero."""
+    """A magnitude that about `wanted` elements of x + factor * residual reach; 0 where none is above zero.
+
+    By a histogram of a sample; by the sample's own order where magnitudes are so close together that a bin of the
+    histogram says too little.
+    """
     if native.serves(x):
         estimate: float = native.extension().sparse_threshold(x, residual, factor, wanted)
         return estimate
     step = 16 if x.numel() > 1 << 18 else 1
     seen = x[::step] if residual is None else x[::step] + factor * residual[::step]
-    bits = seen.abs().view(torch.int32) >> 19
-    counts = torch.bincount(bits, minlength=1 << 12).flip(0).cumsum(0)
+    bits = seen.abs().view(torch.int32)
+    counts = torch.bincount(bits >> 19, minlength=1 << 12).flip(0).cumsum(0)
     aim = wanted * seen.numel() / max(x.numel(), 1)
     reached = (counts >= aim).nonzero()
     if not reached.numel():
@@ -66,8 +82,28 @@ def threshold_for(x: Tensor, residual: Tensor | None, factor: float, wanted: int
     bin_ = (1 << 12) - 1 - at
     if bin_ == 0:
         return 0.0
-    inside = int((bin_ + 1 - (aim - above) / (upto - above)) * (1 << 19))
-    return float(torch.tensor(min(inside, 0x7F7FFFFF), dtype=torch.int32).view(torch.float32))
+    if above < aim / 2 or upto > 2 * aim:
+        return _magnitude(int(bits.topk(math.ceil(aim), sorted=False).values.min()))
+    return _magnitude(int((bin_ + 1 - (aim - above) / (upto - above)) * (1 << 19)))
+
+
+def exact_cut(x: Tensor, residual: Tensor | None, factor: float, wanted: int) -> tuple[float, int]:
+    """A threshold and a number: the `wanted` largest of x + factor * residual are those above it, and so many equals.
+
+    `wanted`: 1 to all of them. Infinities and NaNs count as the largest.
+    """
+    if native.serves(x):
+        cut: tuple[float, int] = native.extension().sparse_cut(x, residual, factor, wanted)
+        return cut
+    bits = (x if residual is None else x + factor * residual).abs().view(torch.int32)
+    threshold = bits.topk(wanted, sorted=False).values.min()
+    if int(threshold) > _LARGEST_FINITE:
+        return _magnitude(_LARGEST_FINITE), 0
+    return _magnitude(int(threshold)), wanted - int((bits > threshold).sum())
+
+
+def _magnitude(bits: int) -> float:
+    return float(torch.tensor(min(bits, _LARGEST_FINITE), dtype=torch.int32).view(torch.float32))
 
 
 def decode(code: Tensor, numel: int) -> Tensor:

@@ -28,10 +28,12 @@ class TopK:
 
     They are those above a threshold, so one pass finds them and adds and keeps what was left out: no sorting. The
     threshold is estimated from a histogram of a sample until it hardly changes from step to step, and then follows what
-    it found; where that is off by more than a factor of 2 it is estimated anew. No more than twice the fraction is
-    sent. Owners add what the ranks sent and send the union of it (Li, Hoefler, "Near-Optimal Sparse Allreduce", PPoPP
-    2022, arXiv 2201.07598), so all ranks have the same bits. Aji, Heafield, "Sparse Communication for Distributed
-    Gradient Descent", EMNLP 2017, arXiv 1704.05021; for momentum see `DGC`. docs/wire_format.md has the layout.
+    it found; where that is off by more than a factor of 2 it is estimated anew, and where that does not help either
+    (many magnitudes are equal, or the sample is unlike the rest) it is found exactly: then the fraction is sent to the
+    element, of equals the first. No more than twice the fraction is sent. Owners add what the ranks sent and send the
+    union of it (Li, Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022, arXiv 2201.07598), so all ranks have the same
+    bits. Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv 1704.05021; for
+    momentum see `DGC`. docs/wire_format.md has the layout.
 
     Args:
         fraction: of elements that are sent, above 0, at most 1.
@@ -79,15 +81,22 @@ class TopK:
         wanted = max(1, round(self.fraction_at(info.step) * info.numel))
         expected = float(info.state.get("threshold", 0.0)) * scale
         trusted = expected > 0.0 and bool(info.state.get("trusted", False))
-        threshold = expected if trusted else sparse.threshold_for(x, residual, scale, wanted)
-        code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted, room)
-        if trusted and not wanted / 2 <= found <= 2 * wanted:
-            trusted = False
+        threshold = expected
+        if trusted:
+            code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted, room)
+            trusted = wanted / _CAP <= found <= _CAP * wanted
+        if not trusted:
             threshold = sparse.threshold_for(x, residual, scale, wanted)
             code, left, found = sparse.select(x, residual, scale, threshold, _CAP * wanted, room)
-        share = min(max(found / wanted, 0.5), 2.0)
+            trusted = abs(threshold - expected) <= _NEAR * expected
+        too_few = found < wanted / _CAP and threshold > sparse.LEAST_THRESHOLD
+        if too_few or found > _CAP * wanted:
+            threshold, equals = sparse.exact_cut(x, residual, scale, wanted)
+            code, left, _ = sparse.select(x, residual, scale, threshold, wanted, room, equals)
+            found, trusted = wanted, False
+        share = min(max(found / wanted, 1 / _CAP), _CAP)
         info.state["threshold"] = threshold * share**_GAIN / scale
-        info.state["trusted"] = trusted or abs(threshold - expected) <= _NEAR * expected
+        info.state["trusted"] = trusted
         return (code,), left
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:

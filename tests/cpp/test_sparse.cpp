@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "codec/sparse.h"
+#include "codec/sparse_threshold.h"
 #include "instruction_sets.h"
 #include "kernels/half.h"
 #include "testing.h"
@@ -168,15 +169,40 @@ CASE("the estimate is near what is wanted") {
     for (std::size_t i = 0; i < count; ++i) x[i] *= std::exp(2.0f * sizes[i]);  // heavy tails
     for (const double fraction : {0.1, 0.01}) {
       const auto wanted = static_cast<std::size_t>(fraction * static_cast<double>(count));
-      const float threshold = sparse::estimate_threshold(x.data(), nullptr, 1.0f, wanted, count);
+      const float threshold = sparse::estimate_threshold({x.data(), nullptr, 1.0f, count}, wanted);
       const std::size_t found = sparse::select(x.data(), nullptr, nullptr, 1.0f, threshold, count, count).found;
       const double off = static_cast<double>(found) / static_cast<double>(wanted);
       CHECK(off > 0.8 && off < 1.25);
     }
   }
   const std::vector<float> zeros(5000, 0.0f);
-  CHECK(sparse::estimate_threshold(zeros.data(), nullptr, 1.0f, 50, zeros.size()) == 0.0f);
-  CHECK(sparse::estimate_threshold(nullptr, nullptr, 1.0f, 50, 0) == 0.0f);
+  CHECK(sparse::estimate_threshold({zeros.data(), nullptr, 1.0f, zeros.size()}, 50) == 0.0f);
+  CHECK(sparse::estimate_threshold({nullptr, nullptr, 1.0f, 0}, 50) == 0.0f);
+}
+
+CASE("a cut divides the largest from the others to the element") {
+  for (const std::size_t count : {std::size_t{1}, std::size_t{255}, std::size_t{5003}}) {
+    for (const float step : {0.0f, 1e-6f, 0.25f, 1e4f}) {  // magnitudes of all, between some, and far apart
+      std::vector<float> x = gaussian(count, 40), sorted;
+      for (float& it : x) it = std::copysign(1.0f + step * std::floor(4 * std::fabs(it)), it);
+      for (const float it : x) sorted.push_back(2 * std::fabs(it));
+      std::sort(sorted.rbegin(), sorted.rend());
+      for (const std::size_t wanted : {std::size_t{1}, count / 2 + 1, count}) {
+        const sparse::Cut cut = sparse::exact_cut({x.data(), x.data(), 1.0f, count}, wanted);
+        CHECK(cut.threshold == sorted[wanted - 1]);
+        std::vector<float> left(count);
+        on_every_isa([&](const std::string&) {
+          const Selected it =
+              sparse::select(x.data(), x.data(), left.data(), 1.0f, cut.threshold, count, count, cut.equals);
+          CHECK(it.entries == wanted && it.found >= wanted);
+          for (const float value : left) CHECK(std::fabs(value) <= cut.threshold + sorted[0] * 0x1p-11f);
+        });
+      }
+    }
+  }
+  const std::vector<float> both{1.0f, kInfinite, kInfinite, std::nanf("")};
+  CHECK(sparse::exact_cut({both.data(), nullptr, 1.0f, 4}, 2).equals == 0);
+  CHECK(sparse::exact_cut({both.data(), nullptr, 1.0f, 4}, 4).threshold == 1.0f);
 }
 
 CASE("bytes that are no code are refused") {

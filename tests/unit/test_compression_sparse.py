@@ -80,6 +80,27 @@ def test_both_estimate_alike() -> None:
         assert 0.8 < found / wanted < 1.25
 
 
+@needs_core
+@pytest.mark.parametrize("count", [1, 257, 5003])
+def test_both_cut_alike_where_many_are_equal(count: int) -> None:
+    x, residual = gaussian(count).mul(2).round(), torch.ones(count)
+    for wanted in (1, count // 3 + 1, count):
+        cut = sparse.exact_cut(x, residual, 2.0, wanted)
+        code, left, found = sparse.select(x, residual, 2.0, cut[0], wanted, None, cut[1])
+        with by_torch():
+            assert sparse.exact_cut(x, residual, 2.0, wanted) == cut
+            other, its_left, its_found = sparse.select(x, residual, 2.0, cut[0], wanted, None, cut[1])
+        assert left is not None
+        assert its_left is not None
+        assert torch.equal(code, other)
+        assert torch.equal(left, its_left)
+        assert found == its_found
+        large = (x + 2.0).abs().topk(wanted).values
+        assert torch.equal(sparse.decode(code, count).abs().topk(wanted).values, large)
+        if cut[0] > 0.0:
+            assert sparse.entries(code) == wanted
+
+
 @pytest.mark.parametrize("core", [pytest.param(True, marks=needs_core), False])
 def test_bytes_that_are_no_code_are_refused(core: bool) -> None:
     good = sparse.select(gaussian(1000), None, 1.0, 1.5, 1000)[0]
@@ -131,6 +152,51 @@ def test_the_threshold_follows_gradients_that_grow_and_shrink() -> None:
         state = info.state
         if step not in (0, 40):
             assert 0.5 * 1000 <= sparse.entries(code) <= 2 * 1000, step
+
+
+def crowded(count: int, spread: float, step: int) -> Tensor:
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(step))
+    return (drawn - 0.5).sign() * (1.0 + spread * drawn)
+
+
+def hidden(count: int, step: int) -> Tensor:
+    """Nothing in the blocks that a sample looks at."""
+    return (torch.arange(count) // 256 % 16 != 0).float() * gaussian(count, seed=step)
+
+
+@pytest.mark.parametrize("core", [pytest.param(True, marks=needs_core), False])
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        pytest.param(lambda step: crowded(20_000, 0.0, step), id="equal"),
+        pytest.param(lambda step: crowded(20_000, 1e-4, step), id="within 1e-4"),
+        pytest.param(lambda step: crowded(20_000, 0.1, step), id="within 10 %"),
+        pytest.param(lambda step: torch.where(torch.arange(20_000) < 9900, 0.5, 1.0), id="two values"),
+        pytest.param(lambda step: hidden(300_000, step), id="not in the sample"),
+    ],
+)
+def test_about_the_fraction_is_sent_however_magnitudes_lie(gradient: Any, feedback: bool, core: bool) -> None:
+    compressor = TopK(0.02, error_feedback=feedback)
+    state: dict[str, Any] = {}
+    left, sent = torch.zeros_like(gradient(0)), []
+    with mock.patch.object(native, "serves", native.serves if core else lambda x: False):
+        for step in range(12):
+            x = gradient(step)
+            info = Info(name="x", shape=tuple(x.shape), numel=x.numel(), step=step, state=state)
+            if feedback:
+                (code,), left = compressor.compress_with_residual(x, left, info)
+            else:
+                (code,) = compressor.compress(x, info)
+            sent.append(sparse.entries(code) / (0.02 * x.numel()))
+    assert max(sent) <= 2
+    assert 0.8 < sum(sent) / len(sent) < 1.25
+
+
+def test_equals_wait_for_their_turn() -> None:
+    done = simulate(TopK(0.1), [[torch.ones(1000)] * 2] * 8)
+    times = torch.stack(done.means).count_nonzero(0)
+    assert (int(times.sum()), int(times.max())) == (800, 1)
 
 
 def test_the_fraction_falls_over_the_ramp() -> None:

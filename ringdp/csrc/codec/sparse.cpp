@@ -1,7 +1,6 @@
 #include "codec/sparse.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -152,7 +151,7 @@ Code spoilt(std::size_t count) {
 }  // namespace
 
 Selected select(const float* x, const float* residual, float* new_residual, float factor, float threshold,
-                std::size_t most, std::size_t count) {
+                std::size_t most, std::size_t count, std::size_t equals) {
   const Scan scan{x, residual, new_residual, factor, std::bit_cast<uint32_t>(std::max(threshold, kLeastThreshold))};
   const ScanBlock look = scan_block(current_isa());
   Writer writer(count, std::min(most, count));
@@ -166,8 +165,13 @@ Selected select(const float* x, const float* residual, float* new_residual, floa
     for (std::size_t word = 0; word < kBlock / 64; ++word) {
       for (uint64_t bits = large[word]; bits != 0; bits &= bits - 1) {
         const std::size_t place = 64 * word + static_cast<std::size_t>(std::countr_zero(bits));
-        finite = finite && (std::bit_cast<uint32_t>(v[place]) & 0x7fffffffu) < kInfinity;
-        if (selected.found++ < most) writer.add(place, v[place]);
+        const uint32_t magnitude = std::bit_cast<uint32_t>(v[place]) & 0x7fffffffu;
+        finite = finite && magnitude < kInfinity;
+        ++selected.found;
+        const bool at_threshold = magnitude == scan.threshold;
+        if (writer.entries() == most || (at_threshold && equals == 0)) continue;
+        if (at_threshold) --equals;
+        writer.add(place, v[place]);
       }
     }
   }
@@ -177,37 +181,6 @@ Selected select(const float* x, const float* residual, float* new_residual, floa
     if (residual != nullptr) new_residual[index] = (value - sent) * inverse_factor;
   });
   return selected;
-}
-
-float estimate_threshold(const float* x, const float* residual, float factor, std::size_t wanted, std::size_t count) {
-  constexpr int kShift = 19;             // a bin for each exponent and the upper 4 bits of the mantissa
-  constexpr std::size_t kLookedAt = 16;  // one block in so many, of what has many; of a million elements half as many
-  std::array<uint32_t, 1u << (31 - kShift)> histogram{};
-  const std::size_t blocks = blocks_of(count);
-  const std::size_t step = blocks >= 256 * kLookedAt ? 2 * kLookedAt : blocks >= 64 * kLookedAt ? kLookedAt : 1;
-  std::size_t seen = 0;
-  for (std::size_t at = 0; at < count; at += kBlock * step) {
-    const std::size_t end = std::min(at + kBlock, count);
-    for (std::size_t i = at; i < end; ++i, ++seen) {
-      const float v = residual == nullptr ? x[i] : x[i] + factor * residual[i];
-      ++histogram[(std::bit_cast<uint32_t>(v) & 0x7fffffffu) >> kShift];
-    }
-  }
-  const double aim =
-      static_cast<double>(wanted) * static_cast<double>(seen) / static_cast<double>(std::max<std::size_t>(count, 1));
-  double above = 0;
-  for (std::size_t bin = histogram.size(); bin-- > 0;) {
-    if (histogram[bin] == 0 || above + histogram[bin] < aim) {
-      above += histogram[bin];
-      continue;
-    }
-    // Within the bin as if they were spread evenly.
-    const double share = (aim - above) / histogram[bin];
-    const auto bits = static_cast<uint32_t>((static_cast<double>(bin) + 1 - share) * (1u << kShift));
-    const float threshold = std::bit_cast<float>(std::min(bits, kInfinity - 1));
-    return bin == 0 ? 0.0f : threshold;
-  }
-  return 0.0f;
 }
 
 void check(std::span<const std::byte> code, std::size_t count) {

@@ -24,19 +24,15 @@ inline constexpr float kLeastThreshold = 0x1p-100f;
 
 struct Selected {
   Code code;
-  std::size_t found = 0;    // elements of that magnitude, also those beyond `most`
+  std::size_t found = 0;    // elements of that magnitude, also those that are not in the code
   std::size_t entries = 0;  // in the code
 };
 
-// v = x + factor·residual; the code has the v whose magnitude is at least `threshold` (taken as kLeastThreshold at least), the
-// first `most` of them; new_residual = (v - decode(code)) / factor, may be residual. Both residuals null: without feedback.
-// Where something is not finite, new_residual means nothing.
+// v = x + factor·residual; the code has the v whose magnitude is at least `threshold` (taken as kLeastThreshold at least), of
+// those that equal it the first `equals`, and of all these the first `most`. new_residual = (v - decode(code)) / factor, may be
+// residual; where something is not finite, it means nothing. Both residuals null: without feedback.
 Selected select(const float* x, const float* residual, float* new_residual, float factor, float threshold,
-                std::size_t most, std::size_t count);
-
-// A threshold that about `wanted` of the v = x + factor·residual reach, by a histogram of about one in 16 of them; residual
-// may be null. 0 where none is above zero.
-float estimate_threshold(const float* x, const float* residual, float factor, std::size_t wanted, std::size_t count);
+                std::size_t most, std::size_t count, std::size_t equals = SIZE_MAX);
 
 // Throws Error(kValue) where the bytes are no code of `count` elements: a length, a count or a place that cannot be.
 void check(std::span<const std::byte> code, std::size_t count);

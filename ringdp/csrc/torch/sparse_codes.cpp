@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "codec/sparse.h"
+#include "codec/sparse_threshold.h"
 #include "torch/bindings.h"
 #include "torch/flat_tensors.h"
 
@@ -47,7 +48,8 @@ std::size_t count_of(const at::Tensor& x, const MaybeTensor& residual, float fac
 const float* floats(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<float>() : nullptr; }
 
 std::tuple<at::Tensor, MaybeTensor, std::size_t> select(const at::Tensor& x, const MaybeTensor& residual, float factor,
-                                                        float threshold, std::size_t most, MaybeTensor left) {
+                                                        float threshold, std::size_t most, MaybeTensor left,
+                                                        std::optional<std::size_t> equals) {
   const std::size_t count = count_of(x, residual, factor);
   if (left) require_flat(*left, at::kFloat, "what is left");
   if (left && left->numel() != x.numel())
@@ -58,14 +60,23 @@ std::tuple<at::Tensor, MaybeTensor, std::size_t> select(const at::Tensor& x, con
   if (residual && !left) left = at::empty_like(*residual);
   const sparse::Selected it =
       sparse::select(x.const_data_ptr<float>(), floats(residual), left ? left->mutable_data_ptr<float>() : nullptr,
-                     factor, threshold, most, count);
+                     factor, threshold, most, count, equals.value_or(SIZE_MAX));
   return {tensor_of(it.code), left, it.found};
 }
 
 float estimate(const at::Tensor& x, const MaybeTensor& residual, float factor, std::size_t wanted) {
-  const std::size_t count = count_of(x, residual, factor);
+  const sparse::Looked looked{x.const_data_ptr<float>(), floats(residual), factor, count_of(x, residual, factor)};
   py::gil_scoped_release no_gil;
-  return sparse::estimate_threshold(x.const_data_ptr<float>(), floats(residual), factor, wanted, count);
+  return sparse::estimate_threshold(looked, wanted);
+}
+
+std::tuple<float, std::size_t> cut(const at::Tensor& x, const MaybeTensor& residual, float factor, std::size_t wanted) {
+  const sparse::Looked looked{x.const_data_ptr<float>(), floats(residual), factor, count_of(x, residual, factor)};
+  if (wanted == 0 || wanted > looked.count)
+    throw Error(ErrorKind::kValue, "the " + std::to_string(wanted) + " largest of " + std::to_string(looked.count));
+  py::gil_scoped_release no_gil;
+  const sparse::Cut found = sparse::exact_cut(looked, wanted);
+  return {found.threshold, found.equals};
 }
 
 at::Tensor decode(const at::Tensor& code, std::size_t numel) {
@@ -93,12 +104,15 @@ at::Tensor merge(const std::vector<at::Tensor>& codes, std::size_t numel, float 
 void bind_sparse_codes(py::module_& module) {
   module.def(
       "sparse_select", &select, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("threshold"),
-      py::arg("most"), py::arg("left") = py::none(),
+      py::arg("most"), py::arg("left") = py::none(), py::arg("equals") = py::none(),
       "(code, new residual, found) of v = x + factor * residual: the code has the first `most` elements of\n"
-      "magnitude `threshold` or more, `found` is how many there are. float32 [numel]; the residuals may be None.\n"
-      "`left`: where to put the new one; may be the old one.");
+      "magnitude `threshold` or more, of those that equal it the first `equals`; `found` is how many there are.\n"
+      "float32 [numel]; the residuals may be None. `left`: where to put the new one; may be the old one.");
   module.def("sparse_threshold", &estimate, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("wanted"),
              "A magnitude that about `wanted` elements of x + factor * residual reach, by a sample; 0 where none is.");
+  module.def("sparse_cut", &cut, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("wanted"),
+             "(threshold, equals): the `wanted` largest of x + factor * residual are those above the threshold and so\n"
+             "many of those that equal it.");
   module.def("sparse_decode", &decode, py::arg("code"), py::arg("numel"),
              "float32 [numel]. Raises ValueError for what is no code of so many elements, an index out of range.");
   module.def(
