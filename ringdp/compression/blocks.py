@@ -22,6 +22,14 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
     return x.view(-1, block)
 
 
+def lengths(numel: int, block: int, device: torch.device) -> Tensor:
+    """How many of `numel` elements are in each block, float32 ``[blocks]``."""
+    counts = torch.full((-(-numel // block),), float(block), device=device)
+    if numel % block:
+        counts[-1] = numel % block
+    return counts
+
+
 def absmax(blocks: Tensor) -> Tensor:
     """``[blocks]``; NaN where something in the block is NaN. Reads twice, and is half the time of ``abs().amax()``."""
     return torch.maximum(blocks.amax(1), -blocks.amin(1)).abs_()

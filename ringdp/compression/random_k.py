@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ringdp.compression import blocks
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register
@@ -22,7 +23,8 @@ class RandomK:
     No indices are sent, and the sum of payloads is the payload of the sum. Stich, Cordonnier, Jaggi, "Sparsified SGD
     with Memory", NeurIPS 2018, arXiv 1809.07599, with one draw for each run of neighbouring elements instead of one
     for all: a permutation of all elements would take longer than sending them. With error feedback what was not drawn
-    waits; without it elements are multiplied by 1/fraction, so that they are right on average.
+    waits; without it elements are multiplied by the length of their run, 1/fraction but for the last, so that they are
+    right on average.
 
     Args:
         fraction: of elements that are sent, above 0, at most 1; 1/fraction is rounded to a whole number.
@@ -47,7 +49,7 @@ class RandomK:
 
     def compress(self, x: Tensor, info: Info) -> Payload:
         chosen = x[self._drawn(info)]
-        return (chosen if self.error_feedback else chosen.mul_(self.run),)
+        return (chosen if self.error_feedback else chosen.mul_(blocks.lengths(info.numel, self.run, x.device)),)
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
         x = torch.zeros(info.numel, device=payload[0].device)

@@ -43,10 +43,8 @@ class Sign:
 
     def compress(self, x: Tensor, info: Info) -> Payload:
         magnitudes = blocks.in_blocks(x.abs(), self.block)
-        counts = torch.full((magnitudes.shape[0], 1), float(self.block), device=x.device)
-        if x.numel() % self.block:
-            counts[-1] = x.numel() % self.block
-        mean = magnitudes.div_(counts).sum(1)  # divided first: the sum of large ones is no infinity
+        counts = blocks.lengths(x.numel(), self.block, x.device)
+        mean = magnitudes.div_(counts.unsqueeze(1)).sum(1)  # divided first: the sum of large ones is no infinity
         return (blocks.as_bytes(mean, pack((x >= 0).to(torch.uint8), 1)),)
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:

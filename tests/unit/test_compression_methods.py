@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import (
+    EF21,
     QSGD,
     Info,
     Int4,
@@ -103,12 +104,36 @@ def test_qsgd_adds_no_more_variance_than_its_bound() -> None:
         assert added < min(512 / levels**2, 512**0.5 / levels)
 
 
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        QSGD(error_feedback=True),
+        QSGD(bits=2, error_feedback=EF21()),
+        QSGD(bits=8, block=10_000, error_feedback=True),
+        TernGrad(error_feedback=True),
+        TernGrad(clip=None, error_feedback=True),
+    ],
+    ids=str,
+)
+def test_with_error_feedback_no_draw_leaves_more_than_there_was(compressor: Any) -> None:
+    x = gaussian(5000) * torch.logspace(-1, 1, 5000)
+    variance = min(compressor.block / compressor.levels**2, compressor.block**0.5 / compressor.levels)
+    errors = []
+    for step in range(20):
+        decoded = once(compressor, x, step)
+        for block, exact in zip(decoded.split(compressor.block), x.split(compressor.block), strict=True):
+            errors.append(nmse(block, exact))
+    assert max(errors) <= 1
+    assert sum(errors) / len(errors) < 1 - 1 / (1 + variance)
+
+
 def test_terngrad_has_three_values_and_cuts_at_its_clip() -> None:
-    x = gaussian(512)
+    x = gaussian(612)
     x[7] = 100.0
-    values = once(TernGrad(), x).unique()
-    assert len(values) == 3
-    assert float(values.max()) == pytest.approx(2.5 * float(x.square().mean().sqrt()), rel=1e-5)
+    for block, exact in zip(once(TernGrad(), x).split(512), x.split(512), strict=True):
+        assert len(block.unique()) == 3
+        clip = min(2.5 * float(exact.square().mean().sqrt()), float(exact.abs().max()))
+        assert float(block.max()) == pytest.approx(clip, rel=1e-5)
     assert float(once(TernGrad(clip=None), x).max()) == 100.0
 
 
@@ -123,6 +148,7 @@ def test_random_k_sends_one_of_each_run_and_over_the_steps_all() -> None:
     assert bool(seen.all())
     average = torch.stack([once(RandomK(0.1, error_feedback=False), x, step) for step in range(2000)]).mean(0)
     assert nmse(average[:1000], x[:1000]) < 0.01
+    assert nmse(average[1000:], x[1000:]) < 0.01  # a shorter run
 
 
 def test_a_majority_decides_each_sign() -> None:
