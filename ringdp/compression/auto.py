@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from ringdp.compression.arguments import check_choice
 from ringdp.compression.protocol import Info, Payload
 from ringdp.compression.registry import register
 from ringdp.errors import InvalidArgumentError
@@ -39,8 +40,7 @@ class Auto:
     allow: str = "near"
 
     def __post_init__(self) -> None:
-        if self.allow not in ALLOW:
-            raise InvalidArgumentError(f"allow must be one of {', '.join(ALLOW)}, not {self.allow!r}")
+        check_choice("Auto", "allow", self.allow, ALLOW)
 
     @property
     def levels(self) -> tuple[str, ...]:

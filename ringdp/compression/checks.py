@@ -1,4 +1,4 @@
-"""What the compressors of this package refuse, in words."""
+"""Which payloads the compressors of this package refuse, in words."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from torch import Tensor
 from ringdp.compression.feedback import ErrorFeedback, feedback_of
 from ringdp.compression.protocol import Info, Payload
 from ringdp.errors import InvalidArgumentError
-
-
-def check_block(what: str, block: Any, *, multiple_of: int) -> None:
-    if not isinstance(block, int) or isinstance(block, bool) or block < multiple_of or block % multiple_of:
-        kinds = {1: "a whole number from 1 on", 2: "an even number from 2 on"}
-        kind = kinds.get(multiple_of, f"a multiple of {multiple_of}")
-        raise InvalidArgumentError(f"{what}: block must be {kind}, not {block!r}")
 
 
 def check_code(what: str, payload: Payload, size: int, info: Info) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import blocks
-from ringdp.compression.checks import check_block
+from ringdp.compression.arguments import check_block, check_flag
 from ringdp.compression.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.registry import register
@@ -31,7 +31,7 @@ class Int8(CoreCodec):
         rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
-        InvalidArgumentError: a block below 1.
+        InvalidArgumentError: a block out of 1 to 2^20.
     """
 
     block: int = _NATIVE_BLOCK
@@ -41,6 +41,7 @@ class Int8(CoreCodec):
 
     def __post_init__(self) -> None:
         check_block("Int8", self.block, multiple_of=1)
+        check_flag("Int8", "rotate", self.rotate)
 
     @property
     def in_core(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import blocks
-from ringdp.compression.checks import check_block
+from ringdp.compression.arguments import check_block, check_flag
 from ringdp.compression.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.registry import register
@@ -46,6 +46,7 @@ class _Planes(CoreCodec):
 
     def __post_init__(self) -> None:
         check_block(type(self).__name__, self.block, multiple_of=self.multiple_of)
+        check_flag(type(self).__name__, "rotate", self.rotate)
 
     @property
     def in_core(self) -> bool:
@@ -118,7 +119,7 @@ class Int6(_Linear):
         rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
-        InvalidArgumentError: a block that is no multiple of 8.
+        InvalidArgumentError: a block that is no multiple of 8 up to 2^20.
     """
 
     block: int = _NATIVE_BLOCK
@@ -141,7 +142,7 @@ class Int5(_Linear):
         rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
-        InvalidArgumentError: a block that is no multiple of 8.
+        InvalidArgumentError: a block that is no multiple of 8 up to 2^20.
     """
 
     block: int = _NATIVE_BLOCK
@@ -165,7 +166,7 @@ class Int4(_Linear):
         rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
-        InvalidArgumentError: a block that is odd or below 2.
+        InvalidArgumentError: a block that is odd or out of 2 to 2^20.
     """
 
     block: int = _NATIVE_BLOCK
@@ -196,7 +197,7 @@ class NormalFloat4(_Planes):
         error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: a block that is no multiple of 8.
+        InvalidArgumentError: a block that is no multiple of 8 up to 2^20.
     """
 
     block: int = _NATIVE_BLOCK

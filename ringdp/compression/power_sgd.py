@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import low_rank
+from ringdp.compression.arguments import check_flag, check_whole
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.protocol import Aggregate, Info, Rounds
 from ringdp.compression.registry import register
-from ringdp.errors import InvalidArgumentError
 
 
 @register("powersgd")
@@ -33,7 +33,7 @@ class PowerSGD:
         error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: a rank below 1.
+        InvalidArgumentError: a rank that is no whole number from 1 on, a warm_start that is no bool.
     """
 
     rank: int = 4
@@ -43,8 +43,8 @@ class PowerSGD:
     carries_nan: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise InvalidArgumentError(f"PowerSGD: rank must be a whole number from 1 on, not {self.rank!r}")
+        check_whole("PowerSGD", "rank", self.rank, least=1)
+        check_flag("PowerSGD", "warm_start", self.warm_start)
 
     def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:
         nothing: list[Tensor | None] = [None] * len(xs)

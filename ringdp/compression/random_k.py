@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import blocks
+from ringdp.compression.arguments import check_fraction
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register
-from ringdp.errors import InvalidArgumentError
+
+_LONGEST_RUN = 2.0**62  # one element of any tensor
 
 
 @register("randomk")
@@ -39,13 +41,12 @@ class RandomK:
     aggregate: ClassVar[Aggregate] = "sum"
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise InvalidArgumentError(f"RandomK: fraction must be above 0 and at most 1, not {self.fraction!r}")
+        check_fraction("RandomK", self.fraction)
 
     @property
     def run(self) -> int:
         """Neighbours of which one is drawn."""
-        return max(1, round(1 / self.fraction))
+        return max(1, round(min(1 / self.fraction, _LONGEST_RUN)))
 
     def compress(self, x: Tensor, info: Info) -> Payload:
         chosen = x[self._drawn(info)]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import blocks
+from ringdp.compression.arguments import check_block
 from ringdp.compression.bits import pack, packed_bytes, unpack
-from ringdp.compression.checks import check_block, check_code
+from ringdp.compression.checks import check_code
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register
@@ -30,7 +31,7 @@ class Sign:
         error_feedback: False, True, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: a block that is no multiple of 8.
+        InvalidArgumentError: a block that is no multiple of 8 up to 2^20.
     """
 
     block: int = 256

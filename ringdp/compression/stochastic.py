@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import blocks
+from ringdp.compression.arguments import check_block, check_choice, check_clip
 from ringdp.compression.bits import pack, packed_bytes, unpack
-from ringdp.compression.checks import check_block, check_code
+from ringdp.compression.checks import check_code
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register
-from ringdp.errors import InvalidArgumentError
 
 
 class _Stochastic(ABC):
@@ -95,7 +95,7 @@ class QSGD(_Stochastic):
         error_feedback: False, True, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: other bits, or a block below 1.
+        InvalidArgumentError: other bits, or a block out of 1 to 2^20.
     """
 
     bits: int = 4
@@ -104,8 +104,7 @@ class QSGD(_Stochastic):
 
     def __post_init__(self) -> None:
         check_block("QSGD", self.block, multiple_of=1)
-        if self.bits not in (2, 4, 8):
-            raise InvalidArgumentError(f"QSGD: bits must be 2, 4 or 8, not {self.bits!r}")
+        check_choice("QSGD", "bits", self.bits, (2, 4, 8))
 
     def scale_of(self, rows: Tensor, lengths: Tensor) -> Tensor:
         largest = blocks.absmax(rows)
@@ -129,7 +128,7 @@ class TernGrad(_Stochastic):
         error_feedback: False, True, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: a clip that is not positive, or a block below 1.
+        InvalidArgumentError: a clip that is not positive and finite, or a block out of 1 to 2^20.
     """
 
     clip: float | None = 2.5
@@ -139,8 +138,7 @@ class TernGrad(_Stochastic):
 
     def __post_init__(self) -> None:
         check_block("TernGrad", self.block, multiple_of=1)
-        if self.clip is not None and not self.clip > 0:
-            raise InvalidArgumentError(f"TernGrad: clip must be positive or None, not {self.clip!r}")
+        check_clip("TernGrad", self.clip)
 
     def scale_of(self, rows: Tensor, lengths: Tensor) -> Tensor:
         largest = blocks.absmax(rows)

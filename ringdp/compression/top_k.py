@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import sparse
+from ringdp.compression.arguments import check_clip, check_flag, check_fraction, check_number, check_whole
 from ringdp.compression.checks import check_payload
 from ringdp.compression.feedback import Feedback, State
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register
-from ringdp.errors import InvalidArgumentError
 
 _CAP = 2  # no more than so many times what is asked for
 _GAIN = 0.4  # of the controller: how the number of elements above a threshold falls with it, in tails of gradients
@@ -42,7 +42,7 @@ class TopK:
         error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: a fraction out of that range, or a number of steps below 0.
+        InvalidArgumentError: a fraction out of that range, or a number of steps that is no whole number from 0 on.
     """
 
     fraction: float = 0.01
@@ -53,10 +53,8 @@ class TopK:
     carries_nan: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise InvalidArgumentError(f"TopK: fraction must be above 0 and at most 1, not {self.fraction!r}")
-        if not isinstance(self.ramp_steps, int) or isinstance(self.ramp_steps, bool) or self.ramp_steps < 0:
-            raise InvalidArgumentError(f"TopK: ramp_steps must be a whole number from 0 on, not {self.ramp_steps!r}")
+        check_fraction("TopK", self.fraction)
+        check_whole("TopK", "ramp_steps", self.ramp_steps, least=0)
 
     def fraction_at(self, step: int) -> float:
         if step >= self.ramp_steps or self.fraction >= 0.25:
@@ -128,7 +126,8 @@ class DGC:
         masking: velocities of what was sent begin anew.
 
     Raises:
-        InvalidArgumentError: a momentum outside of [0, 1), or a clip that is not positive.
+        InvalidArgumentError: a momentum outside of [0, 1), a clip that is not positive and finite, masking that is no
+            bool.
     """
 
     momentum: float = 0.9
@@ -139,10 +138,9 @@ class DGC:
     sums: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise InvalidArgumentError(f"DGC: momentum must be from 0 on and below 1, not {self.momentum!r}")
-        if self.clip is not None and not self.clip > 0:
-            raise InvalidArgumentError(f"DGC: clip must be positive or None, not {self.clip!r}")
+        check_number("DGC", "momentum", self.momentum, "from 0 on and below 1", lambda it: 0 <= it < 1)
+        check_clip("DGC", self.clip)
+        check_flag("DGC", "masking", self.masking)
 
     def before(self, x: Tensor, state: State) -> Tensor:
         if self.clip is not None:

@@ -281,17 +281,6 @@ def test_a_rank_that_breaks_down_between_rounds_ends_the_step_on_all() -> None:
         simulate(Failing(), gradients)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: PowerSGD(0), "rank must be a whole number from 1 on"),
-        (lambda: QSGD(bits=3), "bits must be 2, 4 or 8"),
-        (lambda: TernGrad(clip=0.0), "clip must be positive"),
-        (lambda: RandomK(0.0), "fraction must be above 0"),
-        (lambda: Sign(block=12), "a multiple of 8"),
-        (lambda: get(type("Half", (), {"aggregate": "rounds"})()), "no method average"),
-    ],
-)
-def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=words):
-        make()
+def test_rounds_need_a_method() -> None:
+    with pytest.raises(InvalidArgumentError, match="no method average"):
+        get(type("Half", (), {"aggregate": "rounds"})())
