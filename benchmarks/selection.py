@@ -41,7 +41,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fraction", type=float, default=0.01, help="of them that are chosen (default 0.01)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.numel < 1 or args.rounds < 1:
+        parser.error("at least one element and one round are needed")
+    if not 0 < args.fraction <= 1:
+        parser.error("the fraction must be above 0 and at most 1")
+    return args
 
 
 class Selection:
@@ -64,7 +69,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     x = torch.randn(args.numel, generator=torch.Generator().manual_seed(0))
     check(x, args.fraction)
-    selection, copy, wanted = Selection(x, args.fraction), torch.empty_like(x), round(args.fraction * args.numel)
+    selection, copy = Selection(x, args.fraction), torch.empty_like(x)
+    wanted = max(1, round(args.fraction * args.numel))
     calls: dict[str, Callable[[], object]] = {
         "topk": selection.step,
         "torch.topk": lambda: x.abs().topk(wanted, sorted=False),
@@ -90,9 +96,9 @@ def check(x: Tensor, fraction: float) -> None:
         decoded = selection.compressor.decompress((selection.step(),), selection.info)
         if not torch.allclose(decoded + selection.residuals[0], x + before, rtol=0, atol=1e-6):
             raise WrongSelection("what was sent and what was kept do not add up")
-    found, wanted = int(decoded.count_nonzero()), fraction * x.numel()
+    found, wanted = int(decoded.count_nonzero()), max(1, round(fraction * x.numel()))
     if not wanted / 2 <= found <= 2 * wanted:
-        raise WrongSelection(f"{found} elements were chosen, not about {wanted:.0f}")
+        raise WrongSelection(f"{found} elements were chosen, not about {wanted}")
     least = (x + before).abs().topk(found, sorted=False).values.min()
     if float(decoded[decoded != 0].abs().min()) < 0.99 * float(least):
         raise WrongSelection("smaller elements were chosen than there are")

@@ -26,6 +26,7 @@ import kernels  # noqa: E402
 import memory  # noqa: E402
 import plots  # noqa: E402
 import reducer  # noqa: E402
+import selection  # noqa: E402
 import step  # noqa: E402
 import strangers  # noqa: E402
 import time_to_loss  # noqa: E402
@@ -41,6 +42,7 @@ TOOLS = (
     memory,
     plots,
     reducer,
+    selection,
     step,
     strangers,
     time_to_loss,
@@ -57,6 +59,27 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         PARSERS[tool](["--help"])
     assert ended.value.code == 0
     assert "options:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tool", "options", "words"),
+    [
+        ("time_to_loss.py", "--modes nonsense", "'nonsense' is not known: choose from ddp-gloo,"),
+        ("time_to_loss.py", "--modes bare", "'bare' is not known"),
+        ("step.py", "--modes nonsense", "'nonsense' is not known: choose from bare,"),
+        ("compression_quality.py", "gpt --methods nonsense", "'nonsense' is not known: choose from exact;"),
+        ("selection.py", "--numel 0", "at least one element"),
+        ("selection.py", "--rounds 0", "one round"),
+        ("selection.py", "--fraction nan", "above 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(
+    tool: str, options: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        PARSERS[tool](shlex.split(options))
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("document", "least"), DOCUMENTS.items())
