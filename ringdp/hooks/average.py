@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.backend import has_average
+from ringdp.hooks.promise import after
 
 
 def all_reduce_mean(
@@ -23,9 +24,8 @@ def all_reduce_mean(
     reduced = dist.all_reduce(tensor, operation, group=group, async_op=True).get_future()
     ranks = 1 if in_one else group.size()
 
-    def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        result = future.value()[0]
+    def finish(reduced: list[Tensor]) -> Tensor:
+        [result] = reduced
         return then(result if ranks == 1 else result.div_(ranks))
 
-    after: torch.futures.Future[Tensor] = reduced.then(finish)
-    return after
+    return after(reduced, finish, tensor.device)

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from ringdp.backend import has_average
 from ringdp.hooks.allreduce import _default_group
 from ringdp.hooks.average import all_reduce_mean
+from ringdp.hooks.promise import after
 
 
 def fp16_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -33,4 +34,4 @@ def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket
     # Divided first: a sum of n gradients could leave float16's range where their mean does not.
     sent = (buffer / group.size()).to(dtype)
     reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
-    return reduced.then(lambda done: buffer.copy_(done.value()[0]))
+    return after(reduced, lambda summed: buffer.copy_(summed[0]), buffer.device)

@@ -16,9 +16,10 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.average import all_reduce_mean
 from ringdp.hooks.carrier import carry
 from ringdp.hooks.checkpoint import Memory
-from ringdp.hooks.lanes import Lanes, Promise
+from ringdp.hooks.lanes import Lanes
 from ringdp.hooks.native import NativeSections, serves
 from ringdp.hooks.parameters import Parameters
+from ringdp.hooks.promise import Promise, after
 
 
 class CompressedHook:
@@ -92,7 +93,7 @@ class CompressedHook:
         elif content.layout.exact:
             works.append(self._exactly(buffer, content.layout, divisor))
         together: torch.futures.Future[Any] = works[0] if len(works) == 1 else torch.futures.collect_all(works)
-        return together.then(lambda done: _buffer_of(done, buffer))
+        return after(together, lambda _: buffer, buffer.device)
 
     def _beside_backward(
         self, index: int, buffer: Tensor, layout: Layout, divisor: float
@@ -113,12 +114,12 @@ class CompressedHook:
     def _exactly(self, buffer: Tensor, layout: Layout, divisor: float) -> torch.futures.Future[Tensor]:
         flat = layout.exact_of(buffer)
 
-        def put_back(done: torch.futures.Future[Any]) -> Tensor:
-            done.value()
+        def put_back(_: list[Tensor]) -> Tensor:
             layout.put_exact(buffer, flat, divisor)
             return self._note(flat)
 
-        return dist.all_reduce(flat, group=self.group, async_op=True).get_future().then(put_back)
+        reduced = dist.all_reduce(flat, group=self.group, async_op=True).get_future()
+        return after(reduced, put_back, buffer.device)
 
     # Steps.
 
@@ -177,9 +178,7 @@ class CompressedHook:
             self._stream = torch.cuda.Stream(buffer.device)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
-            promise = Promise([buffer.device])
-            promise.keep(average)
-        return promise.future
+            return Promise(buffer.device).keep(average)
 
     # Checkpoints.
 
@@ -272,15 +271,6 @@ def ddp_hook(
 def _finite(average: Tensor) -> Tensor:
     values = average._values() if average.is_sparse else average
     return all_finite(torch.view_as_real(values) if values.is_complex() else values)
-
-
-def _buffer_of(done: torch.futures.Future[Any], buffer: Tensor) -> Tensor:
-    """The bucket's buffer, or the error of whatever failed first."""
-    value = done.value()
-    for part in value if isinstance(value, list) else ():
-        if isinstance(part, torch.futures.Future):
-            part.value()
-    return buffer
 
 
 def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:

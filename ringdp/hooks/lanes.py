@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ringdp.backend import backend_of, timeout_of
 from ringdp.exchange import all_gather_bytes
+from ringdp.hooks.promise import Promise
 
 Job = Callable[[dist.ProcessGroup], Tensor]
 _NAME_BYTES = 32
@@ -34,10 +35,11 @@ class Lanes:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int = 2) -> None:
-        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._queues: list[queue.SimpleQueue[Callable[[], object] | None]] = []
+        self._device = device
         self._groups = _groups_like(group, device, count)
         for number in range(count):
-            jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
             threading.Thread(target=_work, args=(jobs,), name=f"ringdp lane {number}", daemon=True).start()
             self._queues.append(jobs)
             weakref.finalize(self, jobs.put, None)
@@ -45,37 +47,14 @@ class Lanes:
     def submit(self, number: int, job: Job) -> torch.futures.Future[Tensor]:
         """Complete with what `job` returns, or fail with what it raises."""
         lane = number % len(self._queues)
-        promise = Promise()
+        promise = Promise(self._device)
+        future = promise.future
         group = self._groups[lane]
         self._queues[lane].put(lambda: promise.keep(lambda: job(group)))
-        return promise.future
+        return future
 
 
-class Promise:
-    """A future that can also fail: torch's ``set_exception`` does not reach C++."""
-
-    def __init__(self, devices: list[torch.device] | None = None) -> None:
-        self._result: torch.futures.Future[Tensor | None] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
-        self._error: Exception | None = None
-        self.future: torch.futures.Future[Tensor] = self._result.then(self._unwrap)
-
-    def keep(self, make: Callable[[], Tensor]) -> None:
-        result = None
-        try:
-            result = make()
-        except Exception as error:
-            self._error = error
-        self._result.set_result(result)
-
-    def _unwrap(self, future: torch.futures.Future[Tensor | None]) -> Tensor:
-        if self._error is not None:
-            raise self._error
-        result = future.value()
-        assert result is not None
-        return result
-
-
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _work(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # holds the bucket

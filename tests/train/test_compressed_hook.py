@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.compression import Int8
-from ringdp.errors import InvalidArgumentError
+from ringdp.errors import InvalidArgumentError, MismatchError, RingError
 from ringdp.hooks import ddp_hook
 from ringdp.testing import Simulation, simulate
 from tests.train import models
@@ -254,20 +254,43 @@ def disagreeing(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "what, words",
+    "what, expected",
     [
-        ("compressor", [r"rank 0 has \S+ \[\d+\] by Int8\(block=100.*rank 1 has \S+ \[\d+\] by Steps"] * 2),
-        ("block", ["block=100.*block=101"] * 2),
-        ("size", ["rank 1 could not compress a bucket: InvalidArgumentError", "set fixed_size = False"]),
-        ("raises", ["rank 1 could not compress a bucket: ZeroDivisionError: nothing to", "nothing to divide by"]),
-        ("swells", ["rank 1 could not compress a bucket: ", "more than 16 an element is not sent"]),
+        (
+            "compressor",
+            [(MismatchError, r"rank 0 has \S+ \[\d+\] by Int8\(block=100.*rank 1 has \S+ \[\d+\] by Steps")] * 2,
+        ),
+        ("block", [(MismatchError, "block=100.*block=101")] * 2),
+        (
+            "size",
+            [
+                (RingError, "rank 1 could not compress a bucket: InvalidArgumentError"),
+                (InvalidArgumentError, "set fixed_size = False"),
+            ],
+        ),
+        (
+            "raises",
+            [
+                (RingError, "^rank 1 could not compress a bucket: ZeroDivisionError: nothing to"),
+                (ZeroDivisionError, "^nothing to divide by"),
+            ],
+        ),
+        (
+            "swells",
+            [
+                (RingError, "rank 1 could not compress a bucket: "),
+                (InvalidArgumentError, "more than 16 an element is not sent"),
+            ],
+        ),
     ],
 )
-def test_where_ranks_disagree_all_of_them_raise(backend: str, what: str, words: list[str]) -> None:
+def test_where_ranks_disagree_all_of_them_raise(
+    backend: str, what: str, expected: list[tuple[type[Exception], str]]
+) -> None:
     outcomes = run_outcomes(disagreeing, what, world_size=2, backend=backend)
-    for outcome, expected in zip(outcomes, words, strict=True):
-        assert outcome.text is not None
-        assert re.search(expected, outcome.text, re.DOTALL), outcome.text
+    for outcome, (kind, words) in zip(outcomes, expected, strict=True):
+        assert type(outcome.error) is kind
+        assert re.search(words, str(outcome.error), re.DOTALL), outcome.text
 
 
 def test_rules_by_name_need_the_model(backend: str) -> None:

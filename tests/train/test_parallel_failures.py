@@ -11,15 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 import ringdp
+from ringdp.compression import TopK
 from ringdp.parallel import RingDP
 from tests.train.harness import backends, run_outcomes
 
 pytestmark = pytest.mark.parametrize("backend", backends())
 
 
-def peer_dies() -> dict[str, object]:
+def peer_dies(how: str) -> dict[str, object]:
     torch.manual_seed(0)
-    model = RingDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    rules = [("*", TopK(0.5))] if how == "in Python" else []
+    model = RingDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rules=rules)
     x = torch.ones(2, 4)
     model(x).sum().backward()
     value = model(x).sum()
@@ -38,8 +40,9 @@ def peer_dies() -> dict[str, object]:
     }
 
 
-def test_a_rank_dies(backend: str) -> None:
-    alive, dead = run_outcomes(peer_dies, backend=backend)
+@pytest.mark.parametrize("how", ["in C++", "in Python"])
+def test_a_rank_dies(backend: str, how: str) -> None:
+    alive, dead = run_outcomes(peer_dies, how, backend=backend)
     assert dead.text is not None
     assert "code -9" in dead.text
     assert alive.text is None, alive.text

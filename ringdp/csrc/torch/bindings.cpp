@@ -7,6 +7,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "ringdp's process group and reducer";
   ringdp::register_error_translator();
   ringdp::bind_work(module);
+  ringdp::bind_failed_future(module);
   ringdp::bind_process_group(module);
   ringdp::bind_guard(module);
   ringdp::bind_methods(module);

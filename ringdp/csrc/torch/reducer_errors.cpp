@@ -31,6 +31,22 @@ void set_int_field(PyObject* exception, const char* field, int64_t value) {
   throw exception;
 }
 
+// Of an exception that came through Python: ringdp's, where nobody did so before, or another backend's.
+void tell_bucket(python_error& error, const std::string& where, const std::string& name, int64_t bucket, int64_t step) {
+  namespace py = pybind11;
+  const py::gil_scoped_acquire gil;
+  const py::handle exception(error.value);
+  if (!exception || PyErr_GivenExceptionMatches(exception.ptr(), PyExc_RuntimeError) == 0) return;
+  const bool ours = py::isinstance(exception, py::module_::import("ringdp.errors").attr("RingError"));
+  if (ours && !exception.attr("bucket").is_none()) return;
+  exception.attr("args") = py::make_tuple(std::string(py::str(exception)) + where);
+  error.build_message();
+  if (!ours) return;
+  if (exception.attr("name").is_none()) exception.attr("name") = name;
+  set_int_field(exception.ptr(), "bucket", bucket);
+  set_int_field(exception.ptr(), "step", step);
+}
+
 }  // namespace
 
 void rethrow_from_bucket(int64_t bucket, const std::string& name, int64_t step) {
@@ -39,7 +55,8 @@ void rethrow_from_bucket(int64_t bucket, const std::string& name, int64_t step) 
     throw;
   } catch (const Error& error) {
     throw_as_python(error, where, name, bucket, step);
-  } catch (const python_error&) {
+  } catch (python_error& error) {
+    tell_bucket(error, where, name, bucket, step);
     throw;
   } catch (const pybind11::error_already_set&) {
     throw;
