@@ -67,7 +67,10 @@ class TopK:
     def compress_with_residual(
         self, x: Tensor, residual: Tensor, info: Info, room: Tensor | None = None
     ) -> tuple[Payload, Tensor]:
-        """As `compress`, of `x` and what is left of earlier ones; and what is left now, in `room` where that can be."""
+        """As `compress`, of `x` and what is left of earlier ones; and what is left now, in `room` where that can be.
+
+        `room` is not the memory of `residual`, which may be read again.
+        """
         payload, left = self._select(x, residual, info, room)
         assert left is not None
         return payload, left
