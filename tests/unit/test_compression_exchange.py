@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import Int8
+from ringdp.compression import Int8, PowerSGD, RandomK, TopK
 from ringdp.compression.exchange import AllGather, AllReduce, Coder, Exchange, Layout, Place, States
 from ringdp.errors import MismatchError
 from ringdp.testing.simulation import answers
@@ -20,15 +20,18 @@ COUNT = 3000
 GUARD = 64
 
 
-def started(compressor: Any, ranks: int, *, name: str = "w") -> tuple[list[Exchange], list[Tensor]]:
-    """All ranks' exchanges, and the buffers around their buckets."""
+def started(
+    compressor: Any, ranks: int, *, name: str = "w", steps: Sequence[int] = (), loaded: int | None = None
+) -> tuple[list[Exchange], list[Tensor]]:
+    """All ranks' exchanges, and the buffers around their buckets; rank `loaded` goes on from a checkpoint."""
     generator = torch.Generator().manual_seed(0)
     around = [torch.randn(COUNT + 2 * GUARD, generator=generator) for _ in range(ranks)]
     exchanges = []
     for rank, buffer in enumerate(around):
         layout = Layout([Place(name, (COUNT,), 0, COUNT, compressor)], ranks, torch.device("cpu"))
         bucket = buffer[GUARD : GUARD + COUNT]
-        exchanges.append(layout.average(bucket, Coder(States(), rank, ranks, 0), ranks))
+        coder = Coder(States(), rank, ranks, steps[rank] if steps else 0, loaded=rank == loaded)
+        exchanges.append(layout.average(bucket, coder, ranks))
     return exchanges, around
 
 
@@ -98,6 +101,22 @@ def test_what_ranks_must_agree_on_is_compared_before_anything_moves() -> None:
     for error in errors:
         assert isinstance(error, MismatchError)
         assert re.search(r"rank 0 has w \[3000\] by Int8.*; rank 1 has v \[3000\] by Int8", str(error)), error
+
+
+@pytest.mark.parametrize("loaded", [0, 2])
+@pytest.mark.parametrize("steps", [(4, 4, 3), (1, 2, 3), (5, 5, 5)], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [Int8(rotate=True), Large(), LargeGathered(), TopK(0.1), RandomK(0.1), PowerSGD(2, warm_start=False)],
+    ids=lambda it: type(it).__name__,
+)
+def test_ranks_that_go_on_from_other_steps_all_hear_of_it(compressor: Any, steps: tuple[int, ...], loaded: int) -> None:
+    errors = run(started(compressor, 3, steps=steps, loaded=loaded)[0], nothing)
+    assert len(errors) == (0 if len(set(steps)) == 1 else 3)
+    other = next((rank for rank in range(3) if steps[rank] != steps[0]), 0)
+    for error in errors:
+        assert isinstance(error, MismatchError)
+        assert f"rank 0 has compressed {steps[0]} steps before this one, rank {other} {steps[other]}." in str(error)
 
 
 def test_an_all_reduce_of_payloads_carries_the_marks() -> None:

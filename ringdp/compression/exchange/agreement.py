@@ -13,13 +13,20 @@ from torch import Tensor
 from ringdp.compression.exchange.packing import HEADER_BYTES, front
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllGather, Request
+from ringdp.compression.exchange.section import Coder
 from ringdp.errors import MismatchError, RingError
 
 _TEXT_BYTES = 512
 _HEADER = struct.Struct("<IB3x")
 assert _HEADER.size == HEADER_BYTES
 
-NOT_FINITE = 1
+NOT_FINITE = 1  # a section's flag
+
+# A rank's status in an exchange, which all ranks hear of. Bits.
+FAILED = 1  # it could not encode
+LOADED = 2  # it goes on from a checkpoint
+
+_LOADED_IN_SUM = 1 << 16  # where a status is added over the ranks; fewer than that can fail
 
 
 def agree(plan: Plan, rank: int) -> Generator[Request, Any, None]:
@@ -56,22 +63,22 @@ def gather_text(text: str, device: torch.device) -> Generator[Request, Any, list
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def fill_front(plan: Plan, message: Tensor, flags: list[int], *, failed: bool) -> None:
+def fill_front(plan: Plan, message: Tensor, flags: list[int], status: int) -> None:
     """Write the header and the sections' flags."""
-    begin = bytearray(_HEADER.pack(plan.fingerprint, failed) + bytes(flags)).ljust(front(len(flags)), b"\0")
+    begin = bytearray(_HEADER.pack(plan.fingerprint, status) + bytes(flags)).ljust(front(len(flags)), b"\0")
     message[: len(begin)] = torch.frombuffer(begin, dtype=torch.uint8)
 
 
-def open_messages(plan: Plan, messages: Mapping[int, Tensor], rank: int) -> tuple[list[int], bool]:
-    """The sections' flags of all messages (by sender) together, and whether a rank says that it failed.
+def open_messages(plan: Plan, messages: Mapping[int, Tensor], rank: int) -> tuple[list[int], int]:
+    """The sections' flags of all messages (by sender) together, and the status of all senders together.
 
     Raises:
         MismatchError: a message is another bucket's.
     """
-    flags, failed = [0] * len(plan.sections), False
+    flags, status = [0] * len(plan.sections), 0
     fronts = torch.stack([message[: front(len(flags))] for message in messages.values()])
     for sender, content in zip(messages, fronts.tolist(), strict=True):
-        theirs, status = _HEADER.unpack(bytes(content[:HEADER_BYTES]))
+        theirs, their_status = _HEADER.unpack(bytes(content[:HEADER_BYTES]))
         if theirs != plan.fingerprint:
             raise MismatchError(
                 f"rank {sender} exchanges another bucket than rank {rank}, which is at {plan.lines[0]}:"
@@ -79,16 +86,58 @@ def open_messages(plan: Plan, messages: Mapping[int, Tensor], rank: int) -> tupl
                 rank=rank,
                 peer=sender,
             )
-        failed = failed or bool(status)
+        status |= their_status
         flags = [a | b for a, b in zip(flags, content[HEADER_BYTES:], strict=False)]
-    return flags, failed
+    return flags, status
 
 
-def raise_together(error: BaseException | None, plan: Plan, rank: int) -> Generator[Request, Any, None]:
-    """Some rank could not encode: that one raises its own error, the others say whose it is."""
+def marks(plan: Plan, status: int, flags: list[int]) -> Tensor:
+    """Status and the sections' flags in a form that can be added over the ranks: int32."""
+    first = bool(status & FAILED) + _LOADED_IN_SUM * bool(status & LOADED)
+    return torch.tensor([first, *(flag & NOT_FINITE for flag in flags)], dtype=torch.int32).to(plan.device)
+
+
+def read_marks(summed: Tensor) -> tuple[int, list[int]]:
+    """The status and the sections' flags of all ranks together."""
+    first, *spoilt = summed.tolist()
+    status = FAILED * (first % _LOADED_IN_SUM > 0) | LOADED * (first >= _LOADED_IN_SUM)
+    return status, [NOT_FINITE * (count > 0) for count in spoilt]
+
+
+def act_on(status: int, error: BaseException | None, plan: Plan, coder: Coder) -> Generator[Request, Any, None]:
+    """Do what the status asks for, which all ranks know.
+
+    Args:
+        status: of all ranks together.
+        error: why this one could not encode.
+
+    Raises:
+        BaseException: some rank could not encode: that one raises its own error, the others a RingError with whose.
+        MismatchError: some rank goes on from a checkpoint, and they are at different steps.
+    """
+    if status & FAILED:
+        yield from _raise_together(error, plan, coder.rank)
+    if status & LOADED:
+        yield from _compare_steps(plan, coder)
+
+
+def _raise_together(error: BaseException | None, plan: Plan, rank: int) -> Generator[Request, Any, None]:
     texts = yield from gather_text("" if error is None else f"{type(error).__name__}: {error}", plan.device)
     if error is not None:
         raise error
     culprit = next((r for r, text in enumerate(texts) if text), None)
     said = texts[culprit] if culprit is not None else "it did not say why"
     raise RingError(f"rank {culprit} could not compress a bucket: {said}", rank=rank, peer=culprit, cause=said)
+
+
+def _compare_steps(plan: Plan, coder: Coder) -> Generator[Request, Any, None]:
+    mine = torch.tensor([coder.step], dtype=torch.int64, device=plan.device)
+    steps = (yield AllGather(mine.view(torch.uint8))).view(torch.int64).view(-1).tolist()
+    other = next((r for r, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"the ranks loaded compression states of different steps: rank 0 has compressed {steps[0]} steps before"
+            f" this one, rank {other} {steps[other]}. Load what was saved after the same step on all ranks",
+            rank=coder.rank,
+            peer=other if coder.rank == 0 else 0,
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringdp.compression.exchange.agreement import open_messages, raise_together
+from ringdp.compression.exchange.agreement import act_on, open_messages
 from ringdp.compression.exchange.finite import spoil, unspoilt, what_is_not_finite
 from ringdp.compression.exchange.outgoing import Outgoing, message_bytes
 from ringdp.compression.exchange.owner import in_order
@@ -28,9 +28,8 @@ def gather_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -
     message = torch.empty(longest, dtype=torch.uint8, device=plan.device)
     outgoing.write(0, message, flags)
     messages = yield AllGather(message)
-    flags, failed = open_messages(plan, dict(enumerate(messages)), coder.rank)
-    if failed:
-        yield from raise_together(outgoing.error, plan, coder.rank)
+    flags, status = open_messages(plan, dict(enumerate(messages)), coder.rank)
+    yield from act_on(status, outgoing.error, plan, coder)
     at = [front(len(plan.sections))] * plan.ranks
     for index, section in enumerate(plan.sections):
         terms: list[Tensor] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.compression.exchange.agreement import fill_front
+from ringdp.compression.exchange.agreement import FAILED, LOADED, fill_front
 from ringdp.compression.exchange.packing import Forms, check_promise, forms_of, front, most_bytes, room, write
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllGather, Request
@@ -57,6 +57,11 @@ class Outgoing:
         except Exception as error:  # told to all ranks, which then raise together
             self.error = error
 
+    @property
+    def status(self) -> int:
+        """What all ranks are to hear of this one; see `agreement`."""
+        return FAILED * (self.error is not None) | LOADED * (self._coder.loaded and self._phase == "rank")
+
     def take(self, part: int) -> list[Payload]:
         """The payloads of a part that is not sent."""
         return self._payloads.pop(part)
@@ -66,7 +71,7 @@ class Outgoing:
 
     def write(self, part: int, message: Tensor, flags: list[int]) -> None:
         """Fill a uint8 message of at least `size` bytes, and forget the payloads."""
-        fill_front(self._plan, message, flags, failed=self.error is not None)
+        fill_front(self._plan, message, flags, self.status)
         write(message, front(len(flags)), self._payloads.pop(part))
 
     def sizes_of_all(self, senders: Senders) -> Generator[Request, object, Sizes]:

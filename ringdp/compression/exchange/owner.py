@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdp.compression.exchange.agreement import NOT_FINITE, open_messages, raise_together
+from ringdp.compression.exchange.agreement import NOT_FINITE, act_on, open_messages
 from ringdp.compression.exchange.finite import all_finite, spoil, unspoilt, what_is_not_finite
 from ringdp.compression.exchange.outgoing import Outgoing, Sizes, message_bytes
 from ringdp.compression.exchange.packing import front, read
@@ -49,9 +49,8 @@ def to_owners(
     received = yield AllToAll(*_messages(outgoing, others, flags, plan, sizes, me))
     messages = dict(zip(others, received.split([message_bytes(plan, sizes[r, me]) for r in others]), strict=True))
     del received
-    theirs, failed = open_messages(plan, messages, me)
-    if failed or outgoing.error is not None:
-        yield from raise_together(outgoing.error, plan, me)
+    theirs, status = open_messages(plan, messages, me)
+    yield from act_on(status | outgoing.status, outgoing.error, plan, coder)
     return messages, sizes, [mine | other for mine, other in zip(flags, theirs, strict=True)]
 
 
@@ -64,9 +63,8 @@ def from_owners(plan: Plan, bucket: Tensor, coder: Coder, answer: Outgoing, flag
     )
     answer.write(me, message, flags)
     results = yield AllGather(message)
-    flags, failed = open_messages(plan, dict(enumerate(results)), me)
-    if failed:
-        yield from raise_together(answer.error, plan, me)
+    flags, status = open_messages(plan, dict(enumerate(results)), me)
+    yield from act_on(status, answer.error, plan, coder)
     for part in range(ranks):
         at = front(len(plan.sections))
         for section, forms in zip(plan.sections, sizes[part, part], strict=True):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression.description import describe
-from ringdp.compression.exchange.agreement import NOT_FINITE, raise_together
+from ringdp.compression.exchange.agreement import FAILED, LOADED, act_on, marks, read_marks
 from ringdp.compression.exchange.finite import spoil, unspoilt, what_is_not_finite
 from ringdp.compression.exchange.packing import Forms, forms_of
 from ringdp.compression.exchange.plan import Plan
@@ -90,22 +90,20 @@ class _Talk:
     def exchange(self, tensors: list[Tensor] | Tensor, error: Exception | None) -> Generator[Request, Any, Any]:
         """One round, on all ranks; raises on all of them where one could not take part."""
         plan = self._plan
-        marks = torch.tensor([error is not None, *(flag & NOT_FINITE for flag in self._flags)], dtype=torch.int32)
-        marks = marks.to(plan.device)
+        first = self.spoilt is None
+        mine = marks(plan, FAILED * (error is not None) | LOADED * (first and self._coder.loaded), self._flags)
         answer: Any = tensors
         if isinstance(tensors, Tensor):
             rows = yield AllGather(tensors.contiguous().view(-1).view(torch.uint8))
             answer = rows.view(tensors.dtype).view(plan.ranks, *tensors.shape)
-            yield AllReduce([marks])
+            yield AllReduce([mine])
         else:
             for tensor in tensors:
                 if tensor.is_floating_point():
                     tensor.div_(self._divisor)
-            yield AllReduce([*(tensor.view(-1) for tensor in tensors), marks])
-        failures, *spoilt = marks.tolist()
-        if failures:
-            yield from raise_together(error, plan, self._coder.rank)
-        self.spoilt = [NOT_FINITE * (count > 0) for count in spoilt]
+            yield AllReduce([*(tensor.view(-1) for tensor in tensors), mine])
+        status, self.spoilt = read_marks(mine)
+        yield from act_on(status, error, plan, self._coder)
         return answer
 
     def _promised(self, sections: tuple[Section, ...]) -> list[Round]:

@@ -81,6 +81,7 @@ class Coder:
     Attributes:
         factor: the loss scale that the gradients carry.
         tally: counts what sparse codes send, where there is one.
+        loaded: what this rank remembers is a checkpoint's: all ranks compare the steps they are at.
     """
 
     states: States
@@ -90,6 +91,7 @@ class Coder:
     factor: float = 1.0
     device: torch.device = _CPU
     tally: Tally | None = None
+    loaded: bool = False
 
     def encode(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
         """The payload for `x` with what error feedback adds to it; what both remember is pending in `states`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringdp.compression.exchange.agreement import NOT_FINITE, raise_together
+from ringdp.compression.exchange.agreement import FAILED, LOADED, act_on, marks, read_marks
 from ringdp.compression.exchange.finite import spoil, unspoilt, what_is_not_finite
 from ringdp.compression.exchange.packing import check_promise
 from ringdp.compression.exchange.plan import Plan
@@ -35,12 +35,10 @@ def sum_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> E
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
     flat = {dtype: torch.cat(several) for dtype, several in by_dtype.items()}
-    marks = torch.tensor([error is not None, *(flag & NOT_FINITE for flag in flags)], dtype=torch.int32)
-    marks = marks.to(plan.device)
-    yield AllReduce([*flat.values(), marks])
-    failures, *spoilt = marks.tolist()
-    if failures:
-        yield from raise_together(error, plan, coder.rank)
+    mine = marks(plan, FAILED * (error is not None) | LOADED * coder.loaded, flags)
+    yield AllReduce([*flat.values(), mine])
+    status, flags = read_marks(mine)
+    yield from act_on(status, error, plan, coder)
     rest = {dtype: iter(it.split([t.numel() for t in by_dtype[dtype]])) for dtype, it in flat.items()}
     for section, payload in zip(plan.sections, payloads, strict=True):
         summed = tuple(next(rest[tensor.dtype]).view(tensor.shape) for tensor in payload)
@@ -49,4 +47,4 @@ def sum_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> E
                 coder.tally.joined(section, summed)
             mean = coder.decode(section, summed, "rank", 0) / divisor
             section.of(bucket, 0).copy_(coder.result(section, mean, 0))
-    spoil(plan, bucket, [NOT_FINITE * (count > 0) for count in spoilt])
+    spoil(plan, bucket, flags)
