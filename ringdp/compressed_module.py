@@ -80,11 +80,15 @@ class CompressedModule:
         return state_dict(self._compressed("compression_state_dict"), consolidated=consolidated)
 
     def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `compression_state_dict` gave; call it between two steps.
+        """Go on from what `compression_state_dict` gave; call it between two steps, on all ranks.
+
+        All of them load what was saved after the same step. Where that matters they compare it in the next step, and
+        all raise a MismatchError where it differs.
 
         Raises:
             InvalidArgumentError: it does not fit: another number of ranks, another rank's, a parameter or compressor
-                that this model has not; says which.
+                that this model has not, a residual of another shape; or it is no such state. Says which; nothing has
+                changed then.
             InvalidStateError: nothing is compressed.
         """
         from ringdp.compression_state import load_state_dict

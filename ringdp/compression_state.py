@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.backend import named
+from ringdp.compression.exchange import saved
 from ringdp.compression.partition import turn_of
 from ringdp.errors import InvalidArgumentError
 from ringdp.exchange import device_for
@@ -45,32 +46,45 @@ def state_dict(compression: ModelCompression, *, consolidated: bool) -> dict[str
 
 def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> None:
     """See `RingDP.load_compression_state_dict`."""
-    if state.get("format") != _FORMAT:
+    if isinstance(state, Mapping) and state.get("format") != _FORMAT:
         raise InvalidArgumentError(
             f"this is no compression state of ringdp: its format is {state.get('format')!r}, not {_FORMAT}"
         )
-    whole = "parameters" in state
-    if whole:
-        entries = state["parameters"]
-    else:
-        rank, ranks = compression.group.rank(), compression.group.size()
-        if state["world_size"] != ranks:
-            raise InvalidArgumentError(
-                f"this compression state was saved by {state['world_size']} ranks, one part each, and there are {ranks}"
-                " now: save compression_state_dict(consolidated=True), which loads at any number of ranks"
-            )
-        if str(rank) not in state["ranks"]:
-            raise InvalidArgumentError(
-                f"this compression state is of rank {', '.join(state['ranks'])}, and this is rank {rank}: each rank"
-                " loads what it saved, or all of them a consolidated state"
-            )
-        entries = state["ranks"][str(rank)]
+    ranks = saved.field(state, "world_size", int)
+    steps, exact_until, compressed_steps = (
+        saved.field(state, key, int) for key in ("steps", "exact_until", "compressed_steps")
+    )
+    consolidated = "parameters" in state
+    entries = saved.field(state, "parameters", Mapping) if consolidated else _entries_of_rank(compression, state, ranks)
+    _check(compression, entries)
+    residuals = _residuals(compression, entries, consolidated=consolidated)
+    hook, checkpoint = compression.hook, None
+    if hook is not None:
+        rank = compression.group.rank()
+        checkpoint = hook.memory.read(_of_hook(compression, entries), compressed_steps, rank, consolidated=consolidated)
+    # All of it fits.
     if compression.auto is not None:
         compression.auto.settle()
-    _load_entries(compression, entries, consolidated=whole)
-    compression.resume(int(state["steps"]), int(state["exact_until"]))
-    if compression.hook is not None:
-        compression.hook.memory.step = int(state["compressed_steps"])
+    compression.reducer.set_residuals(residuals)
+    if hook is not None and checkpoint is not None:
+        hook.memory.take(checkpoint)
+    compression.resume(steps, exact_until)
+
+
+def _entries_of_rank(compression: ModelCompression, state: Mapping[str, Any], ranks: int) -> Mapping[str, Any]:
+    rank, ranks_now = compression.group.rank(), compression.group.size()
+    by_rank = saved.field(state, "ranks", Mapping)
+    if ranks != ranks_now:
+        raise InvalidArgumentError(
+            f"this compression state was saved by {ranks} ranks, one part each, and there are {ranks_now} now: save"
+            " compression_state_dict(consolidated=True), which loads at any number of ranks"
+        )
+    if str(rank) not in by_rank:
+        raise InvalidArgumentError(
+            f"this compression state is of rank {', '.join(map(str, by_rank))}, and this is rank {rank}: each rank"
+            " loads what it saved, or all of them a consolidated state"
+        )
+    return saved.field(by_rank, str(rank), Mapping, "the compression state's ranks")
 
 
 def _own_entries(compression: ModelCompression) -> Entries:
@@ -121,7 +135,8 @@ def _add_hook(entries: Entries, compression: ModelCompression, *, consolidated: 
             entries[one.name] = {"compressor": compression.describe(index), **kept}
 
 
-def _load_entries(compression: ModelCompression, entries: Mapping[str, Any], *, consolidated: bool) -> None:
+def _check(compression: ModelCompression, entries: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError where a parameter or its compressor is not this model's."""
     known = {one.name: index for index, one in enumerate(compression.parameters)}
     unknown = [name for name in entries if name not in known]
     if unknown:
@@ -129,37 +144,39 @@ def _load_entries(compression: ModelCompression, entries: Mapping[str, Any], *, 
             f"the compression state has {unknown[0]!r}, which is no parameter of this model"
             + (f", and {len(unknown) - 1} more such" if len(unknown) > 1 else "")
         )
-    residuals: dict[int, Tensor] = {}
-    for name, entry in entries.items():
-        index = known[name]
-        described = compression.describe(index)
-        if entry["compressor"] != described:
+    for name in entries:
+        entry = saved.field(entries, name, Mapping)
+        compressor = saved.field(entry, "compressor", str, f"the compression state's entry of {name!r}")
+        described = compression.describe(known[name])
+        if compressor != described:
             raise InvalidArgumentError(
-                f"the compression state has {name!r} compressed by {entry['compressor']}, here it is {described}: build"
+                f"the compression state has {name!r} compressed by {compressor}, here it is {described}: build"
                 " RingDP with the same compression and rules, or leave out the state"
             )
-        if "residual" not in entry or not compression.in_core(index):
+
+
+def _residuals(compression: ModelCompression, entries: Mapping[str, Any], *, consolidated: bool) -> dict[int, Tensor]:
+    """By index, of what the core compresses. Raises InvalidArgumentError where one does not fit its parameter."""
+    residuals: dict[int, Tensor] = {}
+    for index, one in enumerate(compression.parameters):
+        if not compression.in_core(index) or "residual" not in entries.get(one.name, ()):
             continue
-        residual = entry["residual"]
-        numel = compression.parameters[index].parameter.numel()
-        if residual.shape != (numel,):
-            raise InvalidArgumentError(
-                f"the compression state's residual of {name!r} has shape {list(residual.shape)}, not [{numel}]"
-            )
-        residual = residual.to("cpu", torch.float32, copy=True)
+        residual = entries[one.name]["residual"]
+        saved.check_elements(one.name, "residual", residual, one.parameter.numel())
+        residual = residual.to("cpu", copy=True)
         residuals[index] = residual * owned_by_this_rank(compression, index) if consolidated else residual
-    compression.reducer.set_residuals(residuals)
-    if compression.hook is not None:
-        held = {
-            name: {
-                path: _in_memory(compression.parameters[known[name]].parameter, value)
-                for path, value in entry.items()
-                if path != "compressor"
-            }
-            for name, entry in entries.items()
-            if compression.in_hook(known[name])
+    return residuals
+
+
+def _of_hook(compression: ModelCompression, entries: Mapping[str, Any]) -> Entries:
+    """What the hook remembers, as it does: without compressors, in the order of memory."""
+    return {
+        one.name: {
+            path: _in_memory(one.parameter, value) for path, value in entries[one.name].items() if path != "compressor"
         }
-        compression.hook.memory.replace(held, compression.group, consolidated=consolidated)
+        for index, one in enumerate(compression.parameters)
+        if compression.in_hook(index) and one.name in entries
+    }
 
 
 def owned_by_this_rank(compression: ModelCompression, index: int) -> Tensor:

@@ -22,6 +22,7 @@ from ringdp.compression_tuner import EXACT
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.exchange import all_gather_where_different
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
+from ringdp.hooks.parameters import Parameters
 from ringdp.model_parameters import ModelParameter
 from ringdp.rank_devices import RankDevices
 
@@ -316,6 +317,7 @@ class ModelCompression:
         mine = weakref.proxy(self)  # the reducer keeps the hook
         hook = CompressedHook(
             lambda name, parameter: chosen[name],
+            parameters=Parameters(named=[(one.name, one.parameter) for one in self.parameters if one.name in chosen]),
             process_group=self.group,
             scale=lambda: mine.loss_scale(),
             commit_alone=False,
@@ -323,6 +325,7 @@ class ModelCompression:
         if self.hook is not None:
             hook.memory = self.hook.memory
             hook.memory.keep_only(chosen)
+        hook.expect_all()
         return hook
 
     def _enable(self, enabled: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -10,16 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.compression.exchange import Section, States, saved
+from ringdp.compression.exchange import Key, Section, States, saved
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.exchange import all_gather_bytes
-from ringdp.hooks.native import serves
 
 _VERSION = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What a state holds, in the form in which `Memory` keeps it."""
+
+    step: int
+    states: dict[Key, dict[str, Any]]
+    waiting: dict[str, saved.Saved]
+    consolidated: bool
+
+
 class Memory:
-    """States by parameter, and what a checkpoint held of parameters that have not come up yet.
+    """States by parameter, and what a checkpoint held of parameters that nobody knows of yet.
 
     Attributes:
         step: backwards that synchronised.
@@ -28,21 +38,40 @@ class Memory:
     def __init__(self) -> None:
         self.states = States()
         self.step = 0
+        self._fresh = False  # a checkpoint was loaded, and no bucket was exchanged since
+        self._compared_in: int | None = None
         self._sections: dict[str, Section] = {}
+        self._in_core: set[str] = set()
         self._waiting: dict[str, saved.Saved] = {}
         self._consolidated = False  # what waits
 
-    def know(self, sections: Iterable[Section], group: dist.ProcessGroup) -> None:
-        """These take up what was loaded for them. A parameter with another compressor than before forgets."""
+    def know(self, sections: Iterable[Section], rank: int, in_core: Container[str]) -> None:
+        """These take up what was loaded for them. A parameter with another compressor than before forgets.
+
+        Args:
+            in_core: names of those for which the core keeps what is owed, in one tensor.
+        """
         for section in sections:
-            before = self._sections.get(section.name)
+            name, whole = section.name, section.name in in_core
+            before = self._sections.get(name)
             if before is not None and before.compressor != section.compressor:
-                self.states.forget(section.name)
-            self._sections[section.name] = section
-            if section.name in self._waiting:
-                held, whole = self._waiting.pop(section.name), serves(section, group)
-                states = saved.load(section, held, group.rank(), consolidated=self._consolidated, whole=whole)
-                self.states.take(states)
+                self.states.forget(name)
+            elif before is not None and whole != (name in self._in_core):
+                held = saved.save(before, self.states.of(name))
+                self.states.forget(name)
+                self.states.take(saved.load(section, held, rank, whole=whole))
+            if name in self._waiting:
+                held = self._waiting[name]
+                self.states.take(saved.load(section, held, rank, consolidated=self._consolidated, whole=whole))
+                del self._waiting[name]
+            self._sections[name] = section
+            (self._in_core.add if whole else self._in_core.discard)(name)
+
+    def is_fresh(self, step: int) -> bool:
+        """Whether `step` is the first one since a checkpoint was loaded in which buckets are exchanged."""
+        if self._fresh:
+            self._compared_in, self._fresh = step, False
+        return self._compared_in == step
 
     def state_dict(self, group: dist.ProcessGroup, *, consolidated: bool) -> dict[str, Any]:
         """For `load_state_dict`; with `consolidated` all ranks must call.
@@ -51,10 +80,10 @@ class Memory:
             InvalidStateError: a state of the other kind was loaded, and not all its parameters have come up since.
         """
         if self._waiting and self._consolidated != consolidated:
-            kind = "consolidated" if self._consolidated else "exact"
+            loaded, wanted = ("a consolidated", "an exact") if self._consolidated else ("an exact", "a consolidated")
             raise InvalidStateError(
-                f"the compression state was loaded from a {kind} one, which {', '.join(sorted(self._waiting))} has not"
-                f" taken up yet: run a backward first, or save a {kind} one"
+                f"{loaded} compression state was loaded with {', '.join(sorted(self._waiting))}, which nobody knows"
+                f" yet: {wanted} one can be saved once they had a gradient, or where ddp_hook was given model="
             )
         parameters = dict(self._waiting)
         for name, section in self._sections.items():
@@ -71,26 +100,50 @@ class Memory:
             "parameters": parameters,
         }
 
-    def load_state_dict(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
-        """Forget everything, and go on from there."""
-        if state.get("version") != _VERSION:
-            raise InvalidArgumentError(f"a compression state of version {state.get('version')}, not {_VERSION}")
-        rank, ranks = state["rank"], state["world_size"]
-        if rank is not None and (rank, ranks) != (group.rank(), group.size()):
-            raise InvalidArgumentError(
-                f"this compression state is rank {rank}'s of {ranks}, this is rank {group.rank()} of {group.size()}:"
-                " save it with consolidated=True to load it at any world size",
-                rank=group.rank(),
-            )
-        self.step = state["step"]
-        self.replace(state["parameters"], group, consolidated=rank is None)
+    def load_state_dict(self, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+        """Forget everything, and go on from there.
 
-    def replace(self, parameters: Mapping[str, saved.Saved], group: dist.ProcessGroup, *, consolidated: bool) -> None:
-        """Forget everything but these, as `state_dict` has them."""
-        self.states.replace({})
-        self._consolidated = consolidated
-        self._waiting = {name: dict(held) for name, held in parameters.items()}
-        self.know(list(self._sections.values()), group)
+        Raises:
+            InvalidArgumentError: it does not fit; nothing is forgotten then.
+        """
+        version = saved.field(state, "version", int)
+        if version != _VERSION:
+            raise InvalidArgumentError(f"a compression state of version {version}, not {_VERSION}")
+        consolidated = "rank" in state and state["rank"] is None
+        step, parameters = saved.field(state, "step", int), saved.field(state, "parameters", Mapping)
+        if not consolidated:
+            rank, ranks = saved.field(state, "rank", int), saved.field(state, "world_size", int)
+            if (rank, ranks) != (group.rank(), group.size()):
+                raise InvalidArgumentError(
+                    f"this compression state is rank {rank}'s of {ranks}, this is rank {group.rank()} of"
+                    f" {group.size()}: save it with consolidated=True to load it at any world size",
+                    rank=group.rank(),
+                )
+        self.take(self.read(parameters, step, group.rank(), consolidated=consolidated))
+
+    def read(self, parameters: Mapping[str, Any], step: int, rank: int, *, consolidated: bool) -> Checkpoint:
+        """What `state_dict` gave as parameters, for `take`; nothing changes yet.
+
+        Raises:
+            InvalidArgumentError: it does not fit the parameters that are known.
+        """
+        states: dict[Key, dict[str, Any]] = {}
+        waiting: dict[str, saved.Saved] = {}
+        for name in parameters:
+            held = dict(saved.field(parameters, name, Mapping))
+            if name in self._sections:
+                whole = name in self._in_core
+                states |= saved.load(self._sections[name], held, rank, consolidated=consolidated, whole=whole)
+            else:
+                waiting[name] = held
+        return Checkpoint(step, states, waiting, consolidated)
+
+    def take(self, checkpoint: Checkpoint) -> None:
+        """Forget everything but that."""
+        self.step = checkpoint.step
+        self.states.replace(checkpoint.states)
+        self._waiting, self._consolidated = checkpoint.waiting, checkpoint.consolidated
+        self._fresh = True
 
     def owed_length(self, name: str) -> Tensor | None:
         """Of the vector that error feedback still owes of a parameter, without the loss scale; None where none does."""
@@ -105,6 +158,7 @@ class Memory:
         for name in [name for name in (*self._sections, *self._waiting) if name not in names]:
             self.states.forget(name)
             self._sections.pop(name, None)
+            self._in_core.discard(name)
             self._waiting.pop(name, None)
 
     def take_residual(self, name: str) -> Tensor | None:

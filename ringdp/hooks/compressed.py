@@ -99,7 +99,16 @@ class CompressedHook:
         self, index: int, buffer: Tensor, layout: Layout, divisor: float
     ) -> torch.futures.Future[Tensor]:
         ranks = self.group.size()
-        coder = Coder(self.memory.states, self.group.rank(), ranks, self._step, self._factor, buffer.device, self.tally)
+        coder = Coder(
+            self.memory.states,
+            self.group.rank(),
+            ranks,
+            self._step,
+            self._factor,
+            buffer.device,
+            self.tally,
+            self.memory.is_fresh(self._step),
+        )
 
         def average(group: dist.ProcessGroup) -> Tensor:
             carry(layout.average(buffer, coder, divisor), group)
@@ -168,7 +177,7 @@ class CompressedHook:
                 compressor = self._choose(name, parameter) if buffer.is_floating_point() else None
                 places.append(Place(name, tuple(parameter.shape), int(begin), parameter.numel(), compressor))
             content = _Content(places, self.group, buffer)
-            self.memory.know(content.sections, self.group)
+            self.memory.know(content.sections, self.group.rank(), content.in_core)
             self._contents[identity] = content
         return self._contents[identity]
 
@@ -182,25 +191,49 @@ class CompressedHook:
 
     # Checkpoints.
 
+    def expect_all(self) -> None:
+        """Find the places of what is remembered of all parameters with a name, also of those that never come up."""
+        ranks = self.group.size()
+        sections, in_core = [], set()
+        for name, parameter in self.parameters.known():
+            compressor = self._choose(name, parameter) if parameter.is_floating_point() else None
+            section = Place(name, tuple(parameter.shape), 0, parameter.numel(), compressor).section(
+                ranks, parameter.device
+            )
+            if section is not None:
+                sections.append(section)
+                if serves(section, self.group, parameter.dtype):
+                    in_core.add(name)
+        self.memory.know(sections, self.group.rank(), in_core)
+
     def state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
         """What compression remembers, by parameter name.
 
         Args:
             consolidated: the mean over ranks, which loads at any world size; all ranks must call. Otherwise this rank's
                 own, exactly.
+
+        Raises:
+            InvalidStateError: a state of the other kind was loaded, and has parameters that have not come up since.
         """
         if self._commit_alone:
             self._commit_if_finite()
+        self.expect_all()
         return self.memory.state_dict(self.group, consolidated=consolidated)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave, before the first backward or later.
 
+        All ranks load what was saved after the same step: the next step that exchanges anything compares them, and
+        raises a MismatchError on all ranks.
+
         Raises:
-            InvalidArgumentError: an exact one of another rank or world size.
+            InvalidArgumentError: an exact one of another rank or world size, one that does not fit the parameters, or
+                no such state at all; nothing has changed then.
         """
-        self._last_index, self._finite, self._reports = -1, [], []
+        self.expect_all()
         self.memory.load_state_dict(state, self.group)
+        self._last_index, self._finite, self._reports = -1, [], []
 
 
 class _Content:
@@ -211,11 +244,12 @@ class _Content:
         rest = []
         for place in places:
             section = place.section(group.size(), buffer.device)
-            if section is not None and buffer.dtype == torch.float32 and serves(section, group):
+            if section is not None and serves(section, group, buffer.dtype):
                 by_codec.setdefault(section.compressor.native, []).append(section)  # type: ignore[attr-defined]
             else:
                 rest.append(place)
         self.native = [NativeSections(sections) for sections in by_codec.values()]
+        self.in_core = {section.name for sections in by_codec.values() for section in sections}
         self.layout = Layout(rest, group.size(), buffer.device)
         others = [section for plan in self.layout.plans.values() for section in plan.sections]
         self.sections = [section for sections in by_codec.values() for section in sections] + others

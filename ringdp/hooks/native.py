@@ -58,10 +58,11 @@ class NativeSections:
         return work, report
 
 
-def serves(section: Section, group: dist.ProcessGroup) -> bool:
-    """Whether the core does all of it: its codec, the group's backend, the device."""
+def serves(section: Section, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+    """Whether the core does all of it: its codec, the group's backend, the device, the gradient's dtype."""
     return (
         getattr(section.compressor, "native", None) is not None
+        and dtype == torch.float32
         and section.device.type == "cpu"
         and native.extension() is not None
         and reaches_core(group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.compression import Int8
+from ringdp.compression import Int8, RandomK
 from ringdp.errors import InvalidArgumentError, MismatchError, RingError
 from ringdp.hooks import ddp_hook
 from ringdp.testing import Simulation, simulate
@@ -174,11 +174,24 @@ def consolidated() -> dict[str, Any]:
         loss_of(ddp, step, dist.get_rank()).backward()
     with pytest.raises(InvalidArgumentError, match="save it with consolidated=True"):
         hook.load_state_dict(hook.state_dict() | {"rank": 7})
-    mean: dict[str, Any] = hook.state_dict(consolidated=True)
+    own, mean = hook.state_dict(), hook.state_dict(consolidated=True)
     hook.load_state_dict(mean)
     again = hook.state_dict(consolidated=True)
     for name in COMPRESSED:
         torch.testing.assert_close(again["parameters"][name], mean["parameters"][name], rtol=0, atol=0)
+    for state in (own, mean):  # a parameter that is frozen by then is in the way of neither form
+        frozen = build()
+        frozen.get_parameter("0.weight").requires_grad_(False)
+        ddp = wrapped(frozen)
+        hook, function = ddp_hook("int4", model=ddp)
+        ddp.register_comm_hook(hook, function)
+        hook.load_state_dict(state)
+        loss_of(ddp, 3, dist.get_rank()).backward()
+        exact, whole = hook.state_dict()["parameters"], hook.state_dict(consolidated=True)["parameters"]
+        torch.testing.assert_close(whole["0.weight"], mean["parameters"]["0.weight"], rtol=0, atol=0)
+        assert not torch.equal(whole["2.weight"]["residual"], mean["parameters"]["2.weight"]["residual"])
+        if state is own:
+            torch.testing.assert_close(exact["0.weight"], own["parameters"]["0.weight"], rtol=0, atol=0)
     return mean
 
 
@@ -190,6 +203,46 @@ def test_the_mean_over_ranks_is_the_same_on_all_and_on_both_ways(backend: str) -
             residual = mean["parameters"][name]["residual"]
             assert torch.equal(residual, means[0]["parameters"][name]["residual"])
             assert float(residual.abs().max()) > 0
+
+
+def goes_on_from_another_step() -> None:
+    model = build()
+    ddp = wrapped(model)
+    hook, function = ddp_hook(RandomK(0.1), model=ddp)
+    ddp.register_comm_hook(hook, function)
+    states = []
+    for step in range(2):
+        loss_of(ddp, step, dist.get_rank()).backward()
+        states.append(hook.state_dict())
+    if dist.get_rank() == 1:
+        hook.load_state_dict(states[0])
+    loss_of(ddp, 2, dist.get_rank()).backward()
+
+
+def test_ranks_that_load_states_of_different_steps_are_told(backend: str) -> None:
+    for outcome in run_outcomes(goes_on_from_another_step, world_size=2, backend=backend):
+        assert outcome.text is not None
+        assert "rank 0 has compressed 2 steps before this one, rank 1 1." in outcome.text
+
+
+def resumed_in_half_precision() -> None:
+    """What bfloat16 gradients owe is not the core's to keep, although the codec is."""
+    model = build().to(torch.bfloat16)
+    ddp = wrapped(model)
+    hooks = []
+    for _ in range(2):
+        hook, function = ddp_hook("int4", model=ddp)
+        hooks.append(hook)
+    ddp.register_comm_hook(hooks[0], function)
+    ddp(torch.ones(2, 50, dtype=torch.bfloat16)).float().square().sum().backward()
+    held = hooks[0].state_dict()
+    hooks[1].load_state_dict(held)
+    assert hooks[1].memory.states.items().keys() == hooks[0].memory.states.items().keys()
+    torch.testing.assert_close(hooks[1].state_dict()["parameters"], held["parameters"], rtol=0, atol=0)
+
+
+def test_half_precision_is_loaded_where_it_is_looked_for(backend: str) -> None:
+    run_ranks(resumed_in_half_precision, world_size=2, backend=backend)
 
 
 def accumulated() -> None:

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_flatten
 
 import ringdp
-from ringdp.compression import EF21, Int4, Int8, PowerSGD, TopK
+from ringdp.compression import EF21, Int4, Int8, PowerSGD, RandomK, TopK
 from ringdp.parallel import RingDP
 from tests.train import compressed_training as training
 from tests.train.harness import backends, run_outcomes, run_ranks
@@ -191,24 +192,87 @@ def test_torchs_distributed_checkpoint_keeps_every_ranks_part(tmp_path: Path) ->
     run_ranks(in_torch_checkpoint, str(tmp_path), world_size=2, backend="ring")
 
 
-def does_not_fit(change: str) -> None:
-    model, optimizer = make("int4")
-    training.train(model, range(1), optimizer)
-    state = model.compression_state_dict()
+def keeps_what_frozen_ones_owe(compression: Any) -> None:
+    """A parameter without gradients is in the way of neither form, and its share comes through both."""
+    model, optimizer = make(compression)
+    training.train(model, range(3), optimizer)
+    own, mean = saved(model.compression_state_dict()), saved(model.compression_state_dict(consolidated=True))
+    [mine], wanted = own["ranks"].values(), mean["parameters"]["0.weight"]
+    for state in (own, mean):
+        again, its_optimizer = make(compression)
+        again.module[0].weight.requires_grad_(False)
+        again.load_compression_state_dict(state)
+        training.train(again, range(2), its_optimizer)
+        [exact] = again.compression_state_dict()["ranks"].values()
+        if state is own:
+            assert torch.equal(exact["0.weight"]["residual"], mine["0.weight"]["residual"])
+        averaged = again.compression_state_dict(consolidated=True)["parameters"]
+        assert torch.equal(averaged["0.weight"]["residual"], wanted["residual"])
+        assert not torch.equal(averaged["3.weight"]["residual"], mean["parameters"]["3.weight"]["residual"])
+        again.load_compression_state_dict(again.compression_state_dict())
+        averaged = again.compression_state_dict(consolidated=True)["parameters"]
+        assert torch.equal(averaged["0.weight"]["residual"], wanted["residual"])
+
+
+@pytest.mark.parametrize("compression", ["int4", TopK(0.1)], ids=str)
+def test_a_frozen_parameter_keeps_what_it_owes_in_either_form(compression: Any) -> None:
+    run_ranks(keeps_what_frozen_ones_owe, compression, world_size=2, backend="ring")
+
+
+def changed(state: dict[str, Any], change: str) -> Any:
     rank = str(dist.get_rank())
+    entry = state["ranks"][rank]["3.weight"]
     if change == "world":
         state["world_size"] = 7
     elif change == "rank":
         state["ranks"] = {"9": state["ranks"][rank]}
     elif change == "name":
-        state["ranks"][rank]["nobody"] = state["ranks"][rank]["0.weight"]
+        state["ranks"][rank]["nobody"] = entry
     elif change == "shape":
-        state["ranks"][rank]["0.weight"]["residual"] = torch.zeros(3)
+        entry["residual"] = torch.zeros(3)
+    elif change == "dtype":
+        entry["residual"] = entry["residual"].double()
+    elif change == "text":
+        entry["residual"] = "x"
+    elif change == "key":
+        entry["bogus/x"] = torch.zeros(9216)
+    elif change == "part":
+        entry["compressor/rank/2/x"] = 1
     elif change == "compressor":
-        model.set_compression("int8")
-    elif change == "format":
-        state = {"model": 1}
-    model.load_compression_state_dict(state)
+        entry["compressor"] = "Int8()"
+    elif change == "no compressor":
+        del entry["compressor"]
+    elif change == "entry":
+        state["ranks"][rank]["3.weight"] = 1
+    elif change == "no steps":
+        del state["steps"]
+    elif change == "no ranks":
+        del state["ranks"]
+    elif change == "steps":
+        state["steps"] = "four"
+    elif change == "ranks":
+        state["ranks"] = [1]
+    return {"format": {"model": 1}, "none": None, "list": [1]}.get(change, state)
+
+
+def refuses(compression: Any, change: str) -> str:
+    """What is said, before the first backward and later; nothing has changed then, and training goes on."""
+    model, optimizer = make(compression)
+    training.train(model, range(1), optimizer)
+    state = changed(saved(model.compression_state_dict()), change)
+    said = set()
+    for one in (model, make(compression)[0]):
+        leaves, names = tree_flatten(saved(one.compression_state_dict()))
+        with pytest.raises(ringdp.InvalidArgumentError) as refused:
+            one.load_compression_state_dict(state)
+        said.add(str(refused.value))
+        leaves_after, names_after = tree_flatten(one.compression_state_dict())
+        assert names_after == names
+        for before, after in zip(leaves, leaves_after, strict=True):
+            assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+    training.train(model, range(1, 2), optimizer)
+    [text] = said
+    return text
 
 
 @pytest.mark.parametrize(
@@ -217,12 +281,44 @@ def does_not_fit(change: str) -> None:
         ("world", "saved by 7 ranks"),
         ("rank", "of rank 9"),
         ("name", "'nobody'"),
-        ("shape", "'0.weight' has shape [3]"),
-        ("compressor", "here it is Int8"),
+        ("shape", "residual of '3.weight' is float32 [3], not float32 [9216]"),
+        ("dtype", "residual of '3.weight' is float64 [9216], not float32 [9216]"),
+        ("text", "residual of '3.weight' is str, not float32 [9216]"),
+        ("compressor", "has '3.weight' compressed by Int8(), here it is "),
+        ("no compressor", "entry of '3.weight' has no 'compressor'"),
+        ("entry", "'3.weight' of the compression state must be a dict, not int"),
+        ("no steps", "has no 'steps'"),
+        ("no ranks", "has no 'ranks'"),
+        ("steps", "'steps' of the compression state must be a whole number, not str"),
+        ("ranks", "'ranks' of the compression state must be a dict, not list"),
         ("format", "no compression state of ringdp"),
+        ("none", "must be a dict, not NoneType"),
+        ("list", "must be a dict, not list"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_in_words(change: str, said: str) -> None:
-    for outcome in run_outcomes(does_not_fit, change, world_size=2, backend="ring"):
-        assert isinstance(outcome.error, ringdp.InvalidArgumentError)
-        assert said in str(outcome.error)
+@pytest.mark.parametrize("compression", ["int4", TopK(0.1)], ids=str)
+def test_a_state_that_does_not_fit_is_refused_in_words(compression: Any, change: str, said: str) -> None:
+    for text in run_ranks(refuses, compression, change, world_size=2, backend="ring"):
+        assert said in text
+
+
+@pytest.mark.parametrize(("change", "said"), [("key", "'bogus/x'"), ("part", "'compressor/rank/2/x'")])
+def test_so_is_what_no_compressor_in_python_remembers(change: str, said: str) -> None:
+    for text in run_ranks(refuses, TopK(0.1), change, world_size=2, backend="ring"):
+        assert f"has {said} for '3.weight'" in text
+
+
+def goes_on_from_another_step() -> None:
+    model, optimizer = make(RandomK(0.1))
+    training.train(model, range(1), optimizer)
+    state = model.compression_state_dict()
+    training.train(model, range(1, 2), optimizer)
+    if dist.get_rank() == 0:
+        model.load_compression_state_dict(state)
+    training.train(model, range(2, 3), optimizer)
+
+
+def test_ranks_that_load_states_of_different_steps_are_told() -> None:
+    for outcome in run_outcomes(goes_on_from_another_step, world_size=2, backend="ring"):
+        assert outcome.text is not None
+        assert "rank 0 has compressed 1 steps before this one, rank 1 2." in outcome.text

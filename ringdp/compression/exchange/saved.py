@@ -15,9 +15,12 @@ from torch import Tensor
 
 from ringdp.compression.exchange.section import Section
 from ringdp.compression.exchange.states import Key
+from ringdp.compression.feedback import EF21, ErrorFeedback
+from ringdp.compression.top_k import DGC
 from ringdp.errors import InvalidArgumentError
 
 Saved = dict[str, Any]
+_KINDS = {int: "a whole number", str: "a text", Mapping: "a dict"}
 
 
 def save(section: Section, states: Mapping[Key, dict[str, Any]]) -> Saved:
@@ -43,27 +46,29 @@ def save(section: Section, states: Mapping[Key, dict[str, Any]]) -> Saved:
 def load(
     section: Section, saved: Saved, rank: int, *, consolidated: bool = False, whole: bool = False
 ) -> dict[Key, dict[str, Any]]:
-    """The states on one rank.
+    """The states on one rank, in tensors of their own.
 
     Args:
         whole: what is owed is to be one tensor, for the core.
         consolidated: `saved` is the mean over ranks: what is owed is the owner's to pay, and nobody else's.
 
     Raises:
-        InvalidArgumentError: a tensor has another number of elements than the parameter.
+        InvalidArgumentError: a key that `save` does not give, a tensor that does not fit the parameter.
     """
     states: dict[Key, dict[str, Any]] = {}
     for path, value in saved.items():
-        words = path.split("/")
-        if len(words) == 4:
+        words = path.split("/") if isinstance(path, str) else []
+        if len(words) == 4 and _is_place(words) and words[2].isdecimal() and int(words[2]) < section.parts:
             key = Key(section.name, words[0], words[1], int(words[2]))
             states.setdefault(key, {})[words[3]] = value.clone() if isinstance(value, Tensor) else value
             continue
-        if value.shape != (section.count,):
+        if len(words) != 1 and not (len(words) == 3 and _is_place(words)):
             raise InvalidArgumentError(
-                f"{section.name} has {section.count} elements, its {path} in the checkpoint is {list(value.shape)}",
+                f"the compression state has {path!r} for {section.name!r}, which is nothing that is remembered of a"
+                " parameter here",
                 name=section.name,
             )
+        check_elements(section.name, path, value, section.count, float32=_keeps_float32(section, words))
         if whole and len(words) == 1:
             states[Key(section.name, "feedback", "whole", 0)] = {path: _owed_by(section, value, rank, consolidated)}
             continue
@@ -78,6 +83,34 @@ def load(
             if piece.numel():
                 states.setdefault(Key(section.name, kind, phase, part), {})[name] = piece
     return states
+
+
+def check_elements(name: str, path: str, value: Any, count: int, *, float32: bool = True) -> None:
+    """Raise InvalidArgumentError where `value` is no tensor with a value for each of a parameter's `count` elements."""
+    if isinstance(value, Tensor) and value.shape == (count,) and (value.dtype == torch.float32 or not float32):
+        return
+    given = type(value).__name__
+    if isinstance(value, Tensor):
+        given = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    raise InvalidArgumentError(
+        f"the compression state's {path} of {name!r} is {given}, not {'float32 ' * float32}[{count}]", name=name
+    )
+
+
+def field(state: Any, key: str, kind: Any, where: str = "the compression state") -> Any:
+    """``state[key]``, where that is an ``int``, a ``str`` or a ``Mapping``, as `kind` says.
+
+    Raises:
+        InvalidArgumentError: `state` is no dict, has no such key, or has a value there that is not of that kind.
+    """
+    if not isinstance(state, Mapping):
+        raise InvalidArgumentError(f"{where} must be a dict, not {type(state).__name__}")
+    if key not in state:
+        raise InvalidArgumentError(f"{where} has no {key!r}")
+    value = state[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InvalidArgumentError(f"{key!r} of {where} must be {_KINDS[kind]}, not {type(value).__name__}")
+    return value
 
 
 def _owed_by(section: Section, value: Tensor, rank: int, consolidated: bool) -> Tensor:
@@ -113,3 +146,13 @@ def _is_owed(section: Section, key: Key, name: str) -> bool:
 
 def _is_owner(section: Section, part: int, rank: int) -> bool:
     return section.owners_encode and part == rank
+
+
+def _is_place(words: list[str]) -> bool:
+    """Whether the words begin with a kind and a phase."""
+    return words[0] in ("feedback", "compressor") and words[1] in ("rank", "owner", "result")
+
+
+def _keeps_float32(section: Section, words: list[str]) -> bool:
+    """Whether it is kept by error feedback of this package; others keep what they like."""
+    return (len(words) == 1 or words[0] == "feedback") and isinstance(section.feedback, ErrorFeedback | EF21 | DGC)
