@@ -10,7 +10,8 @@ from torch._C._distributed_c10d import GradBucket
 
 from ringdp.compression import Auto, Compressor, Rules
 from ringdp.compression.auto import refuse
-from ringdp.compression.exchange import Coder, Layout, Place, Section, Tally
+from ringdp.compression.description import describe
+from ringdp.compression.exchange import Coder, Layout, Place, Section, Tally, agree
 from ringdp.compression.exchange.finite import all_finite
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.average import all_reduce_mean
@@ -177,6 +178,7 @@ class CompressedHook:
                 compressor = self._choose(name, parameter) if buffer.is_floating_point() else None
                 places.append(Place(name, tuple(parameter.shape), int(begin), parameter.numel(), compressor))
             content = _Content(places, self.group, buffer)
+            carry(agree(content.lines, buffer.device, self.group.rank()), self.group)
             self.memory.know(content.sections, self.group.rank(), content.in_core)
             self._contents[identity] = content
         return self._contents[identity]
@@ -242,12 +244,17 @@ class _Content:
     def __init__(self, places: Sequence[Place], group: dist.ProcessGroup, buffer: Tensor) -> None:
         by_codec: dict[str, list[Section]] = {}
         rest = []
+        self.lines = []  # what ranks must agree on before any of them sends a code
         for place in places:
             section = place.section(group.size(), buffer.device)
             if section is not None and serves(section, group, buffer.dtype):
                 by_codec.setdefault(section.compressor.native, []).append(section)  # type: ignore[attr-defined]
+                where = ", in the core"
             else:
                 rest.append(place)
+                where = ""
+            how = "exact" if section is None else f"by {describe(section.compressor)}{where}"
+            self.lines.append(f"{place.name} [{place.count}] {how}")
         self.native = [NativeSections(sections) for sections in by_codec.values()]
         self.in_core = {section.name for sections in by_codec.values() for section in sections}
         self.layout = Layout(rest, group.size(), buffer.device)

@@ -288,11 +288,13 @@ def test_other_types_and_strides(backend: str) -> None:
     run_ranks(other_types, world_size=2, backend=backend)
 
 
-def disagreeing(what: str) -> str:
+def disagreeing(what: str) -> Exception:
     rank = dist.get_rank()
     compressor: Any = {
         "compressor": Steps() if rank else Int8(block=100),
         "block": Int8(block=100 + rank),
+        "core": Steps() if rank else Int8(),
+        "exact": Steps() if rank else None,
         "size": Shrinking() if rank else Steps(),
         "raises": Raising() if rank else Steps(),
         "swells": Swelling() if rank else Large(),
@@ -302,8 +304,10 @@ def disagreeing(what: str) -> str:
     model = build()
     ddp = wrapped(model)
     ddp.register_comm_hook(*ddp_hook(compressor, model=ddp))
-    loss_of(ddp, 0, rank).backward()
-    return "ended"
+    with pytest.raises(Exception) as caught:
+        loss_of(ddp, 0, rank).backward()
+    assert isinstance(caught.value, Exception)
+    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -314,6 +318,11 @@ def disagreeing(what: str) -> str:
             [(MismatchError, r"rank 0 has \S+ \[\d+\] by Int8\(block=100.*rank 1 has \S+ \[\d+\] by Steps")] * 2,
         ),
         ("block", [(MismatchError, "block=100.*block=101")] * 2),
+        (
+            "core",
+            [(MismatchError, r"rank 0 has \S+ \[\d+\] by Int8\(.*rank 1 has \S+ \[\d+\] by Steps")] * 2,
+        ),
+        ("exact", [(MismatchError, r"rank 0 has \S+ \[\d+\] exact; rank 1 has \S+ \[\d+\] by Steps")] * 2),
         (
             "size",
             [
@@ -340,10 +349,10 @@ def disagreeing(what: str) -> str:
 def test_where_ranks_disagree_all_of_them_raise(
     backend: str, what: str, expected: list[tuple[type[Exception], str]]
 ) -> None:
-    outcomes = run_outcomes(disagreeing, what, world_size=2, backend=backend)
-    for outcome, (kind, words) in zip(outcomes, expected, strict=True):
-        assert type(outcome.error) is kind
-        assert re.search(words, str(outcome.error), re.DOTALL), outcome.text
+    errors = run_ranks(disagreeing, what, world_size=2, backend=backend, timeout_s=15)
+    for error, (kind, words) in zip(errors, expected, strict=True):
+        assert type(error) is kind
+        assert re.search(words, str(error), re.DOTALL), error
 
 
 def test_rules_by_name_need_the_model(backend: str) -> None:

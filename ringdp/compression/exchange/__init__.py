@@ -5,6 +5,7 @@
 answers them, or a simulation of all ranks in one process.
 """
 
+from ringdp.compression.exchange.agreement import agree
 from ringdp.compression.exchange.layout import Layout, Place
 from ringdp.compression.exchange.requests import AllGather, AllReduce, AllToAll, Exchange, Request
 from ringdp.compression.exchange.section import Coder, Section
@@ -25,4 +26,5 @@ __all__ = [
     "Sparsity",
     "States",
     "Tally",
+    "agree",
 ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringdp.compression.exchange.packing import HEADER_BYTES, front
-from ringdp.compression.exchange.plan import Plan
+from ringdp.compression.exchange.plan import Plan, fingerprint
 from ringdp.compression.exchange.requests import AllGather, Request
 from ringdp.compression.exchange.section import Coder
 from ringdp.errors import MismatchError, RingError
@@ -29,27 +29,28 @@ LOADED = 2  # it goes on from a checkpoint
 _LOADED_IN_SUM = 1 << 16  # where a status is added over the ranks; fewer than that can fail
 
 
-def agree(plan: Plan, rank: int) -> Generator[Request, Any, None]:
-    """Before a layout's first exchange: all ranks have the same sections, compressors and sizes.
+def agree(lines: Sequence[str], device: torch.device, rank: int) -> Generator[Request, Any, None]:
+    """All ranks have the same lines, one for each parameter.
 
     Raises:
         MismatchError: they have not; names the first parameter that differs and what both ranks have.
     """
-    mine = torch.tensor([plan.fingerprint, len(plan.lines)], dtype=torch.int64, device=plan.device)
+    mine = torch.tensor([fingerprint(lines), len(lines)], dtype=torch.int64, device=device)
     everybody = (yield AllGather(mine.view(torch.uint8))).view(torch.int64).tolist()
     other = next((r for r, theirs in enumerate(everybody) if theirs != everybody[0]), None)
     if other is None:
         return
     shortest = min(count for _, count in everybody)
-    hashes = torch.tensor([zlib.crc32(line.encode()) for line in plan.lines[:shortest]], device=plan.device)
+    hashes = torch.tensor([zlib.crc32(line.encode()) for line in lines[:shortest]], device=device)
     rows = (yield AllGather(hashes.view(torch.uint8))).view(torch.int64).view(len(everybody), -1)
     differing = (rows != rows[:1]).any(0).nonzero().view(-1).tolist()
     at = differing[0] if differing else shortest
-    line = plan.lines[at] if at < len(plan.lines) else "no further parameter"
-    texts = yield from gather_text(line, plan.device)
+    line = lines[at] if at < len(lines) else "no further parameter"
+    texts = yield from gather_text(line, device)
     r = next(r for r, text in enumerate(texts) if text != texts[0])
     raise MismatchError(
-        f"the ranks do not compress the same: rank 0 has {texts[0]}; rank {r} has {texts[r]}",
+        f"the ranks do not compress the same: rank 0 has {texts[0]}; rank {r} has {texts[r]}."
+        " Give all ranks the same compressors and rules.",
         rank=rank,
         peer=r if rank == 0 else 0,
     )

@@ -70,7 +70,7 @@ class Layout:
         """
         if not self._agreed:
             for plan in self.plans.values():
-                yield from agree(plan, coder.rank)
+                yield from agree(plan.lines, plan.device, coder.rank)
             self._agreed = True
         whole = bucket.float()  # not a copy of float32
         by = torch.full((), divisor, dtype=torch.float32, device=bucket.device)
