@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import distributed
 
+from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.average import all_reduce_mean
 
 
@@ -87,7 +88,7 @@ def reduction_hook(
     Args:
         precision: torch's ``_MixedPrecision``; without reduce_dtype the reduction has param_dtype.
     """
-    dtype = precision.reduce_dtype or precision.param_dtype
+    dtype = _reduction_dtype(precision)
     if dtype is None:
         return None
     wrapper_alive = weakref.ref(wrapper)
@@ -99,6 +100,21 @@ def reduction_hook(
         return all_reduce_mean(bucket.buffer().to(dtype), alive.process_group, lambda mean: mean.to(own))
 
     return reduce_in_low_precision
+
+
+def no_compression_beside(precision: Any) -> None:
+    """Raise InvalidArgumentError where `precision`, torch's ``_MixedPrecision`` or None, has a reduction of its own."""
+    dtype = None if precision is None else _reduction_dtype(precision)
+    if dtype is not None:
+        raise InvalidArgumentError(
+            f"mixed_precision says that gradients are sent as {str(dtype).removeprefix('torch.')}, and compression how"
+            " they are sent, too: leave out mixed_precision, and call forward under torch.autocast"
+        )
+
+
+def _reduction_dtype(precision: Any) -> torch.dtype | None:
+    dtype: torch.dtype | None = precision.reduce_dtype or precision.param_dtype
+    return dtype
 
 
 def _is_cast(tensor: Tensor) -> bool:

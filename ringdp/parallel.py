@@ -24,10 +24,10 @@ from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
 from ringdp.loss_scale import LossScale
-from ringdp.mixed_precision import compute_in_low_precision, reduction_hook
+from ringdp.mixed_precision import compute_in_low_precision, no_compression_beside, reduction_hook
 from ringdp.model_check import check_same_model
 from ringdp.model_parameters import model_parameters
-from ringdp.optimizer_in_backward import has_optimizers, stepping_hook
+from ringdp.optimizer_in_backward import has_optimizers, no_compression_in_backward, stepping_hook
 from ringdp.rank_devices import RankDevices
 from ringdp.reduced_gradients import ReducedGradients
 from ringdp.reducer_log import ReducerLog
@@ -359,6 +359,12 @@ class RingDP(CompressedModule, DistributedDataParallel):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
             super()._sync_final_model(is_last_joiner)
+
+    def _attach_compression(self, chosen: Rules, warmup_steps: int) -> None:
+        if chosen.compress:
+            no_compression_beside(self._precision)
+            no_compression_in_backward(self._module_parameters)
+        super()._attach_compression(chosen, warmup_steps)
 
     # The rest of torch's surface that names the reducer's type.
 

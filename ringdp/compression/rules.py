@@ -61,6 +61,11 @@ class Rules:
         """Whether somebody must say which name and module a parameter has."""
         return any(isinstance(condition, str | type) for condition, _ in self.rules)
 
+    @property
+    def compress(self) -> bool:
+        """Whether some parameter may be compressed."""
+        return self.compression is not None or any(compressor is not None for _, compressor in self.rules)
+
     def of(self, name: str, parameter: Tensor, module: nn.Module | None = None, *, sparse: bool = False) -> Any:
         """The compressor of this parameter, or None for exact; `module` is the one it belongs to, where known."""
         if sparse or not parameter.is_floating_point() or parameter.layout != torch.strided:

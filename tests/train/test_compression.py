@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import DebugLevel, set_debug_level
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import ringdp
 from ringdp.compression import DGC, EF21, Int8, PowerSGD, RandomK, TopK
@@ -158,16 +160,29 @@ def test_ranks_that_choose_differently_hear_what_and_where(backend: str) -> None
         ({"compression": "int8", "rules": ["*.bias"]}, "a rule is a pair"),
         ({"compression": "int8", "warmup_steps": -1}, "warmup_steps must be"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype must be"),
+        (
+            {"compression": "topk", "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
+            "mixed_precision says that gradients are sent as bfloat16, and compression",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused_in_words(arguments: dict[str, Any], said: str) -> None:
-    for outcome in run_outcomes(refused, arguments, world_size=1, backend="ring"):
-        assert isinstance(outcome.error, ringdp.InvalidArgumentError)
-        assert said in str(outcome.error)
+    [text] = run_ranks(refused, arguments, world_size=1, backend="ring")
+    assert said in text
 
 
-def refused(arguments: dict[str, Any]) -> None:
-    RingDP(training.wide(), **arguments)
+def refused(arguments: dict[str, Any], *, steps_in_backward: bool = False) -> str:
+    module = training.wide()
+    if steps_in_backward:
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
+    with pytest.raises(ringdp.InvalidArgumentError) as error:
+        RingDP(module, **arguments)
+    return str(error.value)
+
+
+def test_optimizers_that_step_in_backward_do_not_go_with_it() -> None:
+    [text] = run_ranks(refused, {"compression": "int8"}, steps_in_backward=True, world_size=1, backend="ring")
+    assert "optimizers that step during backward" in text
 
 
 def accumulates() -> None:
