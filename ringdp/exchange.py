@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from torch import Tensor
 from ringdp.errors import InvalidStateError, MismatchError
 
 _MOST_TEXT_BYTES = 1 << 30
+
+# torch 2.13 gave it another name, and warns of the old one.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""``(out, mine, group=...)``: the ranks' tensors of one shape, in rank order."""
 
 
 def require_member(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:

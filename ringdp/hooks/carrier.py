@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.compression.exchange import AllGather, AllReduce, AllToAll, Exchange, Request
-
-# torch 2.13 gave it another name, and warns of the old one.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from ringdp.exchange import all_gather_single
 
 
 @torch.no_grad()
@@ -41,7 +39,7 @@ def _perform(request: Request, group: dist.ProcessGroup) -> Any:
     received: Tensor
     if isinstance(request, AllGather):
         received = request.send.new_empty(group.size(), request.send.numel())
-        _all_gather(received.view(-1), request.send, group=group)
+        all_gather_single(received.view(-1), request.send, group=group)
         return received
     assert isinstance(request, AllToAll)
     received = request.send.new_empty(sum(request.receive_sizes))

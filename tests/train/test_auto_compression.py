@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def train(model: nn.Module, steps: int) -> list[str]:
 
 
 def on_a_slow_link(folder: Path) -> Any:
-    with network(folder, 100):
+    with network(folder, 100), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
         model = RingDP(large(), compression="auto", bucket_cap_mb=0.5)
         seen = train(model, 12)
         stats = model.compression_stats()

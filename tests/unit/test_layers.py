@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharded_parameters": {"errors"},
     "optimizer_in_backward": {"errors", "hooks"},
     "compression_tuner": set(),
-    "link_probe": {"backend", "compression", "compression_tuner", "_C"},
+    "link_probe": {"backend", "compression", "compression_tuner", "exchange", "_C"},
     "auto_compression": {"backend", "compression", "exchange", "hooks", "compression_tuner", "link_probe"},
     "model_compression": {
         "errors",
