@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
+from ringdp.compression.description import describe
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 
 if TYPE_CHECKING:
@@ -125,6 +126,14 @@ class CompressedModule:
                 f"{method}: this RingDP compresses nothing; build it with compression=, or call set_compression"
             )
         return self._compression
+
+    @property
+    def _choice_in_words(self) -> str | None:
+        if self._chosen is None:
+            return None
+        rules, _ = self._chosen
+        words = describe(rules.compression)
+        return f"{words} but for {len(rules.rules)} rules" if rules.rules else words
 
     def _attach_compression(self, chosen: Rules, warmup_steps: int) -> None:
         from ringdp.model_compression import ModelCompression

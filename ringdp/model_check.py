@@ -1,4 +1,4 @@
-"""Do all ranks wrap the same model? Asked at construction, before anything is broadcast.
+"""Do all ranks wrap the same model, and do all compress or none? Asked at construction, before anything is broadcast.
 
 Ranks compare a hash; only where it differs they exchange what they have, as UTF-8 text, so nothing is unpickled.
 """
@@ -34,31 +34,52 @@ class _Entry:
 
 
 def check_same_model(
-    module: torch.nn.Module, group: dist.ProcessGroup, device: torch.device, *, ignored: Container[str] = ()
+    module: torch.nn.Module,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    ignored: Container[str] = (),
+    compression: str | None = None,
 ) -> None:
     """Compare names, shapes, strides, dtypes and requires_grad of parameters and buffers across the group.
+
+    Also whether gradients are compressed; ranks that all compress them, but differently, are told where that is set up.
 
     Args:
         module: what is wrapped.
         group: every rank of it must call this.
         device: where the group's backend wants its tensors.
         ignored: names of parameters and buffers that are left out.
+        compression: what gradients are compressed by, in one line; None: they are exact.
 
     Raises:
-        MismatchError: on every rank, naming the first parameter that differs and what both ranks have.
+        MismatchError: on every rank, naming the first parameter that differs and what both ranks have; or what both
+            compress gradients by, where one does not.
     """
     if group.size() == 1:
         return
-    text = "\n".join(entry.line() for entry in _entries(module, ignored)).encode()
+    text = "\n".join([compression or "", *(entry.line() for entry in _entries(module, ignored))]).encode()
     told = all_gather_where_different(text, group, what="model", device=device)
     if told is None:
         return
+    choices = [text.split(b"\n")[0].decode() for text in told]
     models = [_parse(text) for text in told]
     me = group.rank()
     other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
-    if other is None:  # the hash differed and the text does not: memory or network is not sound
+    if other is not None:
+        raise _difference(models[me], models[other], me=me, other=other)
+    other = next((rank for rank, choice in enumerate(choices) if bool(choice) != bool(choices[me])), None)
+    if other is not None:
+        mine, theirs = choices[me] or None, choices[other] or None
+        raise MismatchError(
+            f"the ranks chose different compression: {mine} on rank {me}, {theirs} on rank {other}."
+            " Give RingDP the same arguments on all ranks.",
+            rank=me,
+            peer=other,
+            operation="comparing models",
+        )
+    if len(set(choices)) == 1:  # the hash differed and the text does not: memory or network is not sound
         raise MismatchError("the ranks' hashes of the same model differ", rank=me)
-    raise _difference(models[me], models[other], me=me, other=other)
 
 
 def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entry]:
@@ -78,7 +99,7 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
 
 
 def _parse(text: bytes) -> list[_Entry]:
-    lines = text.decode().split("\n") if text else []
+    _, *lines = text.decode().split("\n")
     return [_Entry(*line.split("\t")) for line in lines]
 
 

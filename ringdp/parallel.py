@@ -172,7 +172,13 @@ class RingDP(CompressedModule, DistributedDataParallel):
             self._sharded.take_out()  # until _ddp_init_helper has made the reducer
         if self.__dict__.pop("_compare_models", False):
             with named("comparing models"):
-                check_same_model(self.module, self.process_group, self.device, ignored=self.parameters_to_ignore)
+                check_same_model(
+                    self.module,
+                    self.process_group,
+                    self.device,
+                    ignored=self.parameters_to_ignore,
+                    compression=self._choice_in_words,
+                )
                 self._devices = RankDevices.gather(self.process_group, self.device)
                 self._devices.tell(self.process_group.rank())
         return super()._build_params_for_reducer()

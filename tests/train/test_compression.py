@@ -136,19 +136,30 @@ def test_set_compression_in_the_middle_keeps_what_others_remember(backend: str, 
     run_ranks(changes_in_the_middle, compressor, world_size=2, backend=backend)
 
 
-def disagrees() -> None:
-    RingDP(training.wide(), compression="int8" if dist.get_rank() == 0 else "int4")
+def disagrees(choices: list[dict[str, Any]]) -> str:
+    with pytest.raises(ringdp.MismatchError) as caught:
+        RingDP(training.wide(), **choices[dist.get_rank()])
+    assert caught.value.peer == 1 - dist.get_rank()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_ranks_that_choose_differently_hear_what_and_where(backend: str) -> None:
-    for outcome in run_outcomes(disagrees, world_size=2, backend=backend):
-        assert isinstance(outcome.error, ringdp.MismatchError)
-        text = str(outcome.error)
-        assert "'0.weight': Int8" in text
-        assert "Int4" in text
-        assert "rank 0" in text
-        assert "rank 1" in text
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ([{"compression": "int8"}, {"compression": "int4"}], ["'0.weight': Int8(", "'0.weight': Int4("]),
+        ([{}, {"compression": "topk"}], ["None", "TopK("]),
+        ([{"compression": "auto"}, {}], ["Auto(", "None"]),
+        ([{"rules": [("*", "int8")]}, {}], ["None but for 1 rules", "None"]),
+    ],
+)
+def test_ranks_that_choose_differently_hear_what_and_where(
+    backend: str, choices: list[dict[str, Any]], said: list[str]
+) -> None:
+    for rank, text in enumerate(run_ranks(disagrees, choices, world_size=2, backend=backend, timeout_s=15)):
+        assert text.startswith(f"the ranks chose different compression: {said[rank]}")
+        assert f"on rank {rank}, {said[1 - rank]}" in text
+        assert f"on rank {1 - rank}." in text
 
 
 @pytest.mark.parametrize(
