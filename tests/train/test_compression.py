@@ -19,7 +19,7 @@ import ringdp
 from ringdp.compression import DGC, EF21, Int8, PowerSGD, RandomK, TopK
 from ringdp.parallel import RingDP
 from tests.train import compressed_training as training
-from tests.train.harness import backends, run_outcomes, run_ranks
+from tests.train.harness import backends, run_ranks
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow),
           pytest.param(8, marks=pytest.mark.slow)]  # fmt: skip
