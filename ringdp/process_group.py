@@ -119,8 +119,8 @@ def init(
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
     kind = devices.kind_of(backend, device)
     agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
-    store = _meeting_store(init_method, rank, world_size, timeout, agent_store=agent_store)
     settings = config.RingConfig.from_environment()
+    store = _meeting_store(init_method, rank, world_size, timeout, agent_store=agent_store)
     store = PrefixStore(f"ringdp/{settings.epoch}/{_generation}", store)
     _generation += 1
     given = launch.local_rank if launch is not None and launch.rank == rank else None

@@ -92,6 +92,9 @@ class ReducedGradients:
 
     def finite(self) -> set[int]:
         """The ids of the parameters whose gradient is as the reducer left it, which saw that it is finite."""
+        wrapper = self._wrapper()
+        if wrapper is None or wrapper.reducer.stats()["steps"] != self._steps:
+            return set()  # a backward without a scaled loss has reduced since
         return {number for number, finite in zip(self._ids, self._marks.finite(), strict=True) if finite}
 
     def keep(self, parameters: Collection[int]) -> None:

@@ -336,6 +336,41 @@ def test_several_optimizers_and_losses() -> None:
     run_ranks(several_optimizers_and_losses, backend="ring")
 
 
+def losses_without_a_step(case: str) -> None:
+    """Gradients that no torch operation has written to since: the next backward's are the same tensors."""
+    results = []
+    for scaler in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        model = wrapped(built())
+        faults = Faults(model, (3, 1, 0, math.inf), (3, 1, 4, math.inf))
+        fused = case in ("fused", "loss without a scale")
+        first = torch.optim.SGD(model.module[0].parameters(), lr=0.05, fused=fused)
+        second = torch.optim.SGD(model.module[4].parameters(), lr=0.05, fused=fused)
+        for step in range(6):
+            faults.step = step
+            model.zero_grad()
+            x, y = data(step)
+            scaled = scaler.scale(nn.functional.mse_loss(model(x), y))
+            if case == "loss without a scale" and step == 3:
+                nn.functional.mse_loss(model(x), y).backward()
+            else:
+                scaled.backward()
+            if case == "step left out" and step == 2:
+                continue
+            scaler.step(first)
+            if case != "second steps less often" or step % 2:
+                scaler.step(second)
+            scaler.update()
+        assert all(bool(weight.isfinite().all()) for weight in weights(model))
+        results.append((bits(model), scaler.state_dict()))
+    assert results[0] == results[1]
+    assert results[0][1]["scale"] == 32768.0
+
+
+@pytest.mark.parametrize("case", ("fused", "second steps less often", "step left out", "loss without a scale"))
+def test_an_overflow_after_gradients_that_nobody_wrote_to(case: str) -> None:
+    run_ranks(losses_without_a_step, case, backend="ring")
+
+
 def two_backwards_before_a_step() -> None:
     """What the first one brought is still there after the second, which synchronises too."""
     model, scaler = wrapped(built()), GradScaler("cpu")

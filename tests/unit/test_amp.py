@@ -38,8 +38,9 @@ class Wrapper:
     def __init__(self, model: nn.Module, *, finite: bool | None = True) -> None:
         self.finite = finite
         self.steps = 0
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: self._reduced())
         self.reducer = SimpleNamespace(
-            stats=self._stats,
+            stats=lambda: {"steps": self.steps},
             finite=lambda: self.finite,
             watch_finite=lambda watch: None,
             own_non_finite=lambda: 0,
@@ -50,9 +51,8 @@ class Wrapper:
         names, parameters = zip(*model.named_parameters(), strict=True)
         self.reduced = ReducedGradients(self, parameters, names)  # type: ignore[arg-type]
 
-    def _stats(self) -> dict[str, int]:
+    def _reduced(self) -> None:
         self.steps += 1
-        return {"steps": self.steps}
 
 
 def model() -> nn.Module:

@@ -14,7 +14,7 @@ class GradientMarks {
  public:
   explicit GradientMarks(std::vector<at::Tensor> parameters);
 
-  // After a backward that reduced gradients: are they finite? Those it did not touch keep their verdict.
+  // After a backward that reduced gradients: are they finite? Then those it did not touch keep the verdict they had.
   void note(bool finite);
   // By parameter: its gradient is what was noted, and finite.
   std::vector<bool> finite() const;
