@@ -77,7 +77,7 @@ def parse(argv: list[str]) -> Arguments:
         parser.set_defaults(master_port=None)
     args = parser.parse_args(argv)
     try:
-        _, max_nodes = torchrun.parse_min_max_nnodes(args.nnodes)
+        max_nodes = _most_nodes(args)
         views = _views(args)
         grace_s = _grace(args)
     except (ValueError, RuntimeError) as error:
@@ -101,6 +101,25 @@ def parse(argv: list[str]) -> Arguments:
         several_hosts=max_nodes > 1,
         signals=tuple(name.strip() for name in args.signals_to_handle.split(",") if name.strip()),
     )
+
+
+def _most_nodes(args: argparse.Namespace) -> int:
+    """How many launchers there can be, after a look at the numbers that torchrun asserts, or divides by, later on."""
+    try:
+        least, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    except ValueError:
+        least = most = 0
+    if not 1 <= least <= most:
+        raise ValueError(f"--nnodes must be a number from 1 on, or MIN:MAX, got {args.nnodes}")
+    try:
+        ranks = int(args.nproc_per_node)
+    except ValueError:
+        ranks = 1  # a word: torchrun counts cores or devices
+    if ranks < 1:
+        raise ValueError(f"--nproc-per-node must be 1 or more, got {ranks}")
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts must be 0 or more, got {args.max_restarts}")
+    return most
 
 
 def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:

@@ -180,6 +180,13 @@ def test_arguments_that_cannot_be_used(arguments: dict[str, object], words: str)
     assert not ringdp.is_initialized()
 
 
+def test_a_setting_that_cannot_be_read_is_told_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is at that address: each rank speaks for itself."""
+    monkeypatch.setenv("RINGDP_STALL_NOTICE", "abc")
+    with pytest.raises(InvalidArgumentError, match="RINGDP_STALL_NOTICE=abc"):
+        ringdp.init(rank=1, world_size=2, init_method="tcp://127.0.0.1:1", timeout=60)
+
+
 def test_a_partial_environment_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -56,6 +56,12 @@ def test_grace(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tee", "7", "s.py"], "7 does not match"),
         (["--secret-file", "/nonexistent/secret", "s.py"], "--secret-file /nonexistent/secret"),
         (["--nnodes", "1:2:3", "s.py"], "nnodes=1:2:3"),
+        (["--nnodes", "0", "s.py"], "--nnodes must be a number from 1 on, or MIN:MAX, got 0"),
+        (["--nnodes", "2:1", "s.py"], "got 2:1"),
+        (["--nnodes", "two", "s.py"], "got two"),
+        (["--nproc-per-node", "0", "s.py"], "--nproc-per-node must be 1 or more, got 0"),
+        (["--nproc-per-node", "-3", "s.py"], "got -3"),
+        (["--max-restarts", "-1", "s.py"], "--max-restarts must be 0 or more, got -1"),
         (["--local-ranks-filter", "x", "s.py"], "invalid literal"),
     ],
 )
