@@ -77,8 +77,10 @@ float estimate_threshold(const Looked& looked, std::size_t wanted) {
   constexpr std::size_t kLookedAt = 16;  // one block in so many, of what has many; of a million elements half as many
   const std::size_t blocks = (looked.count + kScanned - 1) / kScanned;
   const std::size_t step = blocks >= 256 * kLookedAt ? 2 * kLookedAt : blocks >= 64 * kLookedAt ? kLookedAt : 1;
-  std::vector<uint32_t> histogram(std::size_t{1} << (kBits - kShift));
-  const std::size_t seen = look(looked, step, [&](uint32_t bits) { ++histogram[bits >> kShift]; });
+  // Where there is much to see, 16 bins for each of the others, so that fewer are too full; they stay in the second cache.
+  const int shift = looked.count / step >= 1u << 18 ? kShift - 4 : kShift;
+  std::vector<uint32_t> histogram(std::size_t{1} << (kBits - shift));
+  const std::size_t seen = look(looked, step, [&](uint32_t bits) { ++histogram[bits >> shift]; });
   if (seen == 0) return 0.0f;
   const double aim = static_cast<double>(wanted) * static_cast<double>(seen) / static_cast<double>(looked.count);
   const Place place = place_of(histogram, aim);
@@ -87,7 +89,7 @@ float estimate_threshold(const Looked& looked, std::size_t wanted) {
   if (above < aim / 2 || above + here > 2 * aim)
     return magnitude_of(ranked(looked, step, static_cast<std::size_t>(std::ceil(aim))).bits);
   // Within the bin as if they were spread evenly.
-  return magnitude_of(static_cast<uint32_t>((place.bin + 1 - (aim - above) / here) * (1u << kShift)));
+  return magnitude_of(static_cast<uint32_t>((place.bin + 1 - (aim - above) / here) * (1u << shift)));
 }
 
 Cut exact_cut(const Looked& looked, std::size_t wanted) {
