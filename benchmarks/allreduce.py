@@ -31,14 +31,12 @@ from dataclasses import asdict
 from typing import Any
 
 import ceiling
-import command
 import goodput
 import models
 import mpi
 import session
-from hosts import INTERFACE, HostsError
+from hosts import INTERFACE
 from measure import Summary, busy_processes, format_size, format_time, machine, parse_size, table
-from ranks import RanksFailed
 
 PEERS = ("gloo", "mpi", "ceiling")
 
@@ -217,13 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_rank(args.as_rank)
         return 0
-    return command.run(
-        lambda: measure(args),
-        report,
-        json_path=args.json,
-        cannot=(session.Unavailable, HostsError, goodput.NoGoodput, ceiling.CeilingUnavailable),
-        failed=(RanksFailed,),
-    )
+    return session.command_line(args, measure, report, cannot=(goodput.NoGoodput, ceiling.CeilingUnavailable))
 
 
 if __name__ == "__main__":

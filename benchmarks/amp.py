@@ -21,12 +21,9 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-import command
 import models
 import session
-from hosts import HostsError
 from measure import Summary, format_time, machine, table
-from ranks import RanksFailed
 
 MODES = ("ringdp", "ringdp-torch", "ddp-torch")
 OPTIMIZERS = ("sgd", "fused-adamw")
@@ -207,13 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.as_rank:
         run_rank(args.as_rank)
         return 0
-    return command.run(
-        lambda: measure(args),
-        report,
-        json_path=args.json,
-        cannot=(session.Unavailable, HostsError),
-        failed=(RanksFailed,),
-    )
+    return session.command_line(args, measure, report)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import command
 import models
 import session
-from hosts import Hosts, HostsError
+from hosts import Hosts
 from measure import format_time, interval, machine, table
-from ranks import RanksFailed
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -160,13 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_rank(args.as_rank)
         return 0
-    return command.run(
-        lambda: measure(args),
-        report,
-        json_path=args.json,
-        cannot=(session.Unavailable, HostsError),
-        failed=(RanksFailed,),
-    )
+    return session.command_line(args, measure, report)
 
 
 if __name__ == "__main__":

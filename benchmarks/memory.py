@@ -24,12 +24,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import command
 import models
 import session
-from hosts import HostsError
 from measure import format_size, machine, table
-from ranks import RanksFailed
 
 MODES = ("bare", "ddp-ring", "ddp-ring-view", "ringdp")
 PEER = "ddp-ring-view"
@@ -200,13 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.as_rank:
         run_rank(args.as_rank)
         return 0
-    return command.run(
-        lambda: measure(args),
-        report,
-        json_path=args.json,
-        cannot=(session.Unavailable, HostsError),
-        failed=(RanksFailed,),
-    )
+    return session.command_line(args, measure, report)
 
 
 if __name__ == "__main__":

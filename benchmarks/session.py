@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401
+import command
 import mpi
-from hosts import PORT, Hosts
+from hosts import PORT, Hosts, HostsError
 from measure import Quiet
-from ranks import Command, run_commands, signals_unwind, threads_per_rank, torchrun_env
+from ranks import Command, RanksFailed, run_commands, signals_unwind, threads_per_rank, torchrun_env
 
 RESULT = "result.json"
 SETTINGS = "settings.json"
@@ -75,6 +76,24 @@ def place_of(args: argparse.Namespace) -> Place:
         raise ValueError("--ranks-per-host goes with --hosts, and without --ranks")
     ranks = args.ranks or args.hosts * (args.ranks_per_host or 1) or 2
     return Place(ranks=ranks, hosts=args.hosts, rate=args.rate)
+
+
+def command_line(
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    report: Callable[[dict[str, Any]], str],
+    *,
+    cannot: tuple[type[Exception], ...] = (),
+    json_path: str | None = None,
+) -> int:
+    """`command.run` for what measures on ranks: their errors are known. Figures go to `json_path`, or to --json."""
+    return command.run(
+        lambda: measure(args),
+        report,
+        json_path=json_path or args.json,
+        cannot=(Unavailable, HostsError, *cannot),
+        failed=(RanksFailed,),
+    )
 
 
 def why_no_ringdp() -> str | None:

@@ -18,10 +18,8 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
-import command
 import session
 from measure import Summary, format_size, format_time, machine, parse_size, table
-from ranks import RanksFailed
 
 BOUNDS = ("to the host", "to the GPU", "CPU ring")
 STAGED = "GPU through ring"
@@ -146,13 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.as_rank:
         run_rank(args.as_rank)
         return 0
-    return command.run(
-        lambda: measure(args),
-        report,
-        json_path=args.json,
-        cannot=(session.Unavailable,),
-        failed=(RanksFailed,),
-    )
+    return session.command_line(args, measure, report)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import command
 import models
 import session
-from hosts import INTERFACE, HostsError
+from hosts import INTERFACE
 from measure import Summary, format_size, format_time, machine, table
-from ranks import RanksFailed
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -149,13 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_rank(args.as_rank)
         return 0
-    return command.run(
-        lambda: measure(args),
-        report,
-        json_path=args.json,
-        cannot=(session.Unavailable, HostsError),
-        failed=(RanksFailed,),
-    )
+    return session.command_line(args, measure, report)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import command
 import models
 import session
 import trainees
-from hosts import HostsError
 from measure import format_time, machine, table
-from ranks import RanksFailed
 
 WINDOW = 20  # steps
 BASE = "ddp-gloo-fp16"  # what the others are compared with
@@ -187,13 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.as_rank:
         run_rank(args.as_rank)
         return 0
-    return command.run(
-        lambda: measure(args),
-        report,
-        json_path=args.json or args.add_to,
-        cannot=(session.Unavailable, HostsError),
-        failed=(RanksFailed,),
-    )
+    return session.command_line(args, measure, report, json_path=args.json or args.add_to)
 
 
 if __name__ == "__main__":
