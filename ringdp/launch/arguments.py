@@ -78,6 +78,7 @@ def parse(argv: list[str]) -> Arguments:
     args = parser.parse_args(argv)
     try:
         max_nodes = _most_nodes(args)
+        _check_counts(args)
         views = _views(args)
         grace_s = _grace(args)
     except (ValueError, RuntimeError) as error:
@@ -104,13 +105,18 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def _most_nodes(args: argparse.Namespace) -> int:
-    """How many launchers there can be, after a look at the numbers that torchrun asserts, or divides by, later on."""
+    """How many launchers there can be."""
     try:
         least, most = torchrun.parse_min_max_nnodes(args.nnodes)
     except ValueError:
         least = most = 0
     if not 1 <= least <= most:
         raise ValueError(f"--nnodes must be a number from 1 on, or MIN:MAX, got {args.nnodes}")
+    return most
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    """Numbers that torchrun asserts, or divides by, only later."""
     try:
         ranks = int(args.nproc_per_node)
     except ValueError:
@@ -119,7 +125,6 @@ def _most_nodes(args: argparse.Namespace) -> int:
         raise ValueError(f"--nproc-per-node must be 1 or more, got {ranks}")
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more, got {args.max_restarts}")
-    return most
 
 
 def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
