@@ -175,13 +175,16 @@ class CompressedHook:
             for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
                 name = self.parameters.name(parameter)
                 begin = gradient.storage_offset() - buffer.storage_offset()
-                compressor = self._choose(name, parameter) if buffer.is_floating_point() else None
-                places.append(Place(name, tuple(parameter.shape), int(begin), parameter.numel(), compressor))
+                places.append(self._place(name, parameter, int(begin), buffer.dtype))
             content = _Content(places, self.group, buffer)
             carry(agree(content.lines, buffer.device, self.group.rank()), self.group)
             self.memory.know(content.sections, self.group.rank(), content.in_core)
             self._contents[identity] = content
         return self._contents[identity]
+
+    def _place(self, name: str, parameter: Tensor, begin: int, dtype: torch.dtype) -> Place:
+        compressor = self._choose(name, parameter) if dtype.is_floating_point else None
+        return Place(name, tuple(parameter.shape), begin, parameter.numel(), compressor)
 
     def _on_a_stream(self, buffer: Tensor, average: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
         """At once, but on a stream of its own: waits are the stream's, and backward goes on."""
@@ -198,10 +201,7 @@ class CompressedHook:
         ranks = self.group.size()
         sections, in_core = [], set()
         for name, parameter in self.parameters.known():
-            compressor = self._choose(name, parameter) if parameter.is_floating_point() else None
-            section = Place(name, tuple(parameter.shape), 0, parameter.numel(), compressor).section(
-                ranks, parameter.device
-            )
+            section = self._place(name, parameter, 0, parameter.dtype).section(ranks, parameter.device)
             if section is not None:
                 sections.append(section)
                 if serves(section, self.group, parameter.dtype):
