@@ -1,28 +1,54 @@
 # make train   train the example on two ranks, after setting everything up
-# make test    the test suite;  ARGS="-k ring -x" goes to pytest
-# make test-all   the slow tests too: every world size, type and size, long soaks
+# make test    the tests;  ARGS="-k ring -x" goes to pytest
+# make test-ci   what CI runs beside them: sanitizers, benchmarks, packaging, examples
+# make test-slow   the slow tests: every world size, type and size, the contracts over TCP, long soaks
+# make test-all   all of these
+# make test-releases   a core of the tests on the oldest and the newest torch, each in an environment of its own
 # make test-integrations   RingDP in Lightning, Accelerate, transformers and Ray, which pip fetches for it
+# make docs    the documentation as a site, in build/site
 # make build   the set-up alone
+# make stubs   write the type stubs of the compiled modules (ringdp/_C.pyi, ringdp/_core.pyi) anew, after a change of a binding
+# make compile-each   check that each C++ file compiles by itself: the build compiles several together
 #
 # PYTHON names the Python to use (make test PYTHON=python3.12). One that has torch 2.11 or newer is used as it is;
-# for one without torch a .venv is made here. tools/environment.py does that, and says what is missing.
+# for one without torch a .venv is made here. TORCH=2.15.0 makes .venv-torch-2.15.0 and works there (the extension is built
+# anew). tools/environment.py does that, and says what is missing.
 
 PYTHON ?= python3
 ARGS ?=
 NPROC ?= 2
-SETUP = $(PYTHON) tools/environment.py
+TORCH ?=
+SETUP = $(PYTHON) tools/environment.py $(if $(TORCH),--torch $(TORCH))
+# The oldest and the newest release of torch that ringdp is tested with, and what shows that they fit.
+RELEASES = 2.11.0 2.15.0
+RELEASE_TESTS = tests/contract/test_collectives_torch.py tests/contract/test_operations_torch.py \
+  tests/unit/test_ddp_arguments.py tests/unit/test_stubs.py tests/train/test_parallel_construction.py \
+  tests/train/test_ddp_parity.py
 CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.c' '*.cu' '*.cuh'
 
-.PHONY: build test test-all test-integrations train lint format clean distclean python
+.PHONY: build compile-each test test-ci test-slow test-all test-releases test-integrations train lint format stubs docs clean distclean python
 
 build: python
 	@$(SETUP)
 
+compile-each: python
+	@$(SETUP) --compile-each
+
 test: python
-	@$(SETUP) -- python -m pytest $(ARGS)
+	@$(SETUP) -- python tools/run_tests.py $(ARGS)
+
+test-ci: python
+	@$(SETUP) -- python tools/run_tests.py --tier ci $(ARGS)
+
+test-slow: python
+	@$(SETUP) -- python tools/run_tests.py --tier slow $(ARGS)
 
 test-all: python
-	@$(SETUP) -- python -m pytest -m '' $(ARGS)
+	@$(SETUP) -- python tools/run_tests.py --tier all $(ARGS)
+
+test-releases:
+	set -e; for release in $(RELEASES); do echo "== torch $$release"; \
+	  $(MAKE) --no-print-directory test TORCH=$$release ARGS="$(RELEASE_TESTS)"; done
 
 test-integrations: python
 	@$(SETUP) -- python -m pytest -m integrations tests/integrations $(ARGS)
@@ -34,12 +60,22 @@ lint: python
 	@$(SETUP) --lint -- ruff check .
 	@$(SETUP) --lint -- ruff format --check --quiet .
 	@$(SETUP) --lint -- sh -c "$(CPP) | xargs clang-format --dry-run -Werror"
+	@$(SETUP) --lint -- python tools/stubs.py --check
 	@$(SETUP) --lint -- mypy
 
 format: python
 	@$(SETUP) --lint -- ruff check --fix-only --quiet .
 	@$(SETUP) --lint -- ruff format --quiet .
 	@$(SETUP) --lint -- sh -c "$(CPP) | xargs clang-format -i"
+
+# Warnings are errors: a link or an anchor that leads nowhere, a docstring that cannot be read. Needs no compiled ringdp.
+# Not --quiet: then mkdocs does not count warnings.
+docs: python
+	@NO_MKDOCS_2_WARNING=1 $(SETUP) --docs -- python -m mkdocs build $(ARGS)
+	@echo "ringdp: the site is in build/site; python -m http.server -d build/site shows it"
+
+stubs: build
+	@$(SETUP) --lint -- python tools/stubs.py
 
 # Everything that was built, but not .venv.
 clean:

@@ -1,4 +1,4 @@
-"""Start a script on several ranks: ``python launch.py --nproc-per-node 4 train.py``. See docs/launching.md."""
+"""Start a script on several ranks: ``python launch.py --nproc-per-node 4 train.py``. See docs/how-to/launching.md."""
 
 from __future__ import annotations
 

@@ -198,8 +198,11 @@ def _make_core(joined: session.Joined) -> Timed:
     return run
 
 
-def make_core_runtime(joined: session.Joined, name: str) -> tuple[Any, Any]:
-    """A Runtime of ringdp._core that meets the other ranks' in torch's store under that name, and the module."""
+def make_core_runtime(joined: session.Joined, name: str, **given: Any) -> tuple[Any, Any]:
+    """A Runtime of ringdp._core that meets the other ranks' in torch's store under that name, and the module.
+
+    Its options are `given`, and else what the environment says.
+    """
     from ringdp import _core, config
 
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -210,15 +213,16 @@ def make_core_runtime(joined: session.Joined, name: str) -> tuple[Any, Any]:
     settings = config.RingConfig.from_environment()
     options: dict[str, Any] = {"host_id": settings.host_id, "spin_us": settings.spin_us}
     options["table"] = dict(settings.tuning.limits)
+    options |= {"checksums": settings.checksum, **given}
     return _core.Runtime(_core.CallbackStore(store.set, find), joined.rank, joined.world_size, **options), _core
 
 
 def _one_size(joined: session.Joined, calls: dict[str, Timed], size_bytes: int) -> dict[str, Measured]:
     settings = joined.settings
-    source = _values(joined.rank, size_bytes // 4)
+    source = values(joined.rank, size_bytes // 4)
     total = torch.zeros_like(source)
     for rank in range(joined.world_size):
-        total += _values(rank, size_bytes // 4)
+        total += values(rank, size_bytes // 4)
     x = torch.empty_like(source)
     if settings["huge_pages"]:
         ceiling.load(Path(settings["ceiling"]["library"])).ceiling_huge_pages(x.data_ptr(), size_bytes)
@@ -229,7 +233,7 @@ def _one_size(joined: session.Joined, calls: dict[str, Timed], size_bytes: int) 
         check(name, x, total, rank=joined.rank, exact=True, ranks=joined.world_size)
         trial = Measured()
         timed_block(call, x, source, MIN_CALLS, joined.world_size, trial)
-        counts[name] = _agree_on_calls(min(trial.seconds), settings["block_s"])
+        counts[name] = agree_on_calls(min(trial.seconds), settings["block_s"])
     measured = {name: Measured() for name in calls}
     names = list(calls)
     for turn in range(settings["rounds"]):
@@ -264,7 +268,7 @@ def timed_block(call: Timed, x: Tensor, source: Tensor, count: int, world_size: 
     return growth
 
 
-def _values(rank: int, numel: int) -> Tensor:
+def values(rank: int, numel: int) -> Tensor:
     """Whole numbers between -48 and 48 that differ between ranks and positions: their sums are exact in float32."""
     return ((torch.arange(numel, dtype=torch.int32) * 31 + rank * 17) % 97 - 48).to(torch.float32)
 
@@ -289,7 +293,7 @@ def check(name: str, x: Tensor, expected: Tensor, *, rank: int, exact: bool, ran
         )
 
 
-def _agree_on_calls(seconds: float, block_s: float) -> int:
+def agree_on_calls(seconds: float, block_s: float) -> int:
     slowest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return max(MIN_CALLS, min(MAX_CALLS, int(block_s / slowest.item())))

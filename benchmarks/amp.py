@@ -200,11 +200,7 @@ def _slowest(one: Trainee) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    if args.as_rank:
-        run_rank(args.as_rank)
-        return 0
-    return session.command_line(args, measure, report)
+    return session.main(parse(argv), run_rank, measure, report)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Draw the plots of docs/compression.md from what was measured.
+"""Draw the plots of docs/lab/compression_measured.md from what was measured.
 
-    python benchmarks/compression_quality.py codes --json docs/plots/quality.json
+    python benchmarks/compression_quality.py codes --json docs/lab/plots/quality.json
     python benchmarks/compression_plots.py quality      error of an all-reduce of 8 ranks over bits an element
 
-    sudo python benchmarks/time_to_loss.py --hosts 4 --rate 100mbit --json docs/plots/loss.json
+    sudo python benchmarks/time_to_loss.py --hosts 4 --rate 100mbit --json docs/lab/plots/loss.json
     python benchmarks/compression_plots.py loss         training loss over time
-    sudo python benchmarks/time_to_loss.py --model resnet --modes all … --json docs/plots/resnet.json
+    sudo python benchmarks/time_to_loss.py --model resnet --modes all … --json docs/lab/plots/resnet.json
     python benchmarks/compression_plots.py resnet       the same of the ResNet-18
 
-Each reads docs/plots/NAME.json and writes docs/plots/NAME.svg. Needs matplotlib: pip install -r requirements/plots.txt
+Each reads docs/lab/plots/NAME.json and writes docs/lab/plots/NAME.svg.
+Needs matplotlib: pip install -r requirements/plots.txt
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any
 
 from time_to_loss import WINDOW, seconds_until, smooth
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "plots"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "plots"
 COLOURS = ("#c02030", "#3060c0", "#208040", "#808080", "#c08020", "#8040a0")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plot", choices=PLOTS, help="which one")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where results and plots are (docs/plots)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where results and plots are (docs/lab/plots)")
     return parser.parse_args(argv)
 
 

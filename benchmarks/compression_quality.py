@@ -96,7 +96,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="of the GPT (gpt: 96; codes: 64 and 128)")
     parser.add_argument("--methods", default=";".join(TRAINED), help=choice_of(METHODS))
     parser.add_argument("--codes", default=";".join(CODES), help=choice_of(CODES))
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="of the GPT (default adamw)")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd"), help="(default: adamw for gpt, SGD with momentum for digits)"
+    )
+    parser.add_argument("--lr", type=float, help="of digits (default: the example's)")
     parser.add_argument("--sgd-lr", type=float, default=quality_runs.SGD_LR, help="(default %(default)s)")
     parser.add_argument("--against", default="exact", help="the method that differences are taken to (default exact)")
     parser.add_argument("--batch-size", type=int, default=16, help="windows per rank of `codes` (default 16)")
@@ -115,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown := [name for name in args.code_names if name not in CODES]:
         parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(CODES)}")
     own = [name for name in args.method_names if METHODS[name].momentum_on_ranks]
-    if own and args.what == "gpt" and args.optimizer == "adamw":
+    if own and (args.optimizer == "adamw" or (args.what == "gpt" and args.optimizer is None)):
         parser.error(f"{own[0]!r} has its momentum on the ranks: use --optimizer sgd, which then has none")
     if args.seeds < 1 or args.against not in args.method_names:
         parser.error(f"at least one seed, and {args.against!r} among the methods: differences are taken to it")
@@ -242,18 +245,21 @@ def _verdict(good: bool) -> str:
 def train(args: argparse.Namespace) -> str:
     """All methods of each seed, then what they differ by."""
     run: Callable[[quality_runs.Method, int, argparse.Namespace], float]
+    optimizer = args.optimizer or ("adamw" if args.what == "gpt" else "sgd")
     if args.what == "gpt":
         options = quality_runs.small_gpt_options(
-            steps=args.steps or 1000, width=args.width or 96, optimizer=args.optimizer, sgd_lr=args.sgd_lr
+            steps=args.steps or 1000, width=args.width or 96, optimizer=optimizer, sgd_lr=args.sgd_lr
         )
         run, unit = quality_runs.train_gpt, "nats per character"
         setting = f"{options.steps} steps, width {options.width}"
-        setting += f", SGD {options.sgd_lr:g}" if args.optimizer == "sgd" else ""
+        setting += f", SGD {options.sgd_lr:g}" if optimizer == "sgd" else ""
     else:
-        options = quality_runs.digits_options(args.epochs)
+        options = quality_runs.digits_options(args.epochs, optimizer=optimizer, lr=args.lr)
         run, unit = quality_runs.train_digits, "% of the test images"
         setting = f"{options.epochs} epochs"
-    aims = AIMS[args.what, args.optimizer if args.what == "gpt" else "sgd"]
+        if optimizer != "sgd" or args.lr is not None:
+            setting += f", {optimizer} {options.lr:g}"
+    aims = AIMS.get((args.what, optimizer), {})
     known = dict(_read(args.csv, args.what, setting))
     for seed in range(args.seeds):
         for name in args.method_names:

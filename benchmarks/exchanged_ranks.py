@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import Compressor
-from ringdp.compression.exchange import Coder, Layout, Place, States
+from ringdp.compression.exchange import BucketSlice, Coder, Layout, States
 from ringdp.testing.simulation import together
 
 _CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class ExchangedRanks:
         places, begin = [], 0
         for name, shape in shapes.items():
             count = math.prod(shape)
-            places.append(Place(name, tuple(shape), begin, count, None if name in exact else compressor))
+            places.append(BucketSlice(name, tuple(shape), begin, count, None if name in exact else compressor))
             begin += count
         self.counts = [place.count for place in places]
         self.layouts = [Layout(places, ranks, _CPU) for _ in range(ranks)]

@@ -4,7 +4,7 @@
     failures.py                          all faults, both backends (about four minutes)
     failures.py --faults killed,stopped  those whose names contain one of the words
     failures.py --backends ring          one of them
-    failures.py --markdown               the table as docs/failures.md has it
+    failures.py --markdown               the table as docs/lab/faults.md has it
 
 Rank 1 is at fault. Measured is the time from the fault to the exception on the slower of the two others, and whether
 both messages name rank 1. The losses of a host are made with network namespaces and need root.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="ring,gloo", help="which, with commas (default ring,gloo)")
     parser.add_argument("--faults", default="", help="only those whose names contain one of these words")
-    parser.add_argument("--markdown", action="store_true", help="print the table for docs/failures.md")
+    parser.add_argument("--markdown", action="store_true", help="print the table for docs/lab/faults.md")
     args = parser.parse_args(argv)
     words = [word.strip() for word in args.faults.split(",") if word.strip()]
     faults = [fault for fault in FAULTS if not words or any(word in fault for word in words)]

@@ -2,8 +2,9 @@
 # Builds ringdp and runs everything that needs a GPU, in one call of at most ten minutes, on a machine without network whose
 # Python has torch with CUDA:   bash benchmarks/gpu_check.sh [PYTHON]
 # Without a GPU it builds, says that there is none, and runs a few tests on the CPU. What it prints also goes to
-# $OUT/gpu_check.txt where OUT names a folder; docs/gpu_check.txt is what it printed last. Exit code 0 only if every part
-# passed. MINUTES=9 is what all parts together may take; ARCHITECTURES="9.0" compiles kernels for another GPU than this one.
+# $OUT/gpu_check.txt where OUT names a folder; docs/lab/gpu_check.txt is what it printed last. Exit code 0 only if every
+# part passed. MINUTES=9 is what all parts together may take; ARCHITECTURES="9.0" compiles kernels for another GPU than
+# this one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}

@@ -21,13 +21,14 @@ from functools import partial
 from typing import Any
 
 import command
-from measure import machine, table
+from measure import codec_names, machine, table
 
-CODECS = ("int8", "int6", "int5", "int4", "nf4", "float16", "bfloat16")
 RANKS = 4  # of a fold
 AIM = 0.8  # of a copy, every pass of a codec
 SELECT_AIM = 5.0  # times faster than torch.topk
 SELECTED = 0.01
+
+CODECS = codec_names()
 
 
 class NoGpu(RuntimeError):
@@ -54,7 +55,7 @@ def parse_elements(text: str) -> int:
     word = text.strip().lower()
     digits = word.removesuffix("m")
     if not digits.isdigit() or int(digits) == 0:
-        raise ValueError(f"{text!r} is no number of elements: write it like 25m or 4096")
+        raise ValueError(f"{text!r} is not a number of elements: write it like 25m or 4096")
     return int(digits) * (10**6 if word.endswith("m") else 1)
 
 
@@ -118,7 +119,7 @@ def codec_cases(kernels: Any, codec: str, x: Any) -> Iterator[Case]:
     expect(torch.equal(out.cpu(), decoded + decoded), f"{codec}, decode and add")
     sources = torch.zeros(RANKS, stride, dtype=torch.uint8, device=x.device)
     sources[:, :size] = code
-    kernels.cuda_fold(codec, [x], [sources], [folded], 0, float(RANKS))
+    kernels.cuda_reduce_codes(codec, [x], [sources], [folded], 0, float(RANKS))
     mean = (x.cpu() + decoded + decoded + decoded) / RANKS
     expect(torch.equal(folded.cpu(), kernels.codec_compress(codec, mean)), f"{codec}, fold")
 
@@ -133,14 +134,14 @@ def codec_cases(kernels: Any, codec: str, x: Any) -> Iterator[Case]:
         codec,
         f"fold of {RANKS}",
         floats + RANKS * size,
-        lambda: kernels.cuda_fold(codec, [x], [sources], [folded], 0, float(RANKS)),
+        lambda: kernels.cuda_reduce_codes(codec, [x], [sources], [folded], 0, float(RANKS)),
         AIM,
     )
     yield Case(
         codec,
         f"fold of {RANKS}+feedback",
         3 * floats + RANKS * size,
-        lambda: kernels.cuda_fold(codec, [x], [sources], [folded], 0, float(RANKS), feedback),
+        lambda: kernels.cuda_reduce_codes(codec, [x], [sources], [folded], 0, float(RANKS), feedback),
         AIM,
     )
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import command
 from ceiling import compiler
-from measure import Quiet, format_size, machine, parse_size, table
+from measure import Quiet, codec_names, format_size, machine, parse_size, table
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CSRC = ROOT / "ringdp" / "csrc"
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden")  # setup.py's
-CODECS = ("int8", "int6", "int5", "int4", "nf4", "float16", "bfloat16")
+CODECS = codec_names()
 PASSES = ("memcpy", "compress", "compress+feedback", "decode", "decode+add")
 WANTED = {  # times memcpy
     ("int8", "compress"): 1.2,

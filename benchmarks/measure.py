@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import platform
+import re
 import resource
 import statistics
 import subprocess
@@ -13,9 +14,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+import checkout  # noqa: F401  # before ringdp
+
+from ringdp.ddp.words import format_size as format_size
+from ringdp.ddp.words import parse_size as parse_size
+from ringdp.ddp.words import table as table
+
 QUIET_LOAD = 0.3  # waiting processes beside us, on average over the last minute
 QUIET_OTHERS = 0.05  # share of the machine's CPU time that went to somebody else during the run
 
@@ -43,21 +50,10 @@ _T_95 = (
 """Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond the last one that one is taken."""
 
 
-def parse_size(text: str) -> int:
-    """Bytes of `4096`, `4k`, `4KiB`, `25m`, `1g`; units are powers of 1024. Raises ValueError."""
-    word = text.strip().lower().removesuffix("ib").removesuffix("b")
-    digits = word.rstrip("kmg")
-    if not digits.isdigit() or word[len(digits) :] not in _UNITS:
-        raise ValueError(f"{text!r} is no size: write it like 4k, 1m, 100m or 4096")
-    return int(digits) * _UNITS[word[len(digits) :]]
-
-
-def format_size(size_bytes: int) -> str:
-    """`25 MiB`, `4 KiB`, `10 B`."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.4g} {name}"
-    return f"{size_bytes} B"
+def codec_names() -> tuple[str, ...]:
+    """The core's codecs in the order of their numbers, from the sources: nothing has to be built."""
+    rows = Path(__file__).resolve().parents[1] / "ringdp" / "csrc" / "base" / "codecs.def"
+    return tuple(re.findall(r'^RINGDP_\w+_CODEC\(\w+, "(\w+)"\)', rows.read_text(), re.MULTILINE))
 
 
 def format_time(seconds: float) -> str:
@@ -110,16 +106,6 @@ class Summary:
             max(one.min_s for one in per_rank),
             min(one.count for one in per_rank),
         )
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned text: the first column to the left, the others to the right."""
-    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(columns)]
-    lines = []
-    for row in [list(columns), ["-" * width for width in widths], *map(list, rows)]:
-        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 @contextlib.contextmanager

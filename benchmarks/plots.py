@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure and draw the plots of docs/benchmarks.md; each command takes a few minutes.
+"""Measure and draw the plots of docs/lab/benchmarks.md; each command takes a few minutes.
 
     python benchmarks/plots.py busbw          bus bandwidth over size: ring, gloo, Open MPI, ceiling; 2, 4, 8 ranks
     sudo python benchmarks/plots.py hosts     time over the number of hosts at 1 Gbit, beside the line's limit
     python benchmarks/plots.py model          both measured against the cost model; draws what the others have measured
 
-What was measured goes to docs/plots/NAME.json, the plot to docs/plots/NAME.svg; `--draw` only draws again.
+What was measured goes to docs/lab/plots/NAME.json, the plot to docs/lab/plots/NAME.svg; `--draw` only draws again.
 Needs matplotlib: pip install -r requirements/plots.txt
 """
 
@@ -26,7 +26,7 @@ from hosts import HostsError
 from measure import format_size
 from ranks import RanksFailed
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "plots"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "plots"
 RANKS = "2,4,8"
 HOSTS = "2,3,4,6,8"
 SIZES = "4k,16k,64k,256k,1m,4m,25m,100m"
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", help=f"bytes to reduce (busbw: {SIZES}; hosts: {HOST_SIZE})")
     parser.add_argument("--rounds", type=int, default=5, help="blocks of calls for each backend and size (default 5)")
     parser.add_argument("--block-seconds", type=float, default=0.15, help="about how long a block lasts (default 0.15)")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where results and plots are (docs/plots)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where results and plots are (docs/lab/plots)")
     return parser.parse_args(argv)
 
 
@@ -107,21 +107,21 @@ def draw_hosts(results: Sequence[dict[str, Any]], plt: Any) -> Any:
 
 def draw_model(results: Sequence[dict[str, Any]], plt: Any) -> Any:
     """Predicted over measured time of every row of `ring`: on the diagonal the model is right."""
-    from ringdp.cost_model import Costs, Place, work
+    from ringdp.job.tuning import Tuning
+    from ringdp.tools.cost_model import AlgorithmCosts, HostLayout, work
     from ringdp.tools.explain import algorithm
-    from ringdp.tuning import Tuning
 
     figure, axis = plt.subplots(figsize=(6, 5))
     every: list[float] = []
     for result in results:
         ranks, hosts = result["place"]["ranks"], max(1, result["place"]["hosts"])
-        place = Place.spread(ranks=ranks, hosts=hosts, cores=result["machine"]["cores"])
+        place = HostLayout.spread(ranks=ranks, hosts=hosts, cores=result["machine"]["cores"])
         measured, predicted = [], []
         for row in result["rows"]:
             if row["backend"] == "ring":
                 name = algorithm(place, "float32", row["size_bytes"], Tuning())
                 measured.append(row["time"]["median_s"])
-                predicted.append(work(name, place, row["size_bytes"]).seconds(Costs(), place))
+                predicted.append(work(name, place, row["size_bytes"]).seconds(AlgorithmCosts(), place))
         every += measured + predicted
         axis.plot(measured, predicted, marker="o", linestyle="", label=result["place"]["words"])
     ends = [min(every), max(every)]

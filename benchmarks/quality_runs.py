@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from examples import char_lm, digits
 from ringdp import compression
-from ringdp.compression import DGC, PowerSGD, RandomK, TopK
+from ringdp.compression import DGC, PowerSGD, RandomK, Sign, TopK
 
 RANKS = 4
 OVERFLOW_EVERY = 50
@@ -91,6 +91,8 @@ METHODS = {
     "randomk": Method("randomk"),
     "randomk 10%": Method(RandomK(0.1)),
     "sign": Method("sign"),
+    "sign, 100 exact": Method("sign", exact_steps=100),
+    "sign, block 32": Method(Sign(block=32)),
     "signsgd": Method("signsgd"),
     "signsgd, lr/100": Method("signsgd", lr_factor=0.01),
     "qsgd": Method("qsgd"),
@@ -245,9 +247,11 @@ def unseen_nats(model: nn.Module, unseen: Tensor, context: int) -> float:
     return total / len(windows)
 
 
-def digits_options(epochs: int) -> argparse.Namespace:
-    """Of examples/digits.py."""
-    return digits.parse(["--epochs", str(epochs)])
+def digits_options(epochs: int, *, optimizer: str = "sgd", lr: float | None = None) -> argparse.Namespace:
+    """Of examples/digits.py; None is its learning rate."""
+    options = digits.parse(["--epochs", str(epochs), *(() if lr is None else ("--lr", str(lr)))])
+    options.optimizer = optimizer
+    return options
 
 
 def train_digits(method: Method, seed: int, options: argparse.Namespace) -> float:
@@ -255,8 +259,11 @@ def train_digits(method: Method, seed: int, options: argparse.Namespace) -> floa
     training, test = digits.load_digits(seed)
     model = digits.build(seed)
     averaged = Averaged(model, method, RANKS)
-    groups = sgd_groups(model, method.momentum_on_ranks, exact_names(model))
-    optimizer = torch.optim.SGD(groups, lr=options.lr)
+    optimizer: torch.optim.Optimizer
+    if options.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    else:
+        optimizer = torch.optim.SGD(sgd_groups(model, method.momentum_on_ranks, exact_names(model)), lr=options.lr)
     for batches in digits_batches(len(training), seed, options):
         parts = [(training.tensors[0][rows], training.tensors[1][rows]) for rows in batches]
         averaged.backward([functools.partial(_digits_loss, model, *part) for part in parts])

@@ -24,7 +24,8 @@ import torch
 from measure import Quiet, format_time, machine, table
 from torch import Tensor
 
-from ringdp.compression import Info, TopK, native
+from ringdp.compression import Info, TopK
+from ringdp.compression.codecs import native
 
 
 class NotBuilt(RuntimeError):

@@ -96,6 +96,19 @@ def command_line(
     )
 
 
+def main(
+    args: argparse.Namespace,
+    run_rank: Callable[[str], None],
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    report: Callable[[dict[str, Any]], str],
+) -> int:
+    """One rank of a run where `--as-rank` says so, else the whole run. Returns the exit status."""
+    if args.as_rank:
+        run_rank(args.as_rank)
+        return 0
+    return command_line(args, measure, report)
+
+
 def why_no_ringdp() -> str | None:
     """Why the backend `ring` cannot be used here; None when it can."""
     try:

@@ -1,8 +1,8 @@
 """n ranks in one process, the whole model at once: the bits of the exchange by owners, without its messages.
 
 Blocks of the core's codecs are counted from a parameter's start and parts begin at multiples of 256 elements
-(docs/wire_format.md), so parameters padded to such multiples can be encoded as one flat tensor, all ranks' in one call.
-`ringdp.testing.simulate` runs the real exchange, parameter by parameter; the tests hold this against it.
+(docs/reference/wire_format.md), so parameters padded to such multiples can be encoded as one flat tensor, all ranks' in
+one call. `ringdp.testing.simulate` runs the real exchange, parameter by parameter; the tests hold this against it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import checkout  # noqa: F401  # before ringdp
 import torch
 from torch import Tensor
 
-from ringdp.compression import Compressor, Info, Int4, Int5, Int6, Int8, NormalFloat4
-from ringdp.compression.casts import Bfloat16, Float16
+from ringdp.compression import Compressor, Info
+from ringdp.compression.codecs.core_codec import CoreCodec
 from ringdp.compression.feedback import ErrorFeedback, feedback_of
-from ringdp.compression.partition import UNIT, bounds, turn_of
-
-_BLOCKS = (Int8, Int6, Int5, Int4, NormalFloat4, Bfloat16, Float16)  # each element's code is its block's affair
+from ringdp.compression.partition import UNIT, bounds, owner_offset_of
 
 
 class SimulatedRanks:
@@ -44,7 +42,7 @@ class SimulatedRanks:
             self.places.append(slice(begin, begin + count))
             padded = -(-count // UNIT) * UNIT
             begin += padded
-            edges = bounds(count, ranks, turn_of(name))
+            edges = bounds(count, ranks, owner_offset_of(name))
             owner = torch.zeros(padded, dtype=torch.int64)
             for rank in range(ranks):
                 owner[edges[rank] : edges[rank + 1]] = rank
@@ -58,7 +56,7 @@ class SimulatedRanks:
     @staticmethod
     def serves(compressor: Compressor) -> bool:
         """Whether it can stand in for `ranks` ranks with this compressor."""
-        if getattr(compressor, "native", None) is None and not isinstance(compressor, _BLOCKS):
+        if getattr(compressor, "native", None) is None and not isinstance(compressor, CoreCodec):
             return False
         if getattr(compressor, "rotate", False):  # by numbers of each parameter's own
             return False

@@ -140,11 +140,7 @@ def run_rank(path: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    if args.as_rank:
-        run_rank(args.as_rank)
-        return 0
-    return session.command_line(args, measure, report)
+    return session.main(parse(argv), run_rank, measure, report)
 
 
 if __name__ == "__main__":

@@ -123,10 +123,11 @@ def wire_bytes(mode: models.Mode, module: nn.Module) -> int | None:
     chosen = compression.assign(mode.compressor or mode.hook, (), parameters, dict(module.named_modules()))
     if any(it is not None and not getattr(it, "native", None) for it in chosen.values()):
         return None
-    codecs = {name: getattr(it, "native", None) for name, it in chosen.items()}
-    return sum(
-        _C.codec_bytes(codecs[name], it.numel()) if codecs[name] else 4 * it.numel() for name, it in parameters.items()
-    )
+    total = 0
+    for name, it in parameters.items():
+        codec: str | None = getattr(chosen[name], "native", None)
+        total += _C.codec_bytes(codec, it.numel()) if codec else 4 * it.numel()
+    return total
 
 
 def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.ProcessGroup]) -> list[dict[str, Any]]:

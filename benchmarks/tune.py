@@ -79,24 +79,28 @@ def best_limit(times: Mapping[str, Sequence[float]]) -> int:
     return min([0, *sizes], key=regret)
 
 
+DIRECT_RANKS = 16  # of AlgorithmTable, as it is built in: above, a small all-reduce is a tree and not a fold
+
+
 def limits_of(result: Mapping[str, Any]) -> dict[str, int]:
-    """The limits that one run decides; that of a fold is what a rank sends, (n-1) times the size."""
+    """The limits that one run decides; that of a fold is (n-1) times the size, which a rank sends, of a tree 64/n."""
     ranks = len(result["hosts"])
     found = {name: best_limit(times) for name, times in result["limits"].items()}
     if "fold_sent_bytes" in found:
-        found["fold_sent_bytes"] *= ranks - 1
+        largest = found["fold_sent_bytes"]
+        found["fold_sent_bytes"] = largest * (ranks - 1) if ranks <= DIRECT_RANKS else -(-largest // ranks) * 64
     return found
 
 
 def costs_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """The model's constants (ringdp/cost_model.py) from a run of two ranks; none from others."""
-    from ringdp.cost_model import Place, work
+    """The model's constants (ringdp/tools/cost_model.py) from a run of two ranks; none from others."""
+    from ringdp.tools.cost_model import HostLayout, work
 
     hosts, costs = result["hosts"], result["costs"]
     if len(hosts) != 2:
         return {}
     kind = "local" if hosts[0] == hosts[1] else "remote"
-    large = work("ring", Place((2,) if kind == "local" else (1, 1), cores=2), result["large_bytes"])
+    large = work("ring", HostLayout((2,) if kind == "local" else (1, 1), cores=2), result["large_bytes"])
     messages = large.local_messages + large.remote_messages
     rest_s = costs["large_s"] - messages * costs["message_s"] - large.added_bytes * costs["add_s_per_byte"]
     found = {
@@ -119,7 +123,7 @@ def merged(before: Mapping[str, Any], results: Sequence[Mapping[str, Any]], word
 
 def read_before(path: str | None) -> dict[str, Any]:
     """What the file says now, checked; nothing where there is none. Raises ringdp's InvalidArgumentError."""
-    from ringdp import tuning
+    from ringdp.job import tuning
 
     if path is None or not Path(path).exists():
         return {}

@@ -6,7 +6,7 @@
 
 It trains a small network on scikit-learn's handwritten digits with gradients of 1.1 bits an element. It checks the
 compressor first (`ringdp.testing.check_compressor`), and the ranks' parameters last. Exit code 1 where the ranks'
-parameters differ or the test accuracy is too low. docs/custom_compressors.md explains it step by step.
+parameters differ or the test accuracy is too low. docs/start/custom_compressors.md explains it step by step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEST_IMAGES = 360
 BLOCK = 256
 
 
-@ringdp.compression.register("sign")
+@ringdp.compression.register("block sign")
 class Sign:
     """Each element becomes its sign times the mean magnitude of its block: 1 bit, and 4 bytes a block."""
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ringdp.init(options.backend if "RANK" in os.environ else None)
     try:
         if dist.get_rank() == 0:
-            print(check_compressor("sign"))
+            print(check_compressor("block sign"))
         images, labels = load_digits(options.seed)
         model = train(images[TEST_IMAGES:], labels[TEST_IMAGES:], options)
         passed = check(model, images[:TEST_IMAGES], labels[:TEST_IMAGES], options)
@@ -91,7 +91,8 @@ def train(images: Tensor, labels: Tensor, options: argparse.Namespace) -> Distri
     torch.manual_seed(options.seed)
     network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
     model = DistributedDataParallel(network)
-    model.register_comm_hook(*ddp_hook("sign", rules=[("4.weight", None)], model=model))  # the last layer stays exact
+    # The last layer stays exact.
+    model.register_comm_hook(*ddp_hook("block sign", rules=[("4.weight", None)], model=model))
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     rank, ranks, loss = dist.get_rank(), dist.get_world_size(), torch.zeros(())
     for epoch in range(options.epochs):

@@ -6,13 +6,15 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ringdp import _moved
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import amp, checkpoint, compression, hooks, metrics
-    from ringdp.backend import named, traffic, transports
-    from ringdp.barrier import monitored_barrier
+    from ringdp import amp, checkpoint, compression, hooks, metrics, testing
+    from ringdp.ddp.wrapper import RingDP
     from ringdp.errors import (
+        DamagedDataError,
         GradientOverflowError,
         HandshakeError,
         InvalidArgumentError,
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
         RingTimeoutError,
         SystemResourceError,
     )
-    from ringdp.parallel import RingDP
-    from ringdp.process_group import (
+    from ringdp.job.backend import named, traffic, transports
+    from ringdp.job.barrier import monitored_barrier
+    from ringdp.job.process_group import (
         device,
         init,
         is_initialized,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DamagedDataError",
     "GradientOverflowError",
     "HandshakeError",
     "InvalidArgumentError",
@@ -65,13 +69,13 @@ __all__ = [
 ]
 
 _ERRORS = [name for name in __all__ if name.endswith("Error")]
-_HOME = dict.fromkeys(__all__, "process_group") | dict.fromkeys(_ERRORS, "errors")
-_HOME |= {"RingDP": "parallel", "monitored_barrier": "barrier"}
-_HOME |= dict.fromkeys(("named", "traffic", "transports"), "backend")
+_HOME = dict.fromkeys(__all__, "job.process_group") | dict.fromkeys(_ERRORS, "errors")
+_HOME |= {"RingDP": "ddp.wrapper", "monitored_barrier": "job.barrier"}
+_HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "hooks", "metrics", "testing"})
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     """Load a public name when it is first used: `import torch` alone comes through here and must stay cheap."""
     if name not in _HOME:
         raise AttributeError(f"module 'ringdp' has no attribute {name!r}")
@@ -81,6 +85,10 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"ringdp.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # for type checkers every name would exist
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:
@@ -99,12 +107,13 @@ def _check() -> None:
 def _called_by_import_torch() -> bool:
     """Whether torch's own import brought us here, through the entry point in ringdp/_autoload.py.
 
-    An error would then break torch for everybody in the environment, so it waits until a name is used.
+    An error would then break torch for all programs in the environment, so it waits until a name is used.
     """
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
 
 
+_moved.keep_old_names()
 if not _called_by_import_torch():
     _check()
     importlib.import_module("ringdp._autoload").register()

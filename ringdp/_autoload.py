@@ -6,11 +6,11 @@ import logging
 
 
 def register() -> None:
-    """Register the backend ``ring``; never raises, as an error would break ``import torch`` for everybody."""
+    """Register the backend ``ring``; never raises, as an error would break ``import torch`` for every program."""
     try:
-        from ringdp.backend import register_backend
+        from ringdp.job.backend import register_backend
 
         register_backend()
     except Exception as error:
-        # Whoever uses ringdp hears of it from `import ringdp`; others have no need to.
+        # A program that uses ringdp gets the error from `import ringdp`; others do not need it.
         logging.getLogger("ringdp.autoload").debug("the backend ring is not registered: %s", error)

@@ -6,10 +6,12 @@ import importlib
 import importlib.util
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
 MINIMUM_TORCH = (2, 11)
+NEWEST_TESTED_TORCH = (2, 15)
 
 
 def check() -> None:
@@ -19,6 +21,9 @@ def check() -> None:
         raise ImportError(
             f"ringdp needs torch 2.11 or newer and this is torch {running}: upgrade it, then build again ({_advice()})"
         )
+    if _release(running) > NEWEST_TESTED_TORCH:
+        tested = ".".join(map(str, NEWEST_TESTED_TORCH))
+        warnings.warn(f"ringdp was tested with torch up to {tested} and this is torch {running}", stacklevel=3)
     built = _build_info()
     if not _same_python(built.PYTHON_TAG):
         raise ImportError(

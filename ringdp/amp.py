@@ -1,7 +1,7 @@
 """Loss scaling that agrees across ranks: `GradScaler`, with torch's API and state dict.
 
 Whether gradients overflowed is told by the reduction that averaged them, on every rank alike: nothing is looked at
-twice, and nobody has to be asked.
+twice, and no rank has to ask another.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.autograd import Variable
 
+from ringdp.ddp.loss_scale import LossScale
+from ringdp.ddp.overflow import Overflow, of_all_wrappers
 from ringdp.errors import GradientOverflowError
 from ringdp.hooks.names import name_of
-from ringdp.loss_scale import LossScale
-from ringdp.reduced_gradients import Overflow, of_all_wrappers
 
 _log = logging.getLogger("ringdp.amp")
 
@@ -32,7 +32,7 @@ class GradScaler(torch.amp.GradScaler):
 
     What differs:
 
-    - A gradient that RingDP reduced over ``ring`` and that nobody has written to since is only multiplied by 1/scale;
+    - A gradient that RingDP reduced over ``ring`` and that was not written to since is only multiplied by 1/scale;
       whether it is finite came with it. All others (of parameters without RingDP, changed by the script, sharded,
       reduced by a communication hook or another backend) are checked as torch does, each rank its own.
     - RingDP learns the scale of each backward, so that what compressors leave out is kept in unscaled units.
@@ -44,7 +44,11 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: "cuda" or "cpu".
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+        init_scale: as torch's.
+        growth_factor: as torch's.
+        backoff_factor: as torch's.
+        growth_interval: as torch's.
+        enabled: as torch's.
     """
 
     def __init__(
@@ -145,7 +149,7 @@ class GradScaler(torch.amp.GradScaler):
     def _was_skipped(self, optimizer: int, state: dict[str, Any]) -> bool:
         if optimizer in self._decided:
             return self._decided[optimizer]
-        # It took the verdict to its step: that is on its device, which nobody waits for here.
+        # The optimizer used the verdict in its step, on its device; this does not wait for the device.
         verdicts = [verdict for verdict in state["found_inf_per_device"].values() if verdict.device.type == "cpu"]
         return any(verdict.item() for verdict in verdicts) if verdicts else self._skips.culprit is not None
 

@@ -21,16 +21,16 @@ import pickle
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ringdp.backend import named
 from ringdp.errors import InvalidArgumentError, MismatchError, RingError, SystemResourceError
-from ringdp.exchange import all_gather_bytes, as_bytes, as_tensor, broadcast_bytes, require_member
+from ringdp.job.backend import named
+from ringdp.job.byte_collectives import all_gather_bytes, as_bytes, as_tensor, broadcast_bytes, require_member
 
 _log = logging.getLogger("ringdp.checkpoint")
 _NAME = re.compile(r"step-(\d{12})\.([0-9a-f]{16})\.pt")
@@ -46,7 +46,7 @@ class Checkpoint:
     Attributes:
         step: the number it was saved under.
         shared: rank 0's ``shared``; tensors on the CPU.
-        own: what this rank gave as ``own``; None where another number of ranks saved it.
+        own: what this rank gave as ``own``; None where another number of ranks saved it, which a warning says.
         world_size: how many ranks saved it.
         path: the file, on the host of the rank that read it.
     """
@@ -153,16 +153,24 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators where `rng_state` found them."""
+def set_rng_state(state: dict[str, Any] | None) -> None:
+    """Put the generators where `rng_state` found them.
+
+    None leaves them as they are: `Checkpoint.own` is None where another number of ranks saved, whose states would not
+    fit these ranks. Seed them by rank and step then, if this run is to draw other numbers than the one before. What is
+    not here now, a GPU or NumPy, is left out.
+    """
+    if state is None:
+        return
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state:
+    if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:
-        import numpy
+        with contextlib.suppress(ImportError):
+            import numpy
 
-        numpy.random.set_state(tuple(state["numpy"]))
+            numpy.random.set_state(tuple(state["numpy"]))
 
 
 # On one rank.
@@ -175,10 +183,22 @@ def _checked(step: int, keep: int, own: Any) -> bytes:
     if not isinstance(keep, int) or keep < 1:
         raise InvalidArgumentError(f"keep must be a whole number of at least 1, not {keep!r}")
     buffer = io.BytesIO()
-    torch.save(own, buffer)
+    with _what_cannot_be_pickled("own"):
+        torch.save(own, buffer)
     buffer.seek(0)
     _require_loadable(buffer, "own")
     return step.to_bytes(8, "little") + buffer.getvalue()
+
+
+@contextlib.contextmanager
+def _what_cannot_be_pickled(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"{what} holds something that torch.save cannot write: keep to tensors, numbers, text and containers of"
+            f" them ({error})"
+        ) from None
 
 
 def _require_loadable(file: Any, what: str) -> None:
@@ -232,7 +252,8 @@ def _write(folder: Path, step: int, content: dict[str, Any]) -> str:
         with open(unfinished, "xb") as file:
             writer = _Writer(file)
             try:
-                torch.save(content, writer)  # type: ignore[arg-type]  # write() and flush() are all it needs
+                with _what_cannot_be_pickled("shared"):
+                    torch.save(content, writer)  # type: ignore[arg-type]  # write() and flush() are all it needs
                 file.flush()
             except RuntimeError:
                 if writer.error is None:
@@ -302,7 +323,7 @@ def _read_whole(path: Path) -> bytearray | None:
             loaded = torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
             if isinstance(loaded, dict) and loaded.get("ringdp_checkpoint") == _FORMAT:
                 return content
-            reason = f"it is no checkpoint of format {_FORMAT}"
+            reason = f"it is not a ringdp checkpoint of format {_FORMAT}"
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             reason = f"torch.load refuses it: {_reason(error)}"
     _log.warning("checkpoint %s is left out, the one before it is taken: %s", path, reason)
@@ -311,10 +332,19 @@ def _read_whole(path: Path) -> bytearray | None:
 
 def _unpacked(content: bytes | bytearray, path: str, group: dist.ProcessGroup) -> Checkpoint:
     loaded = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    own = None
-    if loaded["world_size"] == group.size():
-        mine = io.BytesIO(as_bytes(loaded["own"][group.rank()]))
-        own = torch.load(mine, weights_only=True, map_location="cpu")
+    alike = loaded["world_size"] == group.size()
+    mine = io.BytesIO(as_bytes(loaded["own"][group.rank() if alike else 0]))
+    own = torch.load(mine, weights_only=True, map_location="cpu")
+    if not alike and own is not None:
+        if group.rank() == 0:
+            _log.warning(
+                "checkpoint %s was saved by %d ranks and these are %d: no rank gets the state that each rank kept for"
+                " itself (own is None), so random generators stay as they are",
+                path,
+                loaded["world_size"],
+                group.size(),
+            )
+        own = None
     return Checkpoint(loaded["step"], loaded["shared"], own, loaded["world_size"], path)
 
 

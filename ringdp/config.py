@@ -1,7 +1,7 @@
 """Every environment variable ringdp reads at run time, and nothing else reads one.
 
 `RingConfig` holds what the ring itself wants to know (the ``RINGDP_*`` variables), `LaunchEnvironment`
-(ringdp/launchers.py) what a launcher told this process about its place in the job. Both validate themselves and
+(ringdp/job/launchers) what a launcher told this process about its place in the job. Both validate themselves and
 say what is wrong in words.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import ipaddress
 import logging
 import os
@@ -19,10 +20,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ringdp import tuning
 from ringdp.errors import InvalidArgumentError, SystemResourceError
-from ringdp.launchers import LaunchEnvironment as LaunchEnvironment
-from ringdp.launchers import optional_integer, several_hosts, whole_number
+from ringdp.job import tuning
+from ringdp.job.launchers import LaunchEnvironment as LaunchEnvironment
+from ringdp.job.launchers import optional_integer, several_hosts, whole_number
 
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
@@ -32,6 +33,8 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
     "RINGDP_CUDA": "what carries CUDA tensors: nccl, ring (through the host's memory), or auto: measure both at start",
     "RINGDP_TRANSPORT": "auto: shared memory inside a host where it can be had, else TCP; shm: or fail; tcp: never",
+    "RINGDP_FULL_MESH_RANKS": "jobs of up to so many ranks (16) connect all pairs at the start, others when needed",
+    "RINGDP_CHECKSUM": "1: what crosses TCP carries a CRC32C, so that a flipped bit is an error; 0: it does not",
     "RINGDP_RATE": "what this host sends over TCP at most, to try a slower network: 1gbit | 100mbit | 125MB/s",
     "RINGDP_SPIN_US": "microseconds to poll before sleeping while waiting; 0 sleeps at once",
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
@@ -42,7 +45,12 @@ VARIABLES: Mapping[str, str] = {
 }
 """The variables that ringdp reads, with what they mean."""
 
-_TRANSPORTS = ("auto", "tcp", "shm")
+CHECKSUM_BY_DEFAULT = False
+"""Whether frames over TCP carry a checksum where RINGDP_CHECKSUM is not set (docs/how-to/failures.md says why)."""
+
+FULL_MESH_RANKS = 16
+"""Jobs of up to so many ranks connect all pairs when they meet, where RINGDP_FULL_MESH_RANKS is not set."""
+
 _CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmg]?)bit(?:/s)?|([kMG]?)B/s)", re.ASCII)
@@ -63,7 +71,7 @@ class RingConfig:
     Attributes:
         secret: 32 bytes that every rank of the job knows; None lets rank 0 make them and publish them in the
             store.
-        host_id: a name that tells hosts apart which share a kernel; empty where nobody needs one.
+        host_id: a name that tells hosts apart which share a kernel; empty where none is needed.
         host_name: how messages call this host.
         iface: interfaces to use between hosts, a list of names (or beginnings of names; ``=eth0`` is that name
             only), addresses and networks in the order of preference, or, with ``^`` in front, all but those;
@@ -74,6 +82,10 @@ class RingConfig:
         transport: what carries bytes between ranks of one host: ``auto`` takes shared memory where it can be had,
             else TCP, and says why; ``shm`` makes that an error on all ranks; ``tcp`` never tries. It changes no
             result. Between hosts it is always TCP.
+        checksum: frames over TCP carry a CRC32C, and one that does not arrive as it was sent is an error on all ranks
+            of its group; the same on all ranks. Shared memory has none, and needs none.
+        full_mesh_ranks: in a job of up to so many ranks, all pairs connect when the ranks meet; in a larger one each
+            rank connects with some others, and a pair that is missing when it is first needed. The same on all ranks.
         connect_timeout_ms: how long the ranks have to connect to each other.
         rate_bytes_per_s: what the ranks of this host together send over TCP at most, each an equal share of it, as
             through a network card of that speed; 0 for no limit. Shared memory is not limited.
@@ -81,7 +93,7 @@ class RingConfig:
         stall_notice_ms: how often a log line says who an operation waits for that does not move; 0 for never.
         host_silence_ms: how long a rank's host may leave everything unanswered before the rank counts as lost. A
             stopped or busy process does not: its kernel answers.
-        tuning: which algorithm runs from which size on, `ringdp.tuning`; the same on all ranks.
+        tuning: which algorithm runs from which size on, `ringdp.job.tuning`; the same on all ranks.
         epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
         several_hosts: the launcher says that the job runs on several hosts: a rank need not wait for another to
             know that it must listen on more than loopback.
@@ -97,6 +109,8 @@ class RingConfig:
     advertise: str = ""
     port_range: tuple[int, int] | None = None
     transport: str = "auto"
+    checksum: bool = CHECKSUM_BY_DEFAULT
+    full_mesh_ranks: int = FULL_MESH_RANKS
     rate_bytes_per_s: int = 0
     connect_timeout_ms: int = 120_000
     spin_us: int = 50
@@ -122,12 +136,14 @@ class RingConfig:
                 raise InvalidArgumentError(
                     f"port_range must be two ports between 1 and 65535, the lower one first, not {low}-{high}"
                 )
-        if self.transport not in _TRANSPORTS:
-            raise InvalidArgumentError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
+        if self.transport != "auto" and self.transport not in (names := _transport_names()):
+            raise InvalidArgumentError(f"transport must be one of auto, {', '.join(names)}, not {self.transport!r}")
         if self.rate_bytes_per_s != 0 and not 1_000 <= self.rate_bytes_per_s <= 10**12:
             raise InvalidArgumentError(
                 f"rate_bytes_per_s must be 0 (no limit) or between 1000 and 10^12, not {self.rate_bytes_per_s}"
             )
+        if not 1 <= self.full_mesh_ranks < 2**31:
+            raise InvalidArgumentError(f"full_mesh_ranks must be 1 or more, not {self.full_mesh_ranks}")
         if self.connect_timeout_ms <= 0:
             raise InvalidArgumentError(f"connect_timeout_ms must be above 0, not {self.connect_timeout_ms}")
         if not 0 <= self.spin_us <= 1_000_000:
@@ -172,6 +188,16 @@ class RingConfig:
         return _Fields(fields, table=dict(table.limits), table_source=table.source)
 
 
+def _transport_names() -> list[str]:
+    """Of the core's table (transport/registry.cpp); the extension comes with the first process group anyway."""
+    from ringdp import _build
+
+    _build.check()
+    from ringdp import _C
+
+    return [transport["name"] for transport in _C.registered_transports()]
+
+
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:
     """CUDA_VISIBLE_DEVICES as it is set, for messages; None where it is not."""
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
@@ -207,7 +233,7 @@ def read_secret(path: str) -> bytes:
 
     Raises:
         SystemResourceError: the file is not there or cannot be read.
-        InvalidArgumentError: it is no regular file, others may read it, or its contents are no secret.
+        InvalidArgumentError: it is not a regular file, others may read it, or its contents are not a secret.
     """
     make = f"make one with: (umask 077; openssl rand -hex 32 > {path})"
     try:
@@ -326,6 +352,12 @@ def _spin_us(text: str) -> int:
     return whole_number("RINGDP_SPIN_US", text)
 
 
+def _checksum(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise InvalidArgumentError(f"RINGDP_CHECKSUM={text} is neither 0 nor 1")
+    return text == "1"
+
+
 def _milliseconds(variable: str) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
@@ -343,6 +375,8 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_ADVERTISE": ("advertise", str),
     "RINGDP_PORT_RANGE": ("port_range", _port_range),
     "RINGDP_TRANSPORT": ("transport", str.lower),
+    "RINGDP_CHECKSUM": ("checksum", _checksum),
+    "RINGDP_FULL_MESH_RANKS": ("full_mesh_ranks", functools.partial(whole_number, "RINGDP_FULL_MESH_RANKS")),
     "RINGDP_RATE": ("rate_bytes_per_s", _rate),
     "RINGDP_SPIN_US": ("spin_us", _spin_us),
     "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _milliseconds("RINGDP_CONNECT_TIMEOUT")),

@@ -60,6 +60,13 @@ class PeerLostError(RingError, ConnectionError):
     """A rank died, left, or its connection broke."""
 
 
+class DamagedDataError(PeerLostError):
+    """A connection changed what it carried: the checksum of a frame (RINGDP_CHECKSUM) does not fit its bytes.
+
+    ``peer`` is the rank at the other end of that connection; a rank that has neither end is told which two have them.
+    """
+
+
 class RingTimeoutError(RingError, TimeoutError):
     """An operation did not end within its time; the message names the rank that was missing."""
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp import config
-from ringdp.backend import named
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
-from ringdp.exchange import all_gather_bytes, device_for, require_member
+from ringdp.job.backend import named
+from ringdp.job.byte_collectives import all_gather_bytes, device_for, require_member
 
 _ROOM = 256  # bytes of a rank's introduction: its weight, and what it brings in words
 
@@ -74,7 +74,7 @@ def _introduce(x: float | Tensor, weight: float | Tensor, group: dist.ProcessGro
     words = [line[9:].decode(errors="replace") for line in told]
     for rank, (fits, _) in enumerate(usable):
         if not fits:
-            raise MismatchError(f"rank {rank} called with what cannot be used: {words[rank]}", peer=rank)
+            raise MismatchError(f"rank {rank} called with an invalid argument: {words[rank]}", peer=rank)
     for rank, shape in enumerate(words):
         if shape != words[0]:
             raise MismatchError(

@@ -13,11 +13,32 @@ from typing import TypeVar
 
 import pytest
 
+from tests import tiers
+
 Result = TypeVar("Result")
 
 DEFAULT_TIMEOUT_S = 120.0
 # A call that never returns to Python does not see the alarm: then the whole run ends, after this much more.
 GRACE_S = 15.0
+
+
+def pytest_configure() -> None:
+    """Let the tests and what they start hear Ctrl-C: a shell makes its background jobs ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tiers.mark(item)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Processes side by side must collect the same names, so no id may hold an address."""
+    if " object at 0x" in item.nodeid:
+        raise pytest.UsageError(
+            f"{item.nodeid}: give the test ids without addresses (tests.train.compressed.compressor_id)"
+        )
 
 
 def limit_of(item: pytest.Item) -> float:

@@ -1,4 +1,4 @@
-"""Set up what ringdp needs, then run a command in it: `python3 tools/environment.py [--lint] [-- COMMAND …]`.
+"""Set up what ringdp needs, then run a command in it: `python3 tools/environment.py [--lint | --docs] [-- COMMAND …]`.
 
 The make targets come through here. Run by a Python that has torch 2.11 or newer, that Python is used as it is and
 nothing is downloaded; by one without torch, a .venv beside the Makefile is made for it. Then the extension is compiled
@@ -28,16 +28,21 @@ from pathlib import Path
 
 import cuda_toolkit
 import toolchain
+import unity
 from toolchain import SetupError
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 VENV_STAMP = VENV / "ringdp.json"
+TORCH: str | None = None  # the release that was asked for; None: that of requirements/build.txt, or what is there
 BUILD = ROOT / "build"
 BUILD_STAMP = BUILD / "stamp.json"
 BUILD_LOG = BUILD / "build.log"
+EACH_LOG = BUILD / "compile-each.log"
+# What a build from nothing takes: seconds of one core in all; on any number of cores the longest units.
+BUILD_CPU_S, BUILD_LEAST_S = 200, 60
 REQUIREMENTS = ROOT / "requirements"
-TOOLS = ("tools/cuda_toolkit.py", "tools/toolchain.py")  # what setup.py asks
+TOOLS = ("tools/cuda_toolkit.py", "tools/toolchain.py", "tools/unity.py")  # what setup.py asks
 PACKAGING = ("setup.py", "pyproject.toml")
 
 
@@ -104,9 +109,18 @@ def digest(paths: list[Path]) -> str:
 # --- the environment
 
 
+def use_torch(version: str) -> None:
+    """From now on .venv is one of its own beside it, for this release of torch."""
+    global VENV, VENV_STAMP, TORCH
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise SetupError(f"TORCH={version} is not a release of torch: write it as 2.15.0")
+    VENV, TORCH = ROOT / f".venv-torch-{version}", version
+    VENV_STAMP = VENV / "ringdp.json"
+
+
 def find_environment() -> Environment:
-    """This Python where it has torch, else the .venv, made and filled if need be."""
-    if toolchain.installed_torch() is not None:
+    """This Python where it has torch and no release was asked for, else the .venv, made and filled if need be."""
+    if TORCH is None and toolchain.installed_torch() is not None:
         return Environment(Path(sys.executable), toolchain.check_torch(), own=False)
     prepare_venv()
     return Environment(VENV / "bin" / "python", version_in_venv("torch"), own=True)
@@ -115,16 +129,21 @@ def find_environment() -> Environment:
 def prepare_venv() -> None:
     """Make .venv and install requirements/build.txt and test.txt, unless exactly that was done before."""
     lists = [REQUIREMENTS / "build.txt", REQUIREMENTS / "test.txt"]
-    wanted = {"python": sys.version, "requirements": digest(lists)}
+    wanted = {"python": sys.version, "requirements": digest(lists)} | ({} if TORCH is None else {"torch": TORCH})
     found = read_stamp(VENV_STAMP)
     if all(found.get(key) == value for key, value in wanted.items()) and (VENV / "bin" / "python").exists():
         return
     toolchain.check_toolchain()  # before a large download
     other_python = found.get("python", sys.version) != sys.version
-    say(f"making .venv for Python {sys.version.split()[0]}")
+    say(f"making {VENV.name} for Python {sys.version.split()[0]}")
     make_venv(clear=other_python)
-    say("installing torch and what the tests need into .venv (about 250 MB to download)")
-    pip("install", *(word for path in lists for word in ("-r", str(path))))
+    if TORCH is None:
+        say("installing torch and what the tests need into .venv (about 250 MB to download)")
+        pip("install", *(word for path in lists for word in ("-r", str(path))))
+    else:
+        say(f"installing torch {TORCH} and what the tests need into {VENV.name} (a CUDA build takes 5 GB)")
+        others = [line for line in lists[0].read_text().splitlines() if line and not line.startswith(("#", "torch=="))]
+        pip("install", f"torch=={TORCH}", *others, "-r", str(lists[1]))
     write_stamp(VENV_STAMP, wanted)
 
 
@@ -163,7 +182,7 @@ def version_in_venv(package: str) -> str:
 
 def build_inputs() -> list[Path]:
     csrc = ROOT / "ringdp" / "csrc"
-    sources = [p for p in csrc.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"} and p.is_file()]
+    sources = [p for p in csrc.rglob("*") if p.suffix in {".cpp", ".h", ".inc", ".def", ".cu", ".cuh"} and p.is_file()]
     return [*sources, *(ROOT / name for name in (*TOOLS, *PACKAGING))]
 
 
@@ -180,6 +199,7 @@ def build(environment: Environment) -> None:
         "torch": environment.torch,
         "compiler": " ".join(toolchain.compiler()),
         "cuda": f"{cuda_toolkit.find_nvcc()} {os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
+        "unity": str(unity.switched_on()),
         "inputs": digest(build_inputs()),
     }
     found = read_stamp(BUILD_STAMP)
@@ -194,19 +214,37 @@ def build(environment: Environment) -> None:
 
 def compile_extension(environment: Environment) -> None:
     toolchain.check_toolchain()
-    say(f"building for torch {environment.torch} (log: {BUILD_LOG.relative_to(ROOT)})")
+    log = BUILD_LOG.relative_to(ROOT)
+    say(f"building for torch {environment.torch}; {usual_time()} from nothing (log: {log})")
     started = time.monotonic()
     BUILD_STAMP.unlink(missing_ok=True)
     words = ["build_ext", "--inplace"] if environment.own else ["egg_info", "build_ext", "--inplace"]
-    run_setup(environment, words)
+    run_setup(environment, words, BUILD_LOG)
     say(f"built in {time.monotonic() - started:.0f} s")
 
 
-def run_setup(environment: Environment, words: list[str]) -> None:
+def usual_time() -> str:
+    """How long a build from nothing takes on as many cores as there are, while nothing else uses them."""
+    cores = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    seconds = max(BUILD_LEAST_S, BUILD_CPU_S / cores) if unity.switched_on() else 3 * BUILD_CPU_S / cores
+    return f"usually {max(1, round(seconds / 60))} min on {cores} core{'s' if cores > 1 else ''}"
+
+
+def compile_each(environment: Environment) -> None:
+    """Compile each file by itself, as RINGDP_UNITY=0 does, for the compiler's messages alone: nothing is written."""
+    toolchain.check_toolchain()
+    say(f"compiling each file by itself; usually 4 min on 2 cores (log: {EACH_LOG.relative_to(ROOT)})")
+    os.environ["RINGDP_UNITY"] = "0"
+    run_setup(environment, ["build_ext", "--each-alone"], EACH_LOG)
+    say("each file compiles by itself")
+
+
+def run_setup(environment: Environment, words: list[str], log_file: Path) -> None:
     """setup.py with a line for each file compiled; the log has all of it, the console also warnings and errors."""
+    started = time.monotonic()
     command = [str(environment.python), "setup.py", *words]
     with (
-        open(BUILD_LOG, "w") as log,
+        open(log_file, "w") as log,
         subprocess.Popen(
             command,
             cwd=ROOT,
@@ -218,7 +256,7 @@ def run_setup(environment: Environment, words: list[str]) -> None:
         ) as process,
     ):
         assert process.stdout is not None
-        progress = re.compile(r"(\[\d+/\d+\]) .* -c \S*?/(ringdp/csrc/\S+) -o ")
+        progress = re.compile(r"(\[\d+/\d+\]) .* -c \S*?/((?:ringdp/csrc|build/unity)/\S+) -o \S*/ringdp\.(_core|_C)/")
         failed = False  # inside the messages of a file that does not compile
         last_line = ""
         for line in process.stdout:
@@ -226,7 +264,8 @@ def run_setup(environment: Environment, words: list[str]) -> None:
             compiled = progress.match(line)
             if compiled:
                 failed = False
-                print(f"  {compiled[1]} {compiled[2]}", flush=True)
+                elapsed_s = time.monotonic() - started
+                print(f"  {elapsed_s:3.0f} s  {compiled[3]} {compiled[1]} {compiled[2]}", flush=True)
             elif line.startswith("FAILED: "):
                 failed = True
             elif " -c " in line and " -o " in line:
@@ -237,7 +276,7 @@ def run_setup(environment: Environment, words: list[str]) -> None:
     if process.returncode != 0:
         if last_line.startswith("ringdp: "):
             sys.exit(1)  # setup.py has said it in a sentence
-        raise SetupError(f"the build failed: {last_line[:200]} (the rest is in {BUILD_LOG})")
+        raise SetupError(f"the build failed: {last_line[:200]} (the rest is in {log_file})")
 
 
 def install_editable() -> None:
@@ -250,16 +289,16 @@ def install_editable() -> None:
     write_stamp(VENV_STAMP, stamp | {"installed": packaging})
 
 
-# --- tools for lint
+# --- tools of single targets
 
 
-def prepare_lint(environment: Environment) -> None:
-    """The pinned tools: installed into .venv, only looked for elsewhere."""
-    requirements = REQUIREMENTS / "lint.txt"
+def prepare_tools(environment: Environment, target: str) -> None:
+    """The pinned packages of requirements/TARGET.txt: installed into .venv, only looked for elsewhere."""
+    requirements = REQUIREMENTS / f"{target}.txt"
     pins = dict(line.split("==") for line in requirements.read_text().split() if "==" in line)
     if environment.own:
         if any(version_in_venv(name) != version for name, version in pins.items()):
-            say("installing ruff, mypy and clang-format into .venv")
+            say(f"installing {', '.join(pins)} into .venv")
             pip("install", "-r", str(requirements))
         return
     for name, version in pins.items():
@@ -269,22 +308,31 @@ def prepare_lint(environment: Environment) -> None:
             found = "none"
         if found != version:
             raise SetupError(
-                f"`make lint` needs {name} {version} and {sys.executable} has {found}: "
-                f"{sys.executable} -m pip install -r requirements/lint.txt"
+                f"`make {target}` needs {name} {version} and {sys.executable} has {found}: "
+                f"{sys.executable} -m pip install -r requirements/{target}.txt"
             )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Set up ringdp, then run a command in it.")
     parser.add_argument("--lint", action="store_true", help="also the tools of `make lint`; does not build")
+    parser.add_argument("--docs", action="store_true", help="also the tools of `make docs`; does not build")
+    parser.add_argument("--torch", metavar="VERSION", help="in an environment of its own with this release of torch")
+    parser.add_argument("--compile-each", action="store_true", help="only check that each C++ file compiles by itself")
     parser.add_argument("command", nargs="*", help="what to run afterwards")
     arguments = parser.parse_args()
     try:
         toolchain.check_platform()
+        if arguments.torch:
+            use_torch(arguments.torch)
         with one_at_a_time():
             environment = find_environment()
             if arguments.lint:
-                prepare_lint(environment)
+                prepare_tools(environment, "lint")
+            elif arguments.docs:
+                prepare_tools(environment, "docs")
+            elif arguments.compile_each:
+                compile_each(environment)
             else:
                 build(environment)
         run(environment, arguments.command)

@@ -1,24 +1,24 @@
 """Compressors for gradients: what turns them into fewer bytes and back, and who gets which.
 
-A compressor is an object with ``compress(x, info)`` and ``decompress(payload, info)``; docs/custom_compressors.md
+A compressor is an object with ``compress(x, info)`` and ``decompress(payload, info)``; docs/start/custom_compressors.md
 builds one. Nothing here knows of a network: `ringdp.RingDP` and `ringdp.hooks.ddp_hook` move the payloads.
 """
 
 from ringdp.compression.auto import Auto
-from ringdp.compression.c_library import CCompressor, include_dir, load
-from ringdp.compression.casts import Bfloat16, Float16
+from ringdp.compression.codecs.c_library import CCompressor, include_dir, load
+from ringdp.compression.codecs.casts import Bfloat16, Float16
+from ringdp.compression.codecs.int8 import Int8
+from ringdp.compression.codecs.low_bit import Int4, Int5, Int6, NormalFloat4
 from ringdp.compression.feedback import EF21, ErrorFeedback, Feedback
-from ringdp.compression.int8 import Int8
-from ringdp.compression.majority import SignSGD
-from ringdp.compression.planes import Int4, Int5, Int6, NormalFloat4
-from ringdp.compression.power_sgd import PowerSGD
-from ringdp.compression.protocol import Compressor, Info, MergeCompressor, Payload, RoundsCompressor
-from ringdp.compression.random_k import RandomK
+from ringdp.compression.methods.majority import SignSGD
+from ringdp.compression.methods.power_sgd import PowerSGD
+from ringdp.compression.methods.random_k import RandomK
+from ringdp.compression.methods.sign import Sign
+from ringdp.compression.methods.stochastic import QSGD, TernGrad
+from ringdp.compression.methods.top_k import DGC, TopK
+from ringdp.compression.protocol import Compression, Compressor, Info, MergeCompressor, Payload, RoundsCompressor
 from ringdp.compression.registry import get, names, register
 from ringdp.compression.rules import Rules, assign
-from ringdp.compression.sign import Sign
-from ringdp.compression.stochastic import QSGD, TernGrad
-from ringdp.compression.top_k import DGC, TopK
 
 __all__ = [
     "DGC",
@@ -27,6 +27,7 @@ __all__ = [
     "Auto",
     "Bfloat16",
     "CCompressor",
+    "Compression",
     "Compressor",
     "ErrorFeedback",
     "Feedback",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
-from ringdp.compression.arguments import check_choice
-from ringdp.compression.protocol import Info, Payload
+from ringdp.compression.codecs.arguments import check_choice
+from ringdp.compression.protocol import Compression, Info, Payload
 from ringdp.compression.registry import register
 from ringdp.errors import InvalidArgumentError
 
@@ -27,7 +27,7 @@ ALLOW: Mapping[str, tuple[str, ...]] = {
 class Auto:
     """Whatever is fastest of what `allow` permits, from measured speeds: ``RingDP(..., compression="auto")``.
 
-    ringdp/auto_compression.py measures, ringdp/compression_tuner.py decides. It is no compressor itself.
+    ringdp/ddp/compression/auto.py measures, ringdp/ddp/compression/tuner.py decides. It is not a compressor itself.
 
     Args:
         allow: ``"exact"`` nothing lossy; ``"near"`` bfloat16 and int8; ``"4bit"`` also int4 with error feedback;
@@ -60,7 +60,7 @@ def refuse() -> NoReturn:
     )
 
 
-def with_permission(compression: Any, allow: str | None) -> Any:
+def with_permission(compression: Compression, allow: str | None) -> Compression:
     """`compression`, where it is "auto" with `allow`.
 
     Raises:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError
 
-State = dict[str, Any]
+State: TypeAlias = dict[str, Any]
 
 
 @runtime_checkable

@@ -1,8 +1,8 @@
-"""Who owns which elements of a parameter: the same formula as the core's, docs/wire_format.md has it.
+"""Who owns which elements of a parameter: the same formula as the core's, docs/reference/wire_format.md has it.
 
 A parameter of `count` elements is cut into units of 256, the last one shorter. The units are dealt to the parts as
-evenly as they go, and `turn`, a hash of the name, says which parts get one more: many small
-parameters load all ranks alike.
+evenly as they go, and `owner_offset`, a hash of the name, says which parts get one more: many small parameters load
+all ranks alike.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import zlib
 UNIT = 256
 
 
-def turn_of(name: str) -> int:
+def owner_offset_of(name: str) -> int:
     """CRC-32 of the parameter's name in UTF-8: the same on every machine, and in C++."""
     return zlib.crc32(name.encode())
 
 
-def bounds(count: int, parts: int, turn: int) -> list[int]:
+def bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """Where the parts begin, and at the end `count`: part p is ``[bounds[p], bounds[p + 1])``, and rank p owns it."""
     units = -(-count // UNIT)
     each, more = divmod(units, parts)
     edges, unit = [0], 0
     for part in range(parts):
-        unit += each + ((part + parts - turn % parts) % parts < more)
+        unit += each + ((part + parts - owner_offset % parts) % parts < more)
         edges.append(min(unit * UNIT, count))
     return edges

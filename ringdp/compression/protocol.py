@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-Aggregate = Literal["owner", "merge", "gather", "sum", "rounds"]
+Aggregate: TypeAlias = Literal["owner", "merge", "gather", "sum", "rounds"]
 AGGREGATES: tuple[Aggregate, ...] = ("owner", "merge", "gather", "sum", "rounds")
-Payload = tuple[Tensor, ...]
-Rounds = Generator[list[Tensor] | Tensor, Any, Sequence[Tensor]]
+Payload: TypeAlias = tuple[Tensor, ...]
+Rounds: TypeAlias = Generator[list[Tensor] | Tensor, Any, Sequence[Tensor]]
 
 
 class Info:
@@ -63,9 +63,16 @@ class Info:
         state: dict[str, Any] | None = None,
         loss_scale: float = 1.0,
     ) -> None:
-        self.name, self.shape, self.numel, self.step = name, shape, numel, step
-        self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self.phase, self.part, self.loss_scale = phase, part, loss_scale
+        self.name: str = name
+        self.shape: tuple[int, ...] = shape
+        self.numel: int = numel
+        self.step: int = step
+        self.rank: int = rank
+        self.world_size: int = world_size
+        self.device: torch.device = torch.device(device)
+        self.phase: Literal["rank", "owner"] = phase
+        self.part: int = part
+        self.loss_scale: float = loss_scale
         self.state: dict[str, Any] = {} if state is None else state
         self._seeds: dict[int, torch.Generator] = {}
 
@@ -98,7 +105,7 @@ class Compressor(Protocol):
         aggregate: how the ranks' payloads become one mean: ``owner`` (the default) encodes twice and moves as few bytes
             as an all-reduce; ``merge``: the same for payloads that the compressor can add up by itself, see
             `MergeCompressor`; ``gather``: everyone decodes everyone's payload; ``sum``: payload tensors are added up,
-            for linear methods; ``rounds``: see `RoundsCompressor`. docs/custom_compressors.md has the costs.
+            for linear methods; ``rounds``: see `RoundsCompressor`. docs/start/custom_compressors.md has the costs.
         fixed_size: payloads of equally many elements have the same dtypes and sizes (True); False costs an exchange of
             sizes before each exchange of payloads.
         carries_nan: an infinity or NaN in the elements decodes to one (False): the framework then looks for them
@@ -114,7 +121,7 @@ class Compressor(Protocol):
         ...
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
-        """float32 ``[numel]`` from what `compress` gave on any rank; new, or at least not changed by anybody later."""
+        """float32 ``[numel]`` from what `compress` gave on any rank; new, or at least not changed later."""
         ...
 
 
@@ -134,7 +141,10 @@ class RoundsCompressor(Protocol):
     ``error_feedback`` and ``carries_nan`` are looked at; ``fixed_size`` and ``native`` are not.
     """
 
-    aggregate: Aggregate
+    @property
+    def aggregate(self) -> str:
+        """``"rounds"``."""
+        ...
 
     def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:
         """Yield what is to be exchanged; return the means."""
@@ -154,3 +164,7 @@ class MergeCompressor(Compressor, Protocol):
         one.
         """
         ...
+
+
+Compression: TypeAlias = str | Compressor | RoundsCompressor | None
+"""What chooses a compressor: a registered name, an object, or None for exact gradients."""

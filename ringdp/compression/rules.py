@@ -1,23 +1,26 @@
-"""Which compressor a parameter gets: by its name, its size, or the module it belongs to."""
+"""Which compressor a parameter gets: by its names, its size, or the modules it belongs to."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from ringdp.compression.protocol import Compressor
+from ringdp.compression.codecs.arguments import check_choice
+from ringdp.compression.parameters import ModelParameter, clean_name
+from ringdp.compression.protocol import Compression, Compressor
 from ringdp.compression.registry import get
 from ringdp.errors import InvalidArgumentError
 
 SMALL = 1024
+UNMATCHED = ("error", "warn")
 
-Condition = str | range | type | Callable[[int], bool]
-Rule = tuple[Condition, Any]
+Condition: TypeAlias = str | range | type | Callable[[int], bool]
+Rule: TypeAlias = tuple[Condition, Compression]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,19 +32,30 @@ class Rules:
         rules: pairs of a condition and a name, a compressor or None; the first that fits is taken. A condition is a
             pattern of names as the shell has them (``"*.bias"``, ``"head.*"``), a range of sizes in elements
             (``range(0, 65536)``), a function of that size, or a type of module, whose own parameters are meant.
+        unmatched_rules: what a rule is that no parameter of the model fits: ``"error"``, or ``"warn"`` where rules are
+            meant for several models.
 
-    Without a rule of their own these stay exact: parameters of at most one dimension (biases, norms), those of
-    normalisation layers, tensors under 1,024 elements, and what is not a dense real floating-point tensor, whatever
-    the rules say of that last kind.
+    A parameter has all names and modules under which the model has it; tied weights have several. A weight that is
+    computed from other parameters (`torch.nn.utils.parametrize`, ``weight_norm``) stands for them: its name, and the
+    module that has it, fit them too. What `torch.compile`, torch's checkpoint wrapper and DDP put into names is left
+    out, in patterns as well.
+
+    Without a rule of their own these stay exact: parameters of at most one dimension (biases, norms, the magnitudes of
+    ``weight_norm``), those of normalisation layers, tensors under 1,024 elements, and what is not a dense real
+    floating-point tensor, whatever the rules say of that last kind.
 
     Raises:
         InvalidArgumentError: a condition or compressor that cannot be used.
     """
 
-    compression: Any
-    rules: Sequence[Rule] = ()
+    compression: Compression
+    rules: Iterable[Rule] = ()
+    unmatched_rules: str = "error"
 
     def __post_init__(self) -> None:
+        check_choice("rules", "unmatched_rules", self.unmatched_rules, UNMATCHED)
+        if not isinstance(self.rules, Iterable) or isinstance(self.rules, str):
+            raise InvalidArgumentError(f"rules must be a list of pairs of condition and compressor, not {self.rules!r}")
         checked = []
         for rule in self.rules:
             if not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2:
@@ -57,48 +71,104 @@ class Rules:
         object.__setattr__(self, "rules", tuple(checked))
 
     @property
+    def pairs(self) -> tuple[tuple[Condition, Compressor | None], ...]:
+        """`rules`, with the compressors behind their names."""
+        return self.rules  # type: ignore[return-value]
+
+    @property
     def need_names(self) -> bool:
-        """Whether somebody must say which name and module a parameter has."""
-        return any(isinstance(condition, str | type) for condition, _ in self.rules)
+        """Whether the rules need to know each parameter's name and module."""
+        return any(isinstance(condition, str | type) for condition, _ in self.pairs)
 
     @property
     def compress(self) -> bool:
         """Whether some parameter may be compressed."""
-        return self.compression is not None or any(compressor is not None for _, compressor in self.rules)
+        return self.compression is not None or any(compressor is not None for _, compressor in self.pairs)
 
-    def of(self, name: str, parameter: Tensor, module: nn.Module | None = None, *, sparse: bool = False) -> Any:
-        """The compressor of this parameter, or None for exact; `module` is the one it belongs to, where known."""
-        if sparse or not parameter.is_floating_point() or parameter.layout != torch.strided:
+    def of(self, one: ModelParameter) -> Compressor | None:
+        """The compressor of this parameter, or None for exact."""
+        if why_always_exact(one) is not None:
             return None
-        for condition, compressor in self.rules:
-            if _fits(condition, name, parameter.numel(), module):
-                return compressor
-        small = parameter.dim() <= 1 or parameter.numel() < SMALL
-        return None if small or is_norm(module) else self.compression
+        for number in self.fitting(one):
+            return self.pairs[number][1]
+        vector = one.parameter.dim() <= 1 or one.is_magnitude
+        small = vector or one.parameter.numel() < SMALL
+        if small or any(map(is_norm, one.owners)):
+            return None
+        return cast("Compressor | None", self.compression)  # since __post_init__
+
+    def fitting(self, one: ModelParameter) -> Iterator[int]:
+        """The places of the rules that this parameter fits, the first of which counts.
+
+        Raises:
+            InvalidArgumentError: a rule's function raises.
+        """
+        for number, (condition, _) in enumerate(self.pairs):
+            try:
+                fits = _fits(condition, one)
+            except Exception as error:
+                raise InvalidArgumentError(
+                    f"{self.words(number)}, raised {type(error).__name__} for {one.name!r} of {one.parameter.numel()}"
+                    f" elements: {error}"
+                ) from error
+            if fits:
+                yield number
+
+    def words(self, number: int) -> str:
+        """A rule by its place and its condition: ``rule 2 of 3, '*.bias'``; the same on all ranks."""
+        condition = self.pairs[number][0]
+        if isinstance(condition, str | range):
+            text = repr(condition)
+        elif isinstance(condition, type):
+            text = condition.__name__
+        else:
+            text = f"the function {getattr(condition, '__name__', type(condition).__name__)}"
+        return f"rule {number + 1} of {len(self.pairs)}, {text}"
 
 
 def assign(
-    compression: Any,
+    compression: Compression,
     rules: Iterable[Rule],
     parameters: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, Compressor | None]:
     """The compressor of each parameter by name, None for exact; `modules` as ``named_modules()`` gives them."""
-    chosen = Rules(compression, tuple(rules))
+    chosen = Rules(compression, rules)
     owners = modules or {}
-    return {name: chosen.of(name, one, owners.get(name.rpartition(".")[0])) for name, one in parameters.items()}
+    described = []
+    for name, parameter in parameters.items():
+        owner = owners.get(name.rpartition(".")[0])
+        described.append(ModelParameter(parameter, (name,), owners=() if owner is None else (owner,)))
+    return {one.name: chosen.of(one) for one in described}
 
 
-def is_norm(module: nn.Module | None) -> bool:
+def why_always_exact(one: ModelParameter) -> str | None:
+    """Why no rule can have this parameter compressed; None where one can."""
+    if one.sparse:
+        return "has sparse gradients"
+    if not one.parameter.is_floating_point():
+        return f"is of {str(one.parameter.dtype).removeprefix('torch.')}"
+    if one.parameter.layout != torch.strided:
+        return f"is laid out as {str(one.parameter.layout).removeprefix('torch.')}"
+    return None
+
+
+def is_norm(module: nn.Module) -> bool:
     """torch's normalisation layers, and other people's by the name of their class (LlamaRMSNorm)."""
-    return module is not None and any("Norm" in kind.__name__ for kind in type(module).__mro__)
+    return any("Norm" in kind.__name__ for kind in type(module).__mro__)
 
 
-def _fits(condition: Condition, name: str, numel: int, module: nn.Module | None) -> bool:
+def _fits(condition: Condition, one: ModelParameter) -> bool:
     if isinstance(condition, str):
-        return fnmatch.fnmatchcase(name, condition)
+        names = (*one.names, *one.aliases)
+        return any(_is_like(name, pattern) for pattern in {condition, clean_name(condition)} for name in names)
     if isinstance(condition, range):
-        return numel in condition
+        return one.parameter.numel() in condition
     if isinstance(condition, type):
-        return isinstance(module, condition)
-    return bool(condition(numel))
+        return any(isinstance(owner, condition) for owner in one.owners)
+    return bool(condition(one.parameter.numel()))
+
+
+def _is_like(name: str, pattern: str) -> bool:
+    """A name is also meant by itself, whatever it has of what patterns are made of."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)

@@ -14,6 +14,7 @@
 #include "python_codecs.h"
 #include "python_errors.h"
 #include "python_naming.h"
+#include "python_transports.h"
 #include "transport/faulty.h"
 
 namespace ringdp {
@@ -62,7 +63,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed,
                                       const std::string& host_id, const TuningLimits& table,
                                       const std::string& table_source, const std::string& transport,
-                                      std::size_t shm_ring_bytes, int64_t rate_bytes_per_s) {
+                                      std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
+                                      uint64_t flip_within, int full_mesh_ranks) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -72,8 +74,10 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   rendezvous.host_id = host_id;
   rendezvous.tables = tables_text(tables);
   rendezvous.tables_source = table_source;
-  rendezvous.transport = transport_choice(transport);
+  rendezvous.transport = transport_named(transport);
   rendezvous.shm_ring_bytes = shm_ring_bytes;
+  rendezvous.checksums = checksums;
+  rendezvous.full_mesh_ranks = full_mesh_ranks;
   rendezvous.check_interrupt = check_interrupt;
   auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
   rendezvous.secret.assign(bytes.begin(), bytes.end());
@@ -87,8 +91,9 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                        std::to_string(kSegmentBytes) + ", not " + std::to_string(segment_bytes));
   options.segment_bytes = segment_bytes;
   if (fault_seed != 0)
-    options.wrap_channel = [fault_seed, rank](std::unique_ptr<Channel> channel, int peer) -> std::unique_ptr<Channel> {
-      return std::make_unique<FaultyChannel>(std::move(channel), fault_seed * 1'000'003 + rank * 1009 + peer);
+    options.wrap_channel = [=](std::unique_ptr<Channel> channel, int peer) -> std::unique_ptr<Channel> {
+      return std::make_unique<FaultyChannel>(std::move(channel), fault_seed * 1'000'003 + rank * 1009 + peer,
+                                             flip_within);
     };
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release meeting;
@@ -140,6 +145,11 @@ class CallbackStore final : public Store {
     py::gil_scoped_acquire gil;
     set_(key, value);
   }
+  std::string set_first(const std::string& key, const std::string& value) override {  // nearly: two may come at once
+    if (auto there = find(key)) return *there;
+    set(key, value);
+    return value;
+  }
   std::optional<std::string> find(const std::string& key) override {
     py::gil_scoped_acquire gil;
     return find_(key).cast<std::optional<std::string>>();
@@ -182,14 +192,14 @@ class PythonGroup {
   }
   // `buffers[i]`: float32, section i. Residuals: one for each section, or None for all.
   std::pair<PythonWork, PythonReport> all_reduce_compressed(const std::vector<py::buffer>& buffers,
-                                                            const std::vector<uint32_t>& turns,
+                                                            const std::vector<uint32_t>& owner_offsets,
                                                             const std::string& codec,
                                                             const std::vector<py::buffer>& residuals,
-                                                            const std::vector<py::buffer>& new_residuals, float factor,
-                                                            std::optional<std::size_t> divisor) {
-    if (turns.size() != buffers.size() || residuals.size() != new_residuals.size() ||
+                                                            const std::vector<py::buffer>& new_residuals,
+                                                            float loss_scale, std::optional<std::size_t> divisor) {
+    if (owner_offsets.size() != buffers.size() || residuals.size() != new_residuals.size() ||
         (!residuals.empty() && residuals.size() != buffers.size()))
-      throw Error(ErrorKind::kValue, "as many turns, residuals and new residuals as buffers");
+      throw Error(ErrorKind::kValue, "as many owner offsets, residuals and new residuals as buffers");
     std::vector<View> views;
     const auto inputs = bytes_of(buffers, views), old = bytes_of(residuals, views),
                next = bytes_of(new_residuals, views);
@@ -199,15 +209,16 @@ class PythonGroup {
       it.x = reinterpret_cast<float*>(inputs[i].data());
       it.count = inputs[i].size() / sizeof(float);
       if (inputs[i].size() % sizeof(float) != 0)
-        throw Error(ErrorKind::kValue, "buffer " + std::to_string(i) + " is no whole number of float32");
-      it.turn = turns[i];
+        throw Error(ErrorKind::kValue, "buffer " + std::to_string(i) + " has " + std::to_string(inputs[i].size()) +
+                                           " bytes: not a multiple of 4 (float32)");
+      it.owner_offset = owner_offsets[i];
       if (old.empty()) continue;
       if (old[i].size() != inputs[i].size() || next[i].size() != inputs[i].size())
         throw Error(ErrorKind::kValue, "residuals of another size than buffer " + std::to_string(i));
       it.residual = reinterpret_cast<const float*>(old[i].data());
       it.new_residual = reinterpret_cast<float*>(next[i].data());
     }
-    const Compression compression{codec_by_name(codec), factor,
+    const Compression compression{codec_by_name(codec), loss_scale,
                                   divisor.value_or(static_cast<std::size_t>(group_->view().size))};
     PythonReport report{std::make_shared<FiniteReport>(), inputs};
     PythonWork work = issue(std::move(views), [&](CallOptions options) {
@@ -321,6 +332,18 @@ class PythonGroup {
   std::unique_ptr<GroupHandle> group_;
 };
 
+py::list algorithm_rows() {
+  py::list out;
+  for (const AlgorithmInfo& it : algorithms()) {
+    py::dict row;
+    row["name"] = it.name;
+    row["number"] = static_cast<int>(it.id);
+    row["all_reduce"] = it.reduces_all;
+    out.append(row);
+  }
+  return out;
+}
+
 std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes, const TuningLimits& table,
                           std::optional<std::vector<int>> hosts) {
   if (!hosts) hosts.emplace(static_cast<std::size_t>(world), 0);
@@ -346,7 +369,7 @@ PYBIND11_MODULE(_core, module) {
   py::class_<MemoryStore, Store, std::shared_ptr<MemoryStore>>(module, "MemoryStore",
                                                                "Where ranks that are threads meet.")
       .def(py::init<>())
-      .def("set", &MemoryStore::set, NoGil())
+      .def("set", &MemoryStore::set, py::arg("key"), py::arg("value"), NoGil())
       .def(
           "get",
           [](MemoryStore& self, const std::string& key, int64_t timeout_ms) {
@@ -360,17 +383,22 @@ PYBIND11_MODULE(_core, module) {
            py::arg("epoch") = 0, py::arg("stall_notice_ms") = 10'000, py::arg("segment_bytes") = kSegmentBytes,
            py::arg("fault_seed") = 0, py::arg("host_id") = "", py::arg("table") = TuningLimits{},
            py::arg("table_source") = "built in", py::arg("transport") = "auto", py::arg("shm_ring_bytes") = 0,
-           py::arg("rate_bytes_per_s") = 0,
-           "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.")
+           py::arg("rate_bytes_per_s") = 0, py::arg("checksums") = false, py::arg("flip_within") = 0,
+           py::arg("full_mesh_ranks") = kFullMeshRanks,
+           "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results. "
+           "With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.")
       .def("shut_down", &Runtime::shut_down, NoGil())
       .def(
-          "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); }, NoGil())
-      .def("transports", &Runtime::transports, "What carries bytes to each other rank: {rank: \"shm\" or \"tcp\"}.")
+          "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); },
+          py::arg("reason"), NoGil())
+      .def("transports", &Runtime::transports, "What carries bytes to each other rank: {rank: name}.")
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
-      .def("bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); })
+      .def(
+          "bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); }, py::arg("peer"))
       .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
   bind_named_scope(module);
   bind_codecs(module);
+  bind_transports(module);
   py::class_<PythonWork>(module, "Work", "An operation in flight.")
       .def("wait", &PythonWork::wait, py::arg("timeout_ms") = 0, NoGil())
       .def("done", &PythonWork::done)
@@ -390,9 +418,9 @@ PYBIND11_MODULE(_core, module) {
       .def("all_reduce_watched", &PythonGroup::all_reduce_watched, py::arg("buffer"), py::arg("dtype"),
            py::arg("op") = "SUM", "As all_reduce: (Work, FiniteReport).")
       .def(
-          "all_reduce_compressed", &PythonGroup::all_reduce_compressed, py::arg("buffers"), py::arg("turns"),
+          "all_reduce_compressed", &PythonGroup::all_reduce_compressed, py::arg("buffers"), py::arg("owner_offsets"),
           py::arg("codec"), py::kw_only(), py::arg("residuals") = std::vector<py::buffer>{},
-          py::arg("new_residuals") = std::vector<py::buffer>{}, py::arg("factor") = 1.0F,
+          py::arg("new_residuals") = std::vector<py::buffer>{}, py::arg("loss_scale") = 1.0F,
           py::arg("divisor") = py::none(),
           "Mean over all ranks of float32 buffers, one for each parameter, as codes on the wire; (Work, FiniteReport).")
       .def("time_all_reduce", &PythonGroup::time_all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("count"),
@@ -409,7 +437,7 @@ PYBIND11_MODULE(_core, module) {
       .def("send", &PythonGroup::send, py::arg("buffer"), py::arg("dtype"), py::arg("to"), py::kw_only(),
            py::arg("tag") = 0)
       .def("receive", &PythonGroup::receive, py::arg("buffer"), py::arg("dtype"), py::arg("source"), py::kw_only(),
-           py::arg("tag") = 0, "From rank `source`, or from anybody with -1; see Work.source.")
+           py::arg("tag") = 0, "From rank `source`, or from any rank with -1; see Work.source.")
       .def("barrier", &PythonGroup::barrier)
       .def("close", &PythonGroup::close, NoGil())
       .def_property_readonly("rank", &PythonGroup::rank)
@@ -427,7 +455,12 @@ PYBIND11_MODULE(_core, module) {
           (*shared)(static_cast<int>(level), text);
         });
       },
+      py::arg("sink"),
       "Where log lines go, called with (level, text) and levels 0 to 3 for debug to error; None drops them.");
+  module.def(
+      "algorithms", &algorithm_rows,
+      "The algorithms of collectives, a dict each: name, number (on the wire), all_reduce (whether all-reduces use it; "
+      "these are in the order in which they are asked whether they fit).");
   module.def("all_reduce_algorithm", &algorithm_for, py::arg("world"), py::arg("dtype"), py::arg("bytes"),
              py::kw_only(), py::arg("table") = TuningLimits{}, py::arg("hosts") = py::none(),
              "Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one.");
@@ -435,9 +468,12 @@ PYBIND11_MODULE(_core, module) {
       "built_in_table", [] { return limits_of(AlgorithmTables{}); },
       "The limits of the built-in algorithm table: {'one_host.fold_sent_bytes': bytes, …}.");
   module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");
-  module.def("reduction_supported", [](const std::string& dtype, const std::string& op) {
-    return reduction_supported(dtype_from(dtype), op_from(op));
-  });
+  module.def(
+      "reduction_supported",
+      [](const std::string& dtype, const std::string& op) {
+        return reduction_supported(dtype_from(dtype), op_from(op));
+      },
+      py::arg("dtype"), py::arg("op"));
   module.def("dtypes", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kDTypeCount; ++i) names.emplace_back(dtype_name(static_cast<DType>(i)));

@@ -1,4 +1,4 @@
-// The codecs for Python, over buffers: for tests, tools and whoever has no tensors (core_module.cpp).
+// The codecs for Python, over buffers: for tests, tools and callers without tensors (core_module.cpp). GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@
 
 namespace ringdp {
 
-// A contiguous Python buffer that is only read, for as long as this lives.
+// Holds a contiguous Python buffer for reading. A local variable of the calling thread.
 class ReadView {
  public:
   explicit ReadView(const pybind11::buffer& buffer) {
@@ -28,7 +28,7 @@ class ReadView {
   const std::byte* bytes() const { return static_cast<const std::byte*>(view_.buf); }
   std::span<const float> floats() const {
     if (size() % sizeof(float) != 0)
-      throw Error(ErrorKind::kValue, std::to_string(size()) + " bytes are no whole number of float32");
+      throw Error(ErrorKind::kValue, std::to_string(size()) + " bytes: not a multiple of 4 (float32)");
     return {static_cast<const float*>(view_.buf), size() / sizeof(float)};
   }
 
@@ -88,11 +88,38 @@ inline bool codec_finite(const std::string& name, const pybind11::buffer& code, 
   return it.inspect(view.bytes(), numel) == Encoded::kFinite;
 }
 
+inline pybind11::list codec_specs() {
+  namespace py = pybind11;
+  py::list out;
+  for (int number = 0; number < kCodecCount; ++number) {
+    const Codec& it = codec(static_cast<CodecId>(number));
+    py::list levels;
+    for (const int level : it.spec.levels) levels.append(level);
+    py::dict row;
+    row["name"] = it.name;
+    row["number"] = number;
+    row["block"] = it.block;
+    row["bits"] = it.spec.bits;
+    row["scale_bytes"] = it.spec.scale_bytes;
+    row["lowest"] = it.spec.lowest;
+    row["highest"] = it.spec.highest;
+    row["levels"] = levels;
+    out.append(row);
+  }
+  return out;
+}
+
 inline void bind_codecs(pybind11::module_& module) {
   namespace py = pybind11;
-  module.def("codec_bytes", [](const std::string& name, std::size_t numel) {
-    return codec(codec_by_name(name)).encoded_bytes(numel);
-  });
+  module.def(
+      "codec_specs", &codec_specs,
+      "The built-in codecs in the order of their numbers on the wire, a dict each: name, number, block (elements that "
+      "share a scale; 1: none does), bits (of an element's code), scale_bytes, lowest, highest (whole numbers that "
+      "are multiplied with the scale), levels (those that have a code; empty: all).");
+  module.def(
+      "codec_bytes",
+      [](const std::string& name, std::size_t numel) { return codec(codec_by_name(name)).encoded_bytes(numel); },
+      py::arg("codec"), py::arg("numel"), "Bytes of the code of `numel` elements.");
   module.def(
       "load_codec", [](const std::string& path) { return load_plugin(path).name; }, py::arg("path"),
       "The name of the codec of the shared library at `path`, which this module knows from now on.");

@@ -24,6 +24,8 @@ inline const char* python_class_name(ErrorKind kind) {
       return "InvalidStateError";
     case ErrorKind::kSystem:
       return "SystemResourceError";
+    case ErrorKind::kDamaged:
+      return "DamagedDataError";
     case ErrorKind::kInterrupted:
       break;
   }

@@ -1,5 +1,5 @@
 // Python's NamedScope: a name for the operations that a thread issues between `enter` and `exit` (`with ringdp.named("x"):`).
-// Included by the two modules (core_module.cpp with pip's pybind11, torch/process_group_bindings.cpp with torch's).
+// Included by the two modules (core_module.cpp with pip's pybind11, torch/bindings/process_group_bindings.cpp with torch's).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -25,7 +25,7 @@ inline void bind_named_scope(pybind11::module_& module) {
   py::class_<PythonNamedScope>(module, "NamedScope", py::module_local(),
                                "A name for the operations of this thread, see ringdp.named.")
       .def(py::init<>())
-      .def("enter", &PythonNamedScope::enter)
+      .def("enter", &PythonNamedScope::enter, py::arg("name"))
       .def("exit", &PythonNamedScope::exit);
 }
 

@@ -1,26 +1,50 @@
 """The arguments of torch's DistributedDataParallel: what RingDP does with each, in torch's order.
 
-One table. RingDP's constructor checks values by it, docs/migrating_from_ddp.md is written from it, and a test compares
-it with torch's signature, so that an argument that torch adds is noticed.
+One table. RingDP's constructor checks values by it, docs/how-to/migrating_from_ddp.md is written from it, and a test
+compares it with torch's signature, so that an argument that torch adds is noticed. It has those of the newest release
+that ringdp knows; `TABLE` is what the torch at hand takes.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel.distributed import _MixedPrecision
+
 _MIB = 1024 * 1024
 _BUCKET_CAP_MB = 25
 Treatment = Literal["own", "torch", "nothing", "deprecated"]
+Construct = TypeVar("Construct", bound=Callable[..., None])
+
+
+class DDPArguments(TypedDict, total=False):
+    """Those of DistributedDataParallel's arguments that RingDP takes by name, for type checkers; `TABLE` has all."""
+
+    check_reduction: bool
+    gradient_as_bucket_view: bool | None
+    static_graph: bool
+    delay_all_reduce_named_params: list[tuple[str, torch.nn.Parameter]] | None
+    param_to_hook_all_reduce: torch.nn.Parameter | None
+    mixed_precision: _MixedPrecision | None
+    device_mesh: DeviceMesh | None
+    skip_all_reduce_unused_params: bool
+    bucket_cap_mb_list: list[float] | None
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
+    lazy_bucket_allocation: bool
 
 
 @dataclass(frozen=True)
@@ -92,7 +116,7 @@ def _mesh(value: object) -> bool:
 
 _TRUE_OR_FALSE = "True or False"
 
-TABLE: Mapping[str, Argument] = {
+ARGUMENTS: Mapping[str, Argument] = {
     "module": Argument(
         "own",
         "The module that every rank holds. Its parameters and buffers become rank 0's.",
@@ -208,7 +232,20 @@ TABLE: Mapping[str, Argument] = {
     "forward_sync_buffers": Argument(
         "torch", "As DDP: whether each forward begins with rank 0's buffers.", "True, False or None", _flag_or_none
     ),
+    "lazy_bucket_allocation": Argument(
+        "nothing",
+        "Of torch 2.15. The gradients are parts of their buckets, which stay as long as the gradients do; a warning "
+        "says so where True is given.",
+        _TRUE_OR_FALSE,
+        _flag,
+    ),
 }  # fmt: skip
+# This torch's own: an argument that a later release added is unknown to it.
+TABLE: Mapping[str, Argument] = {
+    name: ARGUMENTS[name]
+    for name in list(inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters)[1:]
+    if name in ARGUMENTS
+}
 
 
 def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,9 +276,33 @@ def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, A
     return found
 
 
+def shows_all_arguments(construct: Construct) -> Construct:
+    """For a constructor that takes some of `TABLE`'s arguments as *positional and **named: `help` shows their names."""
+    own = inspect.signature(construct)
+    theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+    shown = [one for one in own.parameters.values() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for name, annotation in DDPArguments.__annotations__.items():
+        if name in theirs:  # another torch may have fewer
+            default = None if name == "gradient_as_bucket_view" else theirs[name].default
+            text = getattr(annotation, "__forward_arg__", annotation)
+            shown.append(theirs[name].replace(default=default, annotation=text))
+    shown += [one for one in own.parameters.values() if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    construct.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+    return construct
+
+
 def for_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `arguments` that DistributedDataParallel's constructor gets as they are; some it only keeps."""
-    return {name: value for name, value in arguments.items() if TABLE[name].treatment != "own"}
+    """Those of `arguments` that DistributedDataParallel's constructor gets; some it only keeps.
+
+    None stands for torch's default where that is another: broadcast_buffers was True before torch had
+    forward_sync_buffers, and None would switch it off there.
+    """
+    theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+    return {
+        name: theirs[name].default if value is None else value
+        for name, value in arguments.items()
+        if TABLE[name].treatment != "own"
+    }
 
 
 def bucket_caps(arguments: Mapping[str, Any]) -> tuple[Any, list[int]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringdp.compression.parameters import clean_name
 from ringdp.errors import InvalidArgumentError
 
 
@@ -50,7 +51,7 @@ class ShardedParameters:
             InvalidArgumentError: one is spread over ranks of `group`, whose parts are not to be averaged.
         """
         if "torch.distributed.tensor" not in sys.modules:
-            return None  # nobody has made one, and importing it takes a second
+            return None  # there are none yet, and importing it takes a second
         from torch.distributed.tensor import DTensor
 
         parts: dict[int, _Part] = {}
@@ -59,7 +60,7 @@ class ShardedParameters:
                 if not isinstance(parameter, DTensor):
                     continue
                 if id(parameter) not in parts:
-                    full_name = f"{prefix}.{name}" if prefix else name
+                    full_name = clean_name(f"{prefix}.{name}" if prefix else name)
                     _check_mesh(full_name, parameter, group)
                     leaf = torch.nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
                     parts[id(parameter)] = _Part(full_name, parameter, leaf, [])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.backend import backend_name
 from ringdp.config import ddp_environment
+from ringdp.job.backend import backend_name
 
 # As DDP: every one of the first steps, then one in so many.
 _STEPS_ALWAYS_LOGGED = 10
@@ -58,15 +58,8 @@ class ReducerLog:
         self._forward_began_ns = 0
         self._logged_steps = 0
         self._sums = dict.fromkeys(_TIMES, 0)
-        dtypes = sorted({_type_name(parameter.dtype) for parameter in parameters})
         backend = backend_name(wrapper.process_group)
-        self._strings = {
-            "backend_name": backend,
-            "dtypes": ", ".join(dtypes),
-            "bucket_sizes": _listed(reducer.bucket_bytes()),
-            "parameter_names": ", ".join(names),
-            **ddp_environment(backend),
-        }
+        self._strings = {"backend_name": backend, **ddp_environment(backend)}
         self._integers = {
             "world_size": wrapper.process_group.size(),
             "rank": wrapper.process_group.rank(),
@@ -74,11 +67,22 @@ class ReducerLog:
             "find_unused_parameters": int(bool(wrapper.find_unused_parameters)),
             "gradient_as_bucket_view": int(bool(wrapper.gradient_as_bucket_view)),
             "is_multi_device_module": int(wrapper.is_multi_device_module),
-            "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
         }
         if backend == "gloo":
             self._integers["gloo_num_threads"] = 2
+        self.set_parameters(parameters, names)
+
+    def set_parameters(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Those that the reducer averages from now on."""
+        self._strings |= {
+            "dtypes": ", ".join(sorted({_type_name(parameter.dtype) for parameter in parameters})),
+            "bucket_sizes": _listed(self._reducer.bucket_bytes()),
+            "parameter_names": ", ".join(names),
+        }
+        self._integers |= {
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        }
 
     def set_construction_data_and_log(
         self,

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ringdp.compression.parameters import clean_name
+from ringdp.ddp.refusal import COMPARING_MODELS, raise_refusal
 from ringdp.errors import MismatchError
-from ringdp.exchange import all_gather_where_different
+from ringdp.job.byte_collectives import all_gather_where_different
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ def check_same_model(
     *,
     ignored: Container[str] = (),
     compression: str | None = None,
-) -> None:
+    kind: str = "",
+) -> tuple[str, ...]:
     """Compare names, shapes, strides, dtypes and requires_grad of parameters and buffers across the group.
 
     Also whether gradients are compressed; ranks that all compress them, but differently, are told where that is set up.
+    Returns the ranks' `kind`, in rank order.
 
     Args:
         module: what is wrapped.
@@ -51,20 +55,22 @@ def check_same_model(
         device: where the group's backend wants its tensors.
         ignored: names of parameters and buffers that are left out.
         compression: what gradients are compressed by, in one line; None: they are exact.
+        kind: of this rank's device, in one line; it may differ.
 
     Raises:
         MismatchError: on every rank, naming the first parameter that differs and what both ranks have; or what both
-            compress gradients by, where one does not.
+            compress gradients by, where one does not; or why a rank cannot wrap its model at all.
     """
     if group.size() == 1:
-        return
-    text = "\n".join([compression or "", *(entry.line() for entry in _entries(module, ignored))]).encode()
+        return (kind,)
+    text = "\n".join([compression or "", kind, *(entry.line() for entry in _entries(module, ignored))]).encode()
     told = all_gather_where_different(text, group, what="model", device=device)
     if told is None:
-        return
-    choices = [text.split(b"\n")[0].decode() for text in told]
-    models = [_parse(text) for text in told]
+        return (kind,) * group.size()
     me = group.rank()
+    raise_refusal(told, me, "wrap its model")
+    choices, kinds = zip(*(text.decode().split("\n")[:2] for text in told), strict=True)
+    models = [_parse(text) for text in told]
     other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
     if other is not None:
         raise _difference(models[me], models[other], me=me, other=other)
@@ -76,10 +82,11 @@ def check_same_model(
             " Give RingDP the same arguments on all ranks.",
             rank=me,
             peer=other,
-            operation="comparing models",
+            operation=COMPARING_MODELS,
         )
-    if len(set(choices)) == 1:  # the hash differed and the text does not: memory or network is not sound
+    if len(set(told)) == 1:  # the hash differed and the text does not: memory or network is not sound
         raise MismatchError("the ranks' hashes of the same model differ", rank=me)
+    return kinds
 
 
 def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entry]:
@@ -90,7 +97,7 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
             strided = kind == "parameter" and tensor.layout == torch.strided
             yield _Entry(
                 kind=kind,
-                name=name,
+                name=clean_name(name),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 shape=str(list(tensor.shape)),
                 strides=str(list(tensor.stride())) if strided else "",
@@ -99,7 +106,7 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
 
 
 def _parse(text: bytes) -> list[_Entry]:
-    _, *lines = text.decode().split("\n")
+    _, _, *lines = text.decode().split("\n")
     return [_Entry(*line.split("\t")) for line in lines]
 
 
@@ -130,7 +137,7 @@ def _difference(mine: list[_Entry], theirs: list[_Entry], *, me: int, other: int
                 f". [{me}]: params[{position}] in this process with {what} {mine_shown} appears not to match {what} "
                 f"of the same param in process {other}."
             )
-    return MismatchError(head, rank=me, peer=other, name=name, operation="comparing models")
+    return MismatchError(head, rank=me, peer=other, name=name, operation=COMPARING_MODELS)
 
 
 def _first_difference(mine: list[_Entry], theirs: list[_Entry]) -> tuple[int, _Entry | None, _Entry | None]:

@@ -39,7 +39,7 @@ def stepping_hook(
     It takes the place of the hooks that ``_apply_optimizer_in_backward`` left on the parameters, which would step
     before gradients are averaged: they are removed.
     """
-    # Loaded already by whoever gave parameters optimizers; for others it is slow, and warns of torch.jit.script.
+    # A program that gave parameters optimizers has loaded it; for others it is slow, and warns of torch.jit.script.
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     for parameter in wrapper._module_parameters:

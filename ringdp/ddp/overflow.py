@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.exchange import all_gather_bytes
+from ringdp.job.byte_collectives import all_gather_bytes
 
 _INDEX_BYTES = 8
 
@@ -43,25 +42,25 @@ class Overflow:
 
 
 class ReducedGradients:
-    """Of one RingDP, which makes it when it has made its reducer, and keeps it. Used by the thread that trains.
+    """Of one RingDP, which makes it when its reducer has new parameters, and keeps it. Used by the thread that trains.
 
     Args:
-        wrapper: its ``reducer`` numbers `parameters` as they are here.
-        names: the parameters' names.
+        wrapper: its ``reducer`` numbers parameters as its ``_watched`` does.
     """
 
-    def __init__(
-        self, wrapper: DistributedDataParallel, parameters: Sequence[torch.Tensor], names: Sequence[str]
-    ) -> None:
+    def __init__(self, wrapper: Any) -> None:
         from ringdp import _C
 
+        parameters = [one.parameter for one in wrapper._watched]
+        names = [one.name for one in wrapper._watched]
+
         self._wrapper: weakref.ref[Any] = weakref.ref(wrapper)
-        self._names = list(names)
+        self._names = names
         self._ids = [id(parameter) for parameter in parameters]  # the marks keep them alive
         self._known_ids = frozenset(self._ids)
-        self._marks = _C.GradientMarks(list(parameters))
+        self._marks = _C.GradientMarks(parameters)
         self._watching = False
-        self._steps = 0
+        self._steps = wrapper.reducer.stats()["steps"]
         self._overflowed = False
         self._overflow: Overflow | None = None
         _ALIVE.add(self)
@@ -82,8 +81,8 @@ class ReducedGradients:
         if steps == self._steps:
             return
         self._steps = steps
-        # None: nobody has looked, as nothing was reduced, or by a hook. A device would have to be waited for: there
-        # torch's one kernel looks at the gradients while it unscales them.
+        # None: not checked, because nothing was reduced, or a hook reduced it. A check on a device would wait
+        # for it: there torch's one kernel looks at the gradients while it unscales them.
         known = wrapper.process_group.size() > 1 and wrapper.device_type == "cpu"
         finite = wrapper.reducer.finite() if known else None
         self._marks.note(finite is True)
@@ -106,7 +105,7 @@ class ReducedGradients:
         return not self._known_ids.isdisjoint(parameters)
 
     def overflow(self) -> Overflow | None:
-        """What was not finite in the last backward; None if all was, or nobody has looked.
+        """The overflow of the last backward; None if all gradients were finite, or were not checked.
 
         The first call after a backward that overflowed is a small collective of the wrapper's ranks: they all know of
         the overflow and come here, unless some have run out of input (`join`).

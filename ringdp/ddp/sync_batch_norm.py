@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ringdp.backend import named
+from ringdp.compression.parameters import clean_name
+from ringdp.job.backend import named
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -57,13 +58,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def synchronise_on_cpu(module: nn.Module) -> None:
     """Let the layers of `module` that are torch's SyncBatchNorm work on the CPU: they become `SyncBatchNorm` in place.
 
-    Subclasses of torch's layer that somebody wrote stay what they are.
+    Users' subclasses of torch's layer stay what they are.
     """
     for name, layer in module.named_modules():
         if type(layer) is nn.SyncBatchNorm:
             layer.__class__ = SyncBatchNorm
         if type(layer) is SyncBatchNorm:
-            layer.ringdp_name = name
+            layer.ringdp_name = clean_name(name)
 
 
 class _Normalise(torch.autograd.Function):

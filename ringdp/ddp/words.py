@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_MOST_ROWS = 12
 
 
 def parse_size(text: str) -> int:
@@ -12,7 +13,7 @@ def parse_size(text: str) -> int:
     word = text.strip().lower().removesuffix("ib").removesuffix("b")
     digits = word.rstrip("kmg")
     if not digits.isdigit() or word[len(digits) :] not in _UNITS:
-        raise ValueError(f"{text!r} is no size: write it like 4k, 1m, 100m or 4096")
+        raise ValueError(f"{text!r} is not a size: write it like 4k, 1m, 100m or 4096")
     return int(digits) * _UNITS[word[len(digits) :]]
 
 
@@ -30,6 +31,22 @@ def format_time(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def cut(text: str, most: int = 48) -> str:
+    """The text, or its beginning and ``…``."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def short_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """`table` of the first rows, with a line that says how many more there are."""
+    shown = table(columns, rows[:_MOST_ROWS])
+    return f"{shown}\n… and {len(rows) - _MOST_ROWS:,} more" if len(rows) > _MOST_ROWS else shown
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,61 +15,51 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from ringdp.backend import backend_of, has_average, named
-from ringdp.compressed_module import CompressedModule
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
-from ringdp.ddp_arguments import accepted, bucket_caps, for_torch, reduction_dtype
+from ringdp.compression.parameters import model_parameters
+from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
+from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.ddp.finalization import AutomaticFinalization
+from ringdp.ddp.logging_data import ReducerLog
+from ringdp.ddp.loss_scale import LossScale
+from ringdp.ddp.mixed_precision import compute_in_low_precision, no_compression_beside, reduction_hook
+from ringdp.ddp.model_check import check_same_model
+from ringdp.ddp.optimizer_in_backward import has_optimizers, no_compression_in_backward, stepping_hook
+from ringdp.ddp.overflow import ReducedGradients
+from ringdp.ddp.parameter_changes import ChangingModule
+from ringdp.ddp.reduction_stats import Stats
+from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
+from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
-from ringdp.loss_scale import LossScale
-from ringdp.mixed_precision import compute_in_low_precision, no_compression_beside, reduction_hook
-from ringdp.model_check import check_same_model
-from ringdp.model_parameters import model_parameters
-from ringdp.optimizer_in_backward import has_optimizers, no_compression_in_backward, stepping_hook
-from ringdp.rank_devices import RankDevices
-from ringdp.reduced_gradients import ReducedGradients
-from ringdp.reducer_log import ReducerLog
-from ringdp.sharded_parameters import ShardedParameters
-from ringdp.sync_batch_norm import synchronise_on_cpu
+from ringdp.job.backend import backend_of, has_average, named
+from ringdp.job.placement import Placement, kind_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ringdp import _C
+    from ringdp.compression import Compression
+    from ringdp.compression.rules import Rule
+    from ringdp.ddp.arguments import DDPArguments
 
 _log = logging.getLogger("ringdp.parallel")
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What reducing gradients cost in the last backward that synchronised, and in all of them.
-
-    Attributes:
-        steps: backwards that synchronised.
-        buckets: operations per step.
-        bytes: gradient bytes reduced per step.
-        backward_s: from the first output or gradient to the last gradient, seconds.
-        exposed_wait_s: how long the end of backward waited for communication, seconds.
-        total_backward_s: backward_s summed over all steps.
-        total_exposed_wait_s: exposed_wait_s summed over all steps.
-    """
-
-    steps: int
-    buckets: int
-    bytes: int
-    backward_s: float
-    exposed_wait_s: float
-    total_backward_s: float
-    total_exposed_wait_s: float
-
-
-class RingDP(CompressedModule, DistributedDataParallel):
+class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
 
-    - ``.grad`` is a part of its bucket: nothing is copied back. A ``.grad`` that somebody kept stays as it was; a view
-      of one (``p.grad.view(-1)``, ``p.grad.detach()``) shows the next step's values. With
+    - ``.grad`` is a part of its bucket: nothing is copied back. A ``.grad`` that the program keeps stays as it was; a
+      view of one (``p.grad.view(-1)``, ``p.grad.detach()``) shows the next step's values. With
       ``gradient_as_bucket_view=False`` it is memory of its own, which costs a copy into the bucket and one back.
     - A parameter that was frozen or unfrozen (``requires_grad_``) is noticed at the next forward that trains and
       synchronises: the buckets are laid out anew. Ranks that do not freeze the same get a MismatchError.
+    - A parameter that was replaced, added or removed after wrapping is noticed there, too. New ones become rank 0's,
+      unless ``init_sync=False``; ranks that do not change the same get a MismatchError.
     - ``find_unused_parameters=None`` (the default): a backward that left parameters without gradient ends as with True
       (zeros count for them, None stays where no rank had one) and a warning names them once. False raises DDP's error
       at the next forward, with their names. True says that it is meant; buckets the graph cannot fill leave early.
@@ -87,6 +77,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
             Biases, norms and tensors under 1,024 elements stay exact unless a rule says otherwise.
         rules: pairs of a condition (pattern of names, size, type of module) and a compressor or None; see
             `ringdp.compression.Rules`.
+        unmatched_rules: what a rule is that no parameter fits: "error" (the default), or "warn" where rules are meant
+            for several models.
         warmup_steps: how many steps are exact before compression begins.
         allow: what ``compression="auto"`` may choose among, as it measures: "exact", "near" (the default: bfloat16 and
             int8), "4bit", "aggressive" (also the largest 1 %).
@@ -94,8 +86,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
             when the scale changes. `ringdp.amp.GradScaler` need not be given.
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
             (torch.float32 for bfloat16 or float16 ones); None: in their own.
-        positional, named: torch's other arguments, in its order and by their names: ringdp/ddp_arguments.py has what
-            each does here.
+        *positional: torch's other arguments in its order.
+        **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
     Raises:
         MismatchError: the ranks' modules differ; names the parameter and what both ranks have.
@@ -104,9 +96,11 @@ class RingDP(CompressedModule, DistributedDataParallel):
         RuntimeError, ValueError: as DistributedDataParallel.
     """
 
-    reducer: Any  # ringdp._C.Reducer
-    logger: Any  # ReducerLog
+    reducer: _C.Reducer  # type: ignore[assignment]  # torch's own class, for type checkers
+    logger: ReducerLog
 
+    @shows_all_arguments
+    @tells_refusal
     def __init__(
         self,
         module: torch.nn.Module,
@@ -119,25 +113,32 @@ class RingDP(CompressedModule, DistributedDataParallel):
         bucket_cap_mb: float | list[float] | None = None,
         find_unused_parameters: bool | None = None,
         *positional: Any,
-        compression: Any = None,
-        rules: Iterable[tuple[Any, Any]] = (),
+        compression: Compression = None,
+        rules: Iterable[Rule] = (),
         warmup_steps: int = 0,
         allow: str | None = None,
-        scaler: Any = None,
+        unmatched_rules: str = "error",
+        scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
-        **named: Any,
+        **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
-        arguments = accepted((*common, find_unused_parameters, *positional), named)
+        arguments = accepted((*common, find_unused_parameters, *positional), dict(named))
         # Plain attributes before Module.__init__ are fine; DistributedDataParallel calls the methods that read them.
         self._find_unused = None if find_unused_parameters is None else bool(find_unused_parameters)
         listed, self._caps_bytes = bucket_caps(arguments)
-        self._compare_models = bool(init_sync)
+        self._compare_models = self._broadcast_new = bool(init_sync)
         self._precision = arguments.get("mixed_precision")
         as_view = arguments.get("gradient_as_bucket_view")
+        if arguments.get("lazy_bucket_allocation"):
+            warnings.warn(
+                "RingDP: lazy_bucket_allocation=True has no effect: gradients are parts of their buckets, which stay as"
+                " long as the gradients do",
+                stacklevel=4,
+            )
         self._sharded: ShardedParameters | None = None
-        chosen = with_permission(compression, allow)
-        self._chosen = None if chosen is None and not rules else (Rules(chosen, tuple(rules)), warmup_steps)
+        chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
+        self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
@@ -171,15 +172,16 @@ class RingDP(CompressedModule, DistributedDataParallel):
                 raise InvalidArgumentError("mixed_precision and DTensor parameters do not go together: use autocast")
             self._sharded.take_out()  # until _ddp_init_helper has made the reducer
         if self.__dict__.pop("_compare_models", False):
-            with named("comparing models"):
-                check_same_model(
+            with named(COMPARING_MODELS):
+                kinds = check_same_model(
                     self.module,
                     self.process_group,
                     self.device,
                     ignored=self.parameters_to_ignore,
-                    compression=self._choice_in_words,
+                    compression=self._describe_choice,
+                    kind=kind_of(self.device),
                 )
-                self._devices = RankDevices.gather(self.process_group, self.device)
+                self._devices = Placement.of(kinds, self.process_group, self.device)
                 self._devices.tell(self.process_group.rank())
         return super()._build_params_for_reducer()
 
@@ -198,7 +200,7 @@ class RingDP(CompressedModule, DistributedDataParallel):
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
         if "_devices" not in self.__dict__:
-            self._devices = RankDevices.alike(self.process_group, self.device)
+            self._devices = Placement.alike(self.process_group, self.device)
         self.reducer = _C.Reducer(
             [one.parameter for one in watched],
             names,
@@ -216,19 +218,20 @@ class RingDP(CompressedModule, DistributedDataParallel):
             host_control=self._devices.host_control,
         )
         self._watched = watched
-        self._reduced = ReducedGradients(self, [one.parameter for one in watched], names)
+        self._reduced = ReducedGradients(self)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
         if self._sharded is not None:
             self._sharded.watch(self.reducer, parameters)
             self._sharded.put_back()
+        self._snapshot = _C.ModuleSnapshot(self.module)
         if self._precision is not None:
             hook = reduction_hook(self, self._precision)
             if hook is not None:
                 self.reducer.register_comm_hook(None, hook)
         self._compression = None
-        if self._chosen is not None:
-            self._attach_compression(*self._chosen)
+        if (chosen := self._chosen) is not None:
+            self._attach_compression(lambda: chosen)
         trainable = [one.name for one in watched if one.parameter.requires_grad]
         self.logger = ReducerLog(self, parameters, trainable, bucket_cap_bytes=self._caps_bytes[-1])
         self.logger.set_construction_data_and_log(
@@ -244,7 +247,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
-        state = super().__getstate__() | {"_sharded": None, "_reduced": None, "_compression": None, "_watched": []}
+        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot"))
+        state = super().__getstate__() | none | {"_watched": []}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
 
@@ -256,6 +260,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
                 "RingDP's forward cannot be captured in a CUDA graph: what its reducer does is decided on the host in"
                 " every step. Capture parts of the module (torch.cuda.make_graphed_callables) and leave RingDP outside."
             )
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._snapshot.differs(self.module):
+            self._follow_parameters()
         if self._sharded is not None:
             self._sharded.before_forward()
         if self._compression is not None:
@@ -276,6 +282,8 @@ class RingDP(CompressedModule, DistributedDataParallel):
                 self._sharded.before_backward()
             if self._compression is not None and self._loss_scale is not None and sync:
                 self._compression.set_loss_scale(self._loss_scale.read())
+            if sync and self._snapshot.differs(self.module):
+                self._refuse_changes_of_this_forward()
             outputs = [output] if isinstance(output, torch.Tensor) else list(_find_tensors(output))
             self.reducer.prepare_for_backward(outputs, sync)
         self.require_forward_param_sync = sync and torch.is_grad_enabled()
@@ -366,11 +374,15 @@ class RingDP(CompressedModule, DistributedDataParallel):
         with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
             super()._sync_final_model(is_last_joiner)
 
-    def _attach_compression(self, chosen: Rules, warmup_steps: int) -> None:
-        if chosen.compress:
-            no_compression_beside(self._precision)
-            no_compression_in_backward(self._module_parameters)
-        super()._attach_compression(chosen, warmup_steps)
+    def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
+        def possible() -> tuple[Rules, int]:
+            rules, warmup_steps = asked()
+            if rules.compress:
+                no_compression_beside(self._precision)
+                no_compression_in_backward(self._module_parameters)
+            return rules, warmup_steps
+
+        return super()._attach_compression(possible)
 
     # The rest of torch's surface that names the reducer's type.
 

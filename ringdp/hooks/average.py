@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.backend import has_average
-from ringdp.hooks.promise import after
+from ringdp.hooks.futures import after
+from ringdp.job.backend import has_average
 
 
 def all_reduce_mean(

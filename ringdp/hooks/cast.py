@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from ringdp.backend import has_average
 from ringdp.hooks.allreduce import _default_group
 from ringdp.hooks.average import all_reduce_mean
-from ringdp.hooks.promise import after
+from ringdp.hooks.futures import after
+from ringdp.job.backend import has_average
 
 
 def fp16_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:

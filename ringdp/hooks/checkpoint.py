@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ringdp.compression.exchange import Key, Section, States, saved
 from ringdp.errors import InvalidArgumentError, InvalidStateError
-from ringdp.exchange import all_gather_bytes
+from ringdp.job.byte_collectives import all_gather_bytes
 
 _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class LoadedMemory:
     """What a state holds, in the form in which `Memory` keeps it."""
 
     step: int
@@ -29,15 +29,15 @@ class Checkpoint:
 
 
 class Memory:
-    """States by parameter, and what a checkpoint held of parameters that nobody knows of yet.
+    """States by parameter, and the states that a checkpoint held of parameters not seen yet.
 
     Attributes:
         step: backwards that synchronised.
     """
 
     def __init__(self) -> None:
-        self.states = States()
-        self.step = 0
+        self.states: States = States()
+        self.step: int = 0
         self._fresh = False  # a checkpoint was loaded, and no bucket was exchanged since
         self._compared_in: int | None = None
         self._sections: dict[str, Section] = {}
@@ -49,7 +49,7 @@ class Memory:
         """These take up what was loaded for them. A parameter with another compressor than before forgets.
 
         Args:
-            in_core: names of those for which the core keeps what is owed, in one tensor.
+            in_core: names of those for which the core keeps the residual, in one tensor.
         """
         for section in sections:
             name, whole = section.name, section.name in in_core
@@ -82,8 +82,9 @@ class Memory:
         if self._waiting and self._consolidated != consolidated:
             loaded, wanted = ("a consolidated", "an exact") if self._consolidated else ("an exact", "a consolidated")
             raise InvalidStateError(
-                f"{loaded} compression state was loaded with {', '.join(sorted(self._waiting))}, which nobody knows"
-                f" yet: {wanted} one can be saved once they had a gradient, or where ddp_hook was given model="
+                f"{loaded} compression state was loaded with {', '.join(sorted(self._waiting))}, of which this hook has"
+                f" had no gradient yet: {wanted} one can be saved after their first gradient, or where ddp_hook was"
+                " given model="
             )
         parameters = dict(self._waiting)
         for name, section in self._sections.items():
@@ -121,36 +122,51 @@ class Memory:
                 )
         self.take(self.read(parameters, step, group.rank(), consolidated=consolidated))
 
-    def read(self, parameters: Mapping[str, Any], step: int, rank: int, *, consolidated: bool) -> Checkpoint:
+    def read(
+        self,
+        parameters: Mapping[str, Any],
+        step: int,
+        rank: int,
+        *,
+        consolidated: bool,
+        names_before: Mapping[str, str] | None = None,
+    ) -> LoadedMemory:
         """What `state_dict` gave as parameters, for `take`; nothing changes yet.
+
+        Args:
+            names_before: what some parameters were called when that was saved, where `parameters` does not say it.
 
         Raises:
             InvalidArgumentError: it does not fit the parameters that are known.
         """
         states: dict[Key, dict[str, Any]] = {}
         waiting: dict[str, saved.Saved] = {}
+        parameters, saved_as = saved.by_known_name(parameters, self._sections)
+        saved_as |= names_before or {}
         for name in parameters:
             held = dict(saved.field(parameters, name, Mapping))
             if name in self._sections:
                 whole = name in self._in_core
+                if name in saved_as and not consolidated:
+                    held = saved.under_new_name(self._sections[name], held, saved_as[name], rank)
                 states |= saved.load(self._sections[name], held, rank, consolidated=consolidated, whole=whole)
             else:
                 waiting[name] = held
-        return Checkpoint(step, states, waiting, consolidated)
+        return LoadedMemory(step, states, waiting, consolidated)
 
-    def take(self, checkpoint: Checkpoint) -> None:
+    def take(self, checkpoint: LoadedMemory) -> None:
         """Forget everything but that."""
         self.step = checkpoint.step
         self.states.replace(checkpoint.states)
         self._waiting, self._consolidated = checkpoint.waiting, checkpoint.consolidated
         self._fresh = True
 
-    def owed_length(self, name: str) -> Tensor | None:
-        """Of the vector that error feedback still owes of a parameter, without the loss scale; None where none does."""
+    def residual_norm(self, name: str) -> Tensor | None:
+        """The norm of a parameter's residual, without the loss scale; None without error feedback."""
         section = self._sections.get(name)
         if section is None or not getattr(section.feedback, "owed", ()):
             return None
-        vectors = saved.owed(section, self.states.of(name))
+        vectors = saved.residual_tensors(section, self.states.of(name))
         return torch.stack([it.norm() for it in vectors]).norm() if vectors else torch.zeros(())
 
     def keep_only(self, names: Container[str]) -> None:

@@ -1,6 +1,6 @@
 """Gradients averaged through a compressor, over any backend: `ddp_hook` for torch's DDP, `CompressedHook` behind it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,27 +8,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from ringdp.compression import Auto, Compressor, Rules
+from ringdp.compression import Auto, Compression, Compressor, Rules
 from ringdp.compression.auto import refuse
 from ringdp.compression.description import describe
-from ringdp.compression.exchange import Coder, Layout, Place, Section, Tally, agree
+from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section, Tally, agree
 from ringdp.compression.exchange.finite import all_finite
-from ringdp.errors import InvalidArgumentError
+from ringdp.compression.rules import Rule
 from ringdp.hooks.average import all_reduce_mean
-from ringdp.hooks.carrier import carry
 from ringdp.hooks.checkpoint import Memory
-from ringdp.hooks.lanes import Lanes
+from ringdp.hooks.comm_threads import CommThreads
+from ringdp.hooks.exchange_runner import run_exchange
+from ringdp.hooks.futures import Promise, after
 from ringdp.hooks.native import NativeSections, serves
 from ringdp.hooks.parameters import Parameters
-from ringdp.hooks.promise import Promise, after
+from ringdp.hooks.rules import HookRules
 
 
 class CompressedHook:
     """A communication hook that averages buckets through compressors: ``hook(bucket) -> Future[Tensor]``.
 
-    Encoding, exchange and decoding run beside backward, on the threads of `Lanes`; on CUDA on a stream of their own.
-    All ranks end with the same bits. An infinity or NaN in one rank's gradient is seen by all of them in that step, and
-    what compressors and error feedback remember then stays as it was before.
+    Encoding, exchange and decoding run beside backward, on the threads of `CommThreads`; on CUDA on a stream of their
+    own. All ranks end with the same bits. All ranks see an infinity or NaN in one rank's gradient in that step, and the
+    states of compressors and error feedback then stay as they were before.
 
     Args:
         choose: the compressor of a parameter, given its name and itself; None is exact.
@@ -37,6 +38,7 @@ class CompressedHook:
         scale: gives the loss scale of the step that begins.
         commit_alone: the step's memory counts as soon as the next one begins, or it is asked for, where all buckets
             were finite. False leaves that to the caller of `commit`.
+        see: is given each bucket before anything is done with it.
     """
 
     def __init__(
@@ -47,18 +49,19 @@ class CompressedHook:
         process_group: dist.ProcessGroup | None = None,
         scale: Callable[[], float] | None = None,
         commit_alone: bool = True,
+        see: Callable[[GradBucket], None] = lambda bucket: None,
     ) -> None:
-        self._choose, self._scale, self._commit_alone = choose, scale, commit_alone
-        self.parameters = parameters or Parameters()
+        self._choose, self._scale, self._commit_alone, self._see = choose, scale, commit_alone, see
+        self.parameters: Parameters = parameters or Parameters()
         self._given_group = process_group
-        self._lanes: Lanes | None = None
+        self._comm_threads: CommThreads | None = None
         self._stream: torch.cuda.Stream | None = None
         self._contents: dict[tuple[int, ...], _Content] = {}
-        self.memory = Memory()
-        self.tally = Tally()
+        self.memory: Memory = Memory()
+        self.tally: Tally = Tally()
         self._last_index = -1
         self._step = 0
-        self._factor = 1.0
+        self._loss_scale = 1.0
         self._complete = True
         self._finite: list[Tensor] = []
         self._reports: list[Any] = []  # of the core's all-reduces, known when they are done
@@ -76,6 +79,7 @@ class CompressedHook:
             self._begin_step()
         self._last_index = bucket.index()
         self._complete = self._complete or bucket.is_last()
+        self._see(bucket)
         buffer = bucket.buffer()
         if self.group.size() == 1:
             self._finite.append(_finite(buffer))
@@ -86,7 +90,7 @@ class CompressedHook:
         divisor = float(self.divisor or self.group.size())
         works: list[torch.futures.Future[Any]] = []
         for sections in content.native:
-            work, report = sections.average(buffer, self.group, self.memory.states, self._factor, divisor)
+            work, report = sections.average(buffer, self.group, self.memory.states, self._loss_scale, divisor)
             works.append(work.get_future())
             self._reports.append(report)
         if content.layout.plans:
@@ -105,21 +109,21 @@ class CompressedHook:
             self.group.rank(),
             ranks,
             self._step,
-            self._factor,
+            self._loss_scale,
             buffer.device,
             self.tally,
             self.memory.is_fresh(self._step),
         )
 
         def average(group: dist.ProcessGroup) -> Tensor:
-            carry(layout.average(buffer, coder, divisor), group)
+            run_exchange(layout.average(buffer, coder, divisor), group)
             return self._note(buffer)
 
         if buffer.is_cuda:
             return self._on_a_stream(buffer, lambda: average(self.group))
-        if self._lanes is None:
-            self._lanes = Lanes(self.group, buffer.device)
-        return self._lanes.submit(index, average)
+        if self._comm_threads is None:
+            self._comm_threads = CommThreads(self.group, buffer.device)
+        return self._comm_threads.submit(index, average)
 
     def _exactly(self, buffer: Tensor, layout: Layout, divisor: float) -> torch.futures.Future[Tensor]:
         flat = layout.exact_of(buffer)
@@ -141,7 +145,7 @@ class CompressedHook:
         self.memory.step += 1
         self._complete = False
         self._finite, self._reports = [], []
-        self._factor = 1.0 if self._scale is None else float(self._scale())
+        self._loss_scale = 1.0 if self._scale is None else float(self._scale())
 
     def _commit_if_finite(self) -> None:
         self.commit(self._complete and self.finite)
@@ -177,14 +181,14 @@ class CompressedHook:
                 begin = gradient.storage_offset() - buffer.storage_offset()
                 places.append(self._place(name, parameter, int(begin), buffer.dtype))
             content = _Content(places, self.group, buffer)
-            carry(agree(content.lines, buffer.device, self.group.rank()), self.group)
+            run_exchange(agree(content.lines, buffer.device, self.group.rank()), self.group)
             self.memory.know(content.sections, self.group.rank(), content.in_core)
             self._contents[identity] = content
         return self._contents[identity]
 
-    def _place(self, name: str, parameter: Tensor, begin: int, dtype: torch.dtype) -> Place:
+    def _place(self, name: str, parameter: Tensor, begin: int, dtype: torch.dtype) -> BucketSlice:
         compressor = self._choose(name, parameter) if dtype.is_floating_point else None
-        return Place(name, tuple(parameter.shape), begin, parameter.numel(), compressor)
+        return BucketSlice(name, tuple(parameter.shape), begin, parameter.numel(), compressor)
 
     def _on_a_stream(self, buffer: Tensor, average: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
         """At once, but on a stream of its own: waits are the stream's, and backward goes on."""
@@ -241,7 +245,7 @@ class CompressedHook:
 class _Content:
     """What is in a bucket, by how it is averaged."""
 
-    def __init__(self, places: Sequence[Place], group: dist.ProcessGroup, buffer: Tensor) -> None:
+    def __init__(self, places: Sequence[BucketSlice], group: dist.ProcessGroup, buffer: Tensor) -> None:
         by_codec: dict[str, list[Section]] = {}
         rest = []
         self.lines = []  # what ranks must agree on before any of them sends a code
@@ -267,18 +271,19 @@ class _Content:
 
 
 def compressed_hook(state: CompressedHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The communication hook; torch wants a function. Its annotations are no text: torch's DDP compares them."""
+    """The communication hook; torch wants a function, and its DDP compares the annotations: types, not text."""
     return state(bucket)
 
 
 def ddp_hook(
-    compression: Any,
+    compression: Compression,
     *,
-    rules: Sequence[tuple[Any, Any]] = (),
+    rules: Iterable[Rule] = (),
     model: nn.Module | None = None,
-    scaler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> tuple[CompressedHook, Callable[..., Any]]:
+    unmatched_rules: str = "error",
+) -> tuple[CompressedHook, Callable[[CompressedHook, GradBucket], torch.futures.Future[Tensor]]]:
     """State and hook for torch's DDP: ``ddp.register_comm_hook(*ddp_hook("int8"))``. Also works on a RingDP.
 
     Works on ring and gloo, and on NCCL with compressors that torch operations make. The state has `state_dict`.
@@ -290,21 +295,23 @@ def ddp_hook(
             dict that fits after a restart with other buckets. Without it parameters are numbered as they come.
         scaler: the GradScaler whose scale the gradients carry: what is remembered is then kept without it.
         process_group: of the DDP; None is the default group.
+        unmatched_rules: what a rule is that no parameter of the model fits: ``"error"``, or ``"warn"`` where rules are
+            meant for several models. Without `model` it is a warning after the first backward.
 
     Raises:
-        InvalidArgumentError: rules that cannot be used, or that need the model.
+        InvalidArgumentError: rules that cannot be used, that need the model, or that none of its parameters fits. On
+            this rank alone: the other ranks do not hear of it before they miss this one in backward.
     """
-    chosen = Rules(compression, tuple(rules))
-    if any(isinstance(one, Auto) for one in (chosen.compression, *(one for _, one in chosen.rules))):
+    chosen = Rules(compression, rules, unmatched_rules)
+    if any(isinstance(one, Auto) for one in (chosen.compression, *(one for _, one in chosen.pairs))):
         refuse()
-    if chosen.need_names and model is None:
-        raise InvalidArgumentError("rules by name or type of module need to know the names: pass model=")
-    parameters = Parameters(model)
+    of_hook = HookRules(chosen, model, process_group)
     hook = CompressedHook(
-        lambda name, parameter: chosen.of(name, parameter, parameters.module(name)),
-        parameters=parameters,
+        of_hook.choose,
+        parameters=of_hook.parameters,
         process_group=process_group,
         scale=None if scaler is None else scaler.get_scale,
+        see=of_hook.see,
     )
     return hook, compressed_hook
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.compression.exchange import AllGather, AllReduce, AllToAll, Exchange, Request
-from ringdp.exchange import all_gather_single
+from ringdp.job.byte_collectives import all_gather_single
 
 
 @torch.no_grad()
-def carry(exchange: Exchange, group: dist.ProcessGroup) -> float:
+def run_exchange(exchange: Exchange, group: dist.ProcessGroup) -> float:
     """Run the exchange to its end on this thread, which waits for each operation; seconds spent waiting.
 
     Nothing is sent but tensors of lengths that both sides know: no pickle.

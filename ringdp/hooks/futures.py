@@ -1,4 +1,4 @@
-"""Futures of communication hooks that fail with the error itself: whoever calls backward gets its type and fields."""
+"""Futures of communication hooks that fail with the error itself: the caller of backward gets its type and fields."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdp.compression import native
+from ringdp.compression.codecs import native
 
 Future = torch.futures.Future
 _HAVE_FUTURES = (__file__, torch.futures.__file__)  # frames there hold some, and have nothing to tell of an error
 
 
 class Promise:
-    """A future, until somebody keeps it or fails to.
+    """A future, until it is completed with a value or an error.
 
     Then it is the promise's no more: the frames that an error has come through lead to the promise, and a future that
     has the error would never go.
@@ -31,14 +31,12 @@ class Promise:
     def keep(self, make: Callable[[], Tensor]) -> Future[Tensor]:
         """Complete with what `make` returns, or fail with what it raises; returns the future."""
         try:
-            result = make()
-        except Exception as error:
+            self.future.set_result(make())
+        except BaseException as error:  # also sys.exit() and Ctrl-C: the thread that waits for the future ends by it
             _fail(self.future, error)
-        else:
-            self.future.set_result(result)
         return self._let_go()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """With the error of another future, in the frame that asked that one."""
         _fail(self.future, error)
         self._let_go()
@@ -50,14 +48,14 @@ class Promise:
 
 
 def after(future: Future[Any], make: Callable[[Any], Tensor], device: torch.device) -> Future[Tensor]:
-    """As ``future.then``, but `make` gets the value, and errors stay what they are: `then` hands on their text."""
+    """As ``future.then``, but `make` gets the value, and errors stay what they are, where torch hands on their text."""
     promise = Promise(device)
     following = promise.future
 
     def follow(done: Future[Any]) -> None:
         try:
             value = done.value()
-        except Exception as error:
+        except BaseException as error:
             promise.fail(error)
         else:
             promise.keep(lambda: make(value))
@@ -66,13 +64,14 @@ def after(future: Future[Any], make: Callable[[Any], Tensor], device: torch.devi
     return following
 
 
-def _fail(future: Future[Tensor], error: Exception) -> None:
-    story = error.__traceback__
-    while story is not None and story.tb_frame.f_code.co_filename in _HAVE_FUTURES:
-        story = story.tb_next
-    error.__traceback__ = story
-    extension = native.extension()
-    if extension is None:  # C++ does not raise it then, but takes it for a result that is no tensor
+def _fail(future: Future[Tensor], error: BaseException) -> None:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in _HAVE_FUTURES:
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
+    if native.extension() is None:  # C++ does not raise it then, but takes it for a result that is not a tensor
         future.set_exception(error)  # type: ignore[arg-type]
     else:
-        extension.fail_future(future, error)
+        from ringdp import _C
+
+        _C.fail_future(future, error)

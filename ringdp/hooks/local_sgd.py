@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -26,7 +27,7 @@ class LocalSGD:
     averager: PeriodicModelAverager
 
     @property
-    def hook(self) -> Callable[..., Any]:
+    def hook(self) -> Callable[[PostLocalSGDState, GradBucket], torch.futures.Future[torch.Tensor]]:
         return post_localSGD_hook
 
     def average(self, model: nn.Module) -> None:

@@ -19,12 +19,6 @@ def parameter_names(bucket: GradBucket) -> list[str]:
     return [str(getattr(parameter, _ATTRIBUTE)) for parameter in bucket.parameters()]
 
 
-def known_name(parameter: torch.Tensor) -> str | None:
-    """The parameter's name where a `RingDP` has it."""
-    name = getattr(parameter, _ATTRIBUTE, None)
-    return None if name is None else str(name)
-
-
 def remember_names(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Let `parameter_names` find the names; a parameter that two wrappers share answers with the later one's."""
     for parameter, name in zip(parameters, names, strict=True):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.backend import reaches_core
-from ringdp.compression import native
+from ringdp.compression.codecs import native
 from ringdp.compression.exchange import Key, Section, States
-from ringdp.compression.partition import turn_of
+from ringdp.compression.partition import owner_offset_of
+from ringdp.job.backend import reaches_core
+
+if TYPE_CHECKING:
+    from ringdp import _C
 
 
 class NativeSections:
@@ -27,12 +30,12 @@ class NativeSections:
         self._codec: str = sections[0].compressor.native  # type: ignore[attr-defined]
         self._offsets = [section.begin for section in sections]
         self._counts = [section.count for section in sections]
-        self._turns = [turn_of(section.name) for section in sections]
+        self._owner_offsets = [owner_offset_of(section.name) for section in sections]
         self._spare: dict[str, tuple[Tensor, Tensor]] = {}  # two residuals by name, the one that counts among them
 
     def average(
-        self, bucket: Tensor, group: dist.ProcessGroup, states: States, factor: float, divisor: float
-    ) -> tuple[dist.Work, Any]:
+        self, bucket: Tensor, group: dist.ProcessGroup, states: States, loss_scale: float, divisor: float
+    ) -> tuple[dist.Work, _C.FiniteReport]:
         """Start it: the Work, and a report whose ``finite`` is known when that is done."""
         old: list[Tensor | None] = []
         new: list[Tensor | None] = []
@@ -52,8 +55,19 @@ class NativeSections:
             old.append(residual)
             new.append(following)
             states.keep(key, {"residual": following})
-        work, report = native.extension().all_reduce_compressed(
-            group, bucket, self._offsets, self._counts, self._turns, old, new, self._codec, factor, int(divisor)
+        from ringdp import _C
+
+        work, report = _C.all_reduce_compressed(
+            group,
+            bucket,
+            self._offsets,
+            self._counts,
+            self._owner_offsets,
+            old,
+            new,
+            self._codec,
+            loss_scale,
+            int(divisor),
         )
         return work, report
 

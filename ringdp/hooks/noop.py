@@ -1,4 +1,4 @@
-"""No communication at all: what a step costs without it, and gradients that somebody else averages."""
+"""No communication at all: to measure a step without it, or for gradients that are averaged elsewhere."""
 
 import torch
 from torch import Tensor

@@ -1,18 +1,21 @@
-"""What a hook calls the parameters of its buckets: their state belongs to a name."""
+"""What a hook knows of the parameters of its buckets: their state belongs to a name."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.hooks.names import known_name
+from ringdp.compression.parameters import ModelParameter, model_parameters
+from ringdp.hooks.names import name_of
+
+_log = logging.getLogger("ringdp.hooks")
 
 
 class Parameters:
-    """Names by identity: from the model where one is given, else what RingDP noted, else a number in order of arrival.
+    """By identity: from the model where one is given, else what RingDP noted, else a number in order of arrival.
 
     Args:
         model: a module or the DDP around it.
@@ -20,22 +23,34 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module | None = None, *, named: Iterable[tuple[str, Tensor]] = ()) -> None:
-        bare = model.module if isinstance(model, DistributedDataParallel) else model
-        self._modules: dict[str, nn.Module] = dict(bare.named_modules()) if bare is not None else {}
-        named = bare.named_parameters() if bare is not None else named
+        self.of_model: list[ModelParameter] = [] if model is None else model_parameters(model)
+        self._has_model = model is not None
+        known = self.of_model or [ModelParameter(parameter, (name,)) for name, parameter in named]
         # The parameter is kept: its id must not become another's.
-        self._names: dict[int, tuple[str, Tensor]] = {id(parameter): (name, parameter) for name, parameter in named}
+        self._known: dict[int, ModelParameter] = {id(one.parameter): one for one in known}
 
-    def name(self, parameter: torch.Tensor) -> str:
-        if id(parameter) not in self._names:
-            name = known_name(parameter) or f"parameter {len(self._names)}"
-            self._names[id(parameter)] = (name, parameter)
-        return self._names[id(parameter)][0]
+    def of(self, parameter: Tensor) -> ModelParameter:
+        """The parameter with its names."""
+        if id(parameter) not in self._known:
+            self._known[id(parameter)] = self._stranger(parameter)
+        return self._known[id(parameter)]
+
+    def name(self, parameter: Tensor) -> str:
+        return self.of(parameter).name
 
     def known(self) -> list[tuple[str, Tensor]]:
         """All that have a name so far."""
-        return list(self._names.values())
+        return [(one.name, one.parameter) for one in self._known.values()]
 
-    def module(self, name: str) -> nn.Module | None:
-        """The one a parameter belongs to, where the model is known."""
-        return self._modules.get(name.rpartition(".")[0])
+    def _stranger(self, parameter: Tensor) -> ModelParameter:
+        name = name_of(parameter)
+        for one in self.of_model:
+            if one.name == name:  # what RingDP reduces in place of a DTensor
+                return dataclasses.replace(one, parameter=parameter)
+        if self._has_model:
+            _log.warning(
+                "a bucket has a parameter of shape %s that is not in the model given to ddp_hook(model=...): no rule by"
+                " name or type of module fits it. Give ddp_hook the model that DDP has, as it is when DDP wraps it",
+                list(parameter.shape),
+            )
+        return ModelParameter(parameter, (name or f"parameter {len(self._known)}",))

@@ -74,6 +74,13 @@ def imported(*names: str, package: str) -> ModuleType:
     )
 
 
+def process_group_backend(strategy: Any) -> str:
+    """Lightning's ``_get_process_group_backend``: what the user named, else ring, and NCCL beside it on GPUs."""
+    from ringdp.job.devices import default_backend
+
+    return str(strategy._process_group_backend or default_backend(strategy.root_device.type))
+
+
 def register_strategy(registry: Any, strategy: type) -> None:
     """Enter ``strategy`` into a Lightning strategy registry, once for each way of starting processes."""
     starts = {"ringdp": "popen", "ringdp_spawn": "spawn", "ringdp_fork": "fork", "ringdp_notebook": "fork"}

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import ringdp
+from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidStateError
 from ringdp.integrations import imported
-from ringdp.parallel import RingDP
 
 if TYPE_CHECKING:
     import accelerate
@@ -61,7 +61,7 @@ class RingAccelerator(accelerate.Accelerator):
 def use_ringdp(accelerator: AnyAccelerator, **ringdp_arguments: Any) -> AnyAccelerator:
     """Let ``accelerator.prepare`` wrap models in RingDP from here on; returns the accelerator.
 
-    For an Accelerator that somebody else makes, such as the Trainer's. The process group stays the one that it found:
+    For an Accelerator that other code makes, such as the Trainer's. The process group stays the one that it found:
     call `ringdp.init` before the first Accelerator, PartialState or TrainingArguments; on CPUs Accelerate takes gloo
     otherwise.
 

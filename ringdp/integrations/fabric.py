@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ringdp.devices import default_backend
-from ringdp.integrations import imported, register_strategy
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
+from ringdp.integrations import imported, process_group_backend, register_strategy
 
 if TYPE_CHECKING:
     from lightning.fabric import strategies
@@ -29,8 +28,7 @@ class RingDPStrategy(strategies.DDPStrategy):
         device = self.root_device
         return RingDP(module, None if device.type == "cpu" else [device], **self._ddp_kwargs)
 
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or default_backend(self.root_device.type)
+    _get_process_group_backend = process_group_backend
 
 
 register_strategy(strategies.STRATEGY_REGISTRY, RingDPStrategy)

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ringdp.devices import default_backend
-from ringdp.integrations import imported, register_strategy
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
+from ringdp.integrations import imported, process_group_backend, register_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import strategies
@@ -35,8 +34,7 @@ class RingDPTrainerStrategy(strategies.DDPStrategy):
         if hook is not None:
             self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
 
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or default_backend(self.root_device.type)
+    _get_process_group_backend = process_group_backend
 
 
 register_strategy(strategies.StrategyRegistry, RingDPTrainerStrategy)

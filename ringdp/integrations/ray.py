@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringdp.devices import default_backend
+from ringdp.ddp.wrapper import RingDP
 from ringdp.integrations import imported
-from ringdp.parallel import RingDP
+from ringdp.job.devices import default_backend
 
 if TYPE_CHECKING:
     import ray.train as ray_train
@@ -66,6 +66,6 @@ def prepare_model(
 
 
 def _register() -> None:
-    import ringdp.backend
+    import ringdp.job.backend
 
-    ringdp.backend.register_backend()
+    ringdp.job.backend.register_backend()

@@ -22,13 +22,15 @@ import torch.distributed as dist
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 
 if TYPE_CHECKING:
+    from ringdp import _C
     from ringdp.config import RingConfig
 
 BACKEND = "ring"
 _AVERAGING_BACKENDS = frozenset({"ring", "nccl"})  # those with ReduceOp.AVG
 
 _timeouts: dict[str, timedelta] = {}  # of the process groups of ring, by name
-_lobby: Any = None  # where the ranks have met, between that and the process group that takes the connections over
+# Where the ranks have met, between that and the process group that takes the connections over.
+_lobby: _C.Lobby | None = None
 
 
 def register_backend() -> None:
@@ -49,13 +51,15 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
         )
     config.apply_log_level()
     settings = pg_options or config.RingConfig.from_environment()
-    extension = load_extension()
-    extension.set_log_sink(log_line)
+    check_extension()
+    from ringdp import _C
+
+    _C.set_log_sink(log_line)
     atexit.unregister(_shut_down_extension)
     atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
     lobby = None if dist.is_initialized() else _lobby  # the default group's alone
     _timeouts[options.group_id] = options.timeout
-    return extension.create_process_group(
+    return _C.create_process_group(
         store=options.store,
         rank=options.group_rank,
         size=options.group_size,
@@ -68,15 +72,19 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
 
 
 @contextlib.contextmanager
-def handing_over(lobby: Any) -> Iterator[None]:
+def handing_over(lobby: _C.Lobby) -> Iterator[None]:
     """Inside the block the default group of ``ring`` takes over the connections of `lobby` (``ringdp._C.Lobby``); where
-    none was made, they are closed at the end."""
+    none was made, they are closed at the end, and the others are told what this rank raised, if anything."""
     global _lobby
     _lobby = lobby
+    reason = "it was done with them"
     try:
         yield
+    except BaseException as error:
+        reason = f"its init ended by {traceback.format_exception_only(type(error), error)[-1].strip()}"
+        raise
     finally:
-        _lobby.close()
+        _lobby.close(reason)
         _lobby = None
 
 
@@ -89,7 +97,10 @@ def named(name: str) -> Iterator[None]:
     """
     if not name:
         raise InvalidArgumentError("ringdp.named needs a name that is not empty")
-    scope = load_extension().NamedScope()
+    check_extension()
+    from ringdp import _C
+
+    scope = _C.NamedScope()
     scope.enter(name)
     try:
         yield
@@ -105,7 +116,7 @@ def backend_name(group: dist.ProcessGroup) -> str:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """The name of the group's backend for this kind of device; the group's own where nobody knows."""
+    """The name of the group's backend for this kind of device; the group's own name if it has none."""
     try:
         config = dist.get_backend_config(group)
     except (TypeError, ValueError):  # as above
@@ -126,7 +137,7 @@ def reaches_core(group: dist.ProcessGroup) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """How long the group's operations may take on this kind of device; None where nobody knows."""
+    """How long the group's operations may take on this kind of device; None if unknown."""
     if backend_of(group, device_type) == BACKEND:
         return _timeouts.get(group.group_name)
     try:
@@ -157,11 +168,13 @@ def traffic() -> Traffic:
     require_initialized("traffic")
     if BACKEND not in str(dist.get_backend_config()):
         raise InvalidStateError(f"the backend is {dist.get_backend()}: only {BACKEND} counts its traffic")
-    return Traffic(*load_extension().traffic())
+    from ringdp import _C
+
+    return Traffic(*_C.traffic())
 
 
 def transports() -> dict[int, str]:
-    """What carries bytes between this rank and each other one: ``{rank: "shm" or "tcp"}``, without this rank itself.
+    """The transport between this rank and each other one: ``{rank: "shm"}``; docs/reference/transports.md has them all.
 
     Raises:
         InvalidStateError: before `init`, or the default process group does not use ``ring``.
@@ -169,7 +182,17 @@ def transports() -> dict[int, str]:
     require_initialized("transports")
     if BACKEND not in str(dist.get_backend_config()):
         raise InvalidStateError(f"the backend is {dist.get_backend()}: only {BACKEND} knows its transports")
-    return dict(load_extension().transports())
+    from ringdp import _C
+
+    return _C.transports()
+
+
+def inside_host(group: dist.ProcessGroup) -> list[bool]:
+    """Of each other rank of the group, whether bytes reach it without a network; [] where ring does not move them."""
+    from ringdp import _C
+
+    local = {it["name"] for it in _C.registered_transports() if it["same_host"]}
+    return [name in local for name in _C.group_transports(group).values()]
 
 
 def require_initialized(what: str) -> None:
@@ -179,12 +202,14 @@ def require_initialized(what: str) -> None:
 
 
 def say_farewell() -> None:
-    """Tell the other ranks why this process ends: what nobody caught, where that is the reason."""
+    """Tell the other ranks why this process ends, if an uncaught exception is the reason."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     reason = "its program ended"
     if error is not None:
         reason += " by " + traceback.format_exception_only(type(error), error)[-1].strip()
-    load_extension().set_farewell(reason)
+    from ringdp import _C
+
+    _C.set_farewell(reason)
 
 
 def log_line(level: int, text: str) -> None:
@@ -192,16 +217,15 @@ def log_line(level: int, text: str) -> None:
     logging.getLogger("ringdp.core").log(10 * (level + 1), text)
 
 
-def load_extension() -> Any:
-    """``ringdp._C``, or the sentence that says why it cannot be used."""
+def check_extension() -> None:
+    """Raise what says why ``ringdp._C`` cannot be used, before it is imported; nothing where it can be."""
     from ringdp import _build
 
     _build.check()
-    from ringdp import _C
-
-    return _C
 
 
 def _shut_down_extension() -> None:
     say_farewell()
-    load_extension().shut_down_all()
+    from ringdp import _C
+
+    _C.shut_down_all()

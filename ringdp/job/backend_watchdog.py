@@ -1,7 +1,7 @@
 """What stands beside a backend that moves device tensors (NCCL) where ``ring`` connects the same ranks.
 
-The core does it (csrc/torch/guard.h): ranks announce over ``ring`` what they begin, a lost rank or a disagreement fails
-the ring's group, and its guard then aborts the other backend, whose kernels would wait for ever.
+The core does it (csrc/torch/backend/watchdog.h): ranks announce over ``ring`` what they begin, a lost rank or a
+disagreement fails the ring's group, and its watchdog then aborts the other backend, whose kernels would wait for ever.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ import logging
 
 import torch.distributed as dist
 
-from ringdp.backend import BACKEND, load_extension
+from ringdp.job.backend import BACKEND, check_extension
 
 _log = logging.getLogger("ringdp.device_guard")
 
 
-def guard(group: dist.ProcessGroup | None = None) -> list[str]:
+def watch_backends(group: dist.ProcessGroup | None = None) -> list[str]:
     """Guard what moves the group's tensors beside ``ring`` until the group ends; calling it again changes nothing.
 
     Args:
         group: None is the default group.
 
     Returns:
-        The names of the guarded backends: none where ``ring`` is not in the group, or moves all of its tensors.
+        The names of the watched backends: none where ``ring`` is not in the group, or moves all of its tensors.
     """
     chosen = dist.group.WORLD if group is None else group
     assert isinstance(chosen, dist.ProcessGroup)
     if BACKEND not in str(dist.get_backend_config(chosen)):
         return []
-    names = [str(one.backend) for one in load_extension().guard_group(chosen)]
+    check_extension()
+    from ringdp import _C
+
+    names = [one.backend for one in _C.watch_group(chosen)]
     if names:
-        _log.debug("%s is guarded by %s", ", ".join(names), BACKEND)
+        _log.debug("%s is watched by %s", ", ".join(names), BACKEND)
     return names

@@ -61,9 +61,9 @@ def all_gather_bytes(
         raise ValueError(f"{len(data)} bytes do not fit into {room}")
     padded = len(data).to_bytes(8, "little") + data.ljust(room, b"\0")
     mine = as_tensor(padded).to(device_for(group, device))
-    everybody = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everybody, mine, group=group)
-    received = [as_bytes(tensor) for tensor in everybody]
+    all_ranks = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(all_ranks, mine, group=group)
+    received = [as_bytes(tensor) for tensor in all_ranks]
     return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in received]
 
 

@@ -1,6 +1,6 @@
 """Which GPU each rank computes on, and whether NCCL or ring carries CUDA tensors: decided alike by all ranks.
 
-Every rank tells the others what it sees (`RankDevices`) before there is a process group. What follows from that is
+Every rank tells the others what it sees (`VisibleDevices`) before there is a process group. What follows from that is
 computed here, by functions of nothing else; only `race` talks to the others.
 """
 
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ringdp import config
-from ringdp.backend import BACKEND
 from ringdp.errors import InvalidArgumentError
+from ringdp.job.backend import BACKEND
 
 NCCL_BESIDE_RING = "cpu:ring,cuda:nccl"
 _RACE_BYTES = 16 << 20
@@ -29,7 +29,7 @@ _log = logging.getLogger("ringdp.process_group")
 
 
 @dataclasses.dataclass(frozen=True)
-class RankDevices:
+class VisibleDevices:
     """What a rank tells the others about where it computes."""
 
     host: str  # its name, for messages
@@ -84,7 +84,7 @@ def default_backend(kind: str) -> str:
     return BACKEND
 
 
-def gpu_of(ranks: Sequence[RankDevices], rank: int) -> int | None:
+def gpu_of(ranks: Sequence[VisibleDevices], rank: int) -> int | None:
     """The number of the GPU that this rank uses, among those it sees; None for a rank on the CPU.
 
     The one it asked for, else one after the other by local rank, where there are fewer GPUs than ranks from the first
@@ -106,7 +106,7 @@ def gpu_of(ranks: Sequence[RankDevices], rank: int) -> int | None:
     return mine.asked
 
 
-def choose(ranks: Sequence[RankDevices], backend: str | None) -> Choice:
+def choose(ranks: Sequence[VisibleDevices], backend: str | None) -> Choice:
     """What all ranks use; they must agree on `backend` (what the caller of `init` asked for) and on RINGDP_CUDA.
 
     Raises:
@@ -130,7 +130,7 @@ def choose(ranks: Sequence[RankDevices], backend: str | None) -> Choice:
     return Choice(NCCL_BESIDE_RING, reason, measure=wish == "auto" and len(ranks) > 1)
 
 
-def obstacle_to_nccl(ranks: Sequence[RankDevices]) -> str:
+def obstacle_to_nccl(ranks: Sequence[VisibleDevices]) -> str:
     """Why NCCL cannot join these ranks, in words; '' where it can."""
     for rank, each in enumerate(ranks):
         if each.kind != "cuda":
@@ -190,10 +190,10 @@ def _all_reduce_seconds(kind: str, tensor: torch.Tensor) -> float:
     seconds = []
     try:
         for _ in range(_RACE_WARM_UP + _RACE_ROUNDS):
-            _settle(tensor)
+            _synchronize(tensor)
             begin = time.perf_counter()
             backend.allreduce([tensor]).wait()
-            _settle(tensor)
+            _synchronize(tensor)
             seconds.append(time.perf_counter() - begin)
     except dist.DistBackendError as error:
         _log.warning("RINGDP_CUDA=auto: NCCL fails here: %s", error)
@@ -201,7 +201,7 @@ def _all_reduce_seconds(kind: str, tensor: torch.Tensor) -> float:
     return statistics.median(seconds[_RACE_WARM_UP:])
 
 
-def _settle(tensor: torch.Tensor) -> None:
+def _synchronize(tensor: torch.Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ringdp.backend import BACKEND, backend_of, reaches_core
 from ringdp.errors import InvalidArgumentError
-from ringdp.exchange import all_gather_bytes
+from ringdp.job.backend import BACKEND, backend_of, reaches_core
 
-_ROOM = 32
 _NO_KERNELS = " without kernels"
 
 _log = logging.getLogger("ringdp.rank_devices")
@@ -22,7 +20,7 @@ always_exchange_codes = False
 
 
 @dataclass(frozen=True)
-class RankDevices:
+class Placement:
     """The same on all ranks of a group.
 
     Attributes:
@@ -36,17 +34,14 @@ class RankDevices:
     has_ring: bool
 
     @classmethod
-    def gather(cls, group: dist.ProcessGroup, device: torch.device) -> RankDevices:
-        """Ask all ranks; each of them calls this."""
-        if group.size() == 1:
-            return cls.alike(group, device)
-        told = all_gather_bytes(_kind(device).encode(), group, room=_ROOM, device=device)
-        return cls(tuple(kind.decode() for kind in told), backend_of(group, device.type), reaches_core(group))
+    def of(cls, kinds: tuple[str, ...], group: dist.ProcessGroup, device: torch.device) -> Placement:
+        """`kinds`: what `kind_of` gave on each rank."""
+        return cls(kinds, backend_of(group, device.type), reaches_core(group))
 
     @classmethod
-    def alike(cls, group: dist.ProcessGroup, device: torch.device) -> RankDevices:
-        """Where nobody may be asked: the others are as this one."""
-        return cls((_kind(device),) * group.size(), backend_of(group, device.type), reaches_core(group))
+    def alike(cls, group: dist.ProcessGroup, device: torch.device) -> Placement:
+        """Without asking the other ranks: they are taken to be like this one."""
+        return cls.of((kind_of(device),) * group.size(), group, device)
 
     @property
     def all_on_cpu(self) -> bool:
@@ -97,7 +92,7 @@ class RankDevices:
                 "; ".join(f"{kind}: rank {', '.join(map(str, ranks))}" for kind, ranks in by_kind.items()),
             )
 
-    def tell_no_kernels(self, rank: int) -> None:
+    def warn_no_kernels(self, rank: int) -> None:
         """Where compression is asked for, and torch operations stand in for kernels."""
         if rank == 0 and any(kind.endswith(_NO_KERNELS) for kind in self.kinds):
             _log.warning(
@@ -107,7 +102,8 @@ class RankDevices:
             )
 
 
-def _kind(device: torch.device) -> str:
+def kind_of(device: torch.device) -> str:
+    """What a rank tells the others of its device."""
     from ringdp import _C
 
     return device.type if _C.has_device_codec(device.type) else device.type + _NO_KERNELS

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import sys
-import urllib.parse
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -20,16 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ringdp import backend as ring
-from ringdp import config, devices
-from ringdp.device_guard import guard as _guard
-from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp import config
+from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp.job import backend as ring
+from ringdp.job import devices, job_store
+from ringdp.job.backend_watchdog import watch_backends as _watch_backends
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_FIRST_NOTICE_S = 10.0
 _log = logging.getLogger("ringdp.process_group")
 
 
@@ -59,7 +57,8 @@ class _Hello:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise MismatchError(
-                f"rank {rank} introduced itself in words this ringdp does not know: does it run another version?",
+                f"rank {rank} sent an introduction that this version cannot parse; is it running another ringdp"
+                " version?",
                 peer=rank,
             ) from error
 
@@ -95,8 +94,9 @@ def init(
     Args:
         backend: anything ``torch.distributed.init_process_group`` takes. None is ``cpu:ring,cuda:nccl`` where
             each rank has a GPU of its own and NCCL is there, else ``ring``, which takes CUDA tensors through the
-            host's memory; RINGDP_CUDA decides otherwise (docs/gpu.md).
-        rank, world_size: this rank and the number of ranks, for ``mp.spawn`` and notebooks; both or neither.
+            host's memory; RINGDP_CUDA decides otherwise (docs/how-to/gpu.md).
+        rank: this rank, for ``mp.spawn`` and notebooks; together with ``world_size`` or not at all.
+        world_size: the number of ranks.
         init_method: where the ranks meet, ``tcp://host:port`` or ``file:///path``; None takes the launcher's.
         timeout: how long the ranks wait for each other, here and in every operation; seconds or a timedelta.
         device: ``cpu`` or ``cuda`` overrides the choice; None is ``cuda:LOCAL_RANK`` where CUDA serves, else
@@ -120,8 +120,9 @@ def init(
     kind = devices.kind_of(backend, device)
     agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
     settings = config.RingConfig.from_environment()
-    store = _meeting_store(init_method, rank, world_size, timeout, agent_store=agent_store)
-    store = PrefixStore(f"ringdp/{settings.epoch}/{_generation}", store)
+    start = f"ringdp/{settings.epoch}/{_generation}"
+    store = job_store.open_store(init_method, rank, world_size, timeout, agent_store=agent_store, start=f"{start}/kept")
+    store = PrefixStore(start, store)
     _generation += 1
     given = launch.local_rank if launch is not None and launch.rank == rank else None
     hello = _hello(backend, kind, torch.device(device or kind).index, given, settings)
@@ -137,7 +138,7 @@ def init(
         dist.destroy_process_group()
         _make_group(ring.BACKEND, PrefixStore("staged", store), rank, world_size, timeout)
     local_rank = ranks[rank].local_rank
-    _guard()
+    _watch_backends()
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
@@ -242,7 +243,7 @@ def _place(
         if launch is not None:
             return launch.rank, launch.world_size, init_method or launch.init_method
         if init_method is not None:
-            raise InvalidArgumentError(f"init_method={init_method} needs rank and world_size: no launcher says them")
+            raise InvalidArgumentError(f"init_method={init_method} needs rank and world_size: no launcher gives them")
         return 0, 1, None
     if world_size < 1 or not 0 <= rank < world_size:
         raise InvalidArgumentError(f"rank {rank} of {world_size}: a rank lies between 0 and world_size - 1")
@@ -256,44 +257,6 @@ def _place(
             " init_method='tcp://<host of rank 0>:<free port>' or 'file:///<path on a shared disk>'"
         )
     return rank, world_size, init_method
-
-
-def _meeting_store(
-    init_method: str | None, rank: int, world_size: int, timeout: timedelta, *, agent_store: bool
-) -> Store:
-    """The store at ``init_method``; rank 0 keeps it, unless the launcher's agent does. None: a store of our own."""
-    if init_method is None:
-        return HashStore()
-    try:
-        store = _open_store(init_method, rank, world_size, timeout, keep=rank == 0 and not agent_store)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            advice = "the port is taken by a job that still runs or another program: choose another MASTER_PORT"
-        else:
-            advice = "does rank 0 run, is the address its own, and does no firewall stand between?"
-        raise HandshakeError(
-            f"rank {rank} of {world_size} could not reach the job's store ({init_method}): {advice}\n{error}",
-            rank=rank,
-            advice=advice,
-        ) from error
-    store.set_timeout(timeout)
-    return store
-
-
-def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta, *, keep: bool) -> Store:
-    url = urllib.parse.urlsplit(init_method)
-    if url.scheme == "tcp" and url.hostname and url.port:
-        # Not by torch's rendezvous: there rank 0 would wait for the others inside, and could not say who is missing.
-        return TCPStore(
-            url.hostname, url.port, world_size, keep, timeout=timeout, wait_for_workers=False, multi_tenant=True
-        )
-    try:
-        store: Store = next(rendezvous(init_method, rank, world_size, timeout=timeout))[0]
-    except (ValueError, RuntimeError) as error:
-        if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
-            raise
-        raise InvalidArgumentError(f"init_method={init_method} cannot be used: {error}") from error
-    return store
 
 
 def _hello(
@@ -325,15 +288,17 @@ def _met(
     if world_size == 1:
         yield [mine]
         return
-    extension = ring.load_extension()
-    extension.set_log_sink(ring.log_line)
-    lobby = extension.Lobby(
+    ring.check_extension()
+    from ringdp import _C
+
+    _C.set_log_sink(ring.log_line)
+    lobby = _C.Lobby(
         store=store,
         rank=rank,
         size=world_size,
         hello=mine.encode(),
         timeout=timeout,
-        first_notice_s=_FIRST_NOTICE_S,
+        first_notice_s=job_store.FIRST_NOTICE_S,
         config=settings.as_dict(),
     )
     with ring.handing_over(lobby):
@@ -361,10 +326,10 @@ def _require_agreement(hellos: Sequence[_Hello]) -> None:
                 )
 
 
-def _devices_of(hellos: Sequence[_Hello]) -> list[devices.RankDevices]:
+def _devices_of(hellos: Sequence[_Hello]) -> list[devices.VisibleDevices]:
     """What `devices` decides by. Who has no launcher counts its local rank: how many ranks of its host come before."""
     return [
-        devices.RankDevices(
+        devices.VisibleDevices(
             host=hello.host_name,
             local_rank=sum(other.host_id == hello.host_id for other in hellos[:rank])
             if hello.local_rank is None
@@ -379,7 +344,7 @@ def _devices_of(hellos: Sequence[_Hello]) -> list[devices.RankDevices]:
     ]
 
 
-def _device_of(ranks: Sequence[devices.RankDevices], rank: int) -> torch.device:
+def _device_of(ranks: Sequence[devices.VisibleDevices], rank: int) -> torch.device:
     number = devices.gpu_of(ranks, rank)
     return torch.device("cpu") if number is None else torch.device("cuda", number)
 

@@ -30,6 +30,7 @@ from ringdp.errors import InvalidArgumentError, SystemResourceError
 FORMAT = 1
 BUILT_IN = "built in"
 MAX_BYTES = 2**50
+MAX_RANKS = 2**20
 
 LAYOUTS: Mapping[str, str] = {
     "one_host": "all ranks on one host",
@@ -39,11 +40,16 @@ LAYOUTS: Mapping[str, str] = {
 
 LIMITS: Mapping[str, str] = {
     "fold_two_ranks_bytes": "largest all-reduce or reduce between two ranks that is a fold",
-    "fold_sent_bytes": "the same for n ranks: largest (n-1) times the size, what each would send",
-    "flat_broadcast_bytes": "largest broadcast that its root sends to everybody itself",
-    "direct_gather_bytes": "largest block of an all-gather that each rank sends to everybody itself",
+    "fold_sent_bytes": "the same for n ranks: largest (n-1) times the size, what each would send; above direct_ranks, "
+    "of a tree: largest 64/n times the size",
+    "flat_broadcast_bytes": "largest broadcast that its root sends to every rank itself",
+    "direct_gather_bytes": "largest block of an all-gather that each rank sends to every other itself",
+    "direct_ranks": "largest group, in ranks, in which small collectives go from each rank straight to every other",
 }
-"""Names of the limits with what they mean, all in bytes; those of ``AlgorithmTable`` in csrc/collective/choice.h."""
+"""Names of the limits with what they mean; those of ``AlgorithmTable`` in csrc/collective/algorithm_table.h. In bytes,
+except ``direct_ranks``."""
+
+BYTE_LIMITS = tuple(name for name in LIMITS if name.endswith("_bytes"))
 
 COSTS: Mapping[str, str] = {
     "alpha_local_us": "microseconds a message within a host takes, however short",
@@ -52,7 +58,7 @@ COSTS: Mapping[str, str] = {
     "beta_remote_ns_per_byte": "the same between hosts",
     "gamma_ns_per_byte": "nanoseconds to add a byte",
 }
-"""Constants of the cost model (ringdp/cost_model.py): they choose nothing,
+"""Constants of the cost model (ringdp/tools/cost_model.py): they choose nothing,
 ``python -m ringdp bench --explain`` uses them."""
 
 
@@ -61,7 +67,8 @@ class Tuning:
     """What a file says, checked.
 
     Attributes:
-        limits: ``"one_host.fold_sent_bytes"`` to bytes, for those that differ from the built-in table.
+        limits: ``"one_host.fold_sent_bytes"`` to bytes, ``"one_host.direct_ranks"`` to ranks, for those that differ
+            from the built-in table.
         costs: constants of the cost model by name, where the file has any.
         source: where it is from, for messages.
     """
@@ -76,7 +83,7 @@ def read(path: str) -> Tuning:
 
     Raises:
         SystemResourceError: it is not there or cannot be read.
-        InvalidArgumentError: it is no JSON or says something that is not allowed; the message names file and key.
+        InvalidArgumentError: it is not JSON or says something that is not allowed; the message names file and key.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -88,7 +95,7 @@ def read(path: str) -> Tuning:
     try:
         document = json.loads(content)
     except ValueError as error:
-        raise InvalidArgumentError(f"RINGDP_TUNING={path} is no JSON: {error}") from None
+        raise InvalidArgumentError(f"RINGDP_TUNING={path} is not JSON: {error}") from None
     return parse(document, path=path)
 
 
@@ -116,8 +123,10 @@ def parse(document: Any, *, path: str) -> Tuning:
     limits: dict[str, int] = {}
     for layout, values in section("layouts", document.get("layouts", {}), LAYOUTS).items():
         for name, value in section(f"layouts.{layout}", values, LIMITS).items():
-            if type(value) is not int or not 0 <= value <= MAX_BYTES:
-                refuse(f"layouts.{layout}.{name}", f"must be a whole number of bytes, 0 to 2**50, not {_shown(value)}")
+            unit, most = ("bytes", MAX_BYTES) if name in BYTE_LIMITS else ("ranks", MAX_RANKS)
+            if type(value) is not int or not 0 <= value <= most:
+                wanted = f"a whole number of {unit}, 0 to 2**{most.bit_length() - 1}"
+                refuse(f"layouts.{layout}.{name}", f"must be {wanted}, not {_shown(value)}")
             limits[f"{layout}.{name}"] = value
     costs: dict[str, float] = {}
     for name, value in section("costs", document.get("costs", {}), COSTS).items():

@@ -23,7 +23,7 @@ class Console:
             one, two = os.fstat(1), os.fstat(2)
             if (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino):
                 self._place["stderr"] = "stdout"
-        except OSError:  # closed by whoever started us; the first write finds out
+        except OSError:  # our parent has closed it; the first write fails
             pass
         self._mid_line = {"stdout": False, "stderr": False}
 
@@ -58,7 +58,7 @@ class Console:
             try:
                 data = data[os.write(_FD[stream], data) :]
             except BlockingIOError:
-                # Somebody made the terminal non-blocking; it is shared with us.
+                # Another process made the terminal, which it shares with us, non-blocking.
                 os.set_blocking(_FD[stream], True)
             except OSError:
                 # A closed pipe or terminal: the ranks go on, and the logs have everything.

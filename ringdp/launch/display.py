@@ -84,7 +84,7 @@ class Display:
             self._take(feed, feed.source.read(), ended=False)
 
     def stopping(self) -> None:
-        """After Ctrl-C every rank ends with the same traceback, which is no news: those go to the logs alone."""
+        """After Ctrl-C every rank ends with the same traceback, which is nothing new: those go to the logs alone."""
         self._stopping = True
 
     def resize(self) -> None:

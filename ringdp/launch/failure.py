@@ -27,6 +27,10 @@ _CONSEQUENCES = re.compile(
     r"|Connection (closed|reset) by (remote )?peer|Broken pipe|remote process exited"
 )
 
+_LOST = re.compile(r"lost rank (\d+)\b")
+_LEFT = re.compile(r"it left the job: ([^;]*)")
+_LEFT_FIRST = "but had left the job before, as the other ranks reported"
+
 SIGNAL_WORDS = {
     signal.SIGKILL: "often: out of memory",
     signal.SIGSEGV: "invalid memory access",
@@ -34,13 +38,13 @@ SIGNAL_WORDS = {
     signal.SIGBUS: "often: the shared-memory file system /dev/shm is full",
     signal.SIGILL: "an instruction this processor does not have",
     signal.SIGFPE: "integer division by zero",
-    signal.SIGTERM: "somebody asked it to end",
-    signal.SIGINT: "Ctrl-C, or somebody sent it",
+    signal.SIGTERM: "another process asked it to end",
+    signal.SIGINT: "Ctrl-C, or sent by another process",
     signal.SIGXCPU: "its limit of CPU time",
 }
 
 
-_KILLED_BY_SOMEBODY = "often: out of memory; here the kernel's own killer did not act"
+_KILLED_FROM_OUTSIDE = "often: out of memory; here the kernel's own killer did not act"
 
 
 class Blame(enum.IntEnum):
@@ -53,7 +57,7 @@ class Blame(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class FailureReport:
     """What is known about a failed rank.
 
     Attributes:
@@ -76,12 +80,12 @@ class Report:
 
     @property
     def raised(self) -> bool:
-        """Whether it ended by its exception, and not by a signal of somebody else."""
+        """Whether it ended by its exception, and not by a signal of another process."""
         stopped_later = self.blame in (Blame.CAUSE_STOPPED, Blame.CONSEQUENCE)
         return self.exception is not None and (self.failure.exit_code >= 0 or stopped_later)
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """What happened, to follow "rank 1 on host X"."""
         code = self.failure.exit_code
         if self.raised:
@@ -113,7 +117,7 @@ class Report:
 
 def examine(
     failures: tuple[RankFailure, ...], ranks: tuple[RankLogs, ...], *, oom_killer_acted: bool | None = None
-) -> list[Report]:
+) -> list[FailureReport]:
     """Reports on all failed ranks, the one to blame first.
 
     Args:
@@ -125,25 +129,45 @@ def examine(
     logs = {rank.rank: rank for rank in ranks}
     reports = [_examine_one(failure, logs.get(failure.rank) or _unknown(failure)) for failure in failures]
     if all(report.blame is Blame.STOPPED_BY_US for report in reports):
-        # Nobody else failed, so somebody outside has sent the signal.
+        # No other rank failed, so a process outside the job has sent the signal.
         reports = [dataclasses.replace(report, blame=Blame.CAUSE) for report in reports]
     if oom_killer_acted is not None:
-        words = "out of memory: the kernel ended it" if oom_killer_acted else _KILLED_BY_SOMEBODY
+        words = "out of memory: the kernel ended it" if oom_killer_acted else _KILLED_FROM_OUTSIDE
         killed = [report.failure.exit_code == -signal.SIGKILL for report in reports]
         reports = [
             dataclasses.replace(report, signal_words=words) if by_kill else report
             for report, by_kill in zip(reports, killed, strict=True)
         ]
+    reports = _blame_who_was_lost_first(reports)
     order = {failure.rank: index for index, failure in enumerate(failures)}
     return sorted(reports, key=lambda r: (r.blame, r.when_s, order[r.failure.rank]))
 
 
+def _blame_who_was_lost_first(reports: list[FailureReport]) -> list[FailureReport]:
+    """Where all others lost one rank, and that one was ended by a signal, it had left before: it may still have been
+    ending when the agent stopped it, so that its own exit code is lost."""
+    if any(report.blame in (Blame.CAUSE, Blame.CAUSE_STOPPED) for report in reports):
+        return reports
+    lost = [_LOST.search(report.exception or "") for report in reports if report.blame is Blame.CONSEQUENCE]
+    named = {int(found[1]) for found in lost if found}
+    if len(named) != 1 or not all(lost):
+        return reports
+    left = [_LEFT.search(report.exception or "") for report in reports]
+    why = next((f": {found[1]}" for found in left if found), "")
+    return [
+        dataclasses.replace(report, blame=Blame.CAUSE, signal_words=_LEFT_FIRST + why)
+        if report.failure.rank in named and report.blame is Blame.STOPPED_BY_US
+        else report
+        for report in reports
+    ]
+
+
 def _unknown(failure: RankFailure) -> RankLogs:
-    """With --logs-specs somebody else decides where output goes."""
+    """With --logs-specs a user's class decides where output goes."""
     return RankLogs(rank=failure.rank, local_rank=failure.local_rank, stdout="", stderr="", error_file="")
 
 
-def _examine_one(failure: RankFailure, logs: RankLogs) -> Report:
+def _examine_one(failure: RankFailure, logs: RankLogs) -> FailureReport:
     lines = _lines(logs.stderr)
     code = failure.exit_code
     stopped = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -169,7 +193,7 @@ def _examine_one(failure: RankFailure, logs: RankLogs) -> Report:
         fatal = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
         if fatal:  # faulthandler's stack has its most recent call first
             tail = lines[fatal[-1] : fatal[-1] + MAX_TAIL_LINES]
-    return Report(failure=failure, logs=logs, exception=exception, tail=tuple(tail), blame=blame, when_s=when_s)
+    return FailureReport(failure=failure, logs=logs, exception=exception, tail=tuple(tail), blame=blame, when_s=when_s)
 
 
 def _lines(path: str) -> list[str]:

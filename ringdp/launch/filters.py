@@ -87,9 +87,9 @@ class Shown:
         self._first: dict[str, str] = {}
 
     def first(self, block: list[str], prefix: str) -> str | None:
-        """The prefix of who showed the same stack and type before, numbers aside; None if nobody did.
+        """The prefix of the rank that showed the same stack and type before, numbers aside; None if none did.
 
-        Messages may differ: whoever asks shows its own.
+        Messages may differ: the caller shows its own.
         """
         lines = (line if line[:1].isspace() else line.partition(":")[0] for line in block)
         first = self._first.setdefault(_VARYING.sub("#", "\n".join(lines)), prefix)

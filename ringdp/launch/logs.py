@@ -116,7 +116,7 @@ def _make_unique(parent: Path, name: str) -> Path:
 
 
 class RankLogsSpecs(LogsSpecs):
-    """Tells torch's elastic agent where each rank's streams go, and says so to whoever shows them.
+    """Tells torch's elastic agent where each rank's streams go, and the display as well.
 
     All streams go to files, which the supervisor reads: a rank never waits for a slow console, and its last words
     are kept whatever happens to the launcher. The one exception is a stream that is shown as it comes on a

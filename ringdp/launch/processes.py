@@ -1,7 +1,7 @@
 """Processes of this job: who descends from us, and how to end all of them.
 
 Nothing here trusts a list of pids kept while the job ran: a rank may fork data-loader workers, and torch's agent
-may be interrupted in the middle of starting the ranks. Whoever is to clean up becomes a subreaper, so that a
+may be interrupted in the middle of starting the ranks. The process that cleans up becomes a subreaper, so that a
 process whose parent has died becomes its child instead of init's, and then /proc shows the whole tree.
 """
 
@@ -83,7 +83,7 @@ def reap() -> dict[int, int]:
 
 
 def kill_all(survivors: Callable[[], list[int]], *, limit_s: float = 2.0) -> list[int]:
-    """SIGKILL until nobody is left; a process in uninterruptible sleep may outlast the limit.
+    """SIGKILL until no process is left; a process in uninterruptible sleep may outlast the limit.
 
     Args:
         survivors: lists who still lives; asked again after every round, as a process may fork meanwhile.

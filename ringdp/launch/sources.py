@@ -66,7 +66,7 @@ class Terminal:
         tty.setraw(self._slave)
         os.set_blocking(self._master, False)
         self._log: int | None = None
-        self.path = os.ttyname(self._slave)
+        self.path: str = os.ttyname(self._slave)
         self.resize()
 
     @property

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ringdp.launch.failure import MAX_TAIL_LINES, Report
+from ringdp.launch.failure import MAX_TAIL_LINES, FailureReport
 from ringdp.launch.logs import short_path
 
 MAX_LINES = 15
 _MAX_CHARACTERS = 400
 
 
-def failed(reports: list[Report], *, host: str, folder: str | None, seconds: float, restarts: int) -> list[str]:
+def failed(reports: list[FailureReport], *, host: str, folder: str | None, seconds: float, restarts: int) -> list[str]:
     """The summary of a run in which ranks failed.
 
     Args:
@@ -21,7 +21,7 @@ def failed(reports: list[Report], *, host: str, folder: str | None, seconds: flo
     """
     first = reports[0]
     after = f"after {seconds:.1f} s" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
-    lines = [f"ringrun: FAILED {after}: rank {first.failure.rank} on host {host} {first.in_words}"]
+    lines = [f"ringrun: FAILED {after}: rank {first.failure.rank} on host {host} {first.description}"]
     tail = [line for line in first.tail if line.strip()][-MAX_TAIL_LINES:]
     if tail:
         lines.append(f"  last lines of rank {first.failure.rank}:")
@@ -50,7 +50,7 @@ def broken(error: str, *, host: str, log: str | None) -> list[str]:
     return [_cut(line) for line in lines]
 
 
-def _others(reports: list[Report]) -> str:
+def _others(reports: list[FailureReport]) -> str:
     """Who else failed and how, for example: rank 0 PeerLostError; ranks 2, 3 stopped."""
     groups: dict[str, list[int]] = {}
     for report in reports:

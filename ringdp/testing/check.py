@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringdp import compression
 from ringdp.compression.description import describe
-from ringdp.compression.exchange import Coder, Layout, Place, States, saved
+from ringdp.compression.exchange import BucketSlice, Coder, Layout, States, saved
 from ringdp.compression.exchange.local import there_and_back
 from ringdp.compression.exchange.packing import check_promise, forms_of
 from ringdp.compression.exchange.section import Section
@@ -43,7 +43,7 @@ class Report:
         return "\n".join([*lines, *(f"  ok  {promise}" for promise in self.passed)])
 
 
-def check_compressor(compressor: Any, *, device: torch.device | str = "cpu") -> Report:
+def check_compressor(compressor: compression.Compression, *, device: torch.device | str = "cpu") -> Report:
     """Try a compressor on what gradients can hold, alone and on 1 to 8 simulated ranks.
 
     Args:
@@ -51,12 +51,12 @@ def check_compressor(compressor: Any, *, device: torch.device | str = "cpu") -> 
         device: where to try it.
 
     Raises:
-        InvalidArgumentError: it is no compressor.
+        InvalidArgumentError: it is not a compressor.
         AssertionError: it breaks a promise; the text says each that it breaks, and how.
     """
     chosen = compression.get(compressor)
     if chosen is None:
-        raise InvalidArgumentError("None is no compressor: gradients stay exact")
+        raise InvalidArgumentError('None means "no compression"; pass a compressor to check')
     passed: list[str] = []
     failed: list[str] = []
     if isinstance(chosen, compression.CCompressor):
@@ -102,7 +102,7 @@ class _Bench:
         yield "state is replaced, not changed in place", self.state
         sums = getattr(self.feedback, "sums", True) and not hasattr(self.feedback, "result")
         if hasattr(self.feedback, "owed") and sums:
-            yield "what was sent and what is owed add up to the gradients (error feedback)", self.telescoping
+            yield "the payloads and the residuals add up to the gradients (error feedback)", self.telescoping
 
     # What the checks are made of.
 
@@ -203,7 +203,9 @@ class _Bench:
                 steps[1][ranks - 1].view(-1)[1234] = value
                 hit = simulate(self.compressor, steps[1], ranks, name=_NAME, after=before)
                 assert not bool(hit.mean.isfinite().all()), f"a {value} on rank {ranks - 1} became a finite mean"
-                assert _equal(remembered, _snapshot(hit.states)), f"a {value} changed what is remembered"
+                assert _equal(remembered, _snapshot(hit.states)), (
+                    f"a {value} changed the states of the compressor or of error feedback"
+                )
                 clean = simulate(self.compressor, steps[2], ranks, name=_NAME, after=hit)
                 assert bool(clean.mean.isfinite().all()), f"the step after a {value} is not finite either"
 
@@ -216,7 +218,7 @@ class _Bench:
         first = simulate(self.compressor, self.gradients(2, 1), 2, name=_NAME)
         before = _snapshot(first.states)
         shape = _shape(3000) if self.talks else (3000,)
-        layouts = [Layout([Place(_NAME, shape, 0, 3000, self.compressor)], 2, self.device) for _ in range(2)]
+        layouts = [Layout([BucketSlice(_NAME, shape, 0, 3000, self.compressor)], 2, self.device) for _ in range(2)]
         buckets = [self.gaussian(3000, 7 + r) for r in range(2)]
         coders = [Coder(first.states[r], r, 2, 1, device=self.device) for r in range(2)]
         together([layouts[r].average(buckets[r], coders[r], 2) for r in range(2)])
@@ -234,7 +236,7 @@ class _Bench:
 
     def owed(self, done: Simulation, ranks: int) -> Tensor:
         """What the mean still lacks, by all ranks."""
-        section = Place(_NAME, (3000,), 0, 3000, self.compressor).section(ranks, self.device)
+        section = BucketSlice(_NAME, (3000,), 0, 3000, self.compressor).section(ranks, self.device)
         assert section is not None
         total = torch.zeros(3000, dtype=torch.float64, device=self.device)
         for rank, states in enumerate(done.states):

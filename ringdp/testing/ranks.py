@@ -13,10 +13,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ringdp.errors import InvalidArgumentError, RingError
 
+Result = TypeVar("Result")
 _AFTER_FAILURE_S = 5.0  # what the other ranks get to end, so that their errors are seen too
 
 
@@ -25,13 +26,13 @@ class RankError(RingError):
 
 
 def run_ranks(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     n: int,
     *args: Any,
     backend: str = "ring",
     timeout_s: float = 120.0,
     **kwargs: Any,
-) -> list[Any]:
+) -> list[Result]:
     """Call ``function(*args, **kwargs)`` on n processes of this host that form one job, and return the n results.
 
     `ringdp.init` has been called when the function runs, on the CPU and with one thread. Results travel by pickle
@@ -122,7 +123,7 @@ def _serve(pipe: Any, rank: int, ranks: int, meet: str, backend: str, timeout_s:
         ringdp.init(backend, rank=rank, world_size=ranks, init_method=meet, timeout=timeout_s, device="cpu")
         try:
             result = function(*args, **kwargs)
-            torch.distributed.barrier()  # nobody leaves while another still works with it
+            torch.distributed.barrier()  # no rank leaves while another still works with it
         finally:
             ringdp.shutdown()
         answer = pickle.dumps((True, result))

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from ringdp import compression
-from ringdp.compression.exchange import AllGather, AllReduce, AllToAll, Coder, Exchange, Layout, Place, Request, States
+from ringdp.compression.exchange import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    BucketSlice,
+    Coder,
+    Exchange,
+    Layout,
+    Request,
+    States,
+)
 from ringdp.errors import InvalidArgumentError, RingError
 
 
@@ -35,8 +45,8 @@ class Simulation:
 
 
 def simulate(
-    compressor: Any,
-    gradients: Sequence[Any],
+    compressor: compression.Compression,
+    gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]],
     n: int | None = None,
     *,
     name: str = "simulated",
@@ -59,7 +69,8 @@ def simulate(
         AssertionError: the ranks ended with different bits.
         Exception: what the compressor raises.
     """
-    steps = [list(step) for step in ([gradients] if isinstance(gradients[0], Tensor) else gradients)]
+    tensors = [it for it in gradients if isinstance(it, Tensor)]
+    steps = [tensors] if tensors else [list(step) for step in gradients]
     ranks = n if n is not None else len(steps[0])
     shape = steps[0][0].shape
     if any(len(step) != ranks or any(it.shape != shape for it in step) for step in steps):
@@ -67,7 +78,7 @@ def simulate(
     chosen, device = compression.get(compressor), steps[0][0].device
     states = after.states if after is not None else [States() for _ in range(ranks)]
     begin = after.steps if after is not None else 0
-    place = Place(name, tuple(shape), 0, shape.numel(), chosen)
+    place = BucketSlice(name, tuple(shape), 0, shape.numel(), chosen)
     layouts = [Layout([place], ranks, device) for _ in range(ranks)]
     means = []
     for step, inputs in enumerate(steps, begin):

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdp import config
-from ringdp.cost_model import Place
+from ringdp.ddp.words import format_size, format_time, parse_size, table
 from ringdp.errors import RingError
+from ringdp.tools.cost_model import HostLayout
 from ringdp.tools.explain import algorithm, explain
-from ringdp.tools.words import format_size, format_time, parse_size, table
 
 SIZES = "4k,64k,1m,4m,25m"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -94,7 +94,7 @@ def _problem(args: argparse.Namespace) -> str | None:
 
 
 def _explain(args: argparse.Namespace) -> None:
-    place = Place.spread(ranks=args.ranks, hosts=args.hosts or 1, cores=args.cores or _cores())
+    place = HostLayout.spread(ranks=args.ranks, hosts=args.hosts or 1, cores=args.cores or _cores())
     tuning = config.RingConfig.from_environment().tuning
     sys.stdout.write(explain(place, args.dtype, args.sizes, tuning) + "\n")
 
@@ -123,7 +123,7 @@ def _local_rank(rank: int, args: argparse.Namespace, meet_at: str) -> None:
 def _measure_here(args: argparse.Namespace, **place: Any) -> None:
     """Be one of the ranks; rank 0 prints."""
     import ringdp
-    from ringdp.process_group import shutdown
+    from ringdp.job.process_group import shutdown
 
     ringdp.init("ring", device="cpu", timeout=120, **place)
     try:
@@ -159,11 +159,11 @@ def _measure(args: argparse.Namespace) -> None:
     sys.stdout.write(f"{title}\n\n{table(columns, rows)}\n")
 
 
-def _place(host_of_rank: Sequence[str]) -> Place:
+def _place(host_of_rank: Sequence[str]) -> HostLayout:
     counts: dict[str, int] = {}
     for host in host_of_rank:
         counts[host] = counts.get(host, 0) + 1
-    return Place(tuple(counts.values()), _cores())
+    return HostLayout(tuple(counts.values()), _cores())
 
 
 def _time(x: Any, seconds: float) -> list[float]:

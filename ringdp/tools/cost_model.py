@@ -6,8 +6,8 @@ MPICH" (IJHPCA 19(1), 2005, section 4), and, for the least that must be sent, of
 all-reduce algorithms for clusters of workstations" (JPDC 69(2), 2009, section 3). Two things are added here: ranks that
 share a host share its link, and ranks that share its cores work one after another.
 
-The model chooses nothing: the table (csrc/collective/choice.h) does. tests/unit/test_cost_model.py holds the table
-against the model; ``python -m ringdp bench --explain`` prints both.
+The model chooses nothing: the table (csrc/collective/algorithm_table.h) does. tests/unit/test_cost_model.py holds the
+table against the model; ``python -m ringdp bench --explain`` prints both.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from ringdp.errors import InvalidArgumentError
 
 HALF_TYPES = ("float16", "bfloat16")
+DIRECT_RANKS = 16  # of AlgorithmTable (csrc/collective/algorithm_table.h), as it is built in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Costs:
+class AlgorithmCosts:
     """The constants of a machine; a file of RINGDP_TUNING may bring others, benchmarks/tune.py measures them.
 
     Those built in were measured on a virtual machine with 2 cores (AMD EPYC) and, between hosts, a link of 1 Gbit.
@@ -42,7 +43,7 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class HostLayout:
     """Where the ranks of a group run, numbered host by host.
 
     Attributes:
@@ -58,7 +59,7 @@ class Place:
             raise InvalidArgumentError(f"every host needs a rank and a core, not {self.per_host} and {self.cores}")
 
     @classmethod
-    def spread(cls, *, ranks: int, hosts: int, cores: int) -> Place:
+    def spread(cls, *, ranks: int, hosts: int, cores: int) -> HostLayout:
         """``ranks`` over ``hosts`` as evenly as it goes, the first ones having one more."""
         if not 1 <= hosts <= ranks:
             raise InvalidArgumentError(f"{ranks} ranks cannot be on {hosts} hosts: each host needs one")
@@ -88,6 +89,7 @@ class Work:
         local_messages, remote_messages: messages that follow one another on the slowest rank.
         local_bytes: bytes that the busiest rank sends within its host.
         link_bytes: bytes that leave the busiest host.
+        awaited_local_bytes, awaited_link_bytes: bytes that others must have sent before, of a tree's way to the root.
         added_bytes: bytes that the busiest rank adds.
         rank_bytes: bytes that the busiest rank sends in all.
     """
@@ -96,19 +98,22 @@ class Work:
     remote_messages: float = 0.0
     local_bytes: float = 0.0
     link_bytes: float = 0.0
+    awaited_local_bytes: float = 0.0
+    awaited_link_bytes: float = 0.0
     added_bytes: float = 0.0
     rank_bytes: float = 0.0
 
-    def seconds(self, costs: Costs, place: Place) -> float:
+    def seconds(self, costs: AlgorithmCosts, place: HostLayout) -> float:
         """The model's time: everything one after another."""
         inside = self.local_messages * costs.alpha_local_us * 1e-6
-        inside += (self.local_bytes * costs.beta_local_ns_per_byte + self.added_bytes * costs.gamma_ns_per_byte) * 1e-9
+        local_bytes, link_bytes = self.local_bytes + self.awaited_local_bytes, self.link_bytes + self.awaited_link_bytes
+        inside += (local_bytes * costs.beta_local_ns_per_byte + self.added_bytes * costs.gamma_ns_per_byte) * 1e-9
         between = self.remote_messages * costs.alpha_remote_us * 1e-6
-        between += self.link_bytes * costs.beta_remote_ns_per_byte * 1e-9
+        between += link_bytes * costs.beta_remote_ns_per_byte * 1e-9
         return inside * place.crowd + between
 
 
-def work(algorithm: str, place: Place, size_bytes: int, *, dtype: str = "float32") -> Work:
+def work(algorithm: str, place: HostLayout, size_bytes: int, *, dtype: str = "float32") -> Work:
     """The terms of an all-reduce of ``size_bytes`` by the algorithm of that name in that place.
 
     Raises:
@@ -124,15 +129,15 @@ def work(algorithm: str, place: Place, size_bytes: int, *, dtype: str = "float32
     return found
 
 
-def candidates(place: Place, dtype: str) -> Sequence[str]:
-    """The algorithms that may reduce this type in this place."""
-    found = ["fold", "pairwise" if dtype in HALF_TYPES else "ring"]
+def candidates(place: HostLayout, dtype: str) -> Sequence[str]:
+    """The algorithms that may reduce this type in this place; a fold or a tree, as the built-in table has it."""
+    found = ["fold" if place.ranks <= DIRECT_RANKS else "tree", "pairwise" if dtype in HALF_TYPES else "ring"]
     if len(place.per_host) > 1 and max(place.per_host) > 1:
         found.append("two_level")
     return found
 
 
-def _fold(place: Place, size: float) -> Work:
+def _fold(place: HostLayout, size: float) -> Work:
     ranks, most = place.ranks, max(place.per_host)
     outside = max(count * (ranks - count) for count in place.per_host)
     return Work(
@@ -145,7 +150,7 @@ def _fold(place: Place, size: float) -> Work:
     )
 
 
-def _ring(place: Place, size: float) -> Work:
+def _ring(place: HostLayout, size: float) -> Work:
     ranks, hosts = place.ranks, len(place.per_host)
     steps, sent = 2 * (ranks - 1), 2 * (ranks - 1) / ranks * size
     inside = max(place.per_host) > 1
@@ -159,7 +164,7 @@ def _ring(place: Place, size: float) -> Work:
     )
 
 
-def _pairwise(place: Place, size: float) -> Work:
+def _pairwise(place: HostLayout, size: float) -> Work:
     ranks, most = place.ranks, max(place.per_host)
     chunk = size / ranks
     outside = max(count * (ranks - count) for count in place.per_host)
@@ -173,7 +178,7 @@ def _pairwise(place: Place, size: float) -> Work:
     )
 
 
-def _two_level(place: Place, size: float) -> Work:
+def _two_level(place: HostLayout, size: float) -> Work:
     hosts, most = len(place.per_host), max(place.per_host)
     within, across = (most - 1) / most * size, 2 * (hosts - 1) / hosts * size
     return Work(
@@ -186,9 +191,37 @@ def _two_level(place: Place, size: float) -> Work:
     )
 
 
-_ALGORITHMS: Mapping[str, Callable[[Place, float], Work]] = {
+def _tree(place: HostLayout, size: float) -> Work:
+    """Rank 0 is the root, which sends to each of its children; the awaited bytes are those of the way up."""
+    ranks, hosts = place.ranks, place.hosts
+    edges = [(rank & (rank - 1), rank) for rank in range(1, ranks)]  # parent, child
+    leaving = [0] * len(place.per_host)
+    path = [(0, 0)] * ranks  # of each rank: edges between hosts and within, on the way to the root
+    for parent, child in edges:
+        crosses = hosts[parent] != hosts[child]
+        path[child] = (path[parent][0] + crosses, path[parent][1] + (not crosses))
+        for end in (parent, child):
+            leaving[hosts[end]] += crosses
+    remote, local = max(path)
+    local = max(local, max(steps for _, steps in path) - remote)
+    children = [hosts[child] != hosts[0] for parent, child in edges if parent == 0]
+    sent_local, link = children.count(False) * size, max(leaving) * size
+    return Work(
+        local_messages=2 * local,
+        remote_messages=2 * remote,
+        local_bytes=sent_local,
+        link_bytes=link,
+        awaited_local_bytes=max(0.0, 2 * local * size - sent_local),
+        awaited_link_bytes=max(0.0, 2 * remote * size - link),
+        added_bytes=len(children) * size,
+        rank_bytes=len(children) * size,
+    )
+
+
+_ALGORITHMS: Mapping[str, Callable[[HostLayout, float], Work]] = {
     "fold": _fold,
     "ring": _ring,
     "pairwise": _pairwise,
     "two_level": _two_level,
+    "tree": _tree,
 }

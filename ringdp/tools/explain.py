@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ringdp import _core, cost_model
-from ringdp.cost_model import Costs, Place
-from ringdp.tools.words import format_size, format_time, table
-from ringdp.tuning import LAYOUTS, Tuning
+from ringdp import _core
+from ringdp.ddp.words import format_size, format_time, table
+from ringdp.job.tuning import LAYOUTS, Tuning
+from ringdp.tools import cost_model
+from ringdp.tools.cost_model import AlgorithmCosts, HostLayout
 
 SLACK = 1.25  # a choice that the model finds this much slower than its best one is pointed out
 _TOP = 1 << 50
@@ -23,19 +24,19 @@ class Range:
     algorithm: str
 
 
-def algorithm(place: Place, dtype: str, size_bytes: int, tuning: Tuning) -> str:
+def algorithm(place: HostLayout, dtype: str, size_bytes: int, tuning: Tuning) -> str:
     """What an all-reduce of that size uses there. Raises InvalidArgumentError for a type that does not exist."""
     return str(_core.all_reduce_algorithm(place.ranks, dtype, size_bytes, table=dict(tuning.limits), hosts=place.hosts))
 
 
-def layout(place: Place) -> str:
-    """The layout whose limits hold there, one of `ringdp.tuning.LAYOUTS`."""
+def layout(place: HostLayout) -> str:
+    """The layout whose limits hold there, one of `ringdp.job.tuning.LAYOUTS`."""
     if len(place.per_host) == 1:
         return "one_host"
     return "one_rank_per_host" if max(place.per_host) == 1 else "several_ranks_per_host"
 
 
-def ranges(place: Place, dtype: str, tuning: Tuning) -> list[Range]:
+def ranges(place: HostLayout, dtype: str, tuning: Tuning) -> list[Range]:
     """The table for that place and type, from the core itself: sizes at which its choice changes, by bisection."""
 
     def chosen(size_bytes: int) -> str:
@@ -52,16 +53,16 @@ def ranges(place: Place, dtype: str, tuning: Tuning) -> list[Range]:
     return [*found, Range(first, None, chosen(_TOP))]
 
 
-def explain(place: Place, dtype: str, sizes: Sequence[int], tuning: Tuning) -> str:
+def explain(place: HostLayout, dtype: str, sizes: Sequence[int], tuning: Tuning) -> str:
     """The whole explanation as text, for an all-reduce; sizes in bytes."""
-    costs = Costs(**tuning.costs)
+    costs = AlgorithmCosts(**tuning.costs)
     several = len(place.per_host) > 1
     lines = [
-        f"all-reduce of {dtype}, {_place_in_words(place)}",
+        f"all-reduce of {dtype}, {_format_hosts(place)}",
         f"layout {layout(place)}: {LAYOUTS[layout(place)]}; table: {tuning.source}",
         "",
     ]
-    lines += [f"  {_range_in_words(one)}: {one.algorithm}" for one in ranges(place, dtype, tuning)]
+    lines += [f"  {_format_range(one)}: {one.algorithm}" for one in ranges(place, dtype, tuning)]
     columns = ["size", "algorithm", "predicted", "sent by a rank", "over a host's link", "the model's best"]
     rows = []
     for size in sizes:
@@ -77,11 +78,11 @@ def explain(place: Place, dtype: str, sizes: Sequence[int], tuning: Tuning) -> s
         cells = [format_size(size), taken, format_time(seconds[taken]), format_size(work.rank_bytes), link, better]
         rows.append(cells)
     columns, rows = _without_empty(columns, rows)
-    lines += ["", table(columns, rows), "", _costs_in_words(costs, several=several, measured=bool(tuning.costs))]
+    lines += ["", table(columns, rows), "", _format_costs(costs, several=several, measured=bool(tuning.costs))]
     return "\n".join(lines)
 
 
-def _place_in_words(place: Place) -> str:
+def _format_hosts(place: HostLayout) -> str:
     ranks = f"{place.ranks} rank{'s' if place.ranks > 1 else ''}"
     cores = f"{place.cores} core{'s' if place.cores > 1 else ''}"
     if len(place.per_host) == 1:
@@ -90,7 +91,7 @@ def _place_in_words(place: Place) -> str:
     return f"{ranks} on {len(place.per_host)} hosts ({' or '.join(spread)} on each) with {cores}"
 
 
-def _range_in_words(one: Range) -> str:
+def _format_range(one: Range) -> str:
     if one.last is None:
         return "every size" if one.first == 0 else "above"
     return f"up to {format_size(one.last)}"
@@ -101,7 +102,7 @@ def _without_empty(columns: list[str], rows: list[list[str]]) -> tuple[list[str]
     return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def _costs_in_words(costs: Costs, *, several: bool, measured: bool) -> str:
+def _format_costs(costs: AlgorithmCosts, *, several: bool, measured: bool) -> str:
     words = f"a message {costs.alpha_local_us:g} µs within a host"
     words += f" and {costs.alpha_remote_us:g} µs between hosts" if several else ""
     words += f", a byte {costs.beta_local_ns_per_byte:g} ns"

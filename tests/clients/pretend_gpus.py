@@ -50,7 +50,7 @@ def pretend_gpus() -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.testing._internal import common_distributed, common_utils
 
-    from ringdp.parallel import RingDP
+    from ringdp.ddp.wrapper import RingDP
 
     _OnCpu().__enter__()
     common_distributed.TIMEOUT_OVERRIDE.clear()  # minutes for tests that fail by hanging

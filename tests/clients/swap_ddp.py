@@ -19,7 +19,7 @@ def put_in_ddps_place(choice: str) -> None:
         return
     from torch.nn.parallel import DistributedDataParallel
 
-    from ringdp.parallel import RingDP
+    from ringdp.ddp.wrapper import RingDP
 
     class Strict(RingDP):
         def __init__(self, *args: object, **kwargs: object) -> None:

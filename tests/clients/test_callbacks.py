@@ -107,7 +107,7 @@ def destroyed_in_use(folder: str) -> None:
     import os
     import types
 
-    from ringdp import backend as ring
+    from ringdp.job import backend as ring
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for turn in range(8):

@@ -1,4 +1,4 @@
-"""What a compressed all-reduce must give, to the bit: docs/wire_format.md in numpy, over `_core`'s codecs."""
+"""What a compressed all-reduce must give, to the bit: docs/reference/wire_format.md in numpy, over `_core`'s codecs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Floats = npt.NDArray[np.float32]
 UNIT = 256
 
 
-def parts(count: int, turn: int, how_many: int) -> list[slice]:
-    """Where a section is cut: whole units, what is left over going to some parts from `turn` on."""
+def parts(count: int, owner_offset: int, how_many: int) -> list[slice]:
+    """Where a section is cut: whole units, what is left over going to some parts from `owner_offset` on."""
     units = -(-count // UNIT)
     out, begin = [], 0
     for part in range(how_many):
-        more = (part - turn) % how_many < units % how_many
+        more = (part - owner_offset) % how_many < units % how_many
         end = min(begin + (units // how_many + more) * UNIT, count)
         out.append(slice(begin, end))
         begin = end
@@ -47,7 +47,7 @@ class Outcome:
 
 def all_reduce(
     inputs: Sequence[Sequence[Floats]],
-    turns: Sequence[int],
+    owner_offsets: Sequence[int],
     codec: str,
     *,
     hosts: Sequence[int],
@@ -72,8 +72,8 @@ def all_reduce(
         after[rank][section][where] = np.frombuffer(left, np.float32)
         return decoded(codec, code, len(values))
 
-    for section, turn in enumerate(turns):
-        for part, where in enumerate(parts(len(means[section]), turn, shares * len(members))):
+    for section, owner_offset in enumerate(owner_offsets):
+        for part, where in enumerate(parts(len(means[section]), owner_offset, shares * len(members))):
             if where.start == where.stop:
                 continue
             share, owner = divmod(part, len(members))

@@ -1,4 +1,9 @@
-"""Every contract holds over every transport: shared memory, and TCP between ranks of one host."""
+"""Every contract holds over every transport of the core between ranks of one host.
+
+All cases run over the transport that `auto` prefers. An operation sees a channel and not the transport, and
+tests/cpp/test_channel.cpp holds every transport to what a channel must do; so the default tier runs over the others
+only what is sampled, by a seed or by hypothesis, and what keeps channels full. All the rest over them is slow.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,33 @@ from collections.abc import Iterator
 
 import pytest
 
-# On both in every run; the others over TCP in `make test-all`.
-ON_BOTH = {
-    "test_collectives_core",
-    "test_compressed_core",
-    "test_finite_core",
-    "test_messages_core",
-    "test_operations_torch",
-    "test_sampled_processes",
+SAMPLED = {
+    "test_collectives_core::test_any_mixture",
+    "test_compressed_core::test_neither_segments_nor_delays_show",
+    "test_compressed_core::test_several_in_flight_beside_exact_ones",
+    "test_finite_core::test_any_places",
+    "test_messages_core::test_any_order_of_calls",
+    "test_messages_core::test_large_messages_both_ways_at_once_do_not_block",
+    "test_messages_core::test_a_flood_that_nobody_receives_yet_does_not_stop_the_others",
+    "test_sampled_processes::test_sampled_calls",
 }
 
 
+def transport_names() -> list[str]:
+    """In the order in which `auto` prefers them; without a build, whose tests are skipped, none is known."""
+    try:
+        from ringdp import _core
+    except ImportError:
+        return ["auto"]
+    return [transport["name"] for transport in _core.registered_transports()]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    both = metafunc.module.__name__.rpartition(".")[2] in ON_BOTH
-    tcp = pytest.param("tcp", marks=() if both else pytest.mark.slow)
-    metafunc.parametrize("transport", ["shm", tcp], indirect=True, scope="module")
+    preferred, *others = transport_names()
+    test = f"{metafunc.module.__name__.rpartition('.')[2]}::{metafunc.function.__name__}"
+    marks = () if test in SAMPLED else pytest.mark.slow
+    every = [preferred, *(pytest.param(name, marks=marks) for name in others)]
+    metafunc.parametrize("transport", every, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", autouse=True)

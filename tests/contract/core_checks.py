@@ -16,6 +16,7 @@ from tests.contract.reduction_order import (
     Array,
     in_rank_order,
     in_ring_order,
+    in_tree_order,
     in_two_levels,
     in_two_levels_scattered,
     itemsize,
@@ -108,15 +109,22 @@ def expect_close(got: Array, inputs: Sequence[Array], dtype: str, op: str, what:
     assert bool(np.all(error <= bound)), f"{what}: off by {error.max()}"
 
 
-def algorithm_is_ring(size: int, table: Mapping[str, int], case: Case) -> bool:
-    """Whether the table sums in the ring's order; written down here again, as the order is part of what is promised."""
-    if case.dtype in HALF:
-        return False
+def takes_fold(size: int, table: Mapping[str, int], case: Case) -> bool:
+    """Whether an all-reduce on one host is a fold; written down again, as the order is part of what is promised."""
     limits = {"fold_two_ranks_bytes": 1024 * 1024, "fold_sent_bytes": 128 * 1024, **table}
-    bytes_ = case.count * itemsize(case.dtype)
-    if size == 2:
-        return bytes_ > limits["fold_two_ranks_bytes"]
-    return bytes_ > limits["fold_sent_bytes"] // max(1, size - 1)
+    most = limits["fold_two_ranks_bytes"] if size == 2 else limits["fold_sent_bytes"] // max(1, size - 1)
+    return goes_direct(size, table) and case.count * itemsize(case.dtype) <= most
+
+
+def takes_tree(size: int, table: Mapping[str, int], case: Case, sent_bytes: int = 128 * 1024) -> bool:
+    """Whether an all-reduce or reduce of this size goes along a tree; `sent_bytes`: the limit on these hosts."""
+    limit = {"fold_sent_bytes": sent_bytes, **table}["fold_sent_bytes"]
+    return not goes_direct(size, table) and case.count * itemsize(case.dtype) <= limit // 64 * size
+
+
+def goes_direct(size: int, table: Mapping[str, int]) -> bool:
+    """Whether small collectives go from every rank straight to every other."""
+    return size <= max(2, table.get("direct_ranks", 16))
 
 
 def takes_two_levels(ranks: World, table: Mapping[str, int], case: Case) -> bool:
@@ -127,14 +135,31 @@ def takes_two_levels(ranks: World, table: Mapping[str, int], case: Case) -> bool
     return case.count * itemsize(case.dtype) > limit // (ranks.size - 1)
 
 
+def documented_algorithm(ranks: World, table: Mapping[str, int], case: Case) -> str:
+    """Which algorithm reduces all by the table and the map of hosts."""
+    several = 1 < len(set(ranks.hosts)) < ranks.size
+    if takes_tree(ranks.size, table, case, (24 if several else 128) * 1024):
+        return "tree"
+    if takes_two_levels(ranks, table, case) or (several and not goes_direct(ranks.size, table)):
+        return "two_level"
+    if several or takes_fold(ranks.size, table, case):
+        return "fold"
+    return "pairwise" if case.dtype in HALF else "ring"
+
+
+# The order in which each algorithm adds up.
+ORDERS: dict[str, Callable[[Sequence[Array], str, str, Sequence[int]], Array]] = {
+    "fold": lambda inputs, dtype, op, hosts: in_rank_order(inputs, dtype, op),
+    "pairwise": lambda inputs, dtype, op, hosts: in_rank_order(inputs, dtype, op),
+    "ring": lambda inputs, dtype, op, hosts: in_ring_order(inputs, dtype, op),
+    "tree": lambda inputs, dtype, op, hosts: in_tree_order(inputs, dtype, op),
+    "two_level": in_two_levels,
+}
+
+
 def documented_order(ranks: World, table: Mapping[str, int], case: Case, inputs: Sequence[Array]) -> Array:
     """What an all-reduce gives by the table and the map of hosts."""
-    if takes_two_levels(ranks, table, case):
-        return in_two_levels(inputs, case.dtype, case.op, ranks.hosts)
-    if 1 < len(set(ranks.hosts)) < ranks.size:
-        return in_rank_order(inputs, case.dtype, case.op)
-    order = in_ring_order if algorithm_is_ring(ranks.size, table, case) else in_rank_order
-    return order(inputs, case.dtype, case.op)
+    return ORDERS[documented_algorithm(ranks, table, case)](inputs, case.dtype, case.op, ranks.hosts)
 
 
 def check_all_reduce(ranks: World, table: Mapping[str, int], cases: Sequence[Case], *, in_flight: bool = True) -> None:
@@ -251,7 +276,10 @@ def check_reduce(ranks: World, table: Mapping[str, int], cases: Sequence[Case]) 
     for case, before, after in zip(cases, inputs, buffers, strict=True):
         what = f"reduce of {case} on {ranks.size} ranks"
         wanted = list(before)  # the other ranks' tensors stay as they are
-        wanted[case.seed % ranks.size] = in_rank_order(before, case.dtype, case.op)
+        root = case.seed % ranks.size
+        tree = takes_tree(ranks.size, table, case)
+        order = in_tree_order(before, case.dtype, case.op, root) if tree else in_rank_order(before, case.dtype, case.op)
+        wanted[root] = order
         expect_equal(after, wanted, what)
         expect_close(after[case.seed % ranks.size], before, case.dtype, case.op, what)
 

@@ -6,18 +6,33 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.helpers import need
 
-core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
+if TYPE_CHECKING:
+    from ringdp import _core
+
+    core = _core
+else:
+    core = need("ringdp._core", "ringdp's extension, built with `make build`,")
 
 Result = TypeVar("Result")
 
+# In bytes; `direct_ranks` stays as it is built in.
 LIMITS = ("fold_two_ranks_bytes", "fold_sent_bytes", "flat_broadcast_bytes", "direct_gather_bytes")
 ALWAYS_SMALL: Mapping[str, int] = dict.fromkeys(LIMITS, 2**40)
 NEVER_SMALL: Mapping[str, int] = dict.fromkeys(LIMITS, 0)
 BUILT_IN: Mapping[str, int] = {}
+MANY: Mapping[str, int] = {"direct_ranks": 2}
+"""Three ranks and more are a large group, in which small collectives use few pairs."""
+
+
+def value_in(store: core.MemoryStore, key: str) -> str:
+    """What a rank puts there, once it has."""
+    value = store.get(key)
+    assert value is not None, key
+    return value
 
 
 class World:
@@ -32,7 +47,7 @@ class World:
         self.hosts = list(hosts or [0] * size)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=f"rank-of-{size}")
         store = core.MemoryStore()
-        options = {"transport": _transport()} | options
+        options = {"transport": _transport(), "full_mesh_ranks": _full_mesh_ranks(), **options}
         self.runtimes = self.each(
             lambda rank: core.Runtime(store, rank, size, host_id=f"host {self.hosts[rank]}", **options)
         )
@@ -84,6 +99,11 @@ def _world(size: int, hosts: tuple[int, ...] | None, transport: str) -> World:
 
 def _transport() -> str:
     return os.environ.get("RINGDP_TRANSPORT", "auto")
+
+
+def _full_mesh_ranks() -> int:
+    """RINGDP_FULL_MESH_RANKS=1 runs all of these contracts over connections that are made when they are needed."""
+    return int(os.environ.get("RINGDP_FULL_MESH_RANKS", "16"))
 
 
 _made: list[World] = []

@@ -1,4 +1,4 @@
-"""What a reduction must give, to the bit: docs/algorithms.md and kernels/elements.h re-enacted in plain numpy.
+"""What a reduction must give, to the bit: docs/reference/algorithms.md and kernels/elements.h re-enacted in numpy.
 
 Arrays are flat. bfloat16, which numpy does not have, is an array of uint16 with its bits.
 """
@@ -129,6 +129,27 @@ def in_ring_order(inputs: Sequence[Array], dtype: str, op: str, *, one_host: boo
         for block, part in enumerate(_chunks(begin, min(begin + slab, count), world)):
             result[part] = in_rank_order([inputs[(block + step) % world][part] for step in range(world)], dtype, op)
     return result
+
+
+def in_tree_order(inputs: Sequence[Array], dtype: str, op: str, root: int = 0) -> Array:
+    """The sums of a binomial tree whose places count from the root: place p adds to its own input the sums of p+1, p+2,
+    p+4, …, below the lowest bit set in p, from left to right. Half types in float32, rounded once."""
+    size, half = len(inputs), dtype in HALF
+    turned = [*inputs[root:], *inputs[:root]]
+
+    def sum_of(place: int) -> Array:
+        total: Array = _to_float32(turned[place], dtype) if half else turned[place].copy()
+        step = 1
+        while place + step < size and not place & step:
+            total = _combine(total, sum_of(place + step), "float32" if half else dtype, op)
+            step *= 2
+        return total
+
+    result = sum_of(0)
+    if not half:
+        return _divide(result, size, dtype) if op == "AVG" else result
+    with np.errstate(all="ignore"):
+        return _from_float32(np.divide(result, np.float32(size)) if op == "AVG" else result, dtype)
 
 
 def in_two_levels(inputs: Sequence[Array], dtype: str, op: str, hosts: Sequence[int]) -> Array:

@@ -1,5 +1,5 @@
 """The bits of a result depend on inputs, type, world and table, and on nothing else: not on how the bytes are cut into
-segments, nor on how the network hands them over. Hashed over a grid of both."""
+segments, nor on how the network hands them over, nor on checksums behind them. Hashed over a grid of these."""
 
 from __future__ import annotations
 
@@ -64,14 +64,26 @@ def test_neither_segments_nor_delays_show(size: int) -> None:
             with made(size, segment_bytes=segment_bytes, fault_seed=seed) as ranks:
                 digests[segment_bytes, seed] = digest(ranks)
                 digests[segment_bytes, seed, "again"] = digest(ranks)
+    for checksums in (False, True):
+        with made(size, transport="tcp", checksums=checksums) as ranks:
+            digests["tcp", checksums] = digest(ranks)
     assert len(set(digests.values())) == 1, digests
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_collective_on_a_bad_network(size: int) -> None:
+BAD_NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, options
+    "2": (2, {}),
+    "3": (3, {}),
+    "3 with checksums": (3, {"transport": "tcp", "checksums": True}),
+    "5": (5, {}),
+}
+
+
+@pytest.mark.parametrize("what", BAD_NETWORKS)
+def test_every_collective_on_a_bad_network(what: str) -> None:
+    size, options = BAD_NETWORKS[what]
     dtypes = ("float32", "float16", "int64", "bool")
     cases = [Case(dtype, "SUM", count, seed=i) for i, dtype in enumerate(dtypes) for count in (0, 1, 1009, 40_000)]
-    with made(size, segment_bytes=4096, fault_seed=5 + size) as ranks:
+    with made(size, segment_bytes=4096, fault_seed=5 + size, **options) as ranks:
         for table in (BUILT_IN, NEVER_SMALL):
             for check in CHECKS:
                 check(ranks, table, cases)

@@ -13,18 +13,18 @@ import pytest
 
 from tests.contract.compressed_reference import all_reduce
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_outcomes, run_ranks
+from tests.registries import CODECS
+from tests.train.harness import default_group, ring_is_built, run_outcomes, run_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
-CODECS = ("float16", "bfloat16", "int8", "int4", "int5", "int6", "nf4")
 # A large parameter, one of a single unit (so parts of other ranks are empty), none at all, one short of a unit.
 OFFSETS, COUNTS = [0, 20_003, 20_100, 20_400], [20_001, 40, 0, 700]
 NUMEL = 21_200
-TURNS = [zlib.crc32(name) for name in (b"weight", b"bias", b"nothing", b"gain")]
+OWNER_OFFSETS = [zlib.crc32(name) for name in (b"weight", b"bias", b"nothing", b"gain")]
 
 
 def drawn(seed: int, scale: float = 1.0) -> Any:
@@ -47,7 +47,7 @@ def reduce(
     residuals: list[Any] = parts(drawn(rank + 100, 0.01)) if feedback else [None] * 4
     new: list[Any] = [torch.zeros_like(x) for x in residuals] if feedback else [None] * 4
     work, report = _C.all_reduce_compressed(
-        dist.group.WORLD, buffer, OFFSETS, COUNTS, TURNS, residuals, new, codec, 8.0, divisor, exchange=exchange
+        default_group(), buffer, OFFSETS, COUNTS, OWNER_OFFSETS, residuals, new, codec, 8.0, divisor, exchange=exchange
     )
     work.wait()
     return buffer, new, report.finite, report.own
@@ -94,7 +94,9 @@ def test_every_rank_is_a_host_of_its_own() -> None:
     got = run_ranks(reduce, codec, True, True, world, None, world_size=world, backend="ring")
     inputs = [[x.numpy() for x in parts(drawn(rank))] for rank in range(world)]
     residuals = [[x.numpy() for x in parts(drawn(rank + 100, 0.01))] for rank in range(world)]
-    wanted = all_reduce(inputs, TURNS, codec, hosts=list(range(world)), divisor=world, factor=8.0, residuals=residuals)
+    wanted = all_reduce(
+        inputs, OWNER_OFFSETS, codec, hosts=list(range(world)), divisor=world, factor=8.0, residuals=residuals
+    )
     for rank in range(world):
         for section, (begin, count) in enumerate(zip(OFFSETS, COUNTS, strict=True)):
             assert torch.equal(got[rank][0][begin : begin + count], torch.from_numpy(wanted.means[section]))
@@ -109,11 +111,11 @@ def many_at_once() -> list[Any]:
     works = []
     for i, buffer in enumerate(buffers):
         work, _ = _C.all_reduce_compressed(
-            dist.group.WORLD,
+            default_group(),
             buffer,
             OFFSETS,
             COUNTS,
-            TURNS,
+            OWNER_OFFSETS,
             [None] * 4,
             [None] * 4,
             CODECS[i % 4],
@@ -140,7 +142,17 @@ def dies() -> tuple[str, str]:
 
     def once() -> None:
         work, _ = _C.all_reduce_compressed(
-            dist.group.WORLD, drawn(0), OFFSETS, COUNTS, TURNS, [None] * 4, [None] * 4, "int8", 1.0, 2, exchange=True
+            default_group(),
+            drawn(0),
+            OFFSETS,
+            COUNTS,
+            OWNER_OFFSETS,
+            [None] * 4,
+            [None] * 4,
+            "int8",
+            1.0,
+            2,
+            exchange=True,
         )
         work.wait()
 
@@ -167,7 +179,7 @@ def nothing() -> bool:
     from ringdp import _C
 
     work, report = _C.all_reduce_compressed(
-        dist.group.WORLD, torch.zeros(0), [], [], [], [], [], "int8", 1.0, 2, exchange=True
+        default_group(), torch.zeros(0), [], [], [], [], [], "int8", 1.0, 2, exchange=True
     )
     work.wait()
     return bool(report.finite)

@@ -17,7 +17,6 @@ from tests.contract.core_checks import (
     CHECKS,
     SEGMENT_BYTES,
     Case,
-    algorithm_is_ring,
     batches,
     check_all_gather,
     check_all_reduce,
@@ -26,6 +25,7 @@ from tests.contract.core_checks import (
     check_gather_and_scatter,
     check_reduce,
     check_reduce_scatter,
+    documented_order,
     everything,
     expect_equal,
     inner_sizes,
@@ -127,8 +127,8 @@ def test_infinities_nans_and_zeros(size: int, table: Mapping[str, int], dtype: s
 
         ranks.run(body, table)
         case = Case(dtype, op, len(inputs[0]), seed=0)
-        order = in_ring_order if algorithm_is_ring(size, table, case) else in_rank_order
-        expect_equal(buffers, [order(inputs, dtype, op)] * size, f"{op} of special values in {dtype} on {size} ranks")
+        wanted = documented_order(ranks, table, case, inputs)
+        expect_equal(buffers, [wanted] * size, f"{op} of special values in {dtype} on {size} ranks")
 
 
 def test_the_order_shows_in_the_bits() -> None:

@@ -15,8 +15,8 @@ from tests.contract.compressed_reference import Floats, Outcome, all_reduce
 from tests.contract.core_checks import expect_equal
 from tests.contract.core_ranks import World, close_worlds, core, world
 from tests.contract.test_two_levels_core import LAYOUTS
+from tests.registries import CODECS
 
-CODECS = ("float16", "bfloat16", "int8", "int4", "int6", "nf4")  # int5: the layout of int6, the arithmetic of int4
 SIZES = (
     (0,),
     (1,),
@@ -32,7 +32,7 @@ every_codec = pytest.mark.parametrize("codec", CODECS)
 # Where casts can only fail as the block codes do.
 mostly_blocks = pytest.mark.parametrize(
     "codec",
-    ["int8", "int4", *(pytest.param(it, marks=pytest.mark.slow) for it in ("float16", "bfloat16", "int6", "nf4"))],
+    [it if it in ("int8", "int4") else pytest.param(it, marks=pytest.mark.slow) for it in CODECS],
 )
 
 
@@ -58,7 +58,7 @@ class Case:
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
-        self.turns = [zlib.crc32(b"parameter %d" % i) for i in range(len(self.counts))]
+        self.owner_offsets = [zlib.crc32(b"parameter %d" % i) for i in range(len(self.counts))]
 
         def draw(scale: float) -> list[list[Floats]]:
             return [
@@ -73,7 +73,7 @@ class Case:
     def expected(self) -> Outcome:
         return all_reduce(
             self.inputs,
-            self.turns,
+            self.owner_offsets,
             self.codec,
             hosts=_numbered(self.ranks.hosts),
             divisor=self.divisor or self.ranks.size,
@@ -89,11 +89,11 @@ class Case:
         def body(rank: int, group: Any) -> Any:
             work, report = group.all_reduce_compressed(
                 buffers[rank],
-                self.turns,
+                self.owner_offsets,
                 self.codec,
                 residuals=self.residuals[rank] if self.residuals else [],
                 new_residuals=after[rank] if self.residuals else [],
-                factor=self.factor,
+                loss_scale=self.factor,
                 divisor=self.divisor,
             )
             work.wait()
@@ -175,7 +175,7 @@ def test_what_else_is_in_the_buffer_does_not_show(hosts: tuple[int, ...]) -> Non
         means = together.run()[0].means
         for section in range(3):
             alone = Case(ranks, codec, (together.counts[section],), feedback=True)
-            alone.turns = [together.turns[section]]
+            alone.owner_offsets = [together.owner_offsets[section]]
             alone.inputs = [[each[section]] for each in together.inputs]
             assert together.residuals is not None
             alone.residuals = [[each[section]] for each in together.residuals]
@@ -192,7 +192,7 @@ def test_several_in_flight_beside_exact_ones() -> None:
     def body(rank: int, group: Any) -> None:
         works = []
         for case, buffer in zip(cases, buffers, strict=True):
-            works.append(group.all_reduce_compressed(buffer[rank], case.turns, case.codec)[0])
+            works.append(group.all_reduce_compressed(buffer[rank], case.owner_offsets, case.codec)[0])
             works.append(group.all_reduce(exact[rank], "float32", "MAX"))
         for work in works:
             work.wait()
@@ -263,10 +263,10 @@ def test_feedback_makes_up_over_time() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"turns": [1]}, "with another layout"),
+        ({"owner_offsets": [1]}, "with another layout"),
         ({"divisor": 2}, "divisor"),
         ({"buffers": (5_001,)}, r"float32\[5001\], AVG, int8"),
-        ({"buffers": (2_500, 2_500), "turns": [0, 0]}, "with another layout"),
+        ({"buffers": (2_500, 2_500), "owner_offsets": [0, 0]}, "with another layout"),
         ({"codec": "int4"}, r"float32\[5000\], AVG, int4"),
     ],
 )
@@ -275,7 +275,9 @@ def test_ranks_that_mean_different_things_all_hear_of_it(change: dict[str, Any],
 
     def body(rank: int) -> str:
         group = core.Group(ranks.runtimes[rank], f"another {change}", [0, 1, 2], timeout_ms=10_000)
-        options: dict[str, Any] = {"buffers": (5_000,), "turns": [0], "codec": "int8"} | (change if rank == 1 else {})
+        options: dict[str, Any] = {"buffers": (5_000,), "owner_offsets": [0], "codec": "int8"} | (
+            change if rank == 1 else {}
+        )
         options["buffers"] = [np.zeros(count, np.float32) for count in options["buffers"]]
         work = group.all_reduce_compressed(**options)[0]
         with pytest.raises(MismatchError, match=words) as caught:
@@ -295,7 +297,7 @@ def test_who_has_residuals_is_each_rank_s_own_matter() -> None:
 
     def body(rank: int, group: Any) -> None:
         more = {"residuals": zeros[0], "new_residuals": zeros[1]} if rank == 1 else {}
-        group.all_reduce_compressed(buffers[rank], case.turns, case.codec, **more)[0].wait()
+        group.all_reduce_compressed(buffers[rank], case.owner_offsets, case.codec, **more)[0].wait()
 
     case.ranks.run(body)
     for each in buffers:
@@ -324,11 +326,11 @@ def test_bytes_are_what_the_codes_take(codec: str, hosts: tuple[int, ...]) -> No
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such codec": ({"codec": "int9"}, "there is no codec 'int9'; there are float16"),
-    "a factor of 0": ({"factor": 0.0}, "factor"),
-    "a negative factor": ({"factor": -2.0}, "factor"),
-    "a factor that is not finite": ({"factor": float("inf")}, "factor"),
+    "a loss scale of 0": ({"loss_scale": 0.0}, "loss scale"),
+    "a negative loss scale": ({"loss_scale": -2.0}, "loss scale"),
+    "a loss scale that is not finite": ({"loss_scale": float("inf")}, "loss scale"),
     "a divisor of 0": ({"divisor": 0}, "the divisor is 0"),
-    "too few turns": ({"turns": []}, "as many turns"),
+    "too few owner offsets": ({"owner_offsets": []}, "as many owner offsets"),
     "one of two residuals": ({"residuals": [np.zeros(9, np.float32)]}, "as many"),
     "a residual of another size": (
         {"residuals": [np.zeros(8, np.float32)], "new_residuals": [np.zeros(9, np.float32)]},
@@ -340,7 +342,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_is_refused(what: str) -> None:
     change, words = REFUSED[what]
-    options: dict[str, Any] = {"buffers": [np.zeros(9, np.float32)], "turns": [0], "codec": "int8"} | change
+    options: dict[str, Any] = {"buffers": [np.zeros(9, np.float32)], "owner_offsets": [0], "codec": "int8"} | change
     group = world(1).groups({})[0]
     with pytest.raises(InvalidArgumentError, match=words):
         group.all_reduce_compressed(**options)

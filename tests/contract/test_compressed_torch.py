@@ -11,17 +11,17 @@ import pytest
 from ringdp.errors import InvalidArgumentError
 from tests.contract.compressed_reference import all_reduce
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.registries import CODECS
+from tests.train.harness import default_group, ring_is_built, run_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
-CODECS = ("float16", "bfloat16", "int8", "int4", "int5", "int6", "nf4")
 OFFSETS, COUNTS = [10, 70_100, 70_090], [70_001, 300, 0]  # with gaps, out of order, one empty
 NUMEL = 70_500
-TURNS = [zlib.crc32(name) for name in (b"weight", b"bias", b"nothing")]
+OWNER_OFFSETS = [zlib.crc32(name) for name in (b"weight", b"bias", b"nothing")]
 
 
 def drawn(rank: int, scale: float = 1.0) -> Any:
@@ -41,7 +41,7 @@ def reduced(codec: str) -> tuple[Any, list[Any], bool, int]:
     new = [torch.zeros_like(x) for x in residual]
     residuals, news = [residual[0], None, None], [new[0], None, None]
     work, report = _C.all_reduce_compressed(
-        dist.group.WORLD, buffer, OFFSETS, COUNTS, TURNS, residuals, news, codec, 4.0, world
+        default_group(), buffer, OFFSETS, COUNTS, OWNER_OFFSETS, residuals, news, codec, 4.0, world
     )
     del buffer, residual, residuals, news  # the work keeps them alive
     [result] = work.get_future().wait()
@@ -61,7 +61,7 @@ def test_sections_of_a_buffer(world_size: int) -> None:
         both = [
             all_reduce(
                 inputs,
-                TURNS,
+                OWNER_OFFSETS,
                 codec,
                 hosts=[0] * world_size,
                 divisor=world_size,
@@ -88,7 +88,7 @@ def not_finite() -> tuple[bool, int]:
     if dist.get_rank() == 1:
         buffer[70_123] = float("inf")
     work, report = _C.all_reduce_compressed(
-        dist.group.WORLD, buffer, OFFSETS, COUNTS, TURNS, [None] * 3, [None] * 3, "int8", 1.0, 2
+        default_group(), buffer, OFFSETS, COUNTS, OWNER_OFFSETS, [None] * 3, [None] * 3, "int8", 1.0, 2
     )
     work.wait()
     assert torch.isnan(buffer[70_123])
@@ -109,13 +109,19 @@ def refusals() -> list[str]:
         {"offsets": [15]},
         {"offsets": [-1]},
         {"counts": [-1]},
-        {"offsets": [0, 9], "counts": [10, 10], "turns": [0, 0], "residuals": none * 2, "new_residuals": none * 2},
-        {"turns": []},
+        {
+            "offsets": [0, 9],
+            "counts": [10, 10],
+            "owner_offsets": [0, 0],
+            "residuals": none * 2,
+            "new_residuals": none * 2,
+        },
+        {"owner_offsets": []},
         {"residuals": [torch.zeros(10)]},
         {"residuals": [torch.zeros(9)], "new_residuals": [torch.zeros(10)]},
         {"residuals": [torch.zeros(10).double()], "new_residuals": [torch.zeros(10)]},
         {"codec": "int9"},
-        {"factor": 0.0},
+        {"loss_scale": 0.0},
         {"divisor": 0},
     ]
     said = []
@@ -124,15 +130,15 @@ def refusals() -> list[str]:
             "buffer": x,
             "offsets": [0],
             "counts": [10],
-            "turns": [0],
+            "owner_offsets": [0],
             "residuals": none,
             "new_residuals": none,
             "codec": "int8",
-            "factor": 1.0,
+            "loss_scale": 1.0,
             "divisor": 1,
         }
         with pytest.raises(InvalidArgumentError) as caught:
-            _C.all_reduce_compressed(dist.group.WORLD, **(options | change))
+            _C.all_reduce_compressed(default_group(), **(options | change))
         said.append(str(caught.value))
     dist.barrier()
     return said
@@ -141,7 +147,7 @@ def refusals() -> list[str]:
 def test_what_is_refused() -> None:
     [said] = run_ranks(refusals, world_size=1, backend="ring")
     words = ["Double", "not contiguous", "15 to 25", "-1", "-1", "two sections", "as many", "both be given"]
-    words += ["9 and 10", "Double", "int9", "factor", "divisor"]
+    words += ["9 and 10", "Double", "int9", "loss scale", "divisor"]
     for text, word in zip(said, words, strict=True):
         assert word in text
 
@@ -151,7 +157,7 @@ def on_gloo() -> str:
 
     x = torch.zeros(4)
     with pytest.raises(ValueError, match="not ring") as caught:
-        _C.all_reduce_compressed(dist.group.WORLD, x, [0], [4], [0], [None], [None], "int8", 1.0, 1)
+        _C.all_reduce_compressed(default_group(), x, [0], [4], [0], [None], [None], "int8", 1.0, 1)
     return str(caught.value)
 
 

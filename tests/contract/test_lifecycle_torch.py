@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -125,6 +126,47 @@ def other_timeouts() -> list[float]:
         dist.recv(torch.zeros(1), 0)
         dist.send(torch.ones(2), 0)
     return waited
+
+
+def held_beyond_its_end(folder: str) -> None:
+    """One rank keeps the first default group alive; the next job's default group is gloo's, with a group of ring."""
+    rank, world = me()
+    join(folder, "first")
+    kept = dist.group.WORLD if rank == 0 else None
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=world)
+    ring = dist.new_group(backend="ring")
+    ones = torch.ones(3)
+    dist.all_reduce(ones, group=ring)
+    assert ones.tolist() == [world] * 3
+    dist.destroy_process_group()
+    del kept
+
+
+def test_a_group_that_is_held_beyond_its_end_is_not_used_again(tmp_path: Path) -> None:
+    run_ranks(held_beyond_its_end, str(tmp_path), world_size=2, backend=None, timeout_s=30)
+
+
+def joined_again_and_again(port: int) -> None:
+    """Rank 0 keeps the store, ends it with each job, and takes its time: the others are back before it."""
+    import ringdp
+
+    rank, world = me()
+    for _ in range(4):
+        ringdp.init(rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{port}", timeout=20)
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        assert ones.tolist() == [world] * 2
+        if rank == 0:
+            time.sleep(0.2)
+        ringdp.shutdown()
+
+
+def test_jobs_one_after_the_other_at_one_address() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_ranks(joined_again_and_again, port, world_size=4, backend=None, timeout_s=60)
 
 
 def test_timeouts_of_a_group_and_of_a_wait() -> None:

@@ -1,12 +1,12 @@
-"""How the C++ tests are built: by make, one at a time, and by the way while other tests run."""
+"""How the C++ tests are built: by make, one at a time."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shlex
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.helpers import need_command
@@ -25,11 +25,11 @@ def environment() -> dict[str, str]:
     """Ours without what an outer make sets: its job server is not handed on."""
     outer = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
     kept = {name: value for name, value in os.environ.items() if name not in outer}
-    return kept | {"CXX": shlex.join(COMPILER)} | RUN_TIME_OPTIONS
+    return kept | {"CXX": shlex.join(COMPILER), "PYTHON": sys.executable} | RUN_TIME_OPTIONS
 
 
 def run(
-    command: list[str], *, timeout_s: float = 280, variables: dict[str, str] | None = None
+    command: list[str], *, timeout_s: float = 1200, variables: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
@@ -50,25 +50,3 @@ def make(*goals: str) -> subprocess.CompletedProcess[str]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         jobs = len(os.sched_getaffinity(0))
         return run([make_program, "--keep-going", "--no-print-directory", f"-j{jobs}", *goals])
-
-
-def start_building(*goals: str) -> subprocess.Popen[bytes] | None:
-    """Build at the lowest priority in a process of its own; None where a program for that is missing.
-
-    It holds the lock that `make` takes, so whoever needs a binary waits for it. To be killed with its group.
-    """
-    programs = [shutil.which(name) for name in ("flock", "nice", "make")]
-    if None in programs:
-        return None
-    flock, nice, make_program = (program or "" for program in programs)
-    BUILD.mkdir(parents=True, exist_ok=True)
-    jobs = f"-j{len(os.sched_getaffinity(0))}"
-    return subprocess.Popen(
-        [flock, BUILD / "lock", nice, "-n", "19", make_program, "--keep-going", jobs, *goals],
-        cwd=HERE,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )

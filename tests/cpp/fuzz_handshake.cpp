@@ -125,7 +125,7 @@ HandshakeFields rank_fields(uint32_t rank) {
 
 // A rank that listens: whoever does everything right is connected, nobody else.
 void call_a_rank(Random& random) {
-  Connector connector(rank_fields(0), kSecret);
+  Connector connector(rank_fields(0), kSecret, std::vector<char>(kWorld, 1));
   std::vector<TcpListener> listeners;
   listeners.push_back(listen_here());
   SocketAddress address = listeners.front().address();
@@ -166,7 +166,7 @@ void call_a_rank(Random& random) {
 // A rank that calls: what it is answered is not what it expects.
 void be_called(Random& random) {
   TcpListener listener = listen_here();
-  Connector connector(rank_fields(1), kSecret);
+  Connector connector(rank_fields(1), kSecret, std::vector<char>(kWorld, 1));
   connector.set_route(0, {{listener.address()}, {}}, false);
   std::vector<Fd> peers;
   for (int i = 0; i < 6 && !connector.connected(0) && !connector.trouble(); ++i) {

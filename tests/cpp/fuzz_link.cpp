@@ -94,7 +94,7 @@ struct Operation final : FlowHandler {
 
 constexpr std::array<std::size_t, 8> kSizes{0, 4, 64, 4096, 65536, 65540, 300'000, 600'000};
 
-std::vector<std::byte> frame(Random& random, const Operation& about, uint64_t& offset) {
+std::vector<std::byte> frame(Random& random, const Operation& about, uint64_t& offset, const FrameCheck& check) {
   FrameHeader header;
   header.group = about.id.group;
   header.sequence = about.id.sequence;
@@ -127,13 +127,13 @@ std::vector<std::byte> frame(Random& random, const Operation& about, uint64_t& o
     offset += payload;
   }
   header.length = static_cast<uint32_t>(payload);
-  std::vector<std::byte> out(kFrameHeaderBytes + payload);
-  header.encode(std::span<std::byte, kFrameHeaderBytes>(out.data(), kFrameHeaderBytes));
-  std::memcpy(out.data() + kFrameHeaderBytes, control.data(), control.size());
+  std::vector<std::byte> out(check.head_bytes() + payload);
+  std::memcpy(out.data() + check.head_bytes(), control.data(), control.size());
+  check.write_head(header, std::span(out).subspan(check.head_bytes()), out.data());
   if (random.one_in(12)) {
-    std::vector<std::byte> head(out.begin(), out.begin() + kFrameHeaderBytes);
+    std::vector<std::byte> head(out.begin(), out.begin() + static_cast<std::ptrdiff_t>(check.head_bytes()));
     mutate(head, random);
-    std::copy_n(head.begin(), std::min(head.size(), kFrameHeaderBytes), out.begin());
+    std::copy_n(head.begin(), std::min(head.size(), check.head_bytes()), out.begin());
   }
   return out;
 }
@@ -146,11 +146,12 @@ void round(Random& random) {
     std::size_t bytes = kSizes[random.below(random.one_in(4) ? 8 : 5)];
     operations.emplace_back(identity(1 + random.below(2), sequence, bytes / 4), bytes);
   }
+  const FrameCheck check(random.one_in(4));
   std::vector<std::byte> input;
   for (const Operation& it : operations) {
     uint64_t offset = 0;
     for (uint64_t left = 1 + random.below(5); left > 0; --left) {
-      auto next = frame(random, it, offset);
+      auto next = frame(random, it, offset, check);
       input.insert(input.end(), next.begin(), next.end());
     }
   }
@@ -185,7 +186,7 @@ void round(Random& random) {
     count("answers");
   };
   events.started = [&](uint64_t, uint64_t) { return Link::Started{random.one_in(20), nullptr}; };
-  Link link({0, "here", 1}, {1, "there", 2}, std::move(owned), events);
+  Link link({0, "here", 1}, {1, "there", 2}, std::move(owned), events, check.on());
   answering = &link;
   for (int step = 0; step < 60 && !link.departed(); ++step) {
     auto it = std::next(operations.begin(), static_cast<std::ptrdiff_t>(random.below(operations.size())));
@@ -202,7 +203,7 @@ void round(Random& random) {
         break;
       case 3:
         if (random.one_in(10)) link.discard_group(it->id.group);
-        if (random.one_in(10)) link.settle_early(it->id);
+        if (random.one_in(10)) link.check_early_frames(it->id);
         break;
       case 4:
         if (random.one_in(4)) link.announce(it->id);

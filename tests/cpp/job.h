@@ -34,12 +34,16 @@ inline std::vector<int> everybody(int world) {
   return members;
 }
 
-// Runs `body` on every rank of a fresh job. A small `table` limit forces an algorithm.
+// Runs `body` on every rank of a fresh job. A small `table` limit forces an algorithm; `full_mesh_ranks` below `world` leaves
+// connections to be made when they are needed.
 inline void run_job(int world, const AlgorithmTable& table, const std::function<void(Rank&)>& body,
-                    int64_t timeout_ms = 30'000, const EngineOptions& options = {}) {
+                    int64_t timeout_ms = 30'000, const EngineOptions& options = {},
+                    int full_mesh_ranks = kFullMeshRanks) {
   MemoryStore store;
   run_ranks(world, [&](int rank) {
-    auto runtime = std::make_shared<Runtime>(store, rendezvous_options(rank, world), options);
+    RendezvousOptions rendezvous = rendezvous_options(rank, world);
+    rendezvous.full_mesh_ranks = full_mesh_ranks;
+    auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     Rank self{rank, world, runtime,
               std::make_unique<GroupHandle>(runtime, "everybody", everybody(world), timeout_ms, table)};
     body(self);

@@ -181,19 +181,14 @@ struct Fineness {
   double steps, half;
   bool opposite = false;
 };
-Fineness fineness(CodecId id) {
-  switch (id) {
-    case CodecId::kInt4:
-      return {8, 0.5, true};
-    case CodecId::kInt5:
-      return {16, 0.5, true};
-    case CodecId::kInt6:
-      return {32, 0.5, true};
-    case CodecId::kNf4:
-      return {127, 18};  // below 127, above 109
-    default:
-      return {127, 0.5};
-  }
+Fineness fineness(const CodecSpec& spec) {
+  Fineness out{static_cast<double>(std::max(-spec.lowest, spec.highest)), 0.5};
+  out.opposite = spec.levels.empty() && spec.highest < -spec.lowest;
+  for (std::size_t i = 1; i < spec.levels.size(); ++i)
+    out.half = std::max(out.half, (spec.levels[i] - spec.levels[i - 1]) / 2.0);
+  if (!spec.levels.empty())  // above the highest level, below the lowest
+    out.half = std::max({out.half, 1.0 * spec.highest - spec.levels.back(), 1.0 * spec.levels.front() - spec.lowest});
+  return out;
 }
 
 // Block codes: half a step of the block's scale, or a whole one; casts: half a unit in the last place.
@@ -225,12 +220,12 @@ CASE("what is decoded is near") {
         const float absmax = std::max(highest, -lowest);
         if (absmax > 0x1.fep127f && !std::isfinite(out[i])) continue;  // rounded up beyond the largest float
         // The scale is rounded: by 2^-9 for bfloat16, by a unit of the subnormals for tiny blocks.
-        const Fineness fine = fineness(id);
-        const double scale = absmax / fine.steps * (1 + 1.0 / 256) + (id == CodecId::kInt8 ? 0x1p-149 : 0x1p-133);
+        const Fineness fine = fineness(it.spec);
+        const bool wide = it.spec.scale_bytes == sizeof(float);
+        const double scale = absmax / fine.steps * (1 + 1.0 / 256) + (wide ? 0x1p-149 : 0x1p-133);
         const bool opposite = fine.opposite && (x[i] < 0) != (-lowest >= highest);
         const double half = opposite ? 1 : fine.half;
-        const double bound =
-            absmax < 0x1p-120 ? fine.steps * scale : half * scale + absmax / 256 * (id != CodecId::kInt8);
+        const double bound = absmax < 0x1p-120 ? fine.steps * scale : half * scale + absmax / 256 * !wide;
         CHECK_MSG(std::fabs(double{x[i]} - double{out[i]}) <= bound * 1.0001, where);
       }
     });
@@ -280,21 +275,22 @@ CASE("a block that is not finite leaves its residual and no other") {
 CASE("codes do not change with a power of two") {
   std::mt19937 random(9);
   const std::size_t n = 2048;
-  for (const CodecId id : {CodecId::kInt8, CodecId::kInt4, CodecId::kInt6, CodecId::kNf4}) {
+  for_every_codec([&](CodecId id) {
     const Codec& it = codec(id);
+    if (it.spec.scale_bytes == 0) return;
     const Data x = gaussian(n, random, 1e-3f);
     Data larger = x;
     for (float& v : larger) v *= 65536.0f;
     Code one(it.encoded_bytes(n), 0), other(it.encoded_bytes(n), 0);
     it.compress(one.data(), x.data(), n);
     it.compress(other.data(), larger.data(), n);
-    const std::size_t scales = n / it.block * (id == CodecId::kInt8 ? 4 : 2);
+    const std::size_t scales = n / it.block * static_cast<std::size_t>(it.spec.scale_bytes);
     CHECK(std::memcmp(one.data() + scales, other.data() + scales, one.size() - scales) == 0);
     Data a(n), b(n);
     it.decode_set(a.data(), one.data(), n);
     it.decode_set(b.data(), other.data(), n);
     for (std::size_t i = 0; i < n; ++i) CHECK(a[i] * 65536.0f == b[i]);
-  }
+  });
 }
 
 CASE("an element becomes the nearest level of its block") {

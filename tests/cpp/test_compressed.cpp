@@ -51,7 +51,7 @@ std::vector<CompressedSection> sections_of(const std::vector<std::size_t>& count
   for (std::size_t count : counts) {
     CompressedSection& it = sections.emplace_back();
     it.count = count;
-    it.turn = static_cast<uint32_t>(count * 2'654'435'761U);
+    it.owner_offset = static_cast<uint32_t>(count * 2'654'435'761U);
   }
   return sections;
 }
@@ -153,7 +153,8 @@ CASE("means of all ranks, several in flight, with small segments") {
         reports.push_back(call.finite = std::make_shared<FiniteReport>());
         const auto id = static_cast<CodecId>(works.size() % kCodecCount);
         works.push_back(group.all_reduce_compressed(
-            it.sections, {.codec = id, .factor = 4.0F, .divisor = static_cast<std::size_t>(world)}, std::move(call)));
+            it.sections, {.codec = id, .loss_scale = 4.0F, .divisor = static_cast<std::size_t>(world)},
+            std::move(call)));
       }
       for (auto& work : works) group.wait(*work);
       for (const auto& report : reports) CHECK(report->finite && report->own == nullptr);
@@ -189,7 +190,7 @@ CASE("what a call refuses") {
     sections[0].residual = sections[0].new_residual;
     CHECK(refused(sections, {}).find("overwrite") != std::string::npos);
     CHECK(refused(it.sections, {.divisor = 0}).find("divisor") != std::string::npos);
-    CHECK(refused(it.sections, {.factor = NAN}).find("factor") != std::string::npos);
+    CHECK(refused(it.sections, {.loss_scale = NAN}).find("loss scale") != std::string::npos);
     CHECK(refused(it.sections, {.codec = static_cast<CodecId>(9)}).find("codec number 9") != std::string::npos);
     const std::vector<float> before = it.x[0];
     self.wait(self.group->all_reduce_compressed(it.sections, {}, {}));

@@ -43,7 +43,7 @@ SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
 # A thread, because that is where a sanitizer's run time fails to start if it does.
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 
-pytestmark = pytest.mark.timeout(300)  # the first test of each build waits for the compiler
+pytestmark = pytest.mark.timeout(1300)  # the first test of each build waits for the compiler
 
 
 @cache

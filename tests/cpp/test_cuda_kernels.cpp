@@ -293,7 +293,7 @@ struct FoldCase {
   }
 };
 
-CASE("fold adds in order of rank, divides and encodes, to the bit") {
+CASE("reduce_codes adds in order of rank, divides and encodes, to the bit") {
   std::mt19937 random(5);
   for_every_codec([&](CodecId id, const Codec& codec) {
     for (int sources = 1; sources <= 5; ++sources)
@@ -307,18 +307,18 @@ CASE("fold adds in order of rank, divides and encodes, to the bit") {
             if (random() % 2 == 0)
               it.fed = std::make_unique<FeedbackBuffers>(mixture(n, random, true), at.residuals, random() % 2);
           }
-        std::vector<cuda::FoldRun> runs;
+        std::vector<cuda::ReduceRun> runs;
         for (FoldCase& it : cases)
           runs.push_back({it.x.data(), it.codes.data(), it.stride, it.code.data(), it.values.size(),
                           it.fed ? it.fed->feedback() : cuda::Feedback{}});
         int32_t flag = 0;
-        cuda::fold(id, runs, sources, own, divisor, kFactor, &flag, nullptr);
+        cuda::reduce_codes(id, runs, sources, own, divisor, kFactor, &flag, nullptr);
         bool all_finite = true;
         for (FoldCase& it : cases) all_finite &= it.check_results(codec, sources, own, divisor);
         CHECK_EQ(flag, all_finite ? 0 : 1);
       }
   });
-  CHECK_THROWS(ErrorKind::kValue, cuda::fold(CodecId::kInt8, {}, 2, 2, 1.0f, 1.0f, nullptr, nullptr));
+  CHECK_THROWS(ErrorKind::kValue, cuda::reduce_codes(CodecId::kInt8, {}, 2, 2, 1.0f, 1.0f, nullptr, nullptr));
 }
 
 template <class Bits>

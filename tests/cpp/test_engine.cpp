@@ -4,7 +4,7 @@
 #include <mutex>
 #include <random>
 
-#include "engine/hold.h"
+#include "engine/callback_gate.h"
 #include "job.h"
 #include "kernels/kernels.h"
 
@@ -25,7 +25,8 @@ float sum_from(int first, int world, std::size_t i) {
   return sum;
 }
 
-// The rank with which the sum of element i begins: equal blocks of slabs, see docs/algorithms.md; all ranks are on one host.
+// The rank with which the sum of element i begins: equal blocks of slabs, see docs/reference/algorithms.md; all ranks
+// are on one host.
 int first_rank(std::size_t i, std::size_t count, int world) {
   std::size_t n = static_cast<std::size_t>(world), slab = n * (n == 2 || n > 4 ? 65536 : 16384),
               begin = i / slab * slab;
@@ -276,14 +277,14 @@ CASE("what one callback issues ends in order, and keeps its order on the same me
   });
 }
 
-CASE("what follows an operation begins when the hold in which it was issued ends, on the completion thread") {
+CASE("what follows an operation begins when the gate in which it was issued opens, on the completion thread") {
   run_job(2, AlgorithmTable{}, [&](Rank& self) {
     std::vector<float> data(10, 1.0F);
     std::promise<bool> followed;
     auto future = followed.get_future();
     std::atomic<bool> held{true};
     {
-      const CallbackHold hold;
+      const CallbackGate gate;
       CallOptions options;
       options.on_done = [&](std::exception_ptr) { followed.set_value(!held); };
       auto work = self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, options);
@@ -292,7 +293,7 @@ CASE("what follows an operation begins when the hold in which it was issued ends
       held = false;
     }
     CHECK(future.get());
-    CHECK(CallbackHold::current() == nullptr);
+    CHECK(CallbackGate::current() == nullptr);
   });
 }
 

@@ -13,6 +13,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 const AlgorithmTable kFoldAlways{SIZE_MAX, SIZE_MAX, SIZE_MAX, SIZE_MAX};
 const AlgorithmTable kNeverSmall{0, 0, 0, 0};
+const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
 
 // Rank `culprit` brings an infinity at `place`; nobody does if that is beyond the end. Several in flight.
 void check_watched(const AlgorithmTable& table, int world, DType dtype, std::size_t count, int culprit,
@@ -60,8 +61,13 @@ CASE("an infinity is heard of on all ranks and found on its own") {
       }
 }
 
+CASE("along a tree: its root, a rank inside, one at its end") {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16})
+    for (const int culprit : {0, 1, 2, 4}) check_watched(kTreeAlways, 6, dtype, 100'003, culprit, 77'777);
+}
+
 CASE("one element, and none") {
-  for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall})
+  for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, kTreeAlways})
     for (const std::size_t count : {std::size_t{0}, std::size_t{1}})
       check_watched(table, 3, DType::kFloat32, count, 2, 0);
 }

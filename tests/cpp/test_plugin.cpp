@@ -76,7 +76,7 @@ CASE("a library is one codec, whoever loads it and however often") {
 CASE("what is no library is refused") {
   const auto refused = [](const std::string& path) { return CHECK_THROWS(ErrorKind::kValue, load_plugin(path)); };
   CHECK(refused("/nowhere/x.so").find("/nowhere/x.so cannot be used: No such file") != std::string::npos);
-  CHECK(refused("/").find("it is no file") != std::string::npos);
+  CHECK(refused("/").find("it is not a file") != std::string::npos);
   CHECK(refused(library("test_plugin.o").substr(0, 1) + "proc/self/exe").find("cannot be used") != std::string::npos);
   const std::string unknown = CHECK_THROWS(ErrorKind::kValue, codec_by_name("nobody"));
   CHECK(unknown.find("int4") != std::string::npos && unknown.find("c_all") != std::string::npos);
@@ -130,7 +130,7 @@ CASE("means over codes with a kilobyte before each") {
       auto report = options.finite;
       auto& mine = all[static_cast<std::size_t>(self.rank)];
       self.wait(self.group->all_reduce_compressed(
-          mine.sections(), {.codec = id, .factor = 1.0F, .divisor = static_cast<std::size_t>(world)},
+          mine.sections(), {.codec = id, .loss_scale = 1.0F, .divisor = static_cast<std::size_t>(world)},
           std::move(options)));
       CHECK(report->finite);
     });

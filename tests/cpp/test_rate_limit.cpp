@@ -3,6 +3,7 @@
 
 #include "job.h"
 #include "transport/rate_limit.h"
+#include "transport/tcp.h"
 
 namespace ringdp::testing {
 namespace {
@@ -44,7 +45,7 @@ void run_limited(int world, int64_t rate, const std::function<void(Rank&)>& body
   MemoryStore store;
   run_ranks(world, [&](int rank) {
     RendezvousOptions rendezvous = rendezvous_options(rank, world);
-    rendezvous.transport = TransportChoice::kTcp;
+    rendezvous.transport = &tcp_transport();
     if (!one_host) rendezvous.host_id = "host " + std::to_string(rank);
     auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     Rank self{rank, world, runtime,

@@ -18,6 +18,8 @@
 #include "base/text.h"
 #include "mesh/shared_setup.h"
 #include "testing.h"
+#include "transport/shm.h"
+#include "transport/tcp.h"
 
 namespace ringdp::testing {
 namespace {
@@ -38,16 +40,20 @@ std::vector<std::vector<Fd>> connected(int world) {
   return sockets;
 }
 
+const TransportChoice kShareIfPossible{&shm_transport(), &tcp_transport(), false};
+const TransportChoice kMustShare{&shm_transport(), &tcp_transport(), true};
+const TransportChoice kNothingToSetUp{&tcp_transport(), &tcp_transport(), false};
+
 SharedSetup::Plan plan_for(int world, int rank) {
   SharedSetup::Plan plan;
-  plan.share.resize(world, 1);
-  plan.share[rank] = 0;
-  plan.await.resize(world);
-  plan.required.resize(world);
+  plan.transports.resize(world, kShareIfPossible);
+  plan.transports[rank] = {};
   plan.pids.resize(world, getpid());
   plan.ring_bytes = kRing;
   return plan;
 }
+
+bool shares(const SharedSetup& it, int peer) { return &it.transport(peer) == &shm_transport(); }
 
 using Ranks = std::vector<std::unique_ptr<SharedSetup>>;
 
@@ -115,7 +121,7 @@ CASE("all pairs of a host share memory, whoever is first") {
       step_all(ranks, [&] { return all_complete(ranks); });
       for (int rank = 0; rank < world; ++rank)
         for (int peer = 0; peer < world; ++peer) {
-          CHECK_EQ(ranks[rank]->shared(peer), peer != rank);
+          CHECK(peer == rank || shares(*ranks[rank], peer));
           CHECK_EQ(ranks[rank]->problem(peer), std::string());
         }
     }
@@ -123,12 +129,27 @@ CASE("all pairs of a host share memory, whoever is first") {
   CHECK(doors().empty());
 }
 
-CASE("nothing to share: complete at once") {
-  auto sockets = connected(2);
-  SharedSetup::Plan plan = plan_for(2, 0);
-  plan.share[1] = 0;
-  SharedSetup alone(0, std::move(sockets[0]), std::move(plan));
-  CHECK(alone.complete() && !alone.shared(1));
+CASE("nothing to share: complete when all ranks are, and not before") {
+  for (int world : {1, 2, 5, 6, 23}) {
+    for (int late = 0; late < world; late += 3) {
+      auto sockets = connected(world);
+      Ranks ranks(world);
+      auto begin = [&](int rank) {
+        SharedSetup::Plan plan = plan_for(world, rank);
+        plan.transports.assign(world, kNothingToSetUp);
+        ranks[rank] = std::make_unique<SharedSetup>(rank, std::move(sockets[rank]), std::move(plan));
+      };
+      for (int rank = 0; rank < world; ++rank)
+        if (rank != late) begin(rank);
+      for (int i = 0; i < 8; ++i)
+        for (const auto& it : ranks)
+          if (it) it->step(0);
+      for (const auto& it : ranks) CHECK(!it || (it->settled() && !it->complete() && !it->awaited().empty()));
+      begin(late);
+      step_all(ranks, [&] { return all_complete(ranks); });
+      for (const auto& it : ranks) CHECK(!it->trouble() && it->awaited().empty());
+    }
+  }
 }
 
 CASE("who is not the process that the store names gets no memory, and both ranks say the same") {
@@ -141,7 +162,7 @@ CASE("who is not the process that the store names gets no memory, and both ranks
       ranks.push_back(std::make_unique<SharedSetup>(rank, std::move(sockets[rank]), std::move(plan)));
     }
     step_all(ranks, [&] { return all_complete(ranks); });
-    CHECK(!ranks[0]->shared(1) && !ranks[1]->shared(0));
+    CHECK(!shares(*ranks[0], 1) && !shares(*ranks[1], 0));
     expect_in(ranks[0]->problem(1),
               "came in the place of rank " + std::to_string(1 - suspicious) + ", which is process 1");
     CHECK_EQ(ranks[0]->problem(1), ranks[1]->problem(0));
@@ -163,7 +184,7 @@ CASE("a maker that stops keeps nobody for long: the other decides, and it agrees
   fetcher.step(0);
   CHECK(maker.complete() && fetcher.complete());
   CHECK_EQ(maker.problem(1), fetcher.problem(0));
-  CHECK(!maker.shared(1) && !fetcher.shared(0));
+  CHECK(!shares(maker, 1) && !shares(fetcher, 0));
 }
 
 CASE("memory goes to who shows the token, whatever strangers do at the door") {
@@ -196,7 +217,7 @@ CASE("memory goes to who shows the token, whatever strangers do at the door") {
     maker.step(1);
     fetcher.step(1);
   }
-  CHECK(maker.shared(1) && fetcher.shared(0));
+  CHECK(shares(maker, 1) && shares(fetcher, 0));
   CHECK(maker.turned_away() >= 39);
 }
 
@@ -283,30 +304,31 @@ CASE("a rank that dies on the way is named, wherever it had got to") {
   }
 }
 
-CASE("the death of a rank that was through is heard by who is not") {
-  auto sockets = connected(3);
-  Ranks ranks;
-  for (int rank : {0, 1}) {
-    SharedSetup::Plan plan = plan_for(3, rank);
-    if (rank == 1) plan.share[2] = 0;
-    ranks.push_back(std::make_unique<SharedSetup>(rank, std::move(sockets[rank]), std::move(plan)));
+CASE("the death of a rank that is ready is heard while another is not") {
+  for (int dead : {1, 2}) {  // rank 5 reports to rank 1, which has nothing else to wait for
+    auto sockets = connected(6);
+    Ranks ranks(6);
+    for (int rank = 0; rank < 5; ++rank) {
+      SharedSetup::Plan plan = plan_for(6, rank);
+      plan.transports.assign(6, kNothingToSetUp);
+      ranks[rank] = std::make_unique<SharedSetup>(rank, std::move(sockets[rank]), std::move(plan));
+    }
+    step_all(ranks, [&] { return ranks[0]->awaited() == std::vector<int>{1}; });
+    CHECK_EQ(ranks[1]->awaited(), std::vector<int>{5});
+    CHECK_EQ(ranks[4]->awaited(), std::vector<int>{0});
+    ranks[dead].reset();
+    step_all(ranks, [&] { return ranks[0]->trouble().has_value(); });
+    CHECK(ranks[0]->trouble()->peer == dead && ranks[0]->trouble()->lost);
   }
-  step_all(ranks, [&] { return ranks[0]->awaited() == std::vector<int>{2}; });
-  CHECK(!ranks[0]->trouble());
-  ranks[1].reset();
-  step_all(ranks, [&] { return ranks[0]->trouble().has_value(); });
-  CHECK(ranks[0]->trouble()->peer == 1 && ranks[0]->trouble()->lost);
 }
 
-CASE("nobody is through while what is required could not be") {
+CASE("nobody is ready while what is required could not be") {
   auto sockets = connected(3);
   Ranks ranks;
   for (int rank = 0; rank < 3; ++rank) {
     SharedSetup::Plan plan = plan_for(3, rank);
-    plan.await.assign(3, 1);
-    if (rank == 2) plan.share.assign(3, 0);
-    for (int peer = 0; peer < 2; ++peer) plan.required[peer] = rank < 2;
-    plan.share[2] = 0;
+    plan.transports.assign(3, kNothingToSetUp);
+    if (rank < 2) plan.transports[1 - rank] = kMustShare;
     if (rank == 0) plan.pids[1] = 1;
     ranks.push_back(std::make_unique<SharedSetup>(rank, std::move(sockets[rank]), std::move(plan)));
   }
@@ -314,18 +336,19 @@ CASE("nobody is through while what is required could not be") {
   for (int i = 0; i < 10; ++i)
     for (const auto& it : ranks) it->step(0);
   for (const auto& it : ranks) CHECK(!it->complete() && !it->trouble());
-  CHECK_EQ(ranks[2]->awaited(), (std::vector<int>{0, 1}));
+  CHECK_EQ(ranks[2]->awaited(), (std::vector<int>{0}));
 }
 
 CASE("what is no part of the set-up is an objection, not a death") {
-  for (int kind = 0; kind < 4; ++kind) {
+  for (int kind = 0; kind < 5; ++kind) {
     auto sockets = connected(2);
     Fd peer = std::move(sockets[0][1]);
     SharedSetup::Plan plan = plan_for(2, 1);
     SharedSetup self(1, std::move(sockets[1]), std::move(plan));
     SharedBytes raw{};
     SharedMessage message;
-    message.type = kind == 1 ? SharedType::kThrough : kind == 2 ? SharedType::kAccepted : SharedType::kOffer;
+    message.type = std::array{SharedType::kOffer, SharedType::kReady, SharedType::kAccepted, SharedType::kOffer,
+                              SharedType::kAllReady}[static_cast<std::size_t>(kind)];
     message.ring_bytes = kRing + 1;
     if (kind > 0) raw = message.encode();
     CHECK_EQ(send(peer.get(), raw.data(), raw.size(), 0), static_cast<ssize_t>(raw.size()));
@@ -342,7 +365,7 @@ CASE("a refusal without words still is one") {
   SharedBytes refusal = SharedMessage{}.encode();
   CHECK_EQ(send(peer.get(), refusal.data(), refusal.size(), 0), static_cast<ssize_t>(refusal.size()));
   self.step(0);
-  CHECK(!self.shared(0));
+  CHECK(!shares(self, 0));
   CHECK_EQ(self.problem(0), std::string("no reason was given"));
 }
 

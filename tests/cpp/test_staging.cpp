@@ -13,6 +13,7 @@ namespace {
 
 const AlgorithmTable kFoldAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40};
 const AlgorithmTable kNeverSmall{0, 0, 0, 0};
+const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
 
 // What an operation has on the device and here. Held by the operation, as the buffers of a caller are.
 struct Mirrors {
@@ -92,7 +93,7 @@ void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count,
 CASE("an all-reduce of device memory has the bits of one of this memory, whichever ranks have a device") {
   uint64_t seed = 1;
   for (int world : {1, 2, 3, 4})
-    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall})
+    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, kTreeAlways})
       for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{16389}, std::size_t{200'003}})
         for (unsigned staged : {0xffU, 2U}) check_all_reduce(table, world, count, DType::kFloat32, staged, ++seed);
 }
@@ -103,15 +104,22 @@ CASE("half types, which go pairwise") {
     for (unsigned staged : {0xffU, 2U}) check_all_reduce(kNeverSmall, world, 700'003, DType::kBfloat16, staged, ++seed);
 }
 
+CASE("half types along a tree, whose sums are wider than they are") {
+  uint64_t seed = 200;
+  for (int world : {3, 5})
+    for (unsigned staged : {0xffU, 2U}) check_all_reduce(kTreeAlways, world, 300'003, DType::kBfloat16, staged, ++seed);
+}
+
 CASE("many pieces, copied back before the end") {
   check_all_reduce(kNeverSmall, 2, 3'000'001, DType::kFloat32, 0xff, 7);
   check_all_reduce(kFoldAlways, 3, 3'000'001, DType::kFloat32, 0xff, 8);
+  check_all_reduce(kTreeAlways, 4, 1'500'001, DType::kFloat32, 0xff, 9);
 }
 
 CASE("every other collective") {
   uint64_t seed = 1000;
   for (int world : {1, 2, 3}) {
-    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
+    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, kTreeAlways}) {
       for (std::size_t count : {std::size_t{0}, std::size_t{5}, std::size_t{100'007}}) {
         ++seed;
         run_job(world, table, [&](Rank& self) {
@@ -220,7 +228,7 @@ CASE("messages, and operations that wait for their input while later ones go on"
 }
 
 CASE("input that never comes is a timeout that names the rank and its device, on all ranks") {
-  for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
+  for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, kTreeAlways}) {
     auto body = [&](Rank& self) {
       SlowDevice device(3);
       std::vector<float> tensor = filled(self.rank, 100'000);
@@ -234,7 +242,7 @@ CASE("input that never comes is a timeout that names the rank and its device, on
         CHECK(text.find("device") != std::string::npos);
         CHECK(text.find("all_reduce") != std::string::npos);
         CHECK(text.find(self.rank == 1 ? "this rank's own device" : "rank 1 (host ") != std::string::npos ||
-              text.find("as told by rank") != std::string::npos);
+              text.find("reported by rank") != std::string::npos);
       }
       // The engine still holds the buffers: the copies would be found out by the sanitizers.
       device.hold(false);

@@ -144,7 +144,7 @@ CASE("at a timeout everybody names the rank that has not come, and nobody else")
         self.wait(self.group->barrier({}));
         if (self.rank == 2) return await([&] { return heard == 3; });
         std::string message = CHECK_THROWS(ErrorKind::kTimeout, self.wait(reduce(self, data)));
-        std::string about = message.substr(0, message.find(" (as told by "));
+        std::string about = message.substr(0, message.find(" (reported by "));
         about = about.substr(about.find("waiting for "));
         CHECK(names(about, 2));
         CHECK(contains(about, "it has not called this yet"));
@@ -235,7 +235,7 @@ CASE("of two causes all ranks report the same one") {
     }());
     {
       std::lock_guard lock(mutex);
-      causes.push_back(message.substr(0, message.find(" (as told by ")));
+      causes.push_back(message.substr(0, message.find(" (reported by ")));
     }
     self.wait(self.group->barrier({}));
   });

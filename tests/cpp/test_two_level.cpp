@@ -120,11 +120,11 @@ CASE("ranks that believe in different hosts all hear of it, whatever the algorit
   for (std::size_t count : {100UL, 300'000UL}) {
     MemoryStore store;
     run_ranks(4, [&](int rank) {
-      std::vector<MetPeer> peers = meet(store, rendezvous_options(rank, 4));
+      Mesh mesh = meet(store, rendezvous_options(rank, 4));
       const char* believed[] = {"a", "a", "b", "b"};
-      for (std::size_t i = 0; i < 4; ++i) peers[i].host_identity = believed[i];
-      if (rank == 3) std::swap(peers[1].host_identity, peers[2].host_identity);
-      auto runtime = std::make_shared<Runtime>(rank, std::move(peers), EngineOptions{});
+      for (std::size_t i = 0; i < 4; ++i) mesh.peers[i].host_identity = believed[i];
+      if (rank == 3) std::swap(mesh.peers[1].host_identity, mesh.peers[2].host_identity);
+      auto runtime = std::make_shared<Runtime>(rank, std::move(mesh), EngineOptions{});
       GroupHandle group(runtime, "g", everybody(4), 10'000, AlgorithmTable{});
       std::vector<float> data(count, 1.0F);
       std::string message = CHECK_THROWS(

@@ -41,7 +41,7 @@ class Lab:
     def __init__(self, count: int = 2) -> None:
         self.name = f"rd{os.getpid()}"
         self.spaces = [f"{self.name}h{i}" for i in range(count)]
-        self._links = 0
+        self.middle = f"{self.name}sw"
 
     def __enter__(self) -> Lab:
         for space in self.spaces:
@@ -50,7 +50,7 @@ class Lab:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for space in self.spaces:  # veth pairs and bridges inside go with them
+        for space in (*self.spaces, self.middle):  # veth pairs and bridges inside go with them
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
 
     def ip(self, host: int, words: str) -> None:
@@ -66,6 +66,33 @@ class Lab:
                 nodad = " nodad" if ":" in network else ""
                 self.ip(host, f"addr add {network.format(number)} dev {device}{nodad}")
             self.ip(host, f"link set {device} up")
+
+    def switch(self, network: str) -> None:
+        """Every host at a bridge of its own, these at one in the middle; host i has address i + 1 of "10.1.0.{}/24"."""
+        run("ip", "netns", "add", self.middle)
+
+        def middle(words: str) -> None:
+            run("ip", "-n", self.middle, *words.split())
+
+        middle("link add core type bridge")
+        middle("link set core up")
+        for host, space in enumerate(self.spaces):
+            middle(f"link add br{host} type bridge")
+            middle(f"link add up{host} type veth peer name down{host}")
+            run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", f"p{host}", "netns", self.middle)
+            for port, bridge in ((f"up{host}", f"br{host}"), (f"p{host}", f"br{host}"), (f"down{host}", "core")):
+                middle(f"link set {port} master {bridge} up")
+            middle(f"link set br{host} up")
+            # As on a wire: otherwise a veth hands packets over before they are cut to the MTU.
+            self.ip(host, "link set eth0 gso_max_segs 1")
+            self.ip(host, f"addr add {network.format(host + 1)} dev eth0")
+            self.ip(host, "link set eth0 up")
+
+    def narrow(self, host: int, mtu: int, *, at_the_host: bool = False) -> None:
+        """Larger packets from and to that host are dropped, without a word: between the bridges, or at the other end of
+        its cable, where its own kernel notices."""
+        for port in (f"p{host}",) if at_the_host else (f"up{host}", f"down{host}"):
+            run("ip", "-n", self.middle, "link", "set", port, "mtu", str(mtu))
 
     def bridge(self, host: int, device: str, address: str) -> None:
         """An interface that leads nowhere, like docker0."""

@@ -44,8 +44,10 @@ def job(folder: str, name: str = "store", timeout_s: float = 60.0) -> Iterator[S
     rank, world = me()
     before = descriptors()
     story = Story()
-    method, timeout = f"file://{folder}/{name}", timedelta(seconds=timeout_s)
-    dist.init_process_group("ring", init_method=method, rank=rank, world_size=world, timeout=timeout)
+    # The ranks of a busy machine may come some seconds apart.
+    first = timedelta(seconds=max(timeout_s, 20.0))
+    dist.init_process_group("ring", init_method=f"file://{folder}/{name}", rank=rank, world_size=world, timeout=first)
+    dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=timeout_s))
     try:
         dist.barrier()  # a rank with nothing to do could leave while another still connects to it
         yield story

@@ -38,13 +38,13 @@ NAMED_WITHIN_S = 2.0
 @contextmanager
 def job(folder: str, timeout_s: float = 60.0) -> Iterator[list[str]]:
     """The default group with gloo beside ring; gives the names of the backends that are guarded."""
-    from ringdp.device_guard import guard
+    from ringdp.job.backend_watchdog import watch_backends
 
     rank, world = me()
     method, timeout = f"file://{folder}/store", timedelta(seconds=timeout_s)
     dist.init_process_group(BESIDE, init_method=method, rank=rank, world_size=world, timeout=timeout)
     try:
-        yield guard()
+        yield watch_backends()
     finally:
         dist.destroy_process_group()
 
@@ -60,7 +60,7 @@ def values(outcomes: list[harness.Outcome], dead: int | None = None) -> list[Any
 
 
 def wrapped(**options: Any) -> Any:
-    from ringdp.parallel import RingDP
+    from ringdp.ddp.wrapper import RingDP
 
     torch.manual_seed(0)
     return RingDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), bucket_cap_mb=0.00001, **options)
@@ -105,8 +105,8 @@ def a_rank_dies(folder: str, victim: int) -> dict[str, Any]:
         at, error = time.monotonic(), caught.value
         with pytest.raises(Exception, match="rank") as next_forward:
             model(torch.ones(2, 4))
-        [guard] = guards()
-        wait_until(lambda: guard.aborted, "the abort of gloo")
+        [watchdog] = watchdogs()
+        wait_until(lambda: watchdog.aborted, "the abort of gloo")
         return {
             "type": type(error).__name__,
             "text": str(error),
@@ -121,10 +121,10 @@ def group() -> Any:
     return dist.group.WORLD
 
 
-def guards() -> list[Any]:
+def watchdogs() -> list[Any]:
     from ringdp import _C
 
-    return list(_C.guard_group(group()))
+    return list(_C.watch_group(group()))
 
 
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0)])
@@ -147,8 +147,8 @@ def died_between_steps(folder: str) -> tuple[str, str]:
         model(torch.ones(2, 4)).sum().backward()
         if me()[0] == 1:
             die(folder)
-        [guard] = guards()
-        wait_until(lambda: guard.aborted, "the abort of gloo")
+        [watchdog] = watchdogs()
+        wait_until(lambda: watchdog.aborted, "the abort of gloo")
         with pytest.raises(Exception, match="rank") as caught:
             model(torch.ones(2, 4))
         return type(caught.value).__name__, str(caught.value)
@@ -175,7 +175,7 @@ def train(model: Any, steps: int) -> None:
 
 
 def other(**options: Any) -> Any:
-    from ringdp.parallel import RingDP
+    from ringdp.ddp.wrapper import RingDP
 
     layers: OrderedDict[str, nn.Module] = OrderedDict(first=nn.Linear(4, 4), last=nn.Linear(4, 2))
     return RingDP(nn.Sequential(layers), bucket_cap_mb=0.00001, **options)
@@ -215,7 +215,7 @@ def a_rank_is_stopped(folder: str) -> tuple[list[str], bool]:
 
             threading.Thread(target=wake, daemon=True).start()
         model(torch.ones(2, 4)).sum().backward()
-        return lines, guards()[0].aborted
+        return lines, watchdogs()[0].aborted
 
 
 def test_a_stopped_rank_gets_a_notice_and_no_error(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def aborts_what_hangs(folder: str) -> tuple[str, float]:
             tell(folder, "ready")
             told(folder, "waits", 0)
             die(folder)
-        foreign = _C.create_process_group(
+        foreign: Any = _C.create_process_group(
             store=store,
             rank=rank,
             size=world - 1,
@@ -248,7 +248,7 @@ def aborts_what_hangs(folder: str) -> tuple[str, float]:
             global_ranks=[],
             config=RingConfig.from_environment().as_dict(),
         )
-        guard = _C.guard_backend(ring, foreign)
+        watchdog = _C.watch_backend(ring, foreign)
         try:
             work = foreign.recv([torch.zeros(4)], (rank + 1) % (world - 1), 0)
             if rank == 0:
@@ -256,7 +256,7 @@ def aborts_what_hangs(folder: str) -> tuple[str, float]:
             with pytest.raises(Exception, match="aborted") as caught:
                 work.wait()
             at = time.monotonic()
-            wait_until(lambda: guard.aborted, "the end of the abort")
+            wait_until(lambda: watchdog.aborted, "the end of the abort")
             return str(caught.value), at
         finally:
             foreign.shutdown()

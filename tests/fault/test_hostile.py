@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ringdp.errors import HandshakeError
-from tests.contract.core_ranks import core
+from tests.contract.core_ranks import core, value_in
 from tests.fault.hosts import ROOT, Outcome, RankServer, RankSpec
 from tests.fault.launch_jobs import wait_until
 from tests.fault.test_meeting_death import HERE as MEETING
@@ -117,7 +117,8 @@ class Lines(logging.Handler):
 
 
 def besieged(spec: RankSpec, outcome: Outcome) -> None:
-    from ringdp import _C, backend
+    from ringdp import _C
+    from ringdp.job import backend
 
     lines = Lines()
     logging.getLogger("ringdp.core").addHandler(lines)
@@ -194,7 +195,7 @@ def test_a_second_process_of_a_rank_is_refused_by_the_rank_it_calls() -> None:
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(core.Runtime, store, 0, 3, secret=SECRET, timeout_ms=20_000)
         for rank in (1, 2):
-            store.set(f"who/{rank}", store.get("who/0"))
+            store.set(f"who/{rank}", value_in(store, "who/0"))
         ip, port = record(store.get("at/0"))["addresses"].rsplit(":", 1)
         job = bytes.fromhex(record(store.get("job"))["job"])
         fields: dict[str, Any] = {"sender": 1, "receiver": 0, "world": 3}

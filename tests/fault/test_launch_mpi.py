@@ -61,7 +61,7 @@ def test_ranks_of_one_host_meet_by_themselves(tmp_path: Path) -> None:
 
 
 def test_torch_alone_does_not_know_mpiruns_variables(tmp_path: Path) -> None:
-    """What docs/launching.md says: it is ringdp.init() that reads them."""
+    """What docs/how-to/launching.md says: it is ringdp.init() that reads them."""
     script = 'import ringdp, torch.distributed as dist; dist.init_process_group("ring")'
     done = run([*mpirun(), "-n", "1", sys.executable, "-c", script], tmp_path)
     assert done.returncode != 0

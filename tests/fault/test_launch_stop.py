@@ -19,6 +19,8 @@ import pytest
 from tests.fault.launch_jobs import LAUNCH, Job, script, wait_until
 
 LIMIT_S = 5.0
+# Where the moment is one in which Python loads torch: beside a compiler that alone takes tens of seconds.
+LOADING_LIMIT_S = 60.0
 
 # Each rank leaves a file when it runs, and has a child in a session of its own, as a daemon would be.
 STUBBORN = """
@@ -64,7 +66,7 @@ def start(jobs: list[Job], folder: Path, *arguments: str | Path, grace: str = ""
 def test_running_ranks_end_with_their_children(tmp_path: Path, jobs: list[Job], number: signal.Signals) -> None:
     job = start(jobs, tmp_path, "--nproc-per-node", "2", script(tmp_path, STUBBORN))
     wait_until(lambda: ready(tmp_path), "both ranks")
-    assert len(job.processes()) == 2 + 2 * 3
+    wait_until(lambda: len(job.processes()) == 2 + 2 * 3, "their children")
     job.process.send_signal(number)
     assert job.seconds_to_end() < LIMIT_S
     assert_gone(job)
@@ -94,9 +96,12 @@ def test_second_ctrl_c_ends_at_once(tmp_path: Path, jobs: list[Job]) -> None:
 
 def test_while_importing(tmp_path: Path, jobs: list[Job]) -> None:
     job = start(jobs, tmp_path, "--nproc-per-node", "2", script(tmp_path, STUBBORN))
-    wait_until(lambda: "torch" in Path(f"/proc/{job.process.pid}/maps").read_text(), "torch being loaded")
+    wait_until(
+        lambda: "torch" in Path(f"/proc/{job.process.pid}/maps").read_text(), "torch being loaded", LOADING_LIMIT_S
+    )
     job.process.send_signal(signal.SIGINT)
-    assert job.seconds_to_end() < LIMIT_S
+    assert job.seconds_to_end(LOADING_LIMIT_S) < LOADING_LIMIT_S
+    assert job.process.returncode in (-signal.SIGINT, 130)
     assert_gone(job)
     assert "Traceback" not in job.err
 

@@ -55,7 +55,7 @@ def open_store(spec: RankSpec) -> Store:
 
 
 def whoami(spec: RankSpec) -> str:
-    """The record that a rank leaves, docs/wire_format.md."""
+    """The record that a rank leaves, docs/reference/wire_format.md."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     network = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     fields = {
@@ -97,7 +97,16 @@ def victim(spec: RankSpec, outcome: Outcome) -> None:
     if stage == "keeping the store":
         store.set("who/0", whoami(spec))
         check = hmac.new(SECRET, b"ringdp secret check", "sha256").hexdigest()
-        published = {"version": VERSION, "world": 3, "epoch": 0, "job": "00" * 16, "check": check, "tables": tables()}
+        published = {
+            "version": VERSION,
+            "world": 3,
+            "epoch": 0,
+            "job": "00" * 16,
+            "check": check,
+            "tables": tables(),
+            "checksums": "0",
+            "full_mesh_ranks": "16",
+        }
         store.set("job", "".join(f"{key}={value}\n" for key, value in published.items()))
         store.wait(["at/1", "at/2"], timedelta(seconds=20))  # so both know who this is
         die(spec)
@@ -236,3 +245,56 @@ def stop_in_the_middle(spec: RankSpec, outcome: Outcome) -> None:
         os._exit(0)
     lobby(spec, outcome)
     os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_a_rank_whose_init_fails_after_they_met(server: RankServer, tmp_path: Path, how: str) -> None:
+    """The others go on, and hear its reason with their first operation, not that it crashed."""
+    ranks = specs(tmp_path, how, world=3, present=[0, 1, 2], dead=-1)
+    for spec in ranks:
+        spec.body = f"{HERE}:init_and_add"
+    outcomes = server.run(ranks, tmp_path)
+    reason = "RuntimeError: no memory on the device" if how == "raises" else "SystemExit: 3"
+    assert [it.error for it in outcomes] == ["PeerLostError", reason.split(":")[0], "PeerLostError"]
+    for it in (outcomes[0], outcomes[2]):
+        assert it.peer == 1
+        assert f"it left the job: its init ended by {reason}" in it.text
+        assert "crashed" not in it.text
+
+
+def init_and_add(spec: RankSpec, outcome: Outcome) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import ringdp
+    from ringdp.job import process_group
+
+    def fail(*_: Any) -> NoReturn:
+        if spec.variables["STAGE"] == "exits":
+            raise SystemExit(3)
+        raise RuntimeError("no memory on the device")
+
+    if spec.rank == 1:
+        process_group._make_group = fail  # type: ignore[assignment]
+    ringdp.init(rank=spec.rank, world_size=spec.world, init_method=spec.method)
+    dist.all_reduce(torch.ones(3))
+
+
+def test_a_rank_that_a_signal_stops_says_what_its_handler_raised(server: RankServer, tmp_path: Path) -> None:
+    ranks = specs(tmp_path, "", world=4, present=[0, 1, 2], dead=-1)  # rank 3 never comes
+    ranks[1].body = f"{HERE}:stopped_by_its_handler"
+    outcomes = server.run(ranks, tmp_path)
+    assert [told.error for told in outcomes] == ["HandshakeError", "SystemExit", "HandshakeError"]
+    for it in (outcomes[0], outcomes[2]):
+        assert it.peer == 1
+        assert "was stopped while the ranks met, by SystemExit: out of time" in it.text
+        assert it.seconds < BOUND_S
+
+
+def stopped_by_its_handler(spec: RankSpec, outcome: Outcome) -> None:
+    def leave(*_: Any) -> NoReturn:
+        raise SystemExit("out of time")
+
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    lobby(spec, outcome)

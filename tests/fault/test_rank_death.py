@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -93,6 +94,22 @@ def test_killed_in_a_large_all_reduce_of_several_hosts(hosts: str, victim: int, 
         expect_peer_lost(story, tmp_path, victim, "all_reduce #")
 
 
+def along_a_tree(folder: str, victim: int, table: str) -> Story:
+    with mock.patch.dict(os.environ, RINGDP_TUNING=table):
+        return in_a_large_all_reduce(folder, victim)
+
+
+@pytest.mark.parametrize("victim", (0, *(pytest.param(it, marks=pytest.mark.slow) for it in (2, 3))))
+def test_killed_in_an_all_reduce_along_a_tree(victim: int, tmp_path: Path) -> None:
+    """The root, a rank inside or one at the end; three ranks and more count as a large group here."""
+    table = tmp_path / "tuning.json"
+    limits = {"direct_ranks": 2, "fold_sent_bytes": 2**40}
+    table.write_text(json.dumps({"ringdp_tuning": 1, "layouts": {"one_host": limits}}))
+    outcomes = run_outcomes(along_a_tree, str(tmp_path), victim, str(table), world_size=4)
+    for story in stories(outcomes, victim):
+        expect_peer_lost(story, tmp_path, victim, "all_reduce #")
+
+
 def held_back(folder: str, victim: int) -> Story:
     with mock.patch.dict(os.environ, RINGDP_RATE="2gbit", RINGDP_TRANSPORT="tcp"):
         return in_a_large_all_reduce(folder, victim)
@@ -118,7 +135,7 @@ def in_a_compressed_all_reduce(folder: str, victim: int, hosts: str) -> Story:
         if turns == 3:
             third.set()
         world = me()[1]
-        _C.all_reduce_compressed(dist.group.WORLD, buffer, [0], [LARGE], [0], [old], [new], "int8", 1.0, world)[
+        _C.all_reduce_compressed(harness.default_group(), buffer, [0], [LARGE], [0], [old], [new], "int8", 1.0, world)[
             0
         ].wait()
 

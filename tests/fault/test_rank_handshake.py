@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 
 from ringdp.errors import HandshakeError, RingTimeoutError
-from tests.contract.core_ranks import core
+from tests.contract.core_ranks import core, value_in
 
 SECRET = b"s" * 32
 HANDSHAKE_BYTES = 128
-VERSION = 4  # of the protocol: docs/wire_format.md
+VERSION = 6  # of the protocol: docs/reference/wire_format.md
 MAGIC = b"RINGDP\r\n"
 HELLO, REPLY, REFUSAL, CONFIRM = 1, 2, 3, 4
 STRANGER_S = 2.0  # what a connection that proves nothing is given
 
 
-# The messages as docs/wire_format.md has them.
+# The messages as docs/reference/wire_format.md has them.
 
 
 def message(
@@ -139,7 +139,7 @@ def waiting() -> Iterator[Waiting]:
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(core.Runtime, store, 0, 2, secret=SECRET, timeout_ms=30_000)
         # It listens when it has heard from everybody: rank 1 lives on the same host.
-        store.set("who/1", store.get("who/0"))
+        store.set("who/1", value_in(store, "who/0"))
         address, port = record(store.get("at/0"))["addresses"].rsplit(":", 1)
         assert address == "127.0.0.1"
         job = bytes.fromhex(record(store.get("job"))["job"])
@@ -268,7 +268,7 @@ def test_a_replayed_hello_gets_no_further(waiting: Waiting) -> None:
 
 
 def test_the_document_describes_what_a_rank_does(waiting: Waiting) -> None:
-    """A rank written after docs/wire_format.md alone is let in."""
+    """A rank written after docs/reference/wire_format.md alone is let in."""
     peer = waiting.connect()
     sent = hello(waiting)
     peer.sendall(sent)
@@ -280,7 +280,7 @@ def test_the_document_describes_what_a_rank_does(waiting: Waiting) -> None:
     assert peer.recv(256, socket.MSG_WAITALL)[:12] == b"RINGDPSM\1\0\0\0"
     for kind in (5, 6):
         peer.sendall((b"RINGDPSM" + struct.pack("<I", kind)).ljust(256, b"\0"))
-    assert peer.recv(256, socket.MSG_WAITALL)[:12] == b"RINGDPSM\6\0\0\0"
+    assert peer.recv(256, socket.MSG_WAITALL)[:12] == b"RINGDPSM\7\0\0\0"
     first = waiting.first.result(timeout=10)
     # A barrier is an empty data frame each way; then it is told goodbye.
     group = core.Group(first, "all", [0, 1])
@@ -326,6 +326,8 @@ def start_both(first: dict[str, Any], second: dict[str, Any], world: tuple[int, 
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[str, ...]]] = {
     "world": ({}, {}, (2, 3), ("world size", "2 at rank 0", "3 at rank 1")),
     "epoch": ({"epoch": 4}, {"epoch": 5}, (2, 2), ("restart count", "4 at rank 0", "5 at rank 1")),
+    "full mesh": ({"full_mesh_ranks": 3}, {}, (2, 2), ("RINGDP_FULL_MESH_RANKS differs: 3 at rank 0, 16 at rank 1",)),
+    "checksums": ({"checksums": True}, {}, (2, 2), ("RINGDP_CHECKSUM differs: 1 at rank 0, 0 at rank 1",)),
     "secret": ({"secret": b"a" * 32}, {"secret": b"b" * 32}, (2, 2), ("rank 1's secret is not rank 0's",)),
     "table": (
         {"table": {"fold_sent_bytes": 1}, "table_source": "built in"},
@@ -367,7 +369,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     store = core.MemoryStore()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(core.Runtime, store, 0, 2, timeout_ms=500)
-        store.set("who/1", store.get("who/0"))
+        store.set("who/1", value_in(store, "who/0"))
         with pytest.raises(
             RingTimeoutError, match=r" Timed out .* waited for rank 1 \(host .* to connect"
         ) as unconnected:
@@ -384,7 +386,7 @@ def test_ctrl_c_ends_the_wait_for_a_connection() -> None:
 
     def interrupt() -> None:
         nonlocal sent
-        store.set("who/1", store.get("who/0"))
+        store.set("who/1", value_in(store, "who/0"))
         store.get("at/0")  # now it listens
         sent = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)

@@ -133,7 +133,7 @@ def test_a_stuck_rank_is_the_only_one_blamed(tmp_path: Path) -> None:
         assert story.error == "RingTimeoutError", story.text
         assert story.fields["peer"] == 1
         assert story.leftovers == []
-        about = story.text.partition("waiting for ")[2].partition(" (as told by ")[0]
+        about = story.text.partition("waiting for ")[2].partition(" (reported by ")[0]
         assert about.startswith("rank 1 (host "), story.text
         assert "it has not called this yet, its last one here was all_reduce #1 (float32[3], SUM)" in about
         assert not any(f"rank {other} " in about for other in (0, 2, 3)), story.text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,117 @@ def test_a_firewall_that_drops_and_ports_that_it_lets_through(server: RankServer
     expect_unreachable(closed, "10.1.0.1:40000 (Connection timed out", "[fd00:1::1]:40000 (Connection timed out")
     assert closed[0].text.split(";")[0].endswith(closed[1].text.split(";")[0])  # one story
     expect_met(meet(server, lab, tmp_path / "open", RINGDP_PORT_RANGE="29600-29699"), "")
+
+
+@pytest.mark.parametrize(
+    "how", ["no answer", *(pytest.param(it, marks=pytest.mark.slow) for it in ("unreachable", "firewall"))]
+)
+def test_one_pair_of_ranks_cannot_reach_each_other(server: RankServer, tmp_path: Path, how: str) -> None:
+    """Ranks 1 and 2. The others are connected to everybody, and neither return from init nor tell another story."""
+    with Lab(4) as lab:
+        for number, (one, other) in enumerate(combinations(range(4), 2)):
+            lab.link(f"eth{number}", [f"10.1.{number}.{{}}/24"], hosts=(one, other))
+        blocked = list(combinations(range(4), 2)).index((1, 2))
+        if how == "firewall":
+            lab.drop_incoming(1, f"eth{blocked}", "1-65534")
+        elif how == "no answer":  # rank 2's packets arrive, the answers do not
+            lab.ip(1, f"route add blackhole 10.1.{blocked}.2/32")
+        else:
+            lab.ip(2, f"route add unreachable 10.1.{blocked}.1/32")
+        outcomes = meet(server, lab, tmp_path, world=4)
+    ended = [it.at for it in outcomes]
+    for it in outcomes:
+        assert it.error == "HandshakeError", it
+        assert it.seconds < 10.0
+        assert "rank 2 (host h2" in it.text
+        assert "cannot reach rank 1 (host h1" in it.text
+        assert f"10.1.{blocked}.1:" in it.text
+        assert ("No route to host" if how == "unreachable" else "no answer for") in it.text
+        assert "RINGDP_IFACE" in it.text
+    assert len({it.text[it.text.index("rank 2 (host h2") :] for it in outcomes}) == 1  # word for word
+    assert [it.peer for it in outcomes] == [1, 2, 1, 1]
+    assert max(ended) - min(ended) < 2.0
+
+
+def run_late(
+    server: RankServer, lab: Lab, folder: Path, body: Callable[[RankSpec, Outcome], None], **variables: str
+) -> list[Outcome]:
+    """A rank on each host, in a job in which pairs connect when they first need it."""
+    variables["RINGDP_FULL_MESH_RANKS"] = "1"
+    specs = [
+        RankSpec(
+            rank,
+            len(lab.spaces),
+            space=space,
+            host_name=f"h{rank}",
+            variables=variables,
+            method=f"file://{folder}/store",
+            body=f"{__name__}:{body.__name__}",
+        )
+        for rank, space in enumerate(lab.spaces)
+    ]
+    return server.run(specs, folder)
+
+
+def add_for_a_while(spec: RankSpec, outcome: Outcome) -> None:
+    """Rings, which need no pair of ranks that is not connected from the start."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("ring", init_method=spec.method, rank=spec.rank, world_size=spec.world)
+    outcome.at = time.monotonic()
+    while time.monotonic() < outcome.at + 20.0:
+        dist.all_reduce(torch.ones(300_000))
+        time.sleep(0.05)
+
+
+def test_a_pair_that_is_not_connected_from_the_start_cannot_reach_each_other(
+    server: RankServer, tmp_path: Path
+) -> None:
+    """Ranks 1 and 4 of six: found in the background, before anything is to go between them, and told to all."""
+    with Lab(6) as lab:
+        lab.switch("10.1.0.{}/24")
+        lab.ip(1, "route add blackhole 10.1.0.5/32")  # rank 4's packets arrive, the answers do not
+        outcomes = run_late(server, lab, tmp_path, add_for_a_while)
+    for it in outcomes:
+        assert it.error == "HandshakeError", it
+        assert it.seconds < 10.0
+        assert "rank 4 (host h4" in it.text
+        assert "cannot reach rank 1 (host h1" in it.text
+        assert "10.1.0.2:" in it.text
+        assert "no answer for" in it.text
+        assert "RINGDP_IFACE" in it.text
+    assert max(it.at for it in outcomes) - min(it.at for it in outcomes) < 2.0
+
+
+def send_to_a_higher_rank(spec: RankSpec, outcome: Outcome) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import ringdp
+
+    dist.init_process_group("ring", init_method=spec.method, rank=spec.rank, world_size=spec.world)
+    for anybody in (False, True):
+        data = torch.full((50_000,), float(spec.rank))
+        if spec.rank == 2:
+            dist.send(data, 5, tag=int(anybody))
+        if spec.rank == 5:
+            time.sleep(0.5)
+            dist.recv(data, None if anybody else 2, tag=int(anybody))
+            assert bool((data == 2.0).all())
+    outcome.value = ringdp.traffic().bytes_sent
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_higher_rank_that_cannot_be_reached_connects_itself(server: RankServer, tmp_path: Path) -> None:
+    """Rank 5 of six is behind a firewall that lets nothing in: it connects itself when it waits for a message."""
+    with Lab(6) as lab:
+        lab.switch("10.1.0.{}/24")
+        lab.drop_incoming(5, "eth0", "29600-29699")
+        outcomes = run_late(server, lab, tmp_path, send_to_a_higher_rank, RINGDP_PORT_RANGE="29600-29699")
+    assert [it.text for it in outcomes] == [""] * 6
+    assert outcomes[2].value > 2 * 200_000
 
 
 @pytest.mark.slow  # as long as the firewall above, of which it says the same

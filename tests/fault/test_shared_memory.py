@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from ringdp.errors import HandshakeError, InvalidArgumentError, PeerLostError, RingError, RingTimeoutError
-from tests.contract.core_ranks import core
+from tests.contract.core_ranks import core, value_in
 from tests.fault.hosts import ROOT, Outcome, RankServer, RankSpec
 from tests.fault.launch_jobs import wait_until
 from tests.fault.shared_memory_limits import forbid
@@ -32,7 +32,7 @@ from tests.fault.test_rank_handshake import CONFIRM, HANDSHAKE_BYTES, HELLO, SEC
 HERE = "tests.fault.test_shared_memory"
 MEMFD_CREATE, MADVISE = {"x86_64": (319, 28), "aarch64": (279, 233)}.get(os.uname().machine, (0, 0))
 SHARED_BYTES = 256
-OFFER, TOKEN, MEMORY, ACCEPTED, REFUSED, THROUGH = 1, 2, 3, 4, 5, 6
+OFFER, TOKEN, MEMORY, ACCEPTED, REFUSED, READY, ALL_READY = 1, 2, 3, 4, 5, 6, 7
 DOOR = re.compile(r"@(ringdp/[0-9a-f]{32})$", re.MULTILINE)
 
 pytestmark = pytest.mark.timeout(120)
@@ -116,7 +116,7 @@ def test_rings_of_a_given_size() -> None:
     assert job({"shm_ring_bytes": 2**16}, {"shm_ring_bytes": 2**18}) == [{1: "shm"}, {0: "shm"}]
     with pytest.raises(InvalidArgumentError, match="shm_ring_bytes must be a power of two"):
         core.Runtime(core.MemoryStore(), 0, 2, shm_ring_bytes=100_000)
-    with pytest.raises(InvalidArgumentError, match="auto, tcp or shm, not 'udp'"):
+    with pytest.raises(InvalidArgumentError, match="auto, shm or tcp, not 'udp'"):
         core.Runtime(core.MemoryStore(), 0, 2, transport="udp")
 
 
@@ -258,7 +258,7 @@ def test_a_control_group_without_room() -> None:
         group.rmdir()
 
 
-# What the other end may be: ranks that die or talk nonsense, written after docs/wire_format.md.
+# What the other end may be: ranks that die or talk nonsense, written after docs/reference/wire_format.md.
 
 
 def shared(
@@ -275,7 +275,7 @@ class Imitation:
     def __init__(self, pool: ThreadPoolExecutor, timeout_ms: int = 20_000) -> None:
         store = core.MemoryStore()
         self.first = pool.submit(core.Runtime, store, 0, 2, secret=SECRET, timeout_ms=timeout_ms)
-        store.set("who/1", store.get("who/0"))
+        store.set("who/1", value_in(store, "who/0"))
         address, port = record(store.get("at/0"))["addresses"].rsplit(":", 1)
         job = bytes.fromhex(record(store.get("job"))["job"])
         self.socket = socket.create_connection((address, int(port)), timeout=10.0)
@@ -309,7 +309,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_the_document_describes_the_set_up(pool: ThreadPoolExecutor) -> None:
-    """A rank written after docs/wire_format.md alone gets the memory, and reads there what rank 0 says."""
+    """A rank written after docs/reference/wire_format.md alone gets the memory, and reads there what rank 0 says."""
     it = Imitation(pool)
     magic, kind, zero, ring_bytes = struct.unpack("<8sIIQ", it.offer[:24])
     assert (magic, kind, zero, ring_bytes, it.offer[56:]) == (b"RINGDPSM", OFFER, 0, 2**20, bytes(200))
@@ -321,8 +321,8 @@ def test_the_document_describes_the_set_up(pool: ThreadPoolExecutor) -> None:
     status = os.fstat(descriptors[0])
     assert (status.st_mode & 0o7777, status.st_size) == (0o600, 4096 + 2 * ring_bytes)
     assert not it.first.done()
-    it.socket.sendall(shared(ACCEPTED) + shared(THROUGH))
-    assert it.receive(SHARED_BYTES)[:12] == shared(THROUGH)[:12]
+    it.socket.sendall(shared(ACCEPTED) + shared(READY))
+    assert it.receive(SHARED_BYTES)[:12] == shared(ALL_READY)[:12]
     first = it.first.result(timeout=10)
     assert it.socket.recv(1) == b""  # what follows goes through the memory
     assert first.transports() == {1: "shm"}
@@ -334,21 +334,21 @@ def test_the_document_describes_the_set_up(pool: ThreadPoolExecutor) -> None:
     it.socket.close()
 
 
-@pytest.mark.parametrize("stage", ["offered", "at the door", "with the memory", "accepted", "through"])
+@pytest.mark.parametrize("stage", ["offered", "at the door", "with the memory", "accepted", "ready"])
 def test_a_rank_that_dies_is_named_at_once(pool: ThreadPoolExecutor, stage: str) -> None:
     it = Imitation(pool)
     held: list[socket.socket] = []
-    if stage in ("at the door", "with the memory", "accepted", "through"):
+    if stage in ("at the door", "with the memory", "accepted", "ready"):
         held.append(it.door())
-    if stage in ("with the memory", "accepted", "through"):
+    if stage in ("with the memory", "accepted", "ready"):
         held[0].sendall(shared(TOKEN, token=it.offer[40:56]))
         for descriptor in socket.recv_fds(held[0], SHARED_BYTES, 4)[1]:
             os.close(descriptor)
-    if stage in ("accepted", "through"):
+    if stage in ("accepted", "ready"):
         it.socket.sendall(shared(ACCEPTED))
     start = time.monotonic()
-    if stage == "through":  # rank 0 is through, too, and may not know yet: as if the rank had left
-        it.socket.sendall(shared(THROUGH))
+    if stage == "ready":  # rank 0 then knows that all are
+        it.socket.sendall(shared(READY))
         first = it.first.result(timeout=10)
         for closed in (it.socket, *held):
             closed.close()
@@ -366,8 +366,8 @@ def test_a_rank_that_dies_is_named_at_once(pool: ThreadPoolExecutor, stage: str)
 
 @pytest.mark.parametrize(
     "words",
-    [os.urandom(SHARED_BYTES), shared(OFFER), shared(ACCEPTED), shared(THROUGH), bytes(SHARED_BYTES)],
-    ids=["random", "offer", "accepted without the memory", "through at once", "zeros"],
+    [os.urandom(SHARED_BYTES), shared(OFFER), shared(ACCEPTED), shared(READY), shared(ALL_READY), bytes(SHARED_BYTES)],
+    ids=["random", "offer", "accepted without the memory", "ready at once", "all ready at once", "zeros"],
 )
 def test_a_rank_that_talks_nonsense(pool: ThreadPoolExecutor, words: bytes) -> None:
     it = Imitation(pool)
@@ -378,8 +378,8 @@ def test_a_rank_that_talks_nonsense(pool: ThreadPoolExecutor, words: bytes) -> N
 
 def test_a_refusal_is_the_end_of_it(pool: ThreadPoolExecutor, log: list[tuple[int, str]]) -> None:
     it = Imitation(pool)
-    it.socket.sendall(shared(REFUSED, reason="rank 1: \x1b[31mno memory today\xff") + shared(THROUGH))
-    assert it.receive(SHARED_BYTES)[:12] == shared(THROUGH)[:12]
+    it.socket.sendall(shared(REFUSED, reason="rank 1: \x1b[31mno memory today\xff") + shared(READY))
+    assert it.receive(SHARED_BYTES)[:12] == shared(ALL_READY)[:12]
     first = it.first.result(timeout=10)
     assert first.transports() == {1: "tcp"}
     assert any("rank 0 cannot share memory with rank 1 (rank 1: " in text for text in warnings(log))

@@ -1,7 +1,7 @@
 """Codes and residuals on a GPU: the CPU's bits, with error feedback and after an overflow, and no wait for the device.
 
 Two ranks share the GPU, and only codes cross to the host. What the exchange does on the CPU is in
-tests/contract/test_code_exchange.py.
+tests/contract/test_c10d_compressed_all_reduce.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ringdp
-from ringdp.parallel import RingDP
-from tests.train.harness import run_ranks
+from ringdp.ddp.wrapper import RingDP
+from tests.train.harness import default_group, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -81,7 +81,7 @@ def test_the_bits_of_the_cpu(compression: str) -> None:
 
 
 def guarded() -> list[str]:
-    return [one.backend for one in ringdp._C.guard_group(dist.group.WORLD)]
+    return [one.backend for one in ringdp._C.watch_group(default_group())]
 
 
 def test_nccl_is_guarded() -> None:

@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ringdp import _C  # noqa: E402
+from tests.registries import CODECS  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-CODECS = ("float16", "bfloat16", "int8", "int4", "int5", "int6", "nf4")
 COUNTS = (1, 255, 4097, 1_000_003, 25_000_000)
 FACTOR = 8.0
 
@@ -115,7 +115,7 @@ def test_a_fold_is_a_sum_in_order_of_rank(codec: str, own: int) -> None:
         residual, code = mixture(count, count + 9), code_like(codec, count)
         wanted, left = _C.codec_compress_with_feedback(codec, mean, residual, 1.0)
         both = [residual.cuda(), torch.zeros(count, device="cuda")]
-        _C.cuda_fold(codec, [parts[own].cuda()], [sources.cuda()], [code], own, float(ranks), [(*both, flag())])
+        _C.cuda_reduce_codes(codec, [parts[own].cuda()], [sources.cuda()], [code], own, float(ranks), [(*both, flag())])
         assert same_bits(code, wanted), count
         assert same_bits(both[1], left), count
 

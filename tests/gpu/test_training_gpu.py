@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 from tests.train.given_gradients import Formula, Given, noise
 from tests.train.harness import run_ranks

@@ -1,4 +1,4 @@
-"""The scripts of docs/integrations.md, as they stand there, on two ranks."""
+"""The scripts of docs/how-to/integrations.md, as they stand there, on two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integrations.environment import ROOT, output_of, python_with
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(480)]
 
-PAGE = (ROOT / "docs" / "integrations.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "integrations.md").read_text()
 SCRIPTS = dict(re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 PACKAGES = {
     "Lightning Fabric": ("lightning",),

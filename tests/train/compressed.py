@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.compression import DGC, EF21, Info, Int4, Int8, PowerSGD, RandomK, Sign, SignSGD, TopK
+from ringdp.compression.description import describe
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -43,6 +44,11 @@ def average_exactly(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     for it in summed.values():
         dist.all_reduce(it)
     return {name: it / dist.get_world_size() for name, it in summed.items()}
+
+
+def compressor_id(compressor: Any) -> str:
+    """For a parameter of a test: without addresses, so that processes side by side collect the same tests."""
+    return compressor if isinstance(compressor, str) else describe(compressor)
 
 
 class Steps:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 
 
 def wide(seed: int = 0) -> nn.Module:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 import torch
 from torch import Tensor, nn
 
-from ringdp.compression import Int4, Int5, Int6, Int8, NormalFloat4
-from ringdp.compression.partition import bounds, turn_of
+from ringdp.compression.partition import bounds, owner_offset_of
 from ringdp.compression.protocol import Compressor, Info
+from tests.registries import CODEC_COMPRESSORS
 
 COMPRESSORS: dict[str, Compressor] = {
-    kind.codec: kind(error_feedback=False) for kind in (Int8, Int6, Int5, Int4, NormalFloat4)
+    codec: dataclasses.replace(one, error_feedback=False) for codec, one in CODEC_COMPRESSORS.items()
 }
 
 
@@ -49,7 +50,7 @@ class Formula:
         """float32 ``[numel]``, of each rank's gradient; the residuals are renewed."""
         flat = [gradient.reshape(-1).float() for gradient in gradients]
         numel = flat[0].numel()
-        edges = bounds(numel, self.ranks, turn_of(name))
+        edges = bounds(numel, self.ranks, owner_offset_of(name))
         before = [self.residuals[rank].get(name, torch.zeros(numel)) for rank in range(self.ranks)]
         after = [residual.clone() for residual in before]
         result = torch.empty(numel)

@@ -28,7 +28,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 60.0
@@ -112,6 +115,13 @@ def ring_is_built() -> bool:
     with contextlib.suppress(ImportError):
         return hasattr(importlib.import_module("ringdp._C"), "create_process_group")
     return False
+
+
+def default_group() -> dist.ProcessGroup:
+    """Of a rank: `torch.distributed.group.WORLD`, which is None before there is one."""
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    return _get_default_group()
 
 
 class _Group:

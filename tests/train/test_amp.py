@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.amp import GradScaler
 from ringdp.compression import Int8
+from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import GradientOverflowError
-from ringdp.parallel import RingDP
 from tests.train.harness import backends, run_outcomes, run_ranks
 from tests.train.models import mlp
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ringdp.compression import Auto
+from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.hooks import ddp_hook
-from ringdp.parallel import RingDP
 from tests.train import compressed_training as training
 from tests.train.given_gradients import Given, hash_of, noise
 from tests.train.harness import run_outcomes, run_ranks

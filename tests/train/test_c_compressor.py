@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
-from ringdp import rank_devices
 from ringdp.compression import EF21, Int8, load
+from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook
-from ringdp.parallel import RingDP
+from ringdp.job import placement as rank_devices
 from tests.c_libraries import build
 from tests.train import compressed_training as training
 from tests.train.harness import backends, ring_is_built, run_outcomes, run_ranks
@@ -188,7 +188,7 @@ def test_a_function_that_fails_is_an_error_in_words(tmp_path: Path, backend: str
 
 def beside_kernels(path: str) -> list[str]:
     """As where a rank's tensors are on a GPU: the core's own codecs go there, a library's do not."""
-    with mock.patch.object(rank_devices.RankDevices, "all_on_cpu", False):
+    with mock.patch.object(rank_devices.Placement, "all_on_cpu", False):
         rules = [("3.weight", Int8(error_feedback=True))]
         model = RingDP(training.wide(), compression=load(path, error_feedback=True), rules=rules)
         digests = training.train(model, range(4))

@@ -300,7 +300,7 @@ def disagreeing(what: str) -> Exception:
         "swells": Swelling() if rank else Large(),
     }[what]
     if what in ("size", "raises", "swells"):  # of one class, as far as the others can tell
-        type(compressor).__qualname__ = "Mine"
+        compressor.__class__ = type("Mine", (type(compressor),), {})
     model = build()
     ddp = wrapped(model)
     ddp.register_comm_hook(*ddp_hook(compressor, model=ddp))

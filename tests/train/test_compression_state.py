@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_flatten
 
 import ringdp
 from ringdp.compression import EF21, Int4, Int8, PowerSGD, RandomK, TopK
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 from tests.train import compressed_training as training
 from tests.train.harness import backends, run_outcomes, run_ranks
 
 
 def with_the_docs_plug_in() -> Int4:
-    """Error feedback as docs/custom_compressors.md writes its own: a class that says nothing of itself."""
-    page = (Path(ringdp.__file__).parents[1] / "docs" / "custom_compressors.md").read_text()
+    """Error feedback as docs/start/custom_compressors.md writes its own: a class that says nothing of itself."""
+    page = (Path(ringdp.__file__).parents[1] / "docs" / "start" / "custom_compressors.md").read_text()
     [snippet] = re.findall(r"^```python\n(class Decaying:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "page", "check_compressor": lambda compressor: None}
     exec(compile(snippet, "custom_compressors.md", "exec"), names)
@@ -291,7 +291,7 @@ def refuses(compression: Any, change: str) -> str:
         ("no ranks", "has no 'ranks'"),
         ("steps", "'steps' of the compression state must be a whole number, not str"),
         ("ranks", "'ranks' of the compression state must be a dict, not list"),
-        ("format", "no compression state of ringdp"),
+        ("format", "not a ringdp compression state"),
         ("none", "must be a dict, not NoneType"),
         ("list", "must be a dict, not list"),
     ],
@@ -305,7 +305,7 @@ def test_a_state_that_does_not_fit_is_refused_in_words(compression: Any, change:
 @pytest.mark.parametrize(("change", "said"), [("key", "'bogus/x'"), ("part", "'compressor/rank/2/x'")])
 def test_so_is_what_no_compressor_in_python_remembers(change: str, said: str) -> None:
     for text in run_ranks(refuses, TopK(0.1), change, world_size=2, backend="ring"):
-        assert f"has {said} for '3.weight'" in text
+        assert f"unknown entry {said} for '3.weight'" in text
 
 
 def goes_on_from_another_step() -> None:

@@ -19,7 +19,7 @@ def test_two_ranks() -> None:
     (code, out, _), (other_code, other_out, _) = on_two_ranks("custom_compressor", ["--epochs", "15"])
     assert (code, other_code, other_out) == (0, 0, ""), out
     assert "Sign(): 1.12 bits an element" in out
-    assert "ok  what was sent and what is owed add up to the gradients (error feedback)" in out
+    assert "ok  the payloads and the residuals add up to the gradients (error feedback)" in out
     assert re.search(r"^2 ranks, backend ring, loss 0\.\d+", out, re.MULTILINE), out
     assert "ok     parameters bit-identical on all ranks" in out
 

@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 from tests.train.harness import backends, run_ranks
 from tests.train.test_parallel_gradients import Twice

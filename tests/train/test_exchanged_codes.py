@@ -28,8 +28,8 @@ def module() -> Any:
 
 def steps(exchange: bool, compression: str) -> dict[str, Any]:
     """Gradients of every step, what is remembered in the end, and what was finite."""
-    from ringdp import rank_devices
-    from ringdp.parallel import RingDP
+    from ringdp.ddp.wrapper import RingDP
+    from ringdp.job import placement as rank_devices
 
     with mock.patch.object(rank_devices, "always_exchange_codes", exchange):
         model: Any = RingDP(module(), compression=compression, bucket_cap_mb=0.004)

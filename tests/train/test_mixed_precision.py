@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 from tests.train.harness import backends, run_ranks
 
 pytestmark = pytest.mark.parametrize("backend", backends())

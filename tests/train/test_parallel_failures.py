@@ -12,7 +12,7 @@ from torch import nn
 
 import ringdp
 from ringdp.compression import TopK
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 from tests.train.harness import backends, run_outcomes
 
 pytestmark = pytest.mark.parametrize("backend", backends())

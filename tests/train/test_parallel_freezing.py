@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ringdp
+from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import parameter_names
-from ringdp.parallel import RingDP
 from tests.train import models
 from tests.train.harness import backends, run_outcomes, run_ranks
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 from tests.train.harness import backends, run_ranks
 

@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import parameter_names
-from ringdp.parallel import RingDP
 from tests.train import models
 from tests.train.harness import backends, run_outcomes, run_ranks
 

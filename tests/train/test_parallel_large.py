@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 from tests.train.harness import backends, run_ranks
 
 pytestmark = pytest.mark.parametrize("backend", backends())

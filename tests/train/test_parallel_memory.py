@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 
 LARGE_BYTES = 4 << 20  # from here on a gradient is reduced where autograd left it
 PER_PARAMETER_BYTES = 256  # alignment within a bucket, and a mark that it was used

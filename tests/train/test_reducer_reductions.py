@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ringdp import _C
-from ringdp.compression.partition import bounds, turn_of
+from ringdp.compression.partition import bounds, owner_offset_of
+from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, InvalidStateError
-from ringdp.parallel import RingDP
 from tests.train.given_gradients import Formula, Given, hash_of, noise
 from tests.train.harness import run_ranks
 
@@ -24,9 +24,9 @@ SHAPES = {"large": (70, 41), "exact": (33,), "odd": (257,), "small": (5,), "othe
 EXACT = {"exact"}
 
 
-def wrap(model: torch.nn.Module, method: Any, exact: set[str] = EXACT, **options: Any) -> RingDP:
+def wrap(model: torch.nn.Module, reduction: Any, exact: set[str] = EXACT, **options: Any) -> RingDP:
     ours = RingDP(model, **options)
-    set_method(ours, method, exact)
+    set_reduction(ours, reduction, exact)
     return ours
 
 
@@ -34,11 +34,11 @@ def names_of(ours: RingDP) -> list[str]:
     return [name for name, _ in ours.module.named_parameters()]
 
 
-def set_method(ours: RingDP, method: Any, exact: set[str] = EXACT) -> None:
+def set_reduction(ours: RingDP, reduction: Any, exact: set[str] = EXACT) -> None:
     names = names_of(ours)
-    methods = [] if method is None else [method]
-    which = [-1 if name in exact or method is None else 0 for name in names]
-    ours.reducer.set_methods(methods, which, [turn_of(name) for name in names])
+    reductions = [] if reduction is None else [reduction]
+    which = [-1 if name in exact or reduction is None else 0 for name in names]
+    ours.reducer.set_reductions(reductions, which, [owner_offset_of(name) for name in names])
 
 
 def step(ours: RingDP, gradients: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor | None]:
@@ -64,7 +64,7 @@ def everywhere_the_same(tensors: dict[str, Tensor]) -> None:
 def native(codec: str, feedback: bool) -> None:
     """Several steps, buckets rebuilt after the first, in more than one bucket."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod(codec, feedback), bucket_cap_mb=0.004)
+    ours = wrap(Given(SHAPES), _C.CodecReduction(codec, feedback), bucket_cap_mb=0.004)
     formula = Formula(codec, world, feedback)
     for number in range(5):
         given = [noise(SHAPES, r, number) for r in range(world)]
@@ -102,7 +102,7 @@ def owners_remember(compression: str) -> None:
         result = step(ours, given[rank])["weight"]
         assert result is not None
         assert torch.equal(result.flatten(), formula.mean("weight", [one["weight"] for one in given]))
-    kept, edges = residuals(ours)["weight"], bounds(64 * 41, world, turn_of("weight"))
+    kept, edges = residuals(ours)["weight"], bounds(64 * 41, world, owner_offset_of("weight"))
     assert torch.equal(kept, formula.residuals[rank]["weight"])
     assert bool(kept[edges[rank] : edges[rank + 1]].any())
 
@@ -116,7 +116,7 @@ def dtypes(codec: str) -> None:
     """Gradients of other dtypes are cast in, and the mean is rounded once into .grad."""
     world, rank = dist.get_world_size(), dist.get_rank()
     others = {"large": torch.bfloat16, "odd": torch.float64, "other": torch.float16}
-    ours = wrap(Given(SHAPES, others), _C.NativeMethod(codec, True))
+    ours = wrap(Given(SHAPES, others), _C.CodecReduction(codec, True))
     formula = Formula(codec, world, True)
     for number in range(3):
         given = [
@@ -165,17 +165,17 @@ def test_reduce_dtype_rounds_once() -> None:
 def warming_up() -> None:
     """Not enabled: the exact mean, from the same buckets; residuals stay as they are."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    method = _C.NativeMethod("int4", True)
-    ours = wrap(Given(SHAPES), method)
+    reduction = _C.CodecReduction("int4", True)
+    ours = wrap(Given(SHAPES), reduction)
     formula = Formula("int4", world, True)
     for number in range(4):
-        method.enabled = number >= 2
+        reduction.enabled = number >= 2
         given = [noise(SHAPES, r, number) for r in range(world)]
         got = step(ours, given[rank])
         for name in SHAPES.keys() - EXACT:
             result = got[name]
             assert result is not None
-            if method.enabled:
+            if reduction.enabled:
                 assert torch.equal(result.flatten(), formula.mean(name, [one[name] for one in given]))
             else:
                 expected = (given[0][name] + given[1][name]) / 2
@@ -193,7 +193,7 @@ def overflow(where: str, rank_of_it: int, value: float, compressed: bool) -> Non
     """Seen by every rank in that step; residuals keep their bits; the next step is as if it had not been."""
     world, rank = dist.get_world_size(), dist.get_rank()
     exact = EXACT if compressed else EXACT | {where}
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True), exact, bucket_cap_mb=0.004)
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int4", True), exact, bucket_cap_mb=0.004)
     formula = Formula("int4", world, True)
     for number in range(4):
         given = [noise(SHAPES, r, number) for r in range(world)]
@@ -231,7 +231,7 @@ def test_one_overflow_is_seen_by_all_and_leaves_no_trace(where: str, rank: int, 
 def loss_scale(how: str) -> None:
     """Residuals are kept without the scale: it may change from step to step."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int4", True))
     formula = Formula("int4", world, True)
     for number, scale in enumerate([1.0, 1024.0, 2.0, 65536.0]):
         given = [{n: scale * g for n, g in noise(SHAPES, r, number).items()} for r in range(world)]
@@ -282,7 +282,7 @@ def test_exact_gradients_are_watched_where_it_is_asked_for() -> None:
 def unused() -> None:
     """`odd` on rank 0 only, `other` on no rank: its residual stays, and its .grad None."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True), find_unused_parameters=True, bucket_cap_mb=0.004)
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int4", True), find_unused_parameters=True, bucket_cap_mb=0.004)
     formula = Formula("int4", world, True)
     for number in range(4):
         given = [noise(SHAPES, r, number) for r in range(world)]
@@ -311,7 +311,7 @@ def test_parameters_without_gradient() -> None:
 def accumulated() -> None:
     """Under no_sync gradients add up exactly; the step that synchronises compresses the sum, once."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int4", True))
     formula = Formula("int4", world, True)
     for number in range(3):
         parts = [[noise(SHAPES, r, 10 * number + part) for r in range(world)] for part in range(3)]
@@ -334,7 +334,7 @@ def test_no_sync_compresses_once() -> None:
 def frozen() -> None:
     """A parameter is frozen for a step: the others' residuals and its own live on."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int4", True))
     formula = Formula("int4", world, True)
     for number in range(6):
         ours.module.get_parameter("odd").requires_grad_(number not in (2, 3))
@@ -356,7 +356,7 @@ def test_freezing_in_the_middle() -> None:
 def uneven(divide_by_all: bool) -> None:
     """Rank 1 runs out of input: it adds zeros, and its residual waits until it has input again."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int8", False))
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int8", False))
     formula = Formula("int8", world, False)
     counts = [4, 2, 4]
     results: list[dict[str, Tensor | None]] = []
@@ -381,7 +381,7 @@ def test_uneven_inputs(divide_by_all: bool) -> None:
 
 def uneven_with_feedback() -> None:
     rank = dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int4", True))
     kept: dict[str, Tensor] = {}
     with ours.join():
         for number in range(4 if rank == 0 else 2):
@@ -399,7 +399,7 @@ def test_a_rank_without_input_keeps_its_residuals() -> None:
 def in_many_ways(options: dict[str, Any]) -> None:
     """Whatever RingDP is told about gradients, the bits are the formula's."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True), bucket_cap_mb=0.004, **options)
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int4", True), bucket_cap_mb=0.004, **options)
     formula = Formula("int4", world, True)
     for number in range(4):
         given = [noise(SHAPES, r, number) for r in range(world)]
@@ -425,7 +425,7 @@ def large() -> None:
     shapes = {"huge": (1_100_000,), "image": (8, 6, 5, 5)}
     model = Given(shapes)
     model.get_parameter("image").data = model.get_parameter("image").data.to(memory_format=torch.channels_last)
-    ours = wrap(model, _C.NativeMethod("int8", True), set())
+    ours = wrap(model, _C.CodecReduction("int8", True), set())
     formula = Formula("int8", world, True)
     for number in range(3):
         given = [noise(shapes, r, number) for r in range(world)]
@@ -451,7 +451,7 @@ def test_large_gradients_and_memory_formats() -> None:
 def twice_through_one_graph() -> None:
     """retain_graph: the second backward accumulates on the mean of the first."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int4", True))
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int4", True))
     formula = Formula("int4", world, True)
     given = [noise(SHAPES, r, 0) for r in range(world)]
     loss = ours(given[rank])
@@ -469,20 +469,20 @@ def test_a_second_backward_without_zero_grad() -> None:
     run_ranks(twice_through_one_graph, world_size=2, backend="ring")
 
 
-# Changing methods.
+# Changing reductions.
 
 
 def change() -> None:
     """int8 becomes int4 for `odd` only: the others keep their residuals, it begins anew."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int8", True))
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int8", True))
     names = names_of(ours)
     formulas = dict.fromkeys(SHAPES, Formula("int8", world, True))
     for number in range(6):
         if number == 3:
-            methods = [_C.NativeMethod("int4", True), _C.NativeMethod("int8", True)]
+            reductions = [_C.CodecReduction("int4", True), _C.CodecReduction("int8", True)]
             which = [-1 if name in EXACT else 0 if name == "odd" else 1 for name in names]
-            ours.reducer.set_methods(methods, which, [turn_of(name) for name in names])
+            ours.reducer.set_reductions(reductions, which, [owner_offset_of(name) for name in names])
             formulas["odd"] = Formula("int4", world, True)
             assert set(residuals(ours)) == set(SHAPES) - EXACT - {"odd"}
         given = [noise(SHAPES, r, number) for r in range(world)]
@@ -492,7 +492,7 @@ def change() -> None:
             assert result is not None
             mean = formulas[name].mean(name, [one[name] for one in given])
             assert torch.equal(result.flatten(), mean), (number, name)
-    set_method(ours, None)
+    set_reduction(ours, None)
     assert residuals(ours) == {}
     assert torch.equal(step(ours, noise(SHAPES, 0, 0))["odd"], noise(SHAPES, 0, 0)["odd"])  # type: ignore[arg-type]
 
@@ -502,13 +502,13 @@ def test_methods_change_between_steps() -> None:
 
 
 def refusals() -> None:
-    method = _C.NativeMethod("int8", False)
+    reduction = _C.CodecReduction("int8", False)
     ours = RingDP(Given(SHAPES))
     output = ours(noise(SHAPES, 0, 0))
     with pytest.raises(InvalidStateError, match="between a forward and its backward"):
-        set_method(ours, method)
+        set_reduction(ours, reduction)
     del output
-    set_method(ours, method)  # that forward has no graph any more
+    set_reduction(ours, reduction)  # that forward has no graph any more
     with pytest.raises(InvalidStateError, match="communication hook and compression"):
         ours.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(InvalidArgumentError, match="of 3 elements for parameter large, which has 2870"):
@@ -516,9 +516,9 @@ def refusals() -> None:
     hooked = RingDP(Given(SHAPES))
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(InvalidStateError, match="communication hook and compression"):
-        set_method(hooked, method)
-    with pytest.raises(InvalidArgumentError, match="one method and one turn for each of 5 parameters"):
-        ours.reducer.set_methods([method], [0], [0])
+        set_reduction(hooked, reduction)
+    with pytest.raises(InvalidArgumentError, match="one reduction and one owner offset for each of 5 parameters"):
+        ours.reducer.set_reductions([reduction], [0], [0])
 
 
 def test_what_is_refused() -> None:
@@ -527,14 +527,14 @@ def test_what_is_refused() -> None:
 
 def other_backend() -> None:
     with pytest.raises(InvalidArgumentError, match=r"codec int8 for parameter large needs the backend ring.*gloo"):
-        wrap(Given(SHAPES), _C.NativeMethod("int8", False))
+        wrap(Given(SHAPES), _C.CodecReduction("int8", False))
 
 
 def test_codecs_need_ring() -> None:
     run_ranks(other_backend, world_size=2, backend="gloo")
 
 
-# Hooks as methods.
+# Hooks as reductions.
 
 
 class Halving:
@@ -564,7 +564,7 @@ def halved_sum(state: Halving, bucket: GradBucket) -> torch.futures.Future[Tenso
 def by_hook(finite: bool | None) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     state = Halving(finite)
-    ours = wrap(Given(SHAPES, {"odd": torch.float16}), _C.PythonMethod(state, halved_sum), bucket_cap_mb=0.004)
+    ours = wrap(Given(SHAPES, {"odd": torch.float16}), _C.PythonReduction(state, halved_sum), bucket_cap_mb=0.004)
     for number in range(3):
         given = [noise(SHAPES, r, number) for r in range(world)]
         given[0]["odd"] = given[0]["odd"].half()
@@ -594,16 +594,16 @@ def test_a_hook_reduces_its_own_buckets(backend: str, finite: bool | None) -> No
 
 
 def figures() -> None:
-    ours = wrap(Given(SHAPES), _C.NativeMethod("int8", True))
+    ours = wrap(Given(SHAPES), _C.CodecReduction("int8", True))
     for number in range(2):
         step(ours, noise(SHAPES, dist.get_rank(), number))
     rows = ours.reducer.bucket_rows()
-    coded = [row for row in rows if row["method"] == 0]
+    coded = [row for row in rows if row["reduction"] == 0]
     numels = [math.prod(shape) for name, shape in SHAPES.items() if name not in EXACT]
     assert sum(row["numel"] for row in coded) == sum(numels)
     assert sum(row["bytes_before"] for row in coded) == 4 * sum(numels)
     assert sum(row["bytes_after"] for row in coded) == sum(numel + 4 * -(-numel // 256) for numel in numels)
-    assert all(row["bytes_after"] == row["bytes_before"] for row in rows if row["method"] == -1)
+    assert all(row["bytes_after"] == row["bytes_before"] for row in rows if row["reduction"] == -1)
     assert all(0 < row["seconds"] < 10 and 0 <= row["exposed_s"] < 10 for row in rows)
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parametrize("backend", backends())
 
 
 def wrappers() -> list[Any]:
-    from ringdp.parallel import RingDP
+    from ringdp.ddp.wrapper import RingDP
 
     return [DistributedDataParallel, RingDP]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp.parallel import RingDP
-from ringdp.sync_batch_norm import SyncBatchNorm
+from ringdp.ddp.sync_batch_norm import SyncBatchNorm
+from ringdp.ddp.wrapper import RingDP
 from tests.train.harness import backends, run_ranks
 
 pytestmark = pytest.mark.parametrize("backend", backends())

@@ -8,11 +8,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import os
 import pickle
-import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +20,10 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import _C
 from ringdp.amp import GradScaler
+from ringdp.compression.parameters import model_parameters
+from ringdp.ddp.loss_scale import LossScale
+from ringdp.ddp.overflow import Overflow, ReducedGradients
 from ringdp.errors import GradientOverflowError
-from ringdp.loss_scale import LossScale
-from ringdp.reduced_gradients import Overflow, ReducedGradients
 
 CHECK = "aten::_amp_foreach_non_finite_check_and_unscale_"
 
@@ -48,8 +46,8 @@ class Wrapper:
         )
         self.process_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
         self._join_config = SimpleNamespace(enable=True)  # nobody to ask
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        self.reduced = ReducedGradients(self, parameters, names)  # type: ignore[arg-type]
+        self._watched = model_parameters(model)
+        self.reduced = ReducedGradients(self)
 
     def _reduced(self) -> None:
         self.steps += 1
@@ -81,23 +79,6 @@ def operations(call: Callable[[], Any]) -> set[str]:
 
 def overflow(net: nn.Module) -> None:
     gradients(net)[0].view(-1)[1] = math.inf
-
-
-# What docs/amp.md shows.
-
-
-def test_the_documents_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "RINGDP_")
-    for name in [name for name in os.environ if name.startswith(launcher)]:
-        monkeypatch.delenv(name)
-    page = (Path(__file__).resolve().parents[2] / "docs" / "amp.md").read_text()
-    (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        exec(compile(snippet, "docs/amp.md", "exec"), names)
-        assert names["scaler"].get_scale() <= 2.0**16
-    finally:
-        ringdp.shutdown()
 
 
 # State.

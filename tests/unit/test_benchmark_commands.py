@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # the tools are scripts: they find
 
 import allreduce  # noqa: E402
 import auto_compression  # noqa: E402
+import checksum  # noqa: E402
 import compression_plots  # noqa: E402
 import compression_quality  # noqa: E402
 import hosts  # noqa: E402
@@ -27,6 +28,7 @@ import memory  # noqa: E402
 import plots  # noqa: E402
 import reducer  # noqa: E402
 import selection  # noqa: E402
+import startup  # noqa: E402
 import step  # noqa: E402
 import strangers  # noqa: E402
 import time_to_loss  # noqa: E402
@@ -35,6 +37,7 @@ import tune  # noqa: E402
 TOOLS = (
     allreduce,
     auto_compression,
+    checksum,
     compression_plots,
     compression_quality,
     hosts,
@@ -43,13 +46,14 @@ TOOLS = (
     plots,
     reducer,
     selection,
+    startup,
     step,
     strangers,
     time_to_loss,
     tune,
 )
 PARSERS = {f"{tool.__name__}.py": tool.parse for tool in TOOLS}
-DOCUMENTS = {"README.md": 3, "docs/benchmarks.md": 3, "docs/compression.md": 0, "docs/compression_measured.md": 3}
+DOCUMENTS = {"docs/lab/benchmarks.md": 3, "docs/how-to/compression.md": 0, "docs/lab/compression_measured.md": 3}
 """And how many commands of benchmarks each has at least."""
 
 
@@ -68,6 +72,11 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("time_to_loss.py", "--modes bare", "'bare' is not known"),
         ("step.py", "--modes nonsense", "'nonsense' is not known: choose from bare,"),
         ("compression_quality.py", "gpt --methods nonsense", "'nonsense' is not known: choose from exact;"),
+        ("checksum.py", "--meetings 1", "at least two meetings"),
+        ("checksum.py", "--sizes 6", "positive multiple of 4"),
+        ("checksum.py", "--ranks 1", "at least two are needed"),
+        ("startup.py", "--ranks 2,0", "at least one is needed"),
+        ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
         ("selection.py", "--numel 0", "at least one element"),
         ("selection.py", "--rounds 0", "one round"),
         ("selection.py", "--fraction nan", "above 0 and at most 1"),

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -226,19 +227,19 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_%s() { return
 @pytest.fixture
 def small_project(tmp_path: Path) -> Path:
     """The real setup.py over three small sources that compile in a second."""
-    for name in ("setup.py", "pyproject.toml", "tools/cuda_toolkit.py", "tools/toolchain.py"):
+    for name in ("setup.py", "pyproject.toml", "tools/cuda_toolkit.py", "tools/toolchain.py", "tools/unity.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "README.md").touch()
     (tmp_path / "ringdp" / "csrc" / "base").mkdir(parents=True)
-    (tmp_path / "ringdp" / "csrc" / "torch").mkdir()
+    (tmp_path / "ringdp" / "csrc" / "torch" / "bindings").mkdir(parents=True)
     (tmp_path / "ringdp" / "__init__.py").touch()
     csrc = tmp_path / "ringdp" / "csrc"
     (csrc / "base" / "number.h").write_text("#pragma once\n#define NUMBER 1\nnamespace ringdp { int number(); }\n")
     (csrc / "base" / "number.cpp").write_text('#include "base/number.h"\nint ringdp::number() { return NUMBER; }\n')
     (csrc / "base" / "alone.cpp").write_text("namespace ringdp { int alone() { return 0; } }\n")
     (csrc / "core_module.cpp").write_text(MODULE % ("_core", "_core"))
-    (csrc / "torch" / "bindings.cpp").write_text(MODULE % ("_C", "_C"))
+    (csrc / "torch" / "bindings" / "bindings.cpp").write_text(MODULE % ("_C", "_C"))
     return tmp_path
 
 
@@ -260,8 +261,8 @@ def test_only_what_changed_is_built_again(small_project: Path) -> None:
         pytest.skip("ninja is not installed (pip install ninja)")
     csrc = small_project / "ringdp" / "csrc"
 
-    def build() -> str:
-        done = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=small_project)
+    def build(unity: str = "0") -> str:
+        done = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=small_project, RINGDP_UNITY=unity)
         assert done.returncode == 0, done.stdout
         return done.stdout
 
@@ -282,6 +283,13 @@ def test_only_what_changed_is_built_again(small_project: Path) -> None:
     assert compiled(last) == []
     assert last.count("-shared") == 2, "both modules are linked again, without the source that is gone"
     assert "alone.o" not in last
+
+    together = ["base.cpp", "core_module.cpp", "torch_backend.cpp"]
+    assert compiled(build(unity="1")) == [name for name in together if name != "core_module.cpp"]
+    assert answers(small_project) == "2 2"
+    header.write_text(header.read_text().replace("NUMBER 2", "NUMBER 3"))
+    assert compiled(build(unity="1")) == together
+    assert answers(small_project) == "3 3"
 
     (csrc / "base" / "number.cpp").write_text("int ringdp::number() { return nothing; }\n")
     done = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=small_project)
@@ -328,7 +336,7 @@ def set_up(tmp_path: Path) -> Callable[..., list[str | Path]]:
     """The command of the real tools/environment.py over a setup.py that only counts its calls and takes its time."""
     (tmp_path / "ringdp" / "csrc").mkdir(parents=True)
     (tmp_path / "tools").mkdir()
-    for name in ("environment.py", "cuda_toolkit.py", "toolchain.py"):
+    for name in ("environment.py", "cuda_toolkit.py", "toolchain.py", "unity.py"):
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "ringdp" / "csrc" / "a.cpp").touch()
@@ -412,3 +420,28 @@ def test_a_venv_that_is_made_anew_gets_ringdp_again(monkeypatch: pytest.MonkeyPa
     environment.VENV_STAMP.unlink()
     environment.build(here)
     assert done == ["compiled", "installed", "installed"]
+
+
+@pytest.mark.parametrize("version, warned", [("2.15.1", False), ("2.16.0+cpu", True), ("3.0.0.dev2", True)])
+def test_a_torch_newer_than_tested_is_told_once(version: str, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build, "_torch_version", lambda: version)
+    monkeypatch.setattr(_build, "_build_info", lambda: SimpleNamespace(PYTHON_TAG="", TORCH_VERSION=version))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ImportError, match="was built for"):
+            _build.check()
+    expected = [f"ringdp was tested with torch up to 2.15 and this is torch {version}"] if warned else []
+    assert [str(one.message) for one in caught] == expected
+
+
+@pytest.mark.parametrize("version", ["2.15", "newest", "2.15.0+cpu"])
+def test_a_release_of_torch_that_is_none_is_refused_before_anything_is_made(version: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "environment.py"), "--torch", version],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"TORCH={version} is not a release of torch: write it as 2.15.0" in done.stderr
+    assert not list(ROOT.glob(f".venv-torch-{version}*"))

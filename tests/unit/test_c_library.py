@@ -201,7 +201,7 @@ def test_names_belong_to_one_library(tmp_path: Path) -> None:
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"nowhere\.so cannot be used: No such file or directory"):
         load(tmp_path / "nowhere.so")
-    with pytest.raises(InvalidArgumentError, match="cannot be used: it is no file"):
+    with pytest.raises(InvalidArgumentError, match="cannot be used: it is not a file"):
         load(tmp_path)
     text = tmp_path / "text.so"
     text.write_text("int main;")

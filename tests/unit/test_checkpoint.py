@@ -132,7 +132,7 @@ def test_what_is_no_checkpoint_is_left_out_by_name(
     for name in (bomb, empty, packed, foreign):
         assert sum(name in record.message for record in caplog.records) == 1, name
     assert "Unsupported" in caplog.text
-    assert "no checkpoint of format" in caplog.text
+    assert "not a ringdp checkpoint of format" in caplog.text
     assert not Path("it-ran").exists()
     next(folder.glob("*1.*")).write_bytes(b"torn")
     with pytest.raises(InvalidArgumentError, match=r"none of the 5 checkpoints in .* is whole: move them away"):
@@ -199,6 +199,7 @@ def test_a_full_disk_and_other_failures_are_known_to_all_ranks(backend: str, tmp
     assert results[1][1] == "ringdp.checkpoint.save: this rank is at step 4, rank 0 at 3"
     assert "MismatchError: ringdp.checkpoint.save failed on rank 1: own holds something" in results[0][2]
     assert "InvalidArgumentError: own holds something" in results[1][2]
+    assert "InvalidArgumentError: shared holds something that torch.save cannot write" in results[0][3]
     assert "Can't pickle" in results[0][3]
     assert "MismatchError: ringdp.checkpoint.save failed on rank 0:" in results[1][3]
     assert steps(tmp_path) == [1, 2]
@@ -206,11 +207,16 @@ def test_a_full_disk_and_other_failures_are_known_to_all_ranks(backend: str, tmp
 
 
 @pytest.mark.usefixtures("alone")
-def test_other_numbers_of_ranks_get_what_is_shared(tmp_path: Path) -> None:
+def test_other_numbers_of_ranks_get_what_is_shared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_ranks(write_and_read, tmp_path, world_size=3)
     found = checkpoint.load(tmp_path)
     assert found is not None
     assert (found.shared["text"], found.own, found.world_size) == ("at 3", None, 3)
+    [line] = caplog.messages
+    assert "was saved by 3 ranks and these are 1: no rank gets the state that each rank kept for itself" in line
+    before = torch.get_rng_state()
+    checkpoint.set_rng_state(found.own)
+    assert torch.get_rng_state().equal(before)
 
 
 def test_random_generators_go_on_where_they_were() -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import Bfloat16, Compressor, Float16, Info, Int4, Int5, Int6, Int8, NormalFloat4, native
+from ringdp.compression import Compressor, Info, Int4, Int5, Int6, Int8, NormalFloat4
+from ringdp.compression.codecs import native
 from ringdp.errors import InvalidArgumentError
+from tests.registries import CODEC_COMPRESSORS, CODEC_SPECS
 
 SIZES = (1, 2, 31, 32, 33, 63, 64, 65, 96, 127, 255, 256, 257, 300, 511, 512, 1021, 5000)
-CODECS: dict[str, Any] = {"float16": Float16(), "bfloat16": Bfloat16()}
-CODECS |= {it.codec: it for it in (Int8(), Int6(), Int5(), Int4(), NormalFloat4())}
 OTHER_BLOCKS = [Int8(block=1), Int8(block=100), Int8(block=1024), Int4(block=2), Int4(block=32), Int4(block=256)]
 OTHER_BLOCKS += [Int5(block=8), Int6(block=104), NormalFloat4(block=32)]
 
@@ -63,21 +63,23 @@ def there_and_back(compressor: Compressor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(native.extension() is None, reason="the extension has no codecs")
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", CODEC_COMPRESSORS)
 def test_torch_operations_give_the_bits_of_the_core(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, core = CODECS[name], native.extension()
+    from ringdp import _C
+
+    codec = CODEC_COMPRESSORS[name]
     monkeypatch.setattr(native, "extension", lambda: None)
     for n in SIZES:
         for kind, make in KINDS.items():
             x = make(n)
             (code,) = codec.compress(x, info_of(x))
-            assert torch.equal(code, core.codec_compress(name, x)), (kind, n)
-            decoded, expected = codec.decompress((code,), info_of(x)), core.codec_decompress(name, code, n)
+            assert torch.equal(code, _C.codec_compress(name, x)), (kind, n)
+            decoded, expected = codec.decompress((code,), info_of(x)), _C.codec_decompress(name, code, n)
             assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32)), (kind, n)
 
 
 @pytest.mark.usefixtures("by_torch")
-@pytest.mark.parametrize("compressor", [*CODECS.values(), *OTHER_BLOCKS], ids=repr)
+@pytest.mark.parametrize("compressor", [*CODEC_COMPRESSORS.values(), *OTHER_BLOCKS], ids=repr)
 def test_the_code_is_as_long_as_it_says_and_what_is_not_finite_stays_so(compressor: Any) -> None:
     for n in SIZES:
         for kind, make in KINDS.items():
@@ -147,7 +149,7 @@ def test_layout_is_scale_plane_then_code_plane() -> None:
 
 @pytest.mark.usefixtures("by_torch")
 def test_a_payload_of_another_length_is_refused_by_name() -> None:
-    for compressor in CODECS.values():
+    for compressor in CODEC_COMPRESSORS.values():
         info = Info(name="head.weight", shape=(10,), numel=10)
         for wrong in (torch.zeros(9, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)):
             with pytest.raises(InvalidArgumentError, match=r"10 elements of head\.weight"):
@@ -159,9 +161,8 @@ def test_a_payload_of_another_length_is_refused_by_name() -> None:
 def test_the_core_serves_where_it_does_the_very_same() -> None:
     from ringdp.compression import EF21
 
-    assert (Int8().native, Int8(error_feedback=True).native, Int4().native) == ("int8", "int8", "int4")
-    assert (Int6().native, Int5().native, NormalFloat4().native) == ("int6", "int5", "nf4")
+    assert {codec: one.native for codec, one in CODEC_COMPRESSORS.items()} == {name: name for name in CODEC_SPECS}
+    assert (Int8().native, Int8(error_feedback=True).native) == ("int8", "int8")
     assert Int6(block=32).native is None
-    assert (Float16().native, Bfloat16().native) == ("float16", "bfloat16")
     assert Int8(block=128).native is None
     assert Int4(error_feedback=EF21()).native is None

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import Int8, PowerSGD, RandomK, TopK
-from ringdp.compression.exchange import AllGather, AllReduce, Coder, Exchange, Layout, Place, States
+from ringdp.compression import Int8, PowerSGD, RandomK, TopK, names
+from ringdp.compression.exchange import AllGather, AllReduce, BucketSlice, Coder, Exchange, Layout, States
 from ringdp.errors import MismatchError
-from ringdp.testing.simulation import answers
+from ringdp.testing.simulation import answers, simulate
 from tests.train.compressed import Large, LargeGathered, Rounded, Steps
 
 COUNT = 3000
@@ -28,7 +28,7 @@ def started(
     around = [torch.randn(COUNT + 2 * GUARD, generator=generator) for _ in range(ranks)]
     exchanges = []
     for rank, buffer in enumerate(around):
-        layout = Layout([Place(name, (COUNT,), 0, COUNT, compressor)], ranks, torch.device("cpu"))
+        layout = Layout([BucketSlice(name, (COUNT,), 0, COUNT, compressor)], ranks, torch.device("cpu"))
         bucket = buffer[GUARD : GUARD + COUNT]
         coder = Coder(States(), rank, ranks, steps[rank] if steps else 0, loaded=rank == loaded)
         exchanges.append(layout.average(bucket, coder, ranks))
@@ -68,6 +68,24 @@ def test_untouched_they_end_and_leave_what_is_around_alone(compressor: Any) -> N
         assert torch.equal(one[:GUARD], other[:GUARD])
         assert torch.equal(one[-GUARD:], other[-GUARD:])
         assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [*(name for name in names() if name != "auto"), Large(), LargeGathered(), Rounded()],
+    ids=lambda it: it if isinstance(it, str) else type(it).__name__,
+)
+def test_parameters_of_no_element_or_one_alone_in_their_bucket(
+    compressor: Any, shape: tuple[int, ...], ranks: int
+) -> None:
+    gradients = [[torch.full(shape, 1.0 + step)] * ranks for step in range(2)]
+    for step, mean in enumerate(simulate(compressor, gradients).means):
+        assert mean.shape == shape
+        if isinstance(compressor, str):
+            wanted = 1.0 if compressor == "signsgd" and ranks > 1 else 1.0 + step
+            torch.testing.assert_close(mean, torch.full(shape, wanted), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("length", [-1, 2**40, 2**62, -(2**63)])

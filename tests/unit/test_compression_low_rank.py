@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import PowerSGD, TopK, low_rank, native
-from ringdp.compression.exchange import Coder, Key, Layout, Place, Section, States
+from ringdp.compression import PowerSGD, TopK
+from ringdp.compression.codecs import native
+from ringdp.compression.exchange import BucketSlice, Coder, Key, Layout, Section, States
 from ringdp.compression.exchange.local import there_and_back
+from ringdp.compression.methods import low_rank
 from ringdp.testing import check_compressor, simulate
 from ringdp.testing.simulation import together
 
@@ -140,7 +142,7 @@ def test_measuring_changes_no_input() -> None:
 @pytest.mark.parametrize("compressor", [PowerSGD(2), TopK(0.1)], ids=str)
 def test_two_residuals_take_turns_and_an_overflow_keeps_the_one_that_counts(compressor: Any) -> None:
     states = [States(), States()]
-    layouts = [Layout([Place("w", (40, 30), 0, 1200, compressor)], 2, torch.device("cpu")) for _ in range(2)]
+    layouts = [Layout([BucketSlice("w", (40, 30), 0, 1200, compressor)], 2, torch.device("cpu")) for _ in range(2)]
     key = Key("w", "feedback", "rank", 0)
     seen = []
     for step, finite in enumerate([True, True, False, True, True]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from ringdp.compression import (
     TernGrad,
     get,
 )
-from ringdp.compression.bits import pack, packed_bytes, unpack
+from ringdp.compression.codecs import blocks
+from ringdp.compression.codecs.bits import pack, packed_bytes, unpack
 from ringdp.compression.exchange import Section
 from ringdp.compression.exchange.local import there_and_back
 from ringdp.errors import InvalidArgumentError, RingError
@@ -284,3 +286,29 @@ def test_a_rank_that_breaks_down_between_rounds_ends_the_step_on_all() -> None:
 def test_rounds_need_a_method() -> None:
     with pytest.raises(InvalidArgumentError, match="no method average"):
         get(type("Half", (), {"aggregate": "rounds"})())
+
+
+@pytest.mark.parametrize("count", [blocks.PIECE - 1, blocks.PIECE, 2 * blocks.PIECE + 333])
+@pytest.mark.parametrize(
+    "compressor",
+    [Sign(), Sign(block=8), QSGD(), QSGD(bits=2, block=37), QSGD(bits=8, block=1000, error_feedback=True), TernGrad()],
+    ids=str,
+)
+def test_pieces_change_no_bit(compressor: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(count, generator=torch.Generator().manual_seed(3))
+    x[count // 2] = torch.inf
+    info = functools.partial(Info, name="w", shape=(count,), numel=count, step=4, rank=1, world_size=2)
+    (code,) = compressor.compress(x, info())
+    decoded = compressor.decompress((code,), info())
+    monkeypatch.setattr(blocks, "PIECE", 1 << 30)
+    (whole,) = compressor.compress(x, info())
+    assert torch.equal(code, whole)
+    assert torch.equal(decoded.view(torch.int32), compressor.decompress((code,), info()).view(torch.int32))
+
+
+def test_votes_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 2 * blocks.PIECE + 333
+    gradients = [torch.randn(count, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    mean = simulate("signsgd", gradients).mean
+    monkeypatch.setattr(blocks, "PIECE", 1 << 30)
+    assert torch.equal(mean, simulate("signsgd", gradients).mean)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import Info, Int4, Int6, Int8, native, rotation
+from ringdp.compression import Info, Int4, Int6, Int8
+from ringdp.compression.codecs import native, rotation
 from ringdp.compression.exchange import Section
 from ringdp.compression.exchange.local import there_and_back
 from ringdp.testing import check_compressor, simulate

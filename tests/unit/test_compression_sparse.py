@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import DGC, Info, PowerSGD, TopK, native, sparse
-from ringdp.compression.exchange import Key, Place
+from ringdp.compression import DGC, Info, PowerSGD, TopK
+from ringdp.compression.codecs import native
+from ringdp.compression.exchange import BucketSlice, Key
+from ringdp.compression.methods import sparse
 from ringdp.testing import check_compressor, simulate
 
 needs_core = pytest.mark.skipif(not native.serves(torch.zeros(1)), reason="ringdp is not built (make build)")
@@ -250,7 +252,7 @@ def test_the_loss_scale_changes_nothing_in_rounds_either() -> None:
 def test_what_the_owner_rounds_off_is_owed() -> None:
     x = [torch.full((600,), 1 / 3), torch.full((600,), 1e-4)]
     done = simulate(TopK(1.0), x)
-    section = Place("simulated", (600,), 0, 600, TopK(1.0)).section(2, torch.device("cpu"))
+    section = BucketSlice("simulated", (600,), 0, 600, TopK(1.0)).section(2, torch.device("cpu"))
     assert section is not None
     owed = torch.zeros(600)
     for states in done.states:

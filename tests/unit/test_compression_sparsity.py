@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ringdp.compression import DGC, EF21, Int4, RandomK, TopK
-from ringdp.compression.exchange import Coder, Layout, Place, Sparsity, States, Tally
-from ringdp.compression_quality import expected_residual
+from ringdp.compression.exchange import BucketSlice, Coder, Layout, Sparsity, States, Tally
+from ringdp.ddp.compression.quality import expected_residual
 from ringdp.testing.simulation import together
 
 PART = 1024  # elements, of which a hundredth are ten
@@ -43,7 +43,7 @@ class Rank:
     def __init__(self, rank: int, ranks: int, compressor: Any, numel: int) -> None:
         self.states, self.tally = States(), Tally()
         self._rank, self._ranks, self._step = rank, ranks, 0
-        self._layout = Layout([Place("w", (numel,), 0, numel, compressor)], ranks, torch.device("cpu"))
+        self._layout = Layout([BucketSlice("w", (numel,), 0, numel, compressor)], ranks, torch.device("cpu"))
 
     def begin(self, gradient: Tensor, factor: float) -> Any:
         self.tally.begin()

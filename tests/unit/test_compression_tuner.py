@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ringdp.compression_tuner import EXACT, Bucket, Costs, Line, Step, Tuner, in_words, proposal
+from ringdp.ddp.compression.tuner import EXACT, Bucket, Line, LinkCosts, Step, Tuner, format_choice, proposal
 
 NEAR = ("bf16", "int8")
 BITS = {EXACT: 32.0, "bf16": 16.0, "int8": 8.13, "int4": 4.25, "topk": 0.5}
@@ -56,7 +56,7 @@ def drive(tuner: Tuner, world: World, windows: int, steps: int = 8) -> float:
         tuner.window(step, steps)
         if tuner.wants_probe:
             total += world.probe_s(tuner.levels)
-            tuner.measured(Costs(world.lines()), world.probe_s(tuner.levels))
+            tuner.measured(LinkCosts(world.lines()), world.probe_s(tuner.levels))
     return total
 
 
@@ -146,7 +146,7 @@ def test_measuring_links_takes_little_of_a_run() -> None:
         tuner.window(world.step(tuner.choice), 8)
         if tuner.wants_probe:
             probes += 1
-            tuner.measured(Costs(world.lines()), world.probe_s(NEAR))
+            tuner.measured(LinkCosts(world.lines()), world.probe_s(NEAR))
     spent = probes * world.probe_s(NEAR)
     assert spent <= 0.012 * 200 * 8 * world.step(tuner.choice).seconds
 
@@ -167,7 +167,7 @@ def test_buckets_that_are_not_free_stay_as_they_are() -> None:
     step = world.step((EXACT,) * 10)
     buckets = tuple(Bucket(b.numel, b.launched_s, free=i != 3) for i, b in enumerate(step.buckets))
     step = Step(step.seconds, step.exposed_s, step.computed_s, buckets)
-    found, promise = proposal(step, Costs(world.lines()), NEAR, (EXACT,) * 10)
+    found, promise = proposal(step, LinkCosts(world.lines()), NEAR, (EXACT,) * 10)
     assert found[3] == EXACT
     assert found[4] == "int8"
     assert promise < step.seconds
@@ -176,8 +176,8 @@ def test_buckets_that_are_not_free_stay_as_they_are() -> None:
 def test_coding_on_busy_cores_counts() -> None:
     world = World(gbit=3, compute_s=0.1)
     step = world.step((EXACT,) * 10)
-    idle, _ = proposal(step, Costs(world.lines()), NEAR, (EXACT,) * 10)
-    busy, _ = proposal(step, Costs(world.lines(), {"bf16": 50e-9, "int8": 50e-9}), NEAR, (EXACT,) * 10)
+    idle, _ = proposal(step, LinkCosts(world.lines()), NEAR, (EXACT,) * 10)
+    busy, _ = proposal(step, LinkCosts(world.lines(), {"bf16": 50e-9, "int8": 50e-9}), NEAR, (EXACT,) * 10)
     assert set(idle) != {EXACT}
     assert set(busy) == {EXACT}
 
@@ -187,8 +187,8 @@ def test_reasons_are_one_line_with_numbers() -> None:
     tuner = tuner_for(NEAR, world)
     tuner.window(world.step(tuner.choice), 8)
     assert tuner.wants_probe
-    tuner.measured(Costs(world.lines()), 0.01)
+    tuner.measured(LinkCosts(world.lines()), 0.01)
     assert "\n" not in tuner.reason
     assert "int8" in tuner.reason
     assert "1.00 Gbit/s" in tuner.reason
-    assert in_words((EXACT, EXACT)) == "exact for all buckets"
+    assert format_choice((EXACT, EXACT)) == "exact for all buckets"

@@ -7,12 +7,17 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ringdp import config, launchers
+from ringdp import config
 from ringdp.config import LaunchEnvironment, RingConfig
 from ringdp.errors import InvalidArgumentError, SystemResourceError
+from ringdp.job.launchers import hydra
+from tests.helpers import need
+
+core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
 
 SECRET = bytes(range(32))
 TORCHRUN = {
@@ -63,6 +68,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "RINGDP_ADVERTISE": "203.0.113.7",
             "RINGDP_PORT_RANGE": "29600-29699",
             "RINGDP_TRANSPORT": "TCP",
+            "RINGDP_CHECKSUM": "1",
+            "RINGDP_FULL_MESH_RANKS": "64",
             "RINGDP_RATE": "1gbit",
             "RINGDP_SPIN_US": "0",
             "RINGDP_CONNECT_TIMEOUT": "2.5",
@@ -81,6 +88,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "advertise": "203.0.113.7",
         "port_range": (29600, 29699),
         "transport": "tcp",
+        "checksum": True,
+        "full_mesh_ranks": 64,
         "rate_bytes_per_s": 125_000_000,
         "spin_us": 0,
         "connect_timeout_ms": 2500,
@@ -175,6 +184,11 @@ def test_rate_forms(text: str, bytes_per_s: int) -> None:
         ("RINGDP_RATE", "1bit"),
         ("RINGDP_RATE", "infbit"),
         ("RINGDP_RATE", "99999gbit"),
+        ("RINGDP_CHECKSUM", "yes"),
+        ("RINGDP_CHECKSUM", "2"),
+        ("RINGDP_CHECKSUM", "-1"),
+        ("RINGDP_FULL_MESH_RANKS", "0"),
+        ("RINGDP_FULL_MESH_RANKS", "few"),
         ("RINGDP_PORT_RANGE", "many"),
         ("RINGDP_PORT_RANGE", "9-3"),
         ("RINGDP_PORT_RANGE", "0-3"),
@@ -197,6 +211,21 @@ def test_rate_forms(text: str, bytes_per_s: int) -> None:
 def test_an_impossible_value_names_its_variable(variable: str, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=variable):
         RingConfig.from_environment({variable: text})
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("0", False), (" ", config.CHECKSUM_BY_DEFAULT)])
+def test_checksums_are_on_off_or_what_they_are_by_default(text: str, on: bool) -> None:
+    assert RingConfig.from_environment({"RINGDP_CHECKSUM": text}).checksum is on
+
+
+def test_the_transports_are_those_of_the_core() -> None:
+    names = [it["name"] for it in core.registered_transports()]
+    assert [RingConfig(transport=name).transport for name in names] == names
+    with pytest.raises(InvalidArgumentError, match=f"one of auto, {', '.join(names)}, not 'pigeon'"):
+        RingConfig(transport="pigeon")
+    with pytest.raises(InvalidArgumentError, match=r"must be auto, .* or .*, not 'pigeon'") as refused:
+        core.Runtime(core.MemoryStore(), 0, 1, transport="pigeon")
+    assert all(name in str(refused.value) for name in names)
 
 
 def test_fields_given_in_code_are_checked_too() -> None:
@@ -383,13 +412,13 @@ def test_srun_without_the_number_of_tasks_of_the_step() -> None:
 
 
 def test_hydra_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "_ancestors", lambda _: iter([(12, "sh"), (11, "hydra_pmi_proxy"), (10, "mpiexec")]))
+    monkeypatch.setattr(hydra, "_ancestors", lambda _: iter([(12, "sh"), (11, "hydra_pmi_proxy"), (10, "mpiexec")]))
     place = LaunchEnvironment.read(HYDRA)
     assert place is not None
     assert (place.launcher, place.rank, place.world_size) == ("mpiexec", 1, 2)
     assert (place.local_rank, place.local_world_size) == (1, 2)
     assert place.init_method.startswith("tcp://127.0.0.1:")
-    monkeypatch.setattr(launchers, "_ancestors", lambda _: iter([]))
+    monkeypatch.setattr(hydra, "_ancestors", lambda _: iter([]))
     with pytest.raises(InvalidArgumentError, match="MASTER_PORT is not set: pass -genv MASTER_ADDR"):
         LaunchEnvironment.read(HYDRA)
 
@@ -404,10 +433,10 @@ def test_hydra_on_several_hosts_is_told_the_meeting_point() -> None:
 
 
 def test_the_ancestors_of_a_process() -> None:
-    found = list(launchers._ancestors(os.getpid()))
+    found = list(hydra._ancestors(os.getpid()))
     assert found[0][0] == os.getppid()
     assert all(name for _, name in found)
-    assert list(launchers._ancestors(2**30)) == []
+    assert list(hydra._ancestors(2**30)) == []
 
 
 def test_host_identity_is_stable_and_tells_names_apart() -> None:

@@ -66,7 +66,12 @@ def test_buffers_that_cannot_be_written_or_are_not_flat(alone: Any) -> None:
 
 @pytest.mark.parametrize(
     ("members", "words"),
-    (([1], "no rank of 1"), ([0, -1], "no rank of 1"), ([0, 0], "twice"), ([], "not a member")),
+    (
+        ([1], "is out of range: the job has 1 rank"),
+        ([0, -1], "is out of range: the job has 1 rank"),
+        ([0, 0], "twice"),
+        ([], "not a member"),
+    ),
 )
 def test_groups_that_cannot_be(members: list[int], words: str) -> None:
     runtime = core.Runtime(core.MemoryStore(), 0, 1)

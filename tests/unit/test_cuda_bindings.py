@@ -43,4 +43,4 @@ def test_the_benchmark_of_the_kernels_says_that_it_needs_a_gpu() -> None:
         [sys.executable, str(BENCHMARK), "--elements", "many"], capture_output=True, text=True, timeout=60, check=False
     )
     assert wrong.returncode == 2
-    assert "'many' is no number of elements" in wrong.stderr
+    assert "'many' is not a number of elements" in wrong.stderr

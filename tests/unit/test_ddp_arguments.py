@@ -14,9 +14,9 @@ torch = need("torch")
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.nn.parallel.distributed import _MixedPrecision  # noqa: E402
 
-from ringdp.ddp_arguments import TABLE, accepted, for_torch  # noqa: E402
-from ringdp.errors import InvalidArgumentError  # noqa: E402
-from ringdp.parallel import RingDP  # noqa: E402
+from ringdp.ddp.arguments import TABLE, accepted, for_torch  # noqa: E402
+from ringdp.ddp.wrapper import RingDP  # noqa: E402
+from ringdp.errors import InvalidArgumentError, InvalidStateError  # noqa: E402
 
 MODULE = torch.nn.Linear(2, 2)
 
@@ -27,7 +27,7 @@ def test_the_table_is_torchs_signature() -> None:
     assert list(TABLE) == theirs
     in_order = inspect.Parameter.POSITIONAL_OR_KEYWORD
     ours = [name for name, one in inspect.signature(RingDP.__init__).parameters.items() if one.kind is in_order][1:]
-    assert ours == theirs[: len(ours)]
+    assert ours == theirs
     for name, argument in TABLE.items():
         assert argument.does.endswith("."), name
     defaults = {
@@ -38,9 +38,46 @@ def test_the_table_is_torchs_signature() -> None:
     assert accepted([MODULE], defaults) == {"module": MODULE, **defaults}  # what torch takes by default, we take
 
 
+def test_help_shows_every_argument_and_its_default() -> None:
+    shown = inspect.signature(RingDP).parameters
+    assert not [one for one in shown.values() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    assert list(shown)[len(TABLE) :] == list(inspect.unwrap(RingDP.__init__).__kwdefaults__)
+    theirs = inspect.signature(DistributedDataParallel).parameters
+    others = {name for name in TABLE if shown[name].default != theirs[name].default}
+    if "forward_sync_buffers" not in TABLE:  # None is torch's True there
+        others.remove("broadcast_buffers")
+    assert others == {"find_unused_parameters", "gradient_as_bucket_view"}
+    assert shown["static_graph"].annotation == "bool"
+
+
+def test_manual_finalization_is_refused_in_words() -> None:
+    """Of torch 2.15; before, setting it would only be an attribute that nobody reads."""
+    model = object.__new__(RingDP)
+    assert not model.require_manual_backward_finalization
+    assert not model.should_finalize_after_backward
+    model.__class__.require_manual_backward_finalization.fset(model, False)  # type: ignore[attr-defined]
+    for refused in (lambda: setattr(model, "require_manual_backward_finalization", True), model.finalize_backward):
+        with pytest.raises(InvalidStateError, match="RingDP finishes every backward itself"):
+            refused()
+
+
 def test_what_torchs_constructor_gets() -> None:
     given = accepted([MODULE, None, None, 1], {"static_graph": True, "mixed_precision": None, "bucket_cap_mb": 3})
     assert for_torch(given) == {"device_ids": None, "output_device": None, "dim": 1, "static_graph": True}
+
+
+def test_none_is_torchs_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.13 DDP had broadcast_buffers=True: None would leave each rank its own buffers without a word."""
+    theirs = inspect.signature(DistributedDataParallel.__init__).parameters["broadcast_buffers"].default
+    assert for_torch({"broadcast_buffers": None}) == {"broadcast_buffers": theirs}
+
+    def older(self: Any, module: Any, device_ids: Any = None, broadcast_buffers: bool = True) -> None:
+        """As DDP's constructor was."""
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", older)
+    found = for_torch({"device_ids": None, "broadcast_buffers": None})
+    assert found == {"device_ids": None, "broadcast_buffers": True}
+    assert for_torch({"broadcast_buffers": False}) == {"broadcast_buffers": False}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""ringdp/devices.py: which GPU is whose, and when NCCL carries CUDA tensors. No GPU is touched."""
+"""ringdp/job/devices.py: which GPU is whose, and when NCCL carries CUDA tensors. No GPU is touched."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from ringdp import devices
-from ringdp.devices import NCCL_BESIDE_RING, Choice, RankDevices, choose, gpu_of
 from ringdp.errors import InvalidArgumentError
+from ringdp.job import devices
+from ringdp.job.devices import NCCL_BESIDE_RING, Choice, VisibleDevices, choose, gpu_of
 
 
-def on_gpus(*seen: Sequence[str], choice: str = "") -> list[RankDevices]:
+def on_gpus(*seen: Sequence[str], choice: str = "") -> list[VisibleDevices]:
     """Ranks of one host that see these GPUs."""
-    return [RankDevices("a", rank, "cuda", list(gpus), None, True, choice) for rank, gpus in enumerate(seen)]
+    return [VisibleDevices("a", rank, "cuda", list(gpus), None, True, choice) for rank, gpus in enumerate(seen)]
 
 
-def on_cpu(rank: RankDevices) -> RankDevices:
+def on_cpu(rank: VisibleDevices) -> VisibleDevices:
     return dataclasses.replace(rank, kind="cpu", gpus=[])
 
 
-def numbers(ranks: list[RankDevices]) -> list[int | None]:
+def numbers(ranks: list[VisibleDevices]) -> list[int | None]:
     return [gpu_of(ranks, rank) for rank in range(len(ranks))]
 
 
@@ -78,7 +78,7 @@ OBSTACLES = [
 
 
 @pytest.mark.parametrize("ranks, words", OBSTACLES)
-def test_what_nccl_would_refuse_goes_over_ring_or_is_named(ranks: list[RankDevices], words: str) -> None:
+def test_what_nccl_would_refuse_goes_over_ring_or_is_named(ranks: list[VisibleDevices], words: str) -> None:
     choice = choose(ranks, None)
     assert (choice.backend, choice.wanted, choice.measure) == ("ring", False, False)
     auto = [dataclasses.replace(one, choice="auto") for one in ranks]

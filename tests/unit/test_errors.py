@@ -12,6 +12,7 @@ from ringdp.errors import PeerLostError, RingError
 
 BUILT_INS = {
     "PeerLostError": ConnectionError,
+    "DamagedDataError": ConnectionError,
     "RingTimeoutError": TimeoutError,
     "MismatchError": ValueError,
     "HandshakeError": ConnectionError,

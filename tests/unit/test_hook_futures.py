@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.hooks.promise import Promise, after
+from ringdp.hooks.futures import Promise, after
 
 CPU = torch.device("cpu")
 
@@ -59,6 +59,23 @@ def test_an_error_comes_through_whole_and_is_gone_with_its_futures(count: int, l
     gone = fails()
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("error", [SystemExit(7), KeyboardInterrupt(), GeneratorExit()])
+def test_what_ends_a_program_comes_through_as_it_is(error: BaseException) -> None:
+    def fail() -> Tensor:
+        raise error
+
+    promise, other = Promise(CPU), Promise(CPU)
+    following = after(promise.future, lambda it: it, CPU)
+    promise.keep(fail)
+    by_callback = after(other.future, lambda _: fail(), CPU)
+    other.keep(lambda: torch.ones(1))
+    for future in (following, by_callback):
+        assert future.done()
+        with pytest.raises(type(error)) as caught:
+            future.wait()
+        assert caught.value is error
 
 
 def test_a_value_comes_through() -> None:

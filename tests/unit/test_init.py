@@ -1,4 +1,4 @@
-"""ringdp/process_group.py and the package's import: joining, leaving, and every way to get it wrong.
+"""ringdp/job/process_group.py and the package's import: joining, leaving, and every way to get it wrong.
 
 What concerns joining runs on gloo, so that it tells what `init` does from what the ring does.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import ringdp
-from ringdp import _C, backend, process_group
+from ringdp import _C
 from ringdp.config import VARIABLES, RingConfig
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError, RingTimeoutError
+from ringdp.job import backend, job_store, process_group
 
 LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMIX_|SLURM_|TORCHELASTIC_|RINGDP_)")
 
@@ -232,7 +234,11 @@ def hello_of(backend: str | None) -> process_group._Hello:
 def meet_as_threads(hellos: list[process_group._Hello]) -> list[process_group._Hello]:
     """Every rank meets the others; all of them read the same."""
     store, size, both = HashStore(), len(hellos), threading.Barrier(len(hellos))
-    settings = {"timeout": timedelta(seconds=20), "first_notice_s": 10.0, "config": RingConfig().as_dict()}
+    settings: dict[str, Any] = {
+        "timeout": timedelta(seconds=20),
+        "first_notice_s": 10.0,
+        "config": RingConfig().as_dict(),
+    }
 
     def meet(rank: int) -> list[str]:
         lobby = _C.Lobby(store=store, rank=rank, size=size, hello=hellos[rank].encode(), **settings)
@@ -244,6 +250,34 @@ def meet_as_threads(hellos: list[process_group._Hello]) -> list[process_group._H
         for texts in ranks.map(meet, range(size)):
             assert [process_group._Hello.decode(text, rank=r) for r, text in enumerate(texts)] == hellos
     return hellos
+
+
+@pytest.mark.parametrize(("transport", "checksum"), [("tcp", False), ("tcp", True), ("shm", False)])
+def test_who_leaves_after_meeting_says_goodbye_to_who_goes_on(transport: str, checksum: bool) -> None:
+    store, both = HashStore(), threading.Barrier(2)
+    settings: dict[str, Any] = {
+        "config": RingConfig(transport=transport, checksum=checksum).as_dict(),
+        "timeout": timedelta(seconds=20),
+    }
+
+    def meet(rank: int) -> str:
+        lobby = _C.Lobby(store=store, rank=rank, size=2, hello="", first_notice_s=10.0, **settings)
+        both.wait(20)
+        if rank == 1:
+            lobby.close("it chose another backend")
+            return ""
+        group: Any = _C.create_process_group(
+            store=store, rank=0, size=2, group_id="g", global_ranks=[], lobby=lobby, **settings
+        )
+        with pytest.raises(RuntimeError) as caught:
+            group.barrier().wait()
+        group.shutdown()
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as ranks:
+        text, _ = ranks.map(meet, range(2))
+    assert "lost rank 1 " in text
+    assert "it left the job: it chose another backend" in text
 
 
 def test_two_ranks_meet_through_the_launchers_environment() -> None:
@@ -278,7 +312,7 @@ def test_open_mpis_variables_are_enough(monkeypatch: pytest.MonkeyPatch) -> None
 def test_whoever_never_comes_is_named(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_group, "_FIRST_NOTICE_S", 0.2)
+    monkeypatch.setattr(job_store, "FIRST_NOTICE_S", 0.2)
     where = f"{tmp_path}/meet" if scheme == "file" else f"127.0.0.1:{free_port()}"
     with pytest.raises(RingTimeoutError, match=r"after 2 s: it waited for ranks 1, 2 of 3, which never came") as caught:
         ringdp.init("gloo", rank=0, world_size=3, init_method=f"{scheme}://{where}", timeout=2)
@@ -318,7 +352,7 @@ def test_ranks_that_chose_differently_are_named() -> None:
 
 def test_a_hello_in_other_words_is_a_mismatch() -> None:
     for text in ("\xff", "[]", '{"host_id": 1}'):
-        with pytest.raises(MismatchError, match="rank 7 introduced itself"):
+        with pytest.raises(MismatchError, match="rank 7 sent an introduction that this version cannot parse"):
             process_group._Hello.decode(text, rank=7)
 
 
@@ -334,7 +368,7 @@ GPU_RANKS = """
     dist.is_nccl_available = lambda: True
 
     import ringdp
-    from ringdp import devices
+    from ringdp.job import devices
     devices.NCCL_BESIDE_RING = "cpu:ring,cuda:gloo"
     race, ours = devices.race, float(os.environ.get("OURS_MS", 0))
     if ours:
@@ -469,7 +503,7 @@ def test_importing_torch_alone_registers_ring(installed: str) -> None:
         import sys, torch
         assert torch.distributed.Backend.RING == "ring"
         loaded = {name for name in sys.modules if name.startswith("ringdp.")}
-        assert loaded == {"ringdp._autoload", "ringdp.backend", "ringdp.errors"}
+        assert loaded == {"ringdp._autoload", "ringdp._moved", "ringdp.errors", "ringdp.job", "ringdp.job.backend"}
         """,
         PYTHONPATH=installed,
     )
@@ -517,4 +551,16 @@ def test_the_public_names_are_there() -> None:
     for name in ringdp.__all__:
         assert getattr(ringdp, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        ringdp.nothing  # noqa: B018
+        ringdp.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_store_that_cannot_be_reached_is_told_of_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(job_store, "FIRST_NOTICE_S", 0.2)
+    port = free_port()
+    with pytest.raises(HandshakeError, match=f"rank 1 of 2 could not reach the job's store .*{port}"):
+        ringdp.init(rank=1, world_size=2, init_method=f"tcp://127.0.0.1:{port}", timeout=1.5)
+    lines = [it.getMessage() for it in caplog.records if "waits for the job's store" in it.getMessage()]
+    assert lines
+    assert f"rank 1 of 2 waits for the job's store at 127.0.0.1:{port}: [Errno 111] Connection refused" in lines[0]

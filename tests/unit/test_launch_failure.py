@@ -67,6 +67,13 @@ def test_who_lost_a_peer_is_not_to_blame(ranks: Ranks) -> None:
     assert "  then: rank 0 PeerLostError; rank 2 stopped" in summary
 
 
+def test_a_damaged_connection_is_to_blame_and_not_who_lost_a_peer_by_it(ranks: Ranks) -> None:
+    damaged = "DamagedDataError: rank 1 (host box) received damaged bytes from rank 2 (host far, pid 7)"
+    ranks.add(1, stderr=TRACEBACK + "ringdp.errors.PeerLostError: rank 1 on host box is gone\n", at_s=1000.1)
+    ranks.add(1, stderr=TRACEBACK + f"ringdp.errors.{damaged}\n", at_s=1000.3)
+    assert f"rank 1 on host box raised {damaged}" in ranks.summary()[0]
+
+
 def test_the_earlier_exception_is_to_blame(ranks: Ranks) -> None:
     ranks.add(1, stderr=TRACEBACK + "RuntimeError: second\n", at_s=1000.5)
     ranks.add(1, stderr=TRACEBACK + "RuntimeError: first\n", at_s=1000.2)
@@ -94,7 +101,29 @@ def test_sigkill_is_put_down_to_what_the_kernel_has_counted(ranks: Ranks) -> Non
 
 def test_all_ended_by_somebody_elses_sigterm(ranks: Ranks) -> None:
     ranks.add(-signal.SIGTERM)
-    assert "was killed by SIGTERM (somebody asked it to end)" in ranks.summary()[0]
+    assert "was killed by SIGTERM (another process asked it to end)" in ranks.summary()[0]
+
+
+def test_who_left_by_itself_and_was_stopped_while_it_was_ending_is_to_blame(ranks: Ranks) -> None:
+    """By sys.exit(3): it says goodbye, the others fail, and torch's agent stops it before its interpreter has ended."""
+    lost = (
+        "ringdp.errors.PeerLostError: rank {} (host box) lost rank 1 (host box, pid 7) during all_reduce #2: Connection"
+        " closed by peer: it left the job: its program ended; look at that rank's own log\n"
+    )
+    ranks.add(1, stderr=TRACEBACK + lost.format(0))
+    ranks.add(-signal.SIGTERM)
+    ranks.add(1, stderr=TRACEBACK + lost.format(2))
+    summary = ranks.summary()
+    assert "rank 1 on host box was killed by SIGTERM" in summary[0]
+    assert "had left the job before, as the other ranks reported: its program ended" in summary[0]
+    assert "  then: ranks 0, 2 PeerLostError" in summary
+
+
+def test_nobody_is_blamed_where_the_others_lost_different_ranks(ranks: Ranks) -> None:
+    ranks.add(1, stderr=TRACEBACK + "PeerLostError: rank 0 (host box) lost rank 2 (host box, pid 9)\n", at_s=1000.1)
+    ranks.add(-signal.SIGTERM)
+    ranks.add(1, stderr=TRACEBACK + "PeerLostError: rank 2 (host box) lost rank 1 (host box, pid 8)\n", at_s=1000.2)
+    assert "rank 0 on host box raised PeerLostError" in ranks.summary()[0]
 
 
 def test_torchs_error_file_is_believed(ranks: Ranks) -> None:

@@ -1,17 +1,17 @@
-"""Who may include or import whom, and who reads the environment: docs/architecture.md in a form that fails."""
+"""Who may include or import whom, and who reads the environment: docs/design/architecture.md in a form that fails."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "ringdp"
 CSRC = PACKAGE / "csrc"
-CPP_SUFFIXES = {".h", ".hpp", ".inc", ".cpp", ".cu", ".cuh"}
+CPP_SUFFIXES = {".h", ".hpp", ".inc", ".def", ".cpp", ".cu", ".cuh"}
 
 # torch -> {engine, cuda} -> collective -> {mesh, codec} -> {transport, kernels, device} -> base: a folder includes
 # itself and folders of lower rank. Folders of one rank do not know each other.
@@ -27,6 +27,10 @@ RANK = {
     "cuda": 4,
     "torch": 5,
 }
+# The rooms of torch/, in the same way; those of backend and device know each other.
+TORCH_RANK = {"backend": 0, "device": 0, "reducer": 1, "bindings": 2}
+# Declares what a file binds beside what it does, and lets go of Python's lock: for all of torch/.
+FOR_ALL_OF_TORCH = {"torch/bindings/bindings.h", "torch/bindings/without_python_lock.h"}
 # What users' libraries include, and the core too: it knows nothing of ringdp.
 PUBLIC = "../include/ringdp/"
 # The files beside the folders are the border to Python: above everything but torch, and used by torch/ alone.
@@ -36,107 +40,32 @@ PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h$)")
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 ENVIRONMENT_IN_CPP = re.compile(r"\b(getenv|secure_getenv|setenv|putenv|unsetenv|clearenv|environ)\b")
 
-# Each module or package of ringdp: what else of ringdp it may import. "" is the package itself, for __version__.
-# A new module finds its place here.
+# Each room of ringdp, and each module beside them: what else of ringdp it may import. "" is the package itself, for
+# __version__. Some modules of a room have a row of their own, because rooms below use them.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "_moved": set(),
     "_build_info": set(),
     "_build": {"_build_info"},
-    "launchers": {"errors"},
-    "config": {"errors", "launchers", "tuning"},
-    "tuning": {"errors"},
-    "cost_model": {"errors"},
+    "job.launchers": {"errors"},
+    "job.tuning": {"errors"},
+    "config": {"errors", "job.launchers", "job.tuning", "_build", "_C"},
+    "job": {"", "errors", "config", "_build", "_C"},
     "compression": {"errors", "_C"},
-    "backend": {"errors", "config", "_build", "_C"},
-    "devices": {"errors", "config", "backend"},
-    "device_guard": {"backend"},
-    "rank_devices": {"errors", "backend", "exchange", "_C"},
-    "process_group": {"", "errors", "config", "backend", "devices", "device_guard"},
-    "barrier": {"errors"},
-    "hooks": {"errors", "compression", "process_group", "backend", "exchange"},
-    "loss_scale": set(),
-    "reduced_gradients": {"exchange", "_C"},
-    "amp": {"errors", "hooks", "loss_scale", "reduced_gradients", "_C"},
-    "exchange": {"errors"},
-    "metrics": {"errors", "config", "backend", "exchange"},
-    "checkpoint": {"errors", "backend", "exchange"},
-    "model_check": {"errors", "exchange"},
-    "model_parameters": set(),
-    "sync_batch_norm": {"errors", "backend"},
-    "reducer_log": {"errors", "config", "backend"},
-    "ddp_arguments": {"errors"},
-    "mixed_precision": {"errors", "hooks"},
-    "sharded_parameters": {"errors"},
-    "optimizer_in_backward": {"errors", "hooks"},
-    "compression_tuner": set(),
-    "link_probe": {"backend", "compression", "compression_tuner", "exchange", "_C"},
-    "auto_compression": {"backend", "compression", "exchange", "hooks", "compression_tuner", "link_probe"},
-    "model_compression": {
-        "errors",
-        "auto_compression",
-        "compression_tuner",
-        "backend",
-        "compression",
-        "hooks",
-        "exchange",
-        "model_parameters",
-        "rank_devices",
-        "_C",
-    },
-    "compression_state": {"errors", "backend", "compression", "exchange", "model_compression", "_C"},
-    "compression_quality": {"backend", "compression", "model_compression"},
-    "compression_stats": {"auto_compression", "compression", "compression_quality", "model_compression"},
-    "compressed_module": {
-        "errors",
-        "rank_devices",
-        "compression",
-        "model_compression",
-        "model_parameters",
-        "compression_state",
-        "compression_quality",
-        "compression_stats",
-    },
-    "parallel": {
-        "errors",
-        "config",
-        "compression",
-        "backend",
-        "hooks",
-        "model_check",
-        "model_parameters",
-        "reducer_log",
-        "sync_batch_norm",
-        "ddp_arguments",
-        "mixed_precision",
-        "sharded_parameters",
-        "optimizer_in_backward",
-        "reduced_gradients",
-        "compressed_module",
-        "rank_devices",
-        "loss_scale",
-        "_C",
-    },
+    "hooks": {"errors", "compression", "job", "_C"},
+    "ddp": {"errors", "config", "job", "compression", "hooks", "_C"},
+    "amp": {"errors", "hooks", "ddp", "_C"},
+    "metrics": {"errors", "config", "job"},
+    "checkpoint": {"errors", "job"},
     "launch": {"", "errors", "config"},
-    "_autoload": {"backend"},
-    "__init__": {
-        "errors",
-        "amp",
-        "backend",
-        "process_group",
-        "barrier",
-        "parallel",
-        "_autoload",
-        "_build",
-        "checkpoint",
-        "hooks",
-        "compression",
-        "metrics",
-    },
+    "_autoload": {"job"},
+    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint"}
+    | {"_autoload", "_build", "_moved", "testing"},
 }
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing", "integrations"}
 # The launcher makes the environment of the ranks, integrations what Accelerate reads; everything else asks config.
-MAY_READ_ENVIRONMENT = {"config", "launch", "launchers", "integrations"}
+MAY_READ_ENVIRONMENT = {"config", "launch", "job.launchers", "integrations"}
 
 
 def cpp_files(root: Path) -> list[Path]:
@@ -175,6 +104,8 @@ def include_violations(root: Path) -> Iterator[str]:
 def own_include_violations(name: Path, folder: str, header: Path) -> Iterator[str]:
     other = header.parts[0] if len(header.parts) > 1 else ""
     if other == folder:
+        if folder == "torch" and str(header) not in FOR_ALL_OF_TORCH:
+            yield from torch_include_violations(name, header)
         return
     if other == "":
         if folder != "torch":
@@ -183,14 +114,22 @@ def own_include_violations(name: Path, folder: str, header: Path) -> Iterator[st
         yield f"{name} includes {header}: {other} does not stand to the right of {folder or 'the module file'}"
 
 
-def unit_of(path: Path, package: Path) -> str:
-    """The module or subpackage a file belongs to: ringdp/launch/agent.py -> launch."""
-    parts = path.relative_to(package).parts
-    return parts[0].removesuffix(".py")
+def torch_include_violations(name: Path, header: Path) -> Iterator[str]:
+    room, other = name.parts[1], header.parts[1]
+    if room not in TORCH_RANK or other not in TORCH_RANK:
+        yield f"{name} includes {header}: a file of torch/ lies in one of its rooms"
+    elif TORCH_RANK[other] > TORCH_RANK[room]:
+        yield f"{name} includes {header}: {other} does not stand to the right of {room}"
+
+
+def unit_of(parts: Sequence[str]) -> str:
+    """The row that speaks of a module, or its room: launch, agent -> launch; job, launchers -> job.launchers."""
+    own = ".".join(parts[:2])
+    return own if own in MAY_IMPORT else parts[0]
 
 
 def imported_units(tree: ast.Module, path: Path, package: Path) -> set[str]:
-    """Everything of the package a file imports, at any depth; "" is the package itself."""
+    """The row or room of everything of the package that a file imports; "" is the package itself."""
     root = package.name
     units = set()
     for node in ast.walk(tree):
@@ -200,13 +139,13 @@ def imported_units(tree: ast.Module, path: Path, package: Path) -> set[str]:
             base = [root, *path.relative_to(package).parts[: -node.level]] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             # `from ringdp import x`: x may be a module, also a compiled one, or a name of the package.
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == root else [module]
+            names = [f"{module}.{alias.name}" for alias in node.names]
         else:
             continue
         for name in names:
             parts = name.split(".")
             if parts[0] == root:
-                unit = parts[1] if len(parts) > 1 else ""
+                unit = unit_of(parts[1:]) if len(parts) > 1 else ""
                 units.add("" if unit == "__version__" else unit)
     return units
 
@@ -225,13 +164,16 @@ def reads_environment(tree: ast.Module) -> bool:
 def import_violations(package: Path) -> Iterator[str]:
     """What the Python files of a package import, or read, against the rules, one sentence each."""
     for path in sorted(package.rglob("*.py")):
-        unit, name = unit_of(path, package), path.relative_to(package.parent)
+        unit = unit_of(path.relative_to(package).with_suffix("").parts)
+        name = path.relative_to(package.parent)
         tree = ast.parse(path.read_text())
         if unit not in TOPMOST and unit not in MAY_IMPORT:
             yield f"{name}: {unit} has no place in {Path(__file__).name}"
             continue
         if unit not in TOPMOST:
-            for other in sorted(imported_units(tree, path, package) - MAY_IMPORT[unit] - {unit}):
+            for other in sorted(imported_units(tree, path, package) - {unit}):
+                if other in MAY_IMPORT[unit] or other.partition(".")[0] in MAY_IMPORT[unit] | {unit}:
+                    continue
                 yield f"{name} imports {package.name}.{other}".rstrip(".") + f": {unit} may not"
         if unit not in MAY_READ_ENVIRONMENT | TOPMOST and reads_environment(tree):
             yield f"{name} reads the environment: config does that"
@@ -262,7 +204,13 @@ def test_python_imports_only_what_stands_to_its_right() -> None:
         ("mesh/link.cpp", '#include "codec/codec.h"', "does not stand to the right"),
         ("base/fd.cpp", '#include "kernels/kernels.h"', "does not stand to the right"),
         ("cuda/cast.cu", '#include "engine/engine.h"', "does not stand to the right"),
-        ("core_module.cpp", '#include "torch/bindings.h"', "does not stand to the right"),
+        ("core_module.cpp", '#include "torch/bindings/bindings.h"', "does not stand to the right"),
+        ("torch/backend/work.cpp", '#include "torch/reducer/reducer.h"', "does not stand to the right"),
+        (
+            "torch/reducer/reducer.cpp",
+            '#include "torch/bindings/bindings.h"\n#include "torch/work.h"',
+            "one of its rooms",
+        ),
         ("engine/engine.cpp", "#  include <c10/core/Stream.h>", "only torch/ may include torch"),
         ("engine/engine.cpp", "#include <torch/csrc/distributed/c10d/Store.hpp>", "only torch/ may include torch"),
         ("cuda/cast.cu", "#include <ATen/ATen.h>", "only torch/ may include torch"),
@@ -273,7 +221,8 @@ def test_python_imports_only_what_stands_to_its_right() -> None:
     ],
 )
 def test_a_wrong_include_is_found(tmp_path: Path, file: str, line: str, complaint: str) -> None:
-    headers = ["engine/engine.h", "codec/codec.h", "kernels/kernels.h", "torch/bindings.h", "python_errors.h"]
+    headers = ["engine/engine.h", "codec/codec.h", "kernels/kernels.h", "python_errors.h"]
+    headers += ["torch/bindings/bindings.h", "torch/reducer/reducer.h", "torch/work.h"]
     for name, text in [(header, "") for header in headers] + [
         (file, f'#include "base/x.h"\n{line}\n'),
         ("base/x.h", ""),
@@ -296,15 +245,17 @@ def test_a_read_of_the_environment_is_found_in_code_but_not_in_comments() -> Non
     ("file", "source", "complaint"),
     [
         ("errors.py", "import ringdp.config", "errors.py imports ringdp.config"),
-        ("compression/int8.py", "from ringdp.process_group import rank", "imports ringdp.process_group"),
-        ("compression/int8.py", "from ..process_group import rank", "imports ringdp.process_group"),
-        ("compression/int8.py", "from .. import process_group", "imports ringdp.process_group"),
-        ("hooks/names.py", "def f():\n    from ringdp.parallel import RingDP", "imports ringdp.parallel"),
-        ("parallel.py", "from ringdp import testing", "imports ringdp.testing"),
+        ("compression/int8.py", "from ringdp.job.process_group import rank", "imports ringdp.job"),
+        ("compression/int8.py", "from ..job.process_group import rank", "imports ringdp.job"),
+        ("compression/int8.py", "from .. import job", "imports ringdp.job"),
+        ("config.py", "from ringdp.job import launchers, backend", "imports ringdp.job"),
+        ("job/launchers.py", "from ringdp.job import backend", "imports ringdp.job"),
+        ("hooks/names.py", "def f():\n    from ringdp.ddp.wrapper import RingDP", "imports ringdp.ddp"),
+        ("ddp/wrapper.py", "from ringdp import testing", "imports ringdp.testing"),
         ("launch/agent.py", "from ringdp import _C", "imports ringdp._C"),
         ("unheard_of.py", "", "has no place"),
-        ("parallel.py", "import os\nos.environ['X']", "reads the environment"),
-        ("parallel.py", "from os import getenv", "reads the environment"),
+        ("ddp/wrapper.py", "import os\nos.environ['X']", "reads the environment"),
+        ("ddp/wrapper.py", "from os import getenv", "reads the environment"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, complaint: str) -> None:

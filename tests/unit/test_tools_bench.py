@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from ringdp import __main__ as command
-from ringdp.cost_model import Place
-from ringdp.tools import explain, words
-from ringdp.tuning import Tuning
+from ringdp.ddp import words
+from ringdp.job.tuning import Tuning
+from ringdp.tools import explain
+from ringdp.tools.cost_model import HostLayout
 from tests.helpers import need
 
 need("ringdp._core", "ringdp's extension, built with `make build`,")
@@ -82,7 +83,7 @@ def test_explain_reads_the_tuning_file(
 
 
 def test_ranges_cover_every_size_as_the_core_chooses() -> None:
-    for place in (Place((2,), 2), Place((4,), 2), Place((1, 1, 1), 2), Place((2, 2), 2)):
+    for place in (HostLayout((2,), 2), HostLayout((4,), 2), HostLayout((1, 1, 1), 2), HostLayout((2, 2), 2)):
         for dtype in ("float32", "float16"):
             found = explain.ranges(place, dtype, Tuning())
             assert found[0].first == 0
@@ -112,7 +113,10 @@ def test_mistakes_are_explained(options: list[str], problem: str, capsys: pytest
 
 
 def test_what_argparse_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, problem in ((["--sizes", "4x"], "'4x' is no size"), (["--dtype", "int4"], "invalid choice: 'int4'")):
+    for options, problem in (
+        (["--sizes", "4x"], "'4x' is not a size"),
+        (["--dtype", "int4"], "invalid choice: 'int4'"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             command.main(["bench", *options])
         assert problem in capsys.readouterr().err

@@ -11,17 +11,22 @@ import textwrap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
 
-from ringdp import tuning
 from ringdp.config import RingConfig
 from ringdp.errors import HandshakeError, InvalidArgumentError, SystemResourceError
+from ringdp.job import tuning
 from tests.helpers import need
 
-core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
+if TYPE_CHECKING:
+    from ringdp import _core
+
+    core = _core
+else:
+    core = need("ringdp._core", "ringdp's extension, built with `make build`,")
 
 
 def write(folder: Path, name: str = "tuning.json", **layouts: Mapping[str, int]) -> str:
@@ -45,7 +50,7 @@ def test_the_file_is_read_into_limits_and_costs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "words"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ([], "the file must hold a JSON object"),
         ({}, "ringdp_tuning must be 1, not null"),
         ({"ringdp_tuning": 2}, "ringdp_tuning must be 1, not 2"),
@@ -63,6 +68,11 @@ def test_the_file_is_read_into_limits_and_costs(tmp_path: Path) -> None:
         ({"ringdp_tuning": 1, "layouts": {"one_host": {"fold_sent_bytes": 1.5}}}, "not 1.5"),
         ({"ringdp_tuning": 1, "layouts": {"one_host": {"fold_sent_bytes": True}}}, "not true"),
         ({"ringdp_tuning": 1, "layouts": {"one_host": {"fold_sent_bytes": 2**51}}}, f"not {2**51}"),
+        (
+            {"ringdp_tuning": 1, "layouts": {"one_host": {"direct_ranks": -1}}},
+            "layouts.one_host.direct_ranks must be a whole number of ranks, 0 to 2**20, not -1",
+        ),
+        ({"ringdp_tuning": 1, "layouts": {"one_host": {"direct_ranks": 2**21}}}, f"not {2**21}"),
         ({"ringdp_tuning": 1, "costs": {"alpha": 1}}, "costs.alpha is not known; allowed are alpha_local_us"),
         ({"ringdp_tuning": 1, "costs": {"alpha_local_us": "fast"}}, 'must be a number, 0 or more, not "fast"'),
     ],
@@ -140,6 +150,11 @@ def test_the_table_of_the_layout_decides_the_bits(host_ids: str, layout: str) ->
     assert set(folded) == {in_rank_order}
     others = {f"{name}.fold_sent_bytes": 2**40 for name in tuning.LAYOUTS if name != layout}
     assert in_rank_order not in sums([others | {f"{layout}.fold_sent_bytes": 0}] * 3, hosts)
+
+
+def test_different_numbers_of_ranks_are_refused_like_sizes() -> None:
+    with pytest.raises(HandshakeError, match=r"one_host\.direct_ranks=16 at rank 0 \(built in\).*=8 at rank 1"):
+        sums([{}, {"one_host.direct_ranks": 8}], ["", ""])
 
 
 def test_different_tables_are_refused_with_ranks_values_and_files() -> None:

@@ -46,7 +46,7 @@ def check_flag(what: str, name: str, value: Any) -> None:
 
 
 def check_choice(what: str, name: str, value: Any, choices: Iterable[Any]) -> None:
-    """Of the same type, too: 4.0 and True are no whole numbers."""
+    """Of the same type, too: 4.0 and True are not whole numbers."""
     choices = list(choices)
     if not any(type(value) is type(it) and value == it for it in choices):
         refuse(what, name, value, f"one of {', '.join(map(str, choices))}")

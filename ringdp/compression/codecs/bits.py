@@ -12,6 +12,11 @@ def packed_bytes(count: int, bits: int) -> int:
     return -(-count * bits // 8)
 
 
+def packed_slice(numbers: slice, bits: int) -> slice:
+    """The bytes of these numbers, the first of which begins a byte."""
+    return slice(packed_bytes(numbers.start, bits), packed_bytes(numbers.stop, bits))
+
+
 def pack(numbers: Tensor, bits: int) -> Tensor:
     """uint8 ``[packed_bytes(count, bits)]`` of uint8 ``[count]``, whose upper bits are clear."""
     each = 8 // bits

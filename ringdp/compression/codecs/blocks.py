@@ -7,11 +7,31 @@ reciprocal is finite. Divisors are tensors: where one is a Python number, a GPU 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+PIECE = 1 << 17  # elements: what operations on so many need fits the cache, and calling them costs little beside it
 TINY = 2.0**-100
 TINY_FACTOR = 2.0**60
+
+
+def pieces(numel: int, block: int, device: torch.device) -> Iterator[slice]:
+    """Whole blocks of some `PIECE` elements, to be coded one after the other; begins are multiples of 8. On a GPU: all.
+
+    A temporary tensor of many megabytes is fresh memory, which costs more than what is done there.
+    """
+    least = block * 8 // math.gcd(block, 8)
+    step = max(numel, 1) if device.type != "cpu" else max(PIECE // least, 1) * least
+    for begin in range(0, numel, step):
+        yield slice(begin, min(begin + step, numel))
+
+
+def rows_of(piece: slice, block: int) -> slice:
+    """The blocks of a piece."""
+    return slice(piece.start // block, -(-piece.stop // block))
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:

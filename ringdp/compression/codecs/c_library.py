@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from ringdp.compression import native
-from ringdp.compression.checks import check_code, native_name
+from ringdp.compression.codecs import native
+from ringdp.compression.codecs.checks import check_code, native_name
 from ringdp.compression.feedback import Feedback, feedback_of
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.errors import InvalidArgumentError, InvalidStateError
+
+if TYPE_CHECKING:
+    from ringdp import _C
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -49,23 +52,27 @@ class CCompressor:
         return native_name(self.codec, self.error_feedback)
 
     def compress(self, x: Tensor, info: Info) -> Payload:
-        code: Tensor = _extension().codec_compress(self.codec, x.cpu())
-        return (code.to(x.device),)
+        from ringdp import _C
+
+        return (_C.codec_compress(self.codec, x.cpu()).to(x.device),)
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
         code = check_code(self.codec, payload, self.code_bytes(info.numel), info)
-        decoded: Tensor = _extension().codec_decompress(self.codec, code.cpu(), info.numel)
-        return decoded.to(code.device)
+        from ringdp import _C
+
+        return _C.codec_decompress(self.codec, code.cpu(), info.numel).to(code.device)
 
     def code_bytes(self, numel: int) -> int:
         """Of the code of so many elements."""
-        size: int = _extension().codec_bytes(self.codec, numel)
-        return size
+        from ringdp import _C
+
+        return _C.codec_bytes(self.codec, numel)
 
     def broken_promises(self) -> list[str]:
         """What its functions do against the header, a sentence each; `ringdp.testing.check_compressor` asks."""
-        said: list[str] = _extension().codec_broken_promises(self.codec)
-        return said
+        from ringdp import _C
+
+        return _C.codec_broken_promises(self.codec)
 
     def __repr__(self) -> str:
         """The same on all ranks that have the same library, wherever it lies there."""
@@ -80,7 +87,7 @@ class CCompressor:
 
 
 def load(path: str | os.PathLike[str], *, error_feedback: Feedback | bool | None = False) -> CCompressor:
-    """The compressor in the shared library at `path`, built from C: docs/custom_compressors.md has an example.
+    """The compressor in the shared library at `path`, built from C: docs/start/custom_compressors.md has an example.
 
     The library's code runs in this process and stays loaded until that ends; the same file twice is one codec. Give all
     ranks the same file, which need not lie at the same place.
@@ -99,18 +106,21 @@ def load(path: str | os.PathLike[str], *, error_feedback: Feedback | bool | None
         plain = os.fspath(path)
     except TypeError:
         raise InvalidArgumentError(f"load needs the path of a shared library, not {path!r}") from None
-    return _made(_extension().load_codec(os.fsdecode(plain)), error_feedback)
+    if native.extension() is None:
+        raise InvalidStateError("compressors in C need ringdp._C, which is not built for this torch: run `make build`")
+    from ringdp import _C
+
+    return _made(_C.load_codec(os.fsdecode(plain)), error_feedback)
 
 
 def include_dir() -> str:
     """The folder to give a C compiler with ``-I``, for ``#include <ringdp/compressor.h>``."""
-    return str(Path(__file__).resolve().parents[1] / "include")
+    return str(Path(__file__).resolve().parents[2] / "include")
 
 
 def _again(path: str, codec: str, sha256: str, error_feedback: Feedback | bool | None) -> CCompressor:
     """What was pickled, or copied. Raises InvalidArgumentError where the file is another one by now."""
-    known = _extension().find_codec(sha256)  # where it was loaded before, its file may be gone
-    made = load(path, error_feedback=error_feedback) if known is None else _made(known, error_feedback)
+    made = _loaded(sha256, error_feedback) or load(path, error_feedback=error_feedback)
     if (made.codec, made.sha256) != (codec, sha256):
         raise InvalidArgumentError(
             f"{path} is not the library that was saved: it has codec {made.codec!r}, sha256 {made.sha256[:16]}, and"
@@ -119,12 +129,15 @@ def _again(path: str, codec: str, sha256: str, error_feedback: Feedback | bool |
     return made
 
 
-def _made(it: Any, error_feedback: Feedback | bool | None) -> CCompressor:
+def _loaded(sha256: str, error_feedback: Feedback | bool | None) -> CCompressor | None:
+    """The one that was loaded before, whose file may be gone."""
+    if native.extension() is None:
+        return None
+    from ringdp import _C
+
+    known = _C.find_codec(sha256)
+    return None if known is None else _made(known, error_feedback)
+
+
+def _made(it: _C.CodecLibrary, error_feedback: Feedback | bool | None) -> CCompressor:
     return CCompressor(it.name, it.sha256, it.abi_version, it.block, it.path, error_feedback)
-
-
-def _extension() -> Any:
-    extension = native.extension()
-    if extension is None:
-        raise InvalidStateError("compressors in C need ringdp._C, which is not built for this torch: run `make build`")
-    return extension

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringdp.compression.core_codec import CoreCodec
+from ringdp.compression.codecs.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.registry import register
 

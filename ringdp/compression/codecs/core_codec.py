@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ringdp.compression import native, rotation
-from ringdp.compression.checks import check_code, native_name
+from ringdp.compression.codecs import native, rotation
+from ringdp.compression.codecs.checks import check_code, native_name
 from ringdp.compression.protocol import Aggregate, Info, Payload
 
 
@@ -53,13 +53,17 @@ class CoreCodec(ABC):
         if self.rotate:
             x = rotation.rotate(x, info)
         if self.in_core and native.serves(x):
-            return (native.extension().codec_compress(self.codec, x),)
+            from ringdp import _C
+
+            return (_C.codec_compress(self.codec, x),)
         return (self.encode(x),)
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
         code = check_code(type(self).__name__, payload, self.code_bytes(info.numel), info)
         if self.in_core and native.serves(code):
-            decoded: Tensor = native.extension().codec_decompress(self.codec, code, info.numel)
+            from ringdp import _C
+
+            decoded = _C.codec_decompress(self.codec, code, info.numel)
         else:
             decoded = self.decode(code, info.numel)
         return rotation.rotate_back(decoded, info) if self.rotate else decoded

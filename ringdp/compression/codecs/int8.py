@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringdp.compression import blocks
-from ringdp.compression.arguments import check_block, check_flag
-from ringdp.compression.core_codec import CoreCodec
+from ringdp.compression.codecs import blocks
+from ringdp.compression.codecs.arguments import check_block, check_flag
+from ringdp.compression.codecs.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.registry import register
 

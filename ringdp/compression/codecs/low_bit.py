@@ -1,8 +1,8 @@
 """4, 5 and 6 bits an element: a bfloat16 scale for each block, whole numbers or levels as codes in planes.
 
 The low 4 bits of elements i and i + block/2 are in one byte. Then, for all blocks, the upper bits: two of elements i,
-i + block/4, i + 2 block/4, i + 3 block/4 in one byte, or one of eight such. So nothing has to be shuffled, whoever
-codes. A last block that is not full has as many bytes of a plane as its first elements need.
+i + block/4, i + 2 block/4, i + 3 block/4 in one byte, or one of eight such. So neither side has to shuffle anything. A
+last block that is not full has as many bytes of a plane as its first elements need.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringdp.compression import blocks
-from ringdp.compression.arguments import check_block, check_flag
-from ringdp.compression.core_codec import CoreCodec
+from ringdp.compression.codecs import blocks
+from ringdp.compression.codecs.arguments import check_block, check_flag
+from ringdp.compression.codecs.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.registry import register
 
@@ -119,14 +119,16 @@ class Int6(_Linear):
         rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
-        InvalidArgumentError: a block that is no multiple of 8 up to 2^20.
+        InvalidArgumentError: a block that is not a multiple of 8 up to 2^20.
     """
 
     block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = False
     rotate: bool = False
     codec = "int6"
-    bits, lowest, highest = 6, -32, 31
+    bits: ClassVar[int] = 6
+    lowest: ClassVar[int] = -32
+    highest: ClassVar[int] = 31
 
 
 @register("int5")
@@ -142,14 +144,16 @@ class Int5(_Linear):
         rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:
-        InvalidArgumentError: a block that is no multiple of 8 up to 2^20.
+        InvalidArgumentError: a block that is not a multiple of 8 up to 2^20.
     """
 
     block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = True
     rotate: bool = False
     codec = "int5"
-    bits, lowest, highest = 5, -16, 15
+    bits: ClassVar[int] = 5
+    lowest: ClassVar[int] = -16
+    highest: ClassVar[int] = 15
 
 
 @register("int4")
@@ -173,7 +177,9 @@ class Int4(_Linear):
     error_feedback: Feedback | bool | None = True
     rotate: bool = False
     codec = "int4"
-    bits, lowest, highest = 4, -8, 7
+    bits: ClassVar[int] = 4
+    lowest: ClassVar[int] = -8
+    highest: ClassVar[int] = 7
     multiple_of = 2
 
 
@@ -197,13 +203,15 @@ class NormalFloat4(_Planes):
         error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: a block that is no multiple of 8 up to 2^20.
+        InvalidArgumentError: a block that is not a multiple of 8 up to 2^20.
     """
 
     block: int = _NATIVE_BLOCK
     error_feedback: Feedback | bool | None = True
     codec = "nf4"
-    bits, lowest, highest = 4, -127, 127
+    bits: ClassVar[int] = 4
+    lowest: ClassVar[int] = -127
+    highest: ClassVar[int] = 127
 
     def codes(self, whole: Tensor) -> Tensor:
         levels = torch.tensor(_LEVELS, dtype=torch.float32, device=whole.device)

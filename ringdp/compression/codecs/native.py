@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 
 @functools.cache
-def extension() -> Any:
+def extension() -> ModuleType | None:
     """``ringdp._C`` where it has the codecs, else None."""
     try:
         from ringdp import _C

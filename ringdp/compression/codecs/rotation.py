@@ -13,7 +13,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ringdp.compression import native
+from ringdp.compression.codecs import native
 from ringdp.compression.protocol import Info
 
 BLOCK = 256
@@ -33,8 +33,9 @@ def rotate_back(y: Tensor, info: Info) -> Tensor:
 def _turn(x: Tensor, info: Info, *, back: bool) -> Tensor:
     signs = torch.frombuffer(bytearray(_signs(info)), dtype=torch.uint8)
     if native.serves(x):
-        turned: Tensor = native.extension().rotate(x, signs, back)
-        return turned
+        from ringdp import _C
+
+        return _C.rotate(x, signs, back)
     bits = (signs.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1).view(-1)
     factors = (1.0 - 2.0 * bits.to(torch.float32)).to(x.device)
     out = x.clone()

@@ -6,7 +6,7 @@ answers them, or a simulation of all ranks in one process.
 """
 
 from ringdp.compression.exchange.agreement import agree
-from ringdp.compression.exchange.layout import Layout, Place
+from ringdp.compression.exchange.layout import BucketSlice, Layout
 from ringdp.compression.exchange.requests import AllGather, AllReduce, AllToAll, Exchange, Request
 from ringdp.compression.exchange.section import Coder, Section
 from ringdp.compression.exchange.sparsity import Sparsity, Tally
@@ -16,11 +16,11 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "BucketSlice",
     "Coder",
     "Exchange",
     "Key",
     "Layout",
-    "Place",
     "Request",
     "Section",
     "Sparsity",

@@ -36,13 +36,13 @@ def agree(lines: Sequence[str], device: torch.device, rank: int) -> Generator[Re
         MismatchError: they have not; names the first parameter that differs and what both ranks have.
     """
     mine = torch.tensor([fingerprint(lines), len(lines)], dtype=torch.int64, device=device)
-    everybody = (yield AllGather(mine.view(torch.uint8))).view(torch.int64).tolist()
-    other = next((r for r, theirs in enumerate(everybody) if theirs != everybody[0]), None)
+    all_ranks = (yield AllGather(mine.view(torch.uint8))).view(torch.int64).tolist()
+    other = next((r for r, theirs in enumerate(all_ranks) if theirs != all_ranks[0]), None)
     if other is None:
         return
-    shortest = min(count for _, count in everybody)
+    shortest = min(count for _, count in all_ranks)
     hashes = torch.tensor([zlib.crc32(line.encode()) for line in lines[:shortest]], device=device)
-    rows = (yield AllGather(hashes.view(torch.uint8))).view(torch.int64).view(len(everybody), -1)
+    rows = (yield AllGather(hashes.view(torch.uint8))).view(torch.int64).view(len(all_ranks), -1)
     differing = (rows != rows[:1]).any(0).nonzero().view(-1).tolist()
     at = differing[0] if differing else shortest
     line = lines[at] if at < len(lines) else "no further parameter"
@@ -100,9 +100,9 @@ def marks(plan: Plan, status: int, flags: list[int]) -> Tensor:
 
 def read_marks(summed: Tensor) -> tuple[int, list[int]]:
     """The status and the sections' flags of all ranks together."""
-    first, *spoilt = summed.tolist()
+    first, *non_finite = summed.tolist()
     status = FAILED * (first % _LOADED_IN_SUM > 0) | LOADED * (first >= _LOADED_IN_SUM)
-    return status, [NOT_FINITE * (count > 0) for count in spoilt]
+    return status, [NOT_FINITE * (count > 0) for count in non_finite]
 
 
 def act_on(status: int, error: BaseException | None, plan: Plan, coder: Coder) -> Generator[Request, Any, None]:
@@ -138,7 +138,7 @@ def _compare_steps(plan: Plan, coder: Coder) -> Generator[Request, Any, None]:
     if other is not None:
         raise MismatchError(
             f"the ranks loaded compression states of different steps: rank 0 has compressed {steps[0]} steps before"
-            f" this one, rank {other} {steps[other]}. Load what was saved after the same step on all ranks",
+            f" this one, rank {other} {steps[other]}. Load states that were saved after the same step on all ranks",
             rank=coder.rank,
             peer=other if coder.rank == 0 else 0,
         )

@@ -17,7 +17,7 @@ def all_finite(x: Tensor) -> Tensor:
     return (lowest.abs() < torch.inf) & (highest.abs() < torch.inf)
 
 
-def what_is_not_finite(plan: Plan, bucket: Tensor) -> list[int]:
+def non_finite_flags(plan: Plan, bucket: Tensor) -> list[int]:
     """Flags by section: NOT_FINITE where the framework must tell the other ranks so."""
     watched = plan.watched
     if not any(watched) or bool(all_finite(bucket)):
@@ -28,13 +28,13 @@ def what_is_not_finite(plan: Plan, bucket: Tensor) -> list[int]:
     ]
 
 
-def spoil(plan: Plan, bucket: Tensor, flags: list[int]) -> None:
+def write_nan(plan: Plan, bucket: Tensor, flags: list[int]) -> None:
     """NaN in every section that was not finite on some rank."""
     for section, flag in zip(plan.sections, flags, strict=True):
         if flag & NOT_FINITE:
             bucket[section.begin : section.begin + section.count] = torch.nan
 
 
-def unspoilt(x: Tensor, flag: int) -> Tensor:
+def masked(x: Tensor, flag: int) -> Tensor:
     """Zeros where `x` or another rank's is not finite: a code that cannot carry that need not meet it either."""
     return torch.zeros_like(x) if flag & NOT_FINITE else x

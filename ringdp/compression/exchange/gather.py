@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression.exchange.agreement import act_on, open_messages
-from ringdp.compression.exchange.finite import spoil, unspoilt, what_is_not_finite
+from ringdp.compression.exchange.finite import masked, non_finite_flags, write_nan
 from ringdp.compression.exchange.outgoing import Outgoing, message_bytes
 from ringdp.compression.exchange.owner import in_order
 from ringdp.compression.exchange.packing import front, read
@@ -20,9 +20,9 @@ from ringdp.compression.exchange.section import Coder
 
 def gather_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> Exchange:
     """As `owner_exchange`; a rank's own gradient, too, counts as its payload is decoded."""
-    flags = what_is_not_finite(plan, bucket)
+    flags = non_finite_flags(plan, bucket)
     outgoing = Outgoing(plan, coder, "rank")
-    outgoing.add(0, lambda index, section: unspoilt(section.of(bucket, 0), flags[index]))
+    outgoing.add(0, lambda index, section: masked(section.of(bucket, 0), flags[index]))
     sizes = yield from outgoing.sizes_of_all([[0]] * plan.ranks)
     longest = max(message_bytes(plan, sizes[r, 0]) for r in range(plan.ranks))
     message = torch.empty(longest, dtype=torch.uint8, device=plan.device)
@@ -38,4 +38,4 @@ def gather_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -
             terms.append(coder.decode(section, payload, "rank", 0))
         if terms:
             section.of(bucket, 0).copy_(coder.result(section, in_order(terms).div_(divisor), 0))
-    spoil(plan, bucket, flags)
+    write_nan(plan, bucket, flags)

@@ -14,10 +14,11 @@ from ringdp.compression.exchange.merged import merge_exchange
 from ringdp.compression.exchange.owner import owner_exchange
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllReduce, Exchange
-from ringdp.compression.exchange.rounds import rounds_exchange
+from ringdp.compression.exchange.rounds import learn, rounds_exchange
 from ringdp.compression.exchange.section import Coder, Section
 from ringdp.compression.exchange.summed import sum_exchange
 from ringdp.compression.protocol import Compressor
+from ringdp.errors import MismatchError
 
 _EXCHANGES: dict[str, Callable[[Plan, Tensor, Coder, Tensor], Exchange]] = {
     "owner": owner_exchange,
@@ -29,7 +30,7 @@ _EXCHANGES: dict[str, Callable[[Plan, Tensor, Coder, Tensor], Exchange]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class BucketSlice:
     """A parameter in a bucket: elements ``begin`` to ``begin + count``; no compressor is exact."""
 
     name: str
@@ -49,7 +50,7 @@ class Place:
 class Layout:
     """What a bucket holds and how each part of it is averaged. Made once for a bucket, used in every step."""
 
-    def __init__(self, places: Sequence[Place], ranks: int, device: torch.device) -> None:
+    def __init__(self, places: Sequence[BucketSlice], ranks: int, device: torch.device) -> None:
         by_aggregate: dict[str, list[Section]] = {}
         self.exact: list[tuple[int, int]] = []
         for place in places:
@@ -58,7 +59,7 @@ class Layout:
                 self.exact.append((place.begin, place.begin + place.count))
             else:
                 by_aggregate.setdefault(getattr(place.compressor, "aggregate", "owner"), []).append(section)
-        self.plans = {kind: Plan(tuple(it), ranks, device) for kind, it in by_aggregate.items()}
+        self.plans: dict[str, Plan] = {kind: Plan(tuple(it), ranks, device) for kind, it in by_aggregate.items()}
         self._agreed = False
 
     def average(self, bucket: Tensor, coder: Coder, divisor: float) -> Exchange:
@@ -69,8 +70,8 @@ class Layout:
             InvalidArgumentError, or whatever a compressor raises: on its rank; RingError on the others, which say so.
         """
         if not self._agreed:
-            for plan in self.plans.values():
-                yield from agree(plan.lines, plan.device, coder.rank)
+            for kind, plan in self.plans.items():
+                yield from _agree(kind, plan, coder.rank)
             self._agreed = True
         whole = bucket.float()  # not a copy of float32
         by = torch.full((), divisor, dtype=torch.float32, device=bucket.device)
@@ -95,3 +96,23 @@ class Layout:
         sizes = [end - begin for begin, end in self.exact]
         for (begin, end), mean in zip(self.exact, summed.div_(divisor).split(sizes), strict=True):
             bucket[begin:end] = mean
+
+
+def _agree(kind: str, plan: Plan, rank: int) -> Exchange:
+    """All ranks have the same plan. Where compressors cannot be tried on zeros, their ranks raise that, and the others
+    a MismatchError with its text."""
+    error: BaseException | None = None
+    try:
+        lines = plan.lines
+        if kind == "rounds":
+            learn(plan)
+    except BaseException as caught:  # told to all ranks, which then raise together
+        error = caught
+        lines = [f"no code: {type(caught).__name__}: {caught}"]
+    try:
+        yield from agree(lines, plan.device, rank)
+    except MismatchError:
+        if error is None:
+            raise
+    if error is not None:
+        raise error

@@ -1,4 +1,4 @@
-"""What a compressor makes of a gradient when there is nobody to exchange it with: for measuring and checking."""
+"""A compressor's result for a gradient on one rank alone, without an exchange: for measuring and checking."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """``aggregate="merge"``: as ``owner``, but payloads are added up as they are, without decoding them to dense elements.
 
 Rank r encodes all parts, its own too, and sends each to its owner. The owner merges the payloads in rank order into one
-of their mean, which goes to everybody. What that payload cannot hold is owed by the owner's next gradient.
+of their mean, which goes to all ranks. What that payload cannot hold is the owner's residual.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ringdp.compression.exchange.finite import what_is_not_finite
+from ringdp.compression.exchange.finite import non_finite_flags
 from ringdp.compression.exchange.outgoing import Outgoing, Sizes
 from ringdp.compression.exchange.owner import Elements, from_owners, to_owners
 from ringdp.compression.exchange.packing import front, read
@@ -21,7 +21,7 @@ from ringdp.compression.protocol import Payload
 def merge_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> Exchange:
     """As `owner_exchange`."""
     me = coder.rank
-    flags = what_is_not_finite(plan, bucket)
+    flags = non_finite_flags(plan, bucket)
     outgoing = Outgoing(plan, coder, "rank")
     for part in range(plan.ranks):
         outgoing.add(part, Elements(bucket, part, flags))

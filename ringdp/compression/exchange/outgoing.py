@@ -29,7 +29,7 @@ class Outgoing:
         self._plan, self._coder, self._phase = plan, coder, phase
         self._payloads: dict[int, list[Payload]] = {}
         self._forms: dict[int, list[Forms]] = {}
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def add(self, part: int, elements: Callable[[int, Section], Tensor]) -> None:
         """Encode what `elements` gives for each section, by its index, where it has elements in this part."""
@@ -54,7 +54,7 @@ class Outgoing:
                 payloads.append(payload)
             self._payloads[part] = payloads
             self._forms[part] = [forms_of(payload) for payload in payloads]
-        except Exception as error:  # told to all ranks, which then raise together
+        except BaseException as error:  # told to all ranks, which then raise together
             self.error = error
 
     @property
@@ -75,16 +75,16 @@ class Outgoing:
         write(message, front(len(flags)), self._payloads.pop(part))
 
     def sizes_of_all(self, senders: Senders) -> Generator[Request, object, Sizes]:
-        """How long all ranks' payloads are: known where sizes are fixed, else told to everybody.
+        """How long all ranks' payloads are: known where sizes are fixed or there is nothing, else sent to all ranks.
 
         Raises:
             MismatchError: on all ranks, where a rank tells a length that no honest one would.
         """
         plan = self._plan
         promised = {part: plan.forms(part, self._phase) for parts in senders for part in parts}
-        if plan.fixed_size:
-            return {(sender, part): promised[part] for sender, parts in enumerate(senders) for part in parts}
         counts = [sum(len(_lengths(promised[part])) for part in parts) for parts in senders]
+        if plan.fixed_size or not any(counts):  # parameters without elements have no payloads
+            return {(sender, part): promised[part] for sender, parts in enumerate(senders) for part in parts}
         mine = list(itertools.chain(*(_lengths(self._forms[part]) for part in senders[self._coder.rank])))
         row = torch.tensor(mine + [0] * (max(counts) - len(mine)), dtype=torch.int64, device=plan.device)
         answer = yield AllGather(row.view(torch.uint8))

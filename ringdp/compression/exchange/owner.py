@@ -1,8 +1,13 @@
-"""``aggregate="owner"``: every element has one owner, who adds up, encodes the mean once more, and sends that to all.
+"""``aggregate="owner"``: every element has one owner, which adds up, encodes the mean once more, and sends it to all.
 
 Rank r encodes the parts of the others and sends each to its owner. The owner decodes them, adds in rank order, its own
-part as it is, divides, and encodes. Everybody, the owner too, decodes the owner's bytes: all have the same bits.
+part as it is, divides, and encodes. All ranks, the owner too, decode the owner's bytes, so all have the same bits.
 As many bytes as an all-reduce of the codes, and two encodings, however many ranks there are.
+
+The exchange is a generator: it yields a request (`AllToAll`, `AllGather`), is sent the answer, and never calls a
+process group, so a simulation of all ranks runs the same code. Every message begins with the sender's flags and status:
+a rank whose compressor raises, or that sees an infinity, still sends messages of the agreed length, and all ranks learn
+of it from them instead of waiting. Runs on the hook's communication thread (`hooks/comm_threads.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression.exchange.agreement import NOT_FINITE, act_on, open_messages
-from ringdp.compression.exchange.finite import all_finite, spoil, unspoilt, what_is_not_finite
+from ringdp.compression.exchange.finite import all_finite, masked, non_finite_flags, write_nan
 from ringdp.compression.exchange.outgoing import Outgoing, Sizes, message_bytes
 from ringdp.compression.exchange.packing import front, read
 from ringdp.compression.exchange.plan import Plan
@@ -26,10 +31,10 @@ def owner_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) ->
     """Put the mean of all ranks' `bucket` (float32, flat) into the plan's sections of it.
 
     Args:
-        divisor: what sums are divided by, a float32 scalar on the bucket's device.
+        divisor: of the sums, a float32 scalar on the bucket's device.
     """
     me = coder.rank
-    flags = what_is_not_finite(plan, bucket)
+    flags = non_finite_flags(plan, bucket)
     outgoing = Outgoing(plan, coder, "rank")
     for part in (r for r in range(plan.ranks) if r != me):
         outgoing.add(part, Elements(bucket, part, flags))
@@ -42,7 +47,7 @@ def owner_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) ->
 def to_owners(
     plan: Plan, coder: Coder, outgoing: Outgoing, flags: list[int]
 ) -> Generator[Request, Any, tuple[dict[int, Tensor], Sizes, list[int]]]:
-    """Send each part to its owner. What came for this rank, by sender, its sizes, and all ranks' flags together."""
+    """Send each part to its owner. Returns the messages for this rank by sender, their sizes, and all ranks' flags."""
     me, ranks = coder.rank, plan.ranks
     others = [r for r in range(ranks) if r != me]
     sizes = yield from outgoing.sizes_of_all([[p for p in range(ranks) if p != r] for r in range(ranks)])
@@ -74,7 +79,7 @@ def from_owners(plan: Plan, bucket: Tensor, coder: Coder, answer: Outgoing, flag
                     coder.tally.joined(section, payload)
                 mean = coder.decode(section, payload, "owner", part)
                 section.of(bucket, part).copy_(coder.result(section, mean, part))
-    spoil(plan, bucket, flags)
+    write_nan(plan, bucket, flags)
 
 
 def _messages(
@@ -94,7 +99,7 @@ class Elements:
         self._bucket, self._part, self._flags = bucket, part, flags
 
     def __call__(self, index: int, section: Section) -> Tensor:
-        return unspoilt(section.of(self._bucket, self._part), self._flags[index])
+        return masked(section.of(self._bucket, self._part), self._flags[index])
 
 
 class _Means:
@@ -122,7 +127,7 @@ class _Means:
         terms = []
         for r in range(self._plan.ranks):
             if r == me:
-                own = unspoilt(section.of(self._bucket, me), self._flags[index])
+                own = masked(section.of(self._bucket, me), self._flags[index])
                 terms.append(self._coder.own_term(section, own, me))
             else:
                 payload, self._at[r] = read(self._messages[r], self._at[r], self._sizes[r, me][index])
@@ -130,7 +135,7 @@ class _Means:
         mean = in_order(terms).div_(self._divisor)
         if self._plan.watched[index] and not self._flags[index] and not bool(all_finite(mean)):
             self._flags[index] = NOT_FINITE
-        return unspoilt(mean, self._flags[index])
+        return masked(mean, self._flags[index])
 
 
 def in_order(terms: Sequence[Tensor]) -> Tensor:

@@ -1,10 +1,10 @@
-"""What an exchange asks of whoever moves its bytes: a process group, or a simulation of n ranks in one process."""
+"""The requests of an exchange to the mover of its bytes: a process group, or a simulation of n ranks in one process."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -32,6 +32,6 @@ class AllReduce:
     tensors: list[Tensor]
 
 
-Request = AllToAll | AllGather | AllReduce
-Exchange = Generator[Request, Any, None]
+Request: TypeAlias = AllToAll | AllGather | AllReduce
+Exchange: TypeAlias = Generator[Request, Any, None]
 """Runs on every rank in the same way: yields requests, is sent their answers, and ends."""

@@ -1,7 +1,7 @@
 """``aggregate="rounds"``: compressors that talk more than once, each in a generator of its own.
 
 What a round exchanges has the same form on all ranks and in all steps: it is learned once, by a run on zeros of a world
-of one. A rank whose compressor fails sends zeros of that form with its report, so that nobody waits for it.
+of one. A rank whose compressor fails sends zeros of that form with its report, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringdp.compression.description import describe
 from ringdp.compression.exchange.agreement import FAILED, LOADED, act_on, marks, read_marks
-from ringdp.compression.exchange.finite import spoil, unspoilt, what_is_not_finite
+from ringdp.compression.exchange.finite import masked, non_finite_flags, write_nan
 from ringdp.compression.exchange.packing import Forms, forms_of
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllGather, AllReduce, Exchange, Request
@@ -29,18 +29,27 @@ Round = tuple[bool, Forms]
 
 def rounds_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> Exchange:
     """As `owner_exchange`; the compressors of a bucket take their turns one after the other."""
-    flags = what_is_not_finite(plan, bucket)
+    flags = non_finite_flags(plan, bucket)
     talk = _Talk(plan, coder, divisor, flags)
     for group in groups(plan.sections):
-        xs = [unspoilt(plan.sections[i].of(bucket, 0), flags[i]) for i in group]
+        xs = [masked(plan.sections[i].of(bucket, 0), flags[i]) for i in group]
         means = yield from talk.average(tuple(plan.sections[i] for i in group), xs)
         for i, mean in zip(group, means, strict=True):
             gradient, place = coder.result(plan.sections[i], mean, 0), plan.sections[i].of(bucket, 0)
             if gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient)
-    if talk.spoilt is None:  # nobody had anything to exchange
+    if talk.non_finite is None:  # no rank had anything to exchange
         yield from talk.exchange([], None)
-    spoil(plan, bucket, talk.spoilt or [])
+    write_nan(plan, bucket, talk.non_finite or [])
+
+
+def learn(plan: Plan) -> None:
+    """Find out what each of the plan's compressors exchanges; raises what they raise."""
+    for group in groups(plan.sections):
+        sections = tuple(plan.sections[i] for i in group)
+        names = tuple(section.name for section in sections)
+        if names not in plan.rounds:
+            plan.rounds[names] = _rounds_of(sections, plan.device)
 
 
 def groups(sections: Sequence[Section]) -> list[list[int]]:
@@ -58,7 +67,7 @@ class _Talk:
     def __init__(self, plan: Plan, coder: Coder, divisor: Tensor, flags: list[int]) -> None:
         self._plan, self._coder, self._divisor = plan, coder, divisor
         self._flags = flags
-        self.spoilt: list[int] | None = None  # by section: NOT_FINITE where it was not on some rank
+        self.non_finite: list[int] | None = None  # by section: NOT_FINITE where it was not on some rank
 
     def average(self, sections: tuple[Section, ...], xs: list[Tensor]) -> Generator[Request, Any, Sequence[Tensor]]:
         """The means of sections of one compressor."""
@@ -67,14 +76,14 @@ class _Talk:
         answer: Any = None
         for number, (gathers, forms) in enumerate(promised):
             tensors: list[Tensor] | Tensor | None = None
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 tensors = rounds.send(answer)
                 if _form(tensors) != promised[number]:
                     error = InvalidArgumentError(_differs(sections[0], number, _form(tensors), promised))
             except StopIteration:
                 error = InvalidArgumentError(_differs(sections[0], number, None, promised))
-            except Exception as caught:  # told to all ranks, which then raise together
+            except BaseException as caught:  # told to all ranks, which then raise together
                 error = caught
             if error is not None or tensors is None:
                 zeros = [torch.zeros(form.shape, dtype=form.dtype, device=self._plan.device) for form in forms]
@@ -87,10 +96,10 @@ class _Talk:
             return means
         raise InvalidArgumentError(_differs(sections[0], len(promised), _form(tensors), promised))
 
-    def exchange(self, tensors: list[Tensor] | Tensor, error: Exception | None) -> Generator[Request, Any, Any]:
+    def exchange(self, tensors: list[Tensor] | Tensor, error: BaseException | None) -> Generator[Request, Any, Any]:
         """One round, on all ranks; raises on all of them where one could not take part."""
         plan = self._plan
-        first = self.spoilt is None
+        first = self.non_finite is None
         mine = marks(plan, FAILED * (error is not None) | LOADED * (first and self._coder.loaded), self._flags)
         answer: Any = tensors
         if isinstance(tensors, Tensor):
@@ -102,15 +111,12 @@ class _Talk:
                 if tensor.is_floating_point():
                     tensor.div_(self._divisor)
             yield AllReduce([*(tensor.view(-1) for tensor in tensors), mine])
-        status, self.spoilt = read_marks(mine)
+        status, self.non_finite = read_marks(mine)
         yield from act_on(status, error, plan, self._coder)
         return answer
 
     def _promised(self, sections: tuple[Section, ...]) -> list[Round]:
-        names = tuple(section.name for section in sections)
-        if names not in self._plan.rounds:
-            self._plan.rounds[names] = _rounds_of(sections, self._plan.device)
-        known: list[Round] = self._plan.rounds[names]
+        known: list[Round] = self._plan.rounds[tuple(section.name for section in sections)]
         return known
 
 

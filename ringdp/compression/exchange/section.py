@@ -1,4 +1,11 @@
-"""A parameter's place in a bucket, and how its elements are encoded and decoded there."""
+"""A parameter's place in a bucket, and how its elements are encoded and decoded there.
+
+An element is encoded up to twice: in phase "rank" each rank encodes its own gradient, in phase "owner" the owner of a
+part encodes the mean. The states of compressors and error feedback are kept by parameter, phase and part, and count
+only when the step does (`States`). Plug-ins such as EF21 send differences instead of gradients: then an owner adds
+the difference of its own part without encoding it (`Coder.own_term`), and every rank turns the decoded mean
+of differences back into a gradient (`Coder.result`).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ringdp.compression import native
+from ringdp.compression.codecs import native
 from ringdp.compression.description import describe
 from ringdp.compression.exchange.states import Key, States
 from ringdp.compression.feedback import ErrorFeedback, Feedback, feedback_of
-from ringdp.compression.partition import bounds, turn_of
+from ringdp.compression.partition import bounds, owner_offset_of
 from ringdp.compression.protocol import Compressor, Info, Payload, Rounds
 from ringdp.errors import InvalidArgumentError
 
@@ -43,7 +50,7 @@ class Section:
 
     @functools.cached_property
     def edges(self) -> list[int]:
-        return bounds(self.count, self.parts, turn_of(self.name))
+        return bounds(self.count, self.parts, owner_offset_of(self.name))
 
     @functools.cached_property
     def feedback(self) -> Feedback | None:
@@ -51,7 +58,7 @@ class Section:
 
     @functools.cached_property
     def result(self) -> Any:
-        """The plug-in's method that makes the gradient of the mean, or None where the mean is it."""
+        """The plug-in's method that turns the mean into the gradient; None where the mean is the gradient."""
         return getattr(self.feedback, "result", None)
 
     def feedback_in(self, phase: Phase) -> Feedback | None:
@@ -59,7 +66,7 @@ class Section:
 
     @property
     def owners_encode(self) -> bool:
-        """Whether parts have owners, who encode the means and owe what that loses."""
+        """Whether parts have owners, who encode the means and keep the residual of that."""
         return self.parts > 1 and getattr(self.compressor, "aggregate", "owner") == "owner"
 
     def numel(self, part: int) -> int:
@@ -79,22 +86,22 @@ class Coder:
     """Encodes and decodes sections in one step on one rank.
 
     Attributes:
-        factor: the loss scale that the gradients carry.
+        loss_scale: the loss scale that the gradients carry.
         tally: counts what sparse codes send, where there is one.
-        loaded: what this rank remembers is a checkpoint's: all ranks compare the steps they are at.
+        loaded: this rank's states are a checkpoint's: all ranks compare the steps they are at.
     """
 
     states: States
     rank: int
     world_size: int
     step: int
-    factor: float = 1.0
+    loss_scale: float = 1.0
     device: torch.device = _CPU
     tally: Tally | None = None
     loaded: bool = False
 
     def encode(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
-        """The payload for `x` with what error feedback adds to it; what both remember is pending in `states`.
+        """The payload for `x` plus error feedback's residual; the new states of both are pending in `states`.
 
         Raises:
             InvalidArgumentError: the compressor did not give a tuple of tensors.
@@ -121,25 +128,29 @@ class Coder:
         to_units = self._to_units(feedback)
         payload = self.compress(section, fed / to_units if to_units != 1.0 else fed, phase, part)
         decoded = self.decode(section, payload, phase, part)
-        feedback.after(fed, decoded * to_units if to_units != 1.0 else decoded, state)
-        self.states.keep(Key(section.name, "feedback", phase, part), state, self.factor * to_units)
+        key = Key(section.name, "feedback", phase, part)
+        if type(feedback) is ErrorFeedback:  # as its `after`, in memory that is there
+            state = {"residual": torch.sub(fed, decoded, out=self.states.room(key, fed))}
+        else:
+            feedback.after(fed, decoded * to_units if to_units != 1.0 else decoded, state)
+        self.states.keep(key, state, self.loss_scale * to_units)
         return payload
 
     def _fed(self, section: Section, x: Tensor, phase: Phase, part: int) -> tuple[Tensor, dict[str, Any]]:
-        """What is to be encoded instead of `x`, in the units of error feedback, whose state that changes."""
+        """`x` with error feedback's part added, in its units, and the feedback's state, which this changes."""
         feedback = section.feedback_in(phase)
         if feedback is None:
             return x, {}
         to_units = self._to_units(feedback)
-        state = self.states.copy(Key(section.name, "feedback", phase, part), self.factor * to_units)
+        state = self.states.copy(Key(section.name, "feedback", phase, part), self.loss_scale * to_units)
         return feedback.before(x * to_units if to_units != 1.0 else x, state), state
 
     def _to_units(self, feedback: Feedback) -> float:
         """A power of two as a rule, which changes no bit."""
-        return 1.0 / self.factor if getattr(feedback, "unscaled", False) else 1.0
+        return 1.0 / self.loss_scale if getattr(feedback, "unscaled", False) else 1.0
 
     def _encode_at_once(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
-        """By a compressor that adds what was left and finds what is left in the pass that encodes."""
+        """By a compressor that adds the residual and finds the new one in the pass that encodes."""
         key, own = Key(section.name, "feedback", phase, part), Key(section.name, "compressor", phase, part)
         residual = self.states.copy(key).get("residual")
         info = self._info(section, phase, part, self.states.copy(own))
@@ -151,24 +162,24 @@ class Coder:
         return tuple(payload)
 
     def merge(self, section: Section, payloads: Sequence[Payload], divisor: float, part: int) -> Payload:
-        """One payload of the mean of this rank's part; what it cannot hold is owed by this rank's next gradient."""
+        """One payload of the mean of this rank's part; what it cannot hold is this rank's residual."""
         residual = self.states.pending(Key(section.name, "feedback", "rank", part)).get("residual")
         info = self._info(section, "owner", part, {})
         merged: Payload = section.compressor.merge(  # type: ignore[attr-defined]
-            payloads, info, divisor, residual, divisor / self.factor
+            payloads, info, divisor, residual, divisor / self.loss_scale
         )
         return merged
 
     def own_term(self, section: Section, x: Tensor, part: int) -> Tensor:
-        """What a rank's own part adds to the sum: itself, without loss; its difference where differences are sent."""
+        """The term of the sum for a rank's own part: itself, without loss; or the difference that would be sent."""
         feedback = section.feedback
         if feedback is None or section.result is None:
             return x
         key = Key(section.name, "feedback", "rank", part)
-        state = self.states.copy(key, self.factor)
+        state = self.states.copy(key, self.loss_scale)
         fed = feedback.before(x, state)
         feedback.after(fed, fed, state)
-        self.states.keep(key, state, self.factor)
+        self.states.keep(key, state, self.loss_scale)
         return fed
 
     def decode(self, section: Section, payload: Payload, phase: Phase, part: int) -> Tensor:
@@ -209,11 +220,11 @@ class Coder:
             self.states.keep(keys[i], infos[i].state)
             if feedback is not None:
                 feedback.after(fed[i], means[i] * to_units if to_units != 1.0 else means[i], states[i])
-                self.states.keep(feedback_keys[i], states[i], self.factor * to_units)
+                self.states.keep(feedback_keys[i], states[i], self.loss_scale * to_units)
         return means
 
     def _average_at_once(self, sections: Sequence[Section], xs: Sequence[Tensor], in_place: bool) -> Rounds:
-        """By a compressor that adds what was left and finds what is left in the passes that encode and decode."""
+        """By a compressor that adds the residuals and finds the new ones in the passes that encode and decode."""
         feedback_keys = [Key(section.name, "feedback", "rank", 0) for section in sections]
         keys = [Key(section.name, "compressor", "rank", 0) for section in sections]
         residuals = [self.states.copy(key).get("residual") for key in feedback_keys]
@@ -235,9 +246,9 @@ class Coder:
         if section.result is None:
             return mean
         key = Key(section.name, "feedback", "result", part)
-        state = self.states.copy(key, self.factor)
+        state = self.states.copy(key, self.loss_scale)
         gradient: Tensor = section.result(mean, state)
-        self.states.keep(key, state, self.factor)
+        self.states.keep(key, state, self.loss_scale)
         return gradient
 
     def compress(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
@@ -259,7 +270,9 @@ class Coder:
         residual = self.states.copy(key).get("residual")
         if residual is None:
             residual = torch.zeros_like(x)
-        code, new = native.extension().codec_compress_with_feedback(codec, x, residual, self.factor)
+        from ringdp import _C
+
+        code, new = _C.codec_compress_with_feedback(codec, x, residual, self.loss_scale)
         self.states.keep(key, {"residual": new})
         return (code,)
 
@@ -275,15 +288,17 @@ class Coder:
             phase=phase,
             part=part,
             state=state,
-            loss_scale=self.factor,
+            loss_scale=self.loss_scale,
         )
 
 
 def _checked(section: Section, method: str, x: Any, numel: int) -> Tensor:
-    """`x` as flat float32; raises InvalidArgumentError where it is not so many elements of that."""
-    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != numel:
+    """`x` as flat float32; raises InvalidArgumentError where it is not so many elements of that, there."""
+    there = isinstance(x, Tensor) and x.device.type == section.device.type
+    if not there or x.dtype != torch.float32 or x.numel() != numel:
         raise InvalidArgumentError(
-            f"{describe(section.compressor)}.{method} must give float32 [{numel}] for {section.name}, not {_what(x)}",
+            f"{describe(section.compressor)}.{method} must give float32 [{numel}] for {section.name}, not {_what(x)}"
+            + ("" if there or not isinstance(x, Tensor) else f" on {x.device}"),
             name=section.name,
         )
     return x.reshape(-1)

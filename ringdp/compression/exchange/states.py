@@ -64,7 +64,7 @@ class States:
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def commit(self, finite: bool, *, unused: Iterable[str] = ()) -> None:
-        """The step counts, but for parameters that nobody used, or leaves no trace."""
+        """The step counts, except for parameters that no rank used; or (not `finite`) its states are dropped."""
         without = set(unused)
         counts = {key: it for key, it in self._pending.items() if finite and key.name not in without}
         for key in self._alternate & self._pending.keys():

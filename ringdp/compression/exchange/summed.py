@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression.exchange.agreement import FAILED, LOADED, act_on, marks, read_marks
-from ringdp.compression.exchange.finite import spoil, unspoilt, what_is_not_finite
+from ringdp.compression.exchange.finite import masked, non_finite_flags, write_nan
 from ringdp.compression.exchange.packing import check_promise
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllReduce, Exchange
@@ -16,18 +16,18 @@ from ringdp.compression.protocol import Payload
 
 def sum_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> Exchange:
     """As `owner_exchange`; tensors of one dtype are added as one."""
-    flags = what_is_not_finite(plan, bucket)
+    flags = non_finite_flags(plan, bucket)
     promised = plan.forms(0, "rank")
     payloads: list[Payload] = []
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         for index, section in enumerate(plan.sections):
             payload: Payload = ()
             if section.count:
-                payload = coder.encode(section, unspoilt(section.of(bucket, 0), flags[index]), "rank", 0)
+                payload = coder.encode(section, masked(section.of(bucket, 0), flags[index]), "rank", 0)
                 check_promise(section, promised[index], payload, section.count)
             payloads.append(payload)
-    except Exception as caught:  # told to all ranks, which then raise together
+    except BaseException as caught:  # told to all ranks, which then raise together
         error = caught
         payloads = [tuple(torch.zeros(f.shape, dtype=f.dtype, device=plan.device) for f in it) for it in promised]
     tensors = [tensor for payload in payloads for tensor in payload]
@@ -45,6 +45,8 @@ def sum_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> E
         if section.count:
             if coder.tally is not None:
                 coder.tally.joined(section, summed)
-            mean = coder.decode(section, summed, "rank", 0) / divisor
-            section.of(bucket, 0).copy_(coder.result(section, mean, 0))
-    spoil(plan, bucket, flags)
+            mean = torch.div(coder.decode(section, summed, "rank", 0), divisor, out=section.of(bucket, 0))
+            gradient = coder.result(section, mean, 0)
+            if gradient is not mean:
+                mean.copy_(gradient)
+    write_nan(plan, bucket, flags)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringdp.compression import native
+from ringdp.compression.codecs import native
 
 _STACKED = 1 << 18  # matrices of up to so many elements are multiplied together with others of their shape
 
@@ -27,7 +27,9 @@ def project(
 ) -> None:
     """Each v = x + factor * residual, where they are not one tensor, and left = right vᵀ."""
     if _in_core(lefts):
-        native.extension().low_rank_project(lefts, vs, xs, residuals, factor, rights)
+        from ringdp import _C
+
+        _C.low_rank_project(lefts, vs, xs, residuals, factor, rights)
         return
     for v, x, residual in zip(vs, xs, residuals, strict=True):
         feed(v, x, residual, factor)
@@ -49,7 +51,9 @@ def feed(v: Tensor, x: Tensor, residual: Tensor | None, factor: float) -> None:
 def project_back(rights: Sequence[Tensor], vs: Sequence[Tensor], lefts: Sequence[Tensor]) -> None:
     """Each right = left v."""
     if _in_core(lefts):
-        native.extension().low_rank_project_back(rights, vs, lefts)
+        from ringdp import _C
+
+        _C.low_rank_project_back(rights, vs, lefts)
         return
     for batch in _batches(lefts, rights):
         products = torch.bmm(_together([lefts[i] for i in batch]), _matrices(vs, lefts, batch))
@@ -66,7 +70,9 @@ def expand(
 ) -> None:
     """Each matrix = leftᵀ right, products rounded and then added in order; kept = (kept - matrix) / factor."""
     if _in_core(lefts):
-        native.extension().low_rank_expand(matrices, kept, factor, lefts, rights)
+        from ringdp import _C
+
+        _C.low_rank_expand(matrices, kept, factor, lefts, rights)
         return
     for matrix, rest, left, right in zip(matrices, kept, lefts, rights, strict=True):
         out = torch.mul(left[0, :, None], right[0], out=matrix.view(left.shape[1], -1))
@@ -83,7 +89,9 @@ def orthonormalise(factors: Sequence[Tensor]) -> None:
     library's QR does not promise. What is left of a vector by rounding alone becomes zero; what is not finite, NaN.
     """
     if _in_core(factors):
-        native.extension().low_rank_orthonormalise(factors)
+        from ringdp import _C
+
+        _C.low_rank_orthonormalise(factors)
         return
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for factor in factors:

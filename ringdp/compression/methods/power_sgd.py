@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringdp.compression import low_rank
-from ringdp.compression.arguments import check_flag, check_whole
+from ringdp.compression.codecs.arguments import check_flag, check_whole
 from ringdp.compression.feedback import Feedback
+from ringdp.compression.methods import low_rank
 from ringdp.compression.protocol import Aggregate, Info, Rounds
 from ringdp.compression.registry import register
 
@@ -33,7 +33,7 @@ class PowerSGD:
         error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: a rank that is no whole number from 1 on, a warm_start that is no bool.
+        InvalidArgumentError: a rank that is not a whole number from 1 on, a warm_start that is not a bool.
     """
 
     rank: int = 4

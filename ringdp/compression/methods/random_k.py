@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringdp.compression import blocks
-from ringdp.compression.arguments import check_fraction
+from ringdp.compression.codecs import blocks
+from ringdp.compression.codecs.arguments import check_fraction
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register

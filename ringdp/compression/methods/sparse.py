@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringdp.compression import native
+from ringdp.compression.codecs import native
 from ringdp.errors import InvalidArgumentError
 
 BLOCK = 256
@@ -39,10 +39,9 @@ def select(
     in `left` where that can be.
     """
     if native.serves(x):
-        selected: tuple[Tensor, Tensor | None, int] = native.extension().sparse_select(
-            x, residual, factor, threshold, most, left, equals
-        )
-        return selected
+        from ringdp import _C
+
+        return _C.sparse_select(x, residual, factor, threshold, most, left, equals)
     v = x if residual is None else x + factor * residual
     least = max(threshold, LEAST_THRESHOLD)
     large = (v.abs() < least).logical_not_()
@@ -67,8 +66,9 @@ def threshold_for(x: Tensor, residual: Tensor | None, factor: float, wanted: int
     histogram says too little.
     """
     if native.serves(x):
-        estimate: float = native.extension().sparse_threshold(x, residual, factor, wanted)
-        return estimate
+        from ringdp import _C
+
+        return _C.sparse_threshold(x, residual, factor, wanted)
     step = 16 if x.numel() > 1 << 18 else 1
     seen = x[::step] if residual is None else x[::step] + factor * residual[::step]
     bits = seen.abs().view(torch.int32)
@@ -93,8 +93,9 @@ def exact_cut(x: Tensor, residual: Tensor | None, factor: float, wanted: int) ->
     `wanted`: 1 to all of them. Infinities and NaNs count as the largest.
     """
     if native.serves(x):
-        cut: tuple[float, int] = native.extension().sparse_cut(x, residual, factor, wanted)
-        return cut
+        from ringdp import _C
+
+        return _C.sparse_cut(x, residual, factor, wanted)
     bits = (x if residual is None else x + factor * residual).abs().view(torch.int32)
     threshold = bits.topk(wanted, sorted=False).values.min()
     if int(threshold) > _LARGEST_FINITE:
@@ -109,8 +110,9 @@ def _magnitude(bits: int) -> float:
 def decode(code: Tensor, numel: int) -> Tensor:
     """float32 ``[numel]``. Raises ValueError where `code` is none of so many elements, or an index is out of range."""
     if native.serves(code):
-        decoded: Tensor = native.extension().sparse_decode(code, numel)
-        return decoded
+        from ringdp import _C
+
+        return _C.sparse_decode(code, numel)
     x = torch.zeros(numel, device=code.device)
     index, values = _entries(code, numel)
     if values is None:
@@ -124,8 +126,9 @@ def merge(codes: Sequence[Tensor], numel: int, divisor: float, lost: Tensor | No
     What its rounding loses, times `back`, is added to `lost`, float32 ``[numel]``, in place. Raises as `decode`.
     """
     if all(native.serves(code) for code in codes):
-        merged: Tensor = native.extension().sparse_merge(list(codes), numel, divisor, lost, back)
-        return merged
+        from ringdp import _C
+
+        return _C.sparse_merge(list(codes), numel, divisor, lost, back)
     device = codes[0].device
     total, there = torch.zeros(numel, device=device), torch.zeros(numel, dtype=torch.bool, device=device)
     finite = True
@@ -170,7 +173,7 @@ def _code(index: Tensor, values: Tensor, numel: int, *, finite: bool) -> tuple[T
 def _entries(code: Tensor, numel: int) -> tuple[Tensor, Tensor | None]:
     """Places and values; None for the values where something was not finite."""
     if code.numel() < HEADER_BYTES:
-        raise InvalidArgumentError(f"a sparse code: {code.numel()} bytes are no header")
+        raise InvalidArgumentError(f"a sparse code: {code.numel()} bytes are too few for its header of {HEADER_BYTES}")
     kind, count, _, zero = code[:HEADER_BYTES].clone().view(torch.int32).tolist()
     scale = float(code[8:12].clone().view(torch.float32))
     blocks = -(-numel // BLOCK)

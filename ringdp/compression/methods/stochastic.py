@@ -16,10 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringdp.compression import blocks
-from ringdp.compression.arguments import check_block, check_choice, check_clip
-from ringdp.compression.bits import pack, packed_bytes, unpack
-from ringdp.compression.checks import check_code
+from ringdp.compression.codecs import blocks
+from ringdp.compression.codecs.arguments import check_block, check_choice, check_clip
+from ringdp.compression.codecs.bits import pack, packed_bytes, packed_slice, unpack
+from ringdp.compression.codecs.checks import check_code
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register
@@ -49,27 +49,53 @@ class _Stochastic(ABC):
         """
 
     def compress(self, x: Tensor, info: Info) -> Payload:
+        code = torch.empty(self._code_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+        scales, numbers = self._split(code, x.numel())
+        scales = scales.view(torch.float32)
+        for piece in blocks.pieces(x.numel(), self.block, x.device):
+            of_blocks, of_bytes = self._places(piece)
+            scales[of_blocks], numbers[of_bytes] = self._encode(x[piece], info.private_generator)
+        return (code,)
+
+    def _encode(self, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Scales by block, and packed numbers."""
         rows = blocks.in_blocks(x, self.block)
         scale = self.scale_of(rows, blocks.lengths(x.numel(), self.block, x.device))
         finite = scale.isfinite()
         step = torch.where(finite & (scale > 0), scale, 1.0).unsqueeze(1)
         position = (rows / step).mul_(self.levels)
-        dither = torch.rand(rows.shape, generator=info.private_generator, device=x.device)
+        dither = torch.rand(rows.shape, generator=generator, device=x.device)
         whole = dither.add_(position).floor_().clamp_(-self.levels, self.levels)
-        whole.masked_fill_(finite.logical_not().unsqueeze(1), 0.0)
+        if blocks.on_gpu(x) or not bool(finite.all()):
+            whole.masked_fill_(finite.logical_not().unsqueeze(1), 0.0)
         if self.error_feedback:
             scale = scale * _nearest(position, whole)
         numbers = whole.add_(self.levels).to(torch.uint8).view(-1)[: x.numel()]
-        return (blocks.as_bytes(scale, pack(numbers, self.bits)),)
+        return scale, pack(numbers, self.bits)
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
-        scale_bytes = 4 * -(-info.numel // self.block)
-        size = scale_bytes + packed_bytes(info.numel, self.bits)
-        code = check_code(type(self).__name__, payload, size, info)
-        scale = code[:scale_bytes].clone().view(torch.float32)
-        numbers = unpack(code[scale_bytes:], self.bits, info.numel).to(torch.float32)
-        fractions = blocks.in_blocks(numbers.sub_(self.levels).div_(self.levels), self.block)
-        return fractions.mul(scale.unsqueeze(1)).view(-1)[: info.numel]
+        code = check_code(type(self).__name__, payload, self._code_bytes(info.numel), info)
+        scales, packed = self._split(code, info.numel)
+        scales = scales.clone().view(torch.float32)  # a message's bytes may lie anywhere
+        x = torch.empty(info.numel, device=code.device)
+        for piece in blocks.pieces(info.numel, self.block, code.device):
+            of_blocks, of_bytes = self._places(piece)
+            numbers = unpack(packed[of_bytes], self.bits, piece.stop - piece.start).to(torch.float32)
+            fractions = blocks.in_blocks(numbers.sub_(self.levels).div_(self.levels), self.block)
+            x[piece] = fractions.mul_(scales[of_blocks].unsqueeze(1)).view(-1)[: piece.stop - piece.start]
+        return x
+
+    def _code_bytes(self, numel: int) -> int:
+        return 4 * -(-numel // self.block) + packed_bytes(numel, self.bits)
+
+    def _split(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The bytes of the scales, and the packed numbers: views."""
+        scale_bytes = 4 * -(-numel // self.block)
+        return code[:scale_bytes], code[scale_bytes:]
+
+    def _places(self, piece: slice) -> tuple[slice, slice]:
+        """Of a piece's scales and of its bytes."""
+        return blocks.rows_of(piece, self.block), packed_slice(piece, self.bits)
 
 
 def _nearest(rows: Tensor, code: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringdp.compression import sparse
-from ringdp.compression.arguments import check_clip, check_flag, check_fraction, check_number, check_whole
-from ringdp.compression.checks import check_payload
+from ringdp.compression.codecs.arguments import check_clip, check_flag, check_fraction, check_number, check_whole
+from ringdp.compression.codecs.checks import check_payload
 from ringdp.compression.feedback import Feedback, State
+from ringdp.compression.methods import sparse
 from ringdp.compression.protocol import Aggregate, Info, Payload
 from ringdp.compression.registry import register
 
@@ -33,7 +33,7 @@ class TopK:
     element, of equals the first. No more than twice the fraction is sent. Owners add what the ranks sent and send the
     union of it (Li, Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022, arXiv 2201.07598), so all ranks have the same
     bits. Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv 1704.05021; for
-    momentum see `DGC`. docs/wire_format.md has the layout.
+    momentum see `DGC`. docs/reference/wire_format.md has the layout.
 
     Args:
         fraction: of elements that are sent, above 0, at most 1.
@@ -42,7 +42,7 @@ class TopK:
         error_feedback: True, False, or an object with the methods of `ErrorFeedback`.
 
     Raises:
-        InvalidArgumentError: a fraction out of that range, or a number of steps that is no whole number from 0 on.
+        InvalidArgumentError: a fraction out of that range, or a number of steps that is not a whole number from 0 on.
     """
 
     fraction: float = 0.01

@@ -26,7 +26,7 @@ inline T take(const std::byte* at) {
 }
 
 // FNV-1a, 64 bit (draft-eastlake-fnv-21), then the finaliser of SplitMix64 so that short inputs spread.
-// It tells honest ranks' mistakes apart; it is no protection against an attacker, the handshake is.
+// It detects mistakes of honest ranks; it does not protect against an attacker, which the handshake does.
 inline uint64_t hash_bytes(std::span<const std::byte> data, uint64_t seed = 0xcbf29ce484222325ULL) {
   uint64_t h = seed;
   for (std::byte b : data) h = (h ^ static_cast<uint64_t>(b)) * 0x100000001b3ULL;

@@ -1,5 +1,5 @@
-// What the numbers of codecs on the wire mean here (docs/wire_format.md): a CodecId, or the hash of what a shared library
-// brought. So that a message can say which codec another rank believes in. Any thread.
+// What the numbers of codecs on the wire mean here (docs/reference/wire_format.md): a CodecId, or the hash of what a
+// shared library brought. So that a message can say which codec another rank believes in. Any thread.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A point in time until which something may take. Value type, any thread.
+// Deadline: the point in time at which an operation times out. Value type, any thread.
 #pragma once
 
 #include <algorithm>

@@ -13,7 +13,7 @@ namespace ringdp {
 
 ssize_t send_with_descriptor(int socket, std::span<const std::byte> bytes, const Fd& descriptor);  // may be empty
 
-// What came along replaces `descriptor`: the last, of however many; the others are closed.
+// A received descriptor replaces `descriptor`; of several the last one does, and the others are closed.
 ssize_t receive_with_descriptor(int socket, std::span<std::byte> bytes, Fd& descriptor);
 
 }  // namespace ringdp

@@ -9,17 +9,18 @@
 namespace ringdp {
 
 enum class ErrorKind : uint8_t {
-  kPeerLost = 0,    // PeerLostError (ConnectionError): a rank died, left, or its connection broke
-  kTimeout = 1,     // RingTimeoutError (TimeoutError)
-  kMismatch = 2,    // MismatchError (ValueError): ranks disagree about what is being done
-  kHandshake = 3,   // HandshakeError (ConnectionError): could not meet, or not the same job
-  kValue = 4,       // InvalidArgumentError (ValueError): this rank's own arguments
-  kState = 5,       // InvalidStateError: used after shutdown, after a failure, in a forked child
-  kSystem = 6,      // SystemResourceError (OSError): descriptors, memory, ports
-  kInterrupted = 7  // not seen by users: a Python signal handler raised during a wait
+  kPeerLost = 0,     // PeerLostError (ConnectionError): a rank died, left, or its connection broke
+  kTimeout = 1,      // RingTimeoutError (TimeoutError)
+  kMismatch = 2,     // MismatchError (ValueError): ranks disagree about what is being done
+  kHandshake = 3,    // HandshakeError (ConnectionError): could not meet, or not the same job
+  kValue = 4,        // InvalidArgumentError (ValueError): this rank's own arguments
+  kState = 5,        // InvalidStateError: used after shutdown, after a failure, in a forked child
+  kSystem = 6,       // SystemResourceError (OSError): descriptors, memory, ports
+  kInterrupted = 7,  // not seen by users: a Python signal handler raised during a wait
+  kDamaged = 8       // DamagedDataError (PeerLostError): a connection changed what it carried
 };
 
-// Who, where, what. Empty and -1 mean "not known".
+// The fields of an error. Empty and -1 mean "not known".
 struct ErrorContext {
   int rank = -1;     // the rank that raises
   std::string host;  // its host
@@ -28,9 +29,10 @@ struct ErrorContext {
   int64_t peer_pid = -1;
   std::string operation;  // "all_reduce #17 (float32[4096], SUM)"
   int64_t sequence = -1;
-  std::string name;    // bucket or user given name, parameter names
-  std::string cause;   // "connection reset by peer"
-  std::string advice;  // what to do
+  std::string name;          // bucket or user given name, parameter names
+  std::string cause;         // "connection reset by peer"
+  std::string advice;        // what to do
+  bool unexplained = false;  // a connection ended, and no rank has given the reason
 };
 
 class Error : public std::exception {

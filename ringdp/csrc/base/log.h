@@ -1,4 +1,4 @@
-// Log lines of the core, handed to whoever set the sink (Python's logging in a module, stderr in C++ tests).
+// Log lines of the core, for the sink that was set (Python's logging in a module, stderr in C++ tests).
 // Any thread; the sink must not call back into ringdp.
 #pragma once
 

@@ -1,5 +1,5 @@
 // How much memory the control groups of this process still allow (cgroups(7), both versions). Above their limit the kernel
-// kills instead of refusing, so whoever wants much memory at once asks first. Any thread.
+// kills instead of refusing, so a caller that needs much memory at once asks first. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace ringdp {
 
-// Bytes; what the kernel can take back from its file cache counts as free. nullopt: no limit, or it cannot be told.
+// Bytes; memory that the kernel can reclaim from its file cache counts as free. nullopt: no limit, or it is unknown.
 std::optional<int64_t> memory_left_in_groups();
 
-// The same for what /proc/self/cgroup says in `membership`, with the hierarchies mounted under `root`.
+// The same for the text of /proc/self/cgroup in `membership`, with the hierarchies mounted under `root`.
 std::optional<int64_t> memory_left_in_groups(const std::string& membership, const std::string& root);
 
 }  // namespace ringdp

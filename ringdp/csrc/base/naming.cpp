@@ -5,17 +5,17 @@
 namespace ringdp {
 namespace {
 
-std::string& slot() {
+std::string& name_of_thread() {
   thread_local std::string name;
   return name;
 }
 
 }  // namespace
 
-const std::string& current_name() { return slot(); }
+const std::string& current_name() { return name_of_thread(); }
 
-NamedScope::NamedScope(std::string name) : previous_(std::exchange(slot(), std::move(name))) {}
+NamedScope::NamedScope(std::string name) : previous_(std::exchange(name_of_thread(), std::move(name))) {}
 
-NamedScope::~NamedScope() { slot() = std::move(previous_); }
+NamedScope::~NamedScope() { name_of_thread() = std::move(previous_); }
 
 }  // namespace ringdp

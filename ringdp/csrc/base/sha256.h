@@ -17,7 +17,7 @@ using Digest = std::array<std::byte, kSha256Bytes>;
 Digest sha256(std::span<const std::byte> data);
 Digest hmac_sha256(std::span<const std::byte> key, std::span<const std::byte> data);
 
-// Takes the same time wherever the first difference is; the lengths are no secret.
+// Takes the same time wherever the first difference is; the lengths are not secret.
 bool equal_bytes(std::span<const std::byte> a, std::span<const std::byte> b);
 
 // From the kernel's generator, getrandom(2); throws Error(kSystem).

@@ -44,7 +44,7 @@ std::string ranks_text(std::span<const int> ranks) {
   for (std::size_t i = 0; i < ranks.size();) {
     std::size_t end = i + 1;
     while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    if (end - i == 2) end = i + 1;  // two are no range
+    if (end - i == 2) end = i + 1;  // two are not a range
     runs.push_back(std::to_string(ranks[i]) + (end - i > 1 ? "-" + std::to_string(ranks[end - 1]) : ""));
     i = end;
   }

@@ -9,7 +9,7 @@
 
 namespace ringdp {
 
-// At most `max_bytes` of `text`; what is no UTF-8 (RFC 3629) becomes '?', control characters become blanks.
+// At most `max_bytes` of `text`; bytes that are not UTF-8 (RFC 3629) become '?', control characters become blanks.
 std::string clean_text(std::string_view text, std::size_t max_bytes);
 
 // "rank 3", "ranks 0-2, 5 and 7"; `ranks` ascend.

@@ -1,4 +1,4 @@
-// Threads of a Runtime: named, and without signals.
+// Threads: named, and without signals.
 #pragma once
 
 #include <pthread.h>

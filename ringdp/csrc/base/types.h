@@ -9,7 +9,7 @@
 
 namespace ringdp {
 
-// The values are part of the wire format (docs/wire_format.md): append, never renumber.
+// The values are part of the wire format (docs/reference/wire_format.md): append, never renumber.
 enum class DType : uint8_t {
   kUint8 = 0,
   kInt8 = 1,
@@ -63,10 +63,18 @@ enum class Collective : uint8_t {
   kRecv = 10,
 };
 
-enum class CodecId : uint8_t { kFloat16 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kInt5 = 4, kInt6 = 5, kNf4 = 6 };
-inline constexpr int kCodecCount = 7;
-inline constexpr std::array<std::string_view, kCodecCount> kCodecNames{"float16", "bfloat16", "int8", "int4",
-                                                                       "int5",    "int6",     "nf4"};
+// The built-in ones; a number above is a codec of a shared library (codec/plugin.h).
+enum class CodecId : uint8_t {
+#define RINGDP_CAST_CODEC(codec, name) k##codec,
+#define RINGDP_BLOCK_CODEC(codec, name) k##codec,
+#include "base/codecs.def"
+};
+inline constexpr std::array kCodecNames{
+#define RINGDP_CAST_CODEC(codec, name) std::string_view(name),
+#define RINGDP_BLOCK_CODEC(codec, name) std::string_view(name),
+#include "base/codecs.def"
+};
+inline constexpr int kCodecCount = static_cast<int>(kCodecNames.size());
 
 std::size_t dtype_size(DType dtype);
 std::string_view dtype_name(DType dtype);           // torch's names: "float32", "bfloat16", …

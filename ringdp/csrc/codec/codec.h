@@ -1,5 +1,5 @@
 // Codecs: float32 elements to fewer bytes and back. Stateless, any thread; the floating-point mode is the default one
-// (kernels/float_mode.h). Every instruction set gives the same bits; docs/wire_format.md has the layouts.
+// (kernels/float_mode.h). Every instruction set gives the same bits; docs/reference/wire_format.md has the layouts.
 // A code of `count` elements has encoded_bytes(count) bytes, whatever they hold: no length is ever read from a code, and any
 // bytes decode to something without touching memory outside it.
 // Non-finite elements survive: float16 and bfloat16 carry them, block codes mark the whole block with a NaN scale, so it
@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "base/types.h"
@@ -15,6 +17,15 @@ namespace ringdp {
 
 // What a call saw.
 enum class Encoded { kFinite, kNonFinite };
+
+// What a built-in codec's codes say.
+struct CodecSpec {
+  int bits = 0;         // of an element's code, without the scale
+  int scale_bytes = 0;  // of a block; 0 for casts, which have no blocks
+  int lowest = 0;       // what is multiplied with the scale is a whole number from `lowest` to `highest`
+  int highest = 0;
+  std::span<const int8_t> levels = {};  // the whole numbers that have a code, rising; empty: all
+};
 
 struct Codec {
   CodecId id;
@@ -37,9 +48,10 @@ struct Codec {
   // Whether all that the code decodes to is finite; looks at little but the scales, unless inspect_decodes.
   Encoded (*inspect)(const std::byte* code, std::size_t count);
   bool inspect_decodes = false;
+  CodecSpec spec = {};
 };
 
-// As codec.inspect(code, count), for whoever has decoded it: `decoded` is what decode_set gave.
+// As codec.inspect(code, count), for a caller that has decoded it: `decoded` is what decode_set gave.
 Encoded inspect(const Codec& codec, const std::byte* code, const float* decoded, std::size_t count);
 Encoded inspect_elements(const float* x, std::size_t count);
 

@@ -161,7 +161,7 @@ std::string digest_of(const std::string& path) {
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   struct stat status{};
   if (!file || ::fstat(file.get(), &status) != 0) refuse(path, errno_text(errno));
-  if (!S_ISREG(status.st_mode)) refuse(path, "it is no file");
+  if (!S_ISREG(status.st_mode)) refuse(path, "it is not a file");
   std::vector<std::byte> bytes(static_cast<std::size_t>(status.st_size));
   std::size_t at = 0;
   while (at < bytes.size()) {

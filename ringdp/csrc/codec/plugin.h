@@ -20,7 +20,8 @@ struct Plugin {
 };
 
 // The codec of the library at `path`: `codec_by_name` knows it from now on. The same file again, wherever it lies, is the same
-// codec. Throws Error(kValue) for what is no library, keeps to no version known here, or brings another codec's name.
+// codec. Throws Error(kValue) for a file that is not a library, that follows no version known here, or that brings another
+// codec's name.
 const Plugin& load_plugin(const std::string& path);
 const Plugin* find_plugin(std::string_view sha256);  // null where no such file was loaded
 

@@ -21,7 +21,7 @@ constexpr std::array<std::size_t, 14> kCounts{1, 2, 31, 63, 64, 65, 255, 256, 25
 using Floats = std::vector<float>;
 using Bytes = std::vector<std::byte>;
 
-// A buffer between bytes that nobody may write, `offset` bytes behind an aligned address.
+// A buffer between guard bytes, which no codec may write, `offset` bytes behind an aligned address.
 template <class T>
 class Fenced {
  public:

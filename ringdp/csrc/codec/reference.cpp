@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <iterator>
 #include <memory>
-#include <type_traits>
 
 #include "codec/table.h"
 
@@ -55,14 +54,14 @@ struct ReferenceLoops {
   }
 
   static uint32_t code_of(int whole) {
-    if constexpr (std::is_same_v<Block, Int8Block>) {
-      return static_cast<uint8_t>(whole);
-    } else if constexpr (std::is_same_v<Block, NormalFloat4Block>) {
+    if constexpr (requires { Block::kLevels; }) {
       const auto nearer = [&](int a, int b) { return std::abs(whole - a) < std::abs(whole - b); };
       return static_cast<uint32_t>(std::min_element(std::begin(Block::kLevels), std::end(Block::kLevels), nearer) -
                                    std::begin(Block::kLevels));
-    } else {
+    } else if constexpr (requires { Block::kZero; }) {
       return static_cast<uint32_t>(whole + Block::kZero);
+    } else {
+      return static_cast<uint8_t>(whole);
     }
   }
 
@@ -71,12 +70,12 @@ struct ReferenceLoops {
     std::memcpy(&scale, code + i / kElements * sizeof(Scale), sizeof scale);
     const uint32_t bits = get(code, i, count);
     int whole;
-    if constexpr (std::is_same_v<Block, Int8Block>) {
-      whole = static_cast<int8_t>(bits);
-    } else if constexpr (std::is_same_v<Block, NormalFloat4Block>) {
+    if constexpr (requires { Block::kLevels; }) {
       whole = Block::kLevels[bits];
-    } else {
+    } else if constexpr (requires { Block::kZero; }) {
       whole = static_cast<int>(bits) - Block::kZero;
+    } else {
+      whole = static_cast<int8_t>(bits);
     }
     return static_cast<float>(whole) * Block::loaded(scale);
   }

@@ -184,7 +184,7 @@ Selected select(const float* x, const float* residual, float* new_residual, floa
 }
 
 void check(std::span<const std::byte> code, std::size_t count) {
-  if (code.size() < sizeof(Header)) refuse(std::to_string(code.size()) + " bytes are no header");
+  if (code.size() < sizeof(Header)) refuse(std::to_string(code.size()) + " bytes are not a header");
   const Header header = header_of(code);
   const std::size_t blocks = blocks_of(count);
   const std::size_t wanted =

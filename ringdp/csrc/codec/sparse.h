@@ -34,7 +34,7 @@ struct Selected {
 Selected select(const float* x, const float* residual, float* new_residual, float factor, float threshold,
                 std::size_t most, std::size_t count, std::size_t equals = SIZE_MAX);
 
-// Throws Error(kValue) where the bytes are no code of `count` elements: a length, a count or a place that cannot be.
+// Throws Error(kValue) where the bytes are not a code of `count` elements: a length, a count or a place that cannot be.
 void check(std::span<const std::byte> code, std::size_t count);
 std::size_t entries(std::span<const std::byte> code);  // of a checked code; of a dense one: count
 

@@ -20,7 +20,7 @@ const CodecTable* avx2_table();  // null where the compiler does not target x86-
 const CodecTable* avx512_table();
 
 template <class Loops>
-constexpr Codec make_codec(CodecId id, std::size_t (*bytes)(std::size_t)) {
+constexpr Codec make_codec(CodecId id, std::size_t (*bytes)(std::size_t), const CodecSpec& spec) {
   return {.id = id,
           .name = kCodecNames[static_cast<std::size_t>(id)],
           .block = Loops::kElements,
@@ -29,20 +29,20 @@ constexpr Codec make_codec(CodecId id, std::size_t (*bytes)(std::size_t)) {
           .compress_with_feedback = Loops::compress_with_feedback,
           .decode_set = Loops::decode_set,
           .decode_add = Loops::decode_add,
-          .inspect = Loops::inspect};
+          .inspect = Loops::inspect,
+          .spec = spec};
 }
 
 template <template <class> class BlockLoops, const ReduceKernels& (*kKernels)(DType, ReduceOp) = reduce_kernels>
 constexpr CodecTable make_table() {
-  using Half = Casts<DType::kFloat16, kKernels>;
-  using Brain = Casts<DType::kBfloat16, kKernels>;
-  return {make_codec<Half>(CodecId::kFloat16, Half::bytes),
-          make_codec<Brain>(CodecId::kBfloat16, Brain::bytes),
-          make_codec<BlockLoops<Int8Block>>(CodecId::kInt8, encoded_bytes<Int8Block>),
-          make_codec<BlockLoops<Int4Block>>(CodecId::kInt4, encoded_bytes<Int4Block>),
-          make_codec<BlockLoops<Int5Block>>(CodecId::kInt5, encoded_bytes<Int5Block>),
-          make_codec<BlockLoops<Int6Block>>(CodecId::kInt6, encoded_bytes<Int6Block>),
-          make_codec<BlockLoops<NormalFloat4Block>>(CodecId::kNf4, encoded_bytes<NormalFloat4Block>)};
+  return {
+#define RINGDP_CAST_CODEC(codec, name)                                                                     \
+  make_codec<Casts<DType::k##codec, kKernels>>(CodecId::k##codec, Casts<DType::k##codec, kKernels>::bytes, \
+                                               {.bits = 8 * sizeof(uint16_t)}),
+#define RINGDP_BLOCK_CODEC(codec, name) \
+  make_codec<BlockLoops<codec##Block>>(CodecId::k##codec, encoded_bytes<codec##Block>, spec_of<codec##Block>()),
+#include "base/codecs.def"
+  };
 }
 
 }  // namespace ringdp::codecs

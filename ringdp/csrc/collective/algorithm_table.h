@@ -1,6 +1,6 @@
-// What is chosen: which algorithm runs for which collective, size, dtype, number of ranks and layout of hosts. A table, fixed
-// here or read from a file (tuning.h), because the order of summation, and so the bits, follow from it: never from timing.
-// The cost model behind the numbers is ringdp/cost_model.py. Any thread.
+// Which algorithm runs for which collective, size, dtype, number of ranks and layout of hosts. A table, fixed here or read
+// from a file (tuning.h), because the order of summation, and so the bits, follow from it: never from timing.
+// The cost model behind the numbers is ringdp/tools/cost_model.py. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -12,18 +12,18 @@
 
 namespace ringdp {
 
-// On the wire as OperationShape::algorithm: append, never renumber.
 enum class Algorithm : uint8_t {
-  kExchange = 0,
-  kRing = 1,
-  kFold = 2,
-  kPairwise = 3,
-  kChain = 4,
-  kTwoLevel = 5,
-  kCompressed = 6,
-  kElsewhere = 7  // see mesh/frame.h
+#define RINGDP_ALL_REDUCE(algorithm, number, name) k##algorithm = number,
+#define RINGDP_ALGORITHM(algorithm, number, name) k##algorithm = number,
+#include "collective/algorithms.def"
 };
 
+struct AlgorithmInfo {
+  Algorithm id;
+  std::string_view name;
+  bool reduces_all;  // an all-reduce may be of this algorithm
+};
+std::span<const AlgorithmInfo> algorithms();  // in the order of algorithms.def
 std::string_view algorithm_name(Algorithm algorithm);
 
 // How the ranks of a group are spread over hosts.
@@ -34,12 +34,16 @@ std::string_view layout_name(Layout layout);
 // `hosts[i]`: the number of member i's host, from 0 without gaps. Several ranks on any of several hosts make kSeveralRanksPerHost.
 Layout layout_of(std::span<const int> hosts);
 
-// Sizes in bytes up to which an algorithm is taken.
+// Sizes in bytes up to which an algorithm is taken; of `direct_ranks`, members.
 struct AlgorithmTable {
   std::size_t fold_two_ranks_bytes = 1024 * 1024;  // two ranks: a fold sends no more than a ring and takes one step
   std::size_t fold_sent_bytes = 128 * 1024;        // more ranks: what each would send, (n-1)·S
   std::size_t flat_broadcast_bytes = 64 * 1024;
   std::size_t direct_gather_bytes = 64 * 1024;  // of one rank's block
+  // Largest group in which small collectives go from every member straight to every other, or to all of them from one. In
+  // larger ones they use few pairs, because a connection is made when a pair first needs it
+  // (docs/reference/algorithms.md).
+  std::size_t direct_ranks = 16;
 
   bool operator==(const AlgorithmTable&) const = default;
 };
@@ -56,6 +60,12 @@ struct AlgorithmTables {
   AlgorithmTable one_rank_per_host{.fold_sent_bytes = 48 * 1024};       // measured at 1 Gbit
   AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024};  // a fold sends the same to a host several times
 };
+
+// Whether small collectives of that many members go straight to everybody. Always so for two.
+bool goes_direct(const AlgorithmTable& table, int world);
+// Whether a buffer of that many bytes is reduced along a tree, or by a fold; at most one of the two.
+bool fits_tree(const AlgorithmTable& table, int world, std::size_t bytes);
+bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes);
 
 // `bytes`: of the whole buffer; of an all-gather or reduce-scatter, of one rank's block.
 // `hosts` as in layout_of, one entry for each rank.

@@ -1,5 +1,6 @@
-// Chain: broadcast along the ranks, root first; everybody passes segments on while more arrive. S bytes sent by each rank
-// but the last, n-2 segments longer than a single transfer: for large buffers.
+// Chain: broadcast along the ranks, root first. Each rank passes segments on while more arrive. Every rank but the last
+// sends S bytes, and the whole takes n-2 segments longer than a single transfer: for large buffers.
+// Owner and thread: as every Operation (operation.h).
 #pragma once
 
 #include "collective/operation.h"

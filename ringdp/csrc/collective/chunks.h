@@ -1,9 +1,14 @@
 // Chunks: how a buffer is cut into equal parts. They begin at multiples of 16 elements, so that loads stay aligned; the last
-// ones may be shorter or empty. Part of what fixes the order of summation (docs/algorithms.md). Value type, any thread.
+// ones may be shorter or empty. Part of what fixes the order of summation (docs/reference/algorithms.md). Value type,
+// any thread.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
+#include <span>
+#include <vector>
+
+#include "base/types.h"
 
 namespace ringdp {
 
@@ -22,5 +27,12 @@ class Chunks {
   std::size_t bytes_;
   std::size_t each_;
 };
+
+inline std::vector<std::span<std::byte>> split(std::span<std::byte> memory, int parts, DType dtype) {
+  Chunks chunks(memory.size(), parts, dtype_size(dtype));
+  std::vector<std::span<std::byte>> out;
+  for (int part = 0; part < parts; ++part) out.push_back(memory.subspan(chunks.begin(part), chunks.size(part)));
+  return out;
+}
 
 }  // namespace ringdp

@@ -1,4 +1,5 @@
-// Compressed all-reduce: what it is asked for. See docs/algorithms.md and docs/wire_format.md.
+// The arguments of a compressed all-reduce: sections of a buffer, and how they are coded. See docs/reference/algorithms.md and
+// docs/reference/wire_format.md. Value types, any thread; the memory belongs to the caller until the Work is done.
 #pragma once
 
 #include <cstddef>
@@ -9,19 +10,19 @@
 
 namespace ringdp {
 
-// One parameter's gradient. Its blocks are counted from its own start, and which rank owns which part of it follows from
-// `count` and `turn` alone: so the bits do not depend on what else is in the buffer.
+// One parameter's gradient. Its blocks are counted from its own start, and `count` and `owner_offset` alone say which rank
+// owns which part of it, so the bits do not depend on the other sections of the buffer.
 struct CompressedSection {
   float* x = nullptr;  // [count]; this rank's gradient, then the mean
   std::size_t count = 0;
-  uint32_t turn = 0;                // which parts get the units that are left over; a hash of the parameter's name
+  uint32_t owner_offset = 0;  // the first part that gets one of the remaining units; a hash of the parameter's name
   const float* residual = nullptr;  // [count] of error feedback; null: without
   float* new_residual = nullptr;    // [count]; may not be `residual`
 };
 
 struct Compression {
   CodecId codec = CodecId::kInt8;
-  float factor = 1.0f;      // a power of two: gradients are that much larger than residuals (the loss scale)
+  float loss_scale = 1.0f;  // a power of two: gradients are that much larger than residuals
   std::size_t divisor = 1;  // of the sum: how many ranks have input
 };
 

@@ -163,7 +163,7 @@ Encoded CompressedAllReduce::compress(const Tile& tile, std::byte* code, const f
   const CompressedSection& section = sections_[tile.section];
   if (section.residual == nullptr) return codec_.compress(code, values, tile.count);
   return codec_.compress_with_feedback(code, values, section.residual + tile.begin, section.new_residual + tile.begin,
-                                       compression_.factor, tile.count);
+                                       compression_.loss_scale, tile.count);
 }
 
 void CompressedAllReduce::flushed(SendFlow& flow) {

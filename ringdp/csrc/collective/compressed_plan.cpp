@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "collective/choice.h"
+#include "collective/algorithm_table.h"
 
 namespace ringdp {
 namespace {
@@ -26,23 +26,23 @@ GroupView code_hosts(GroupView group) {
   return group;
 }
 
-// Part p of P has U/P of the U units, and one more where (p - turn) mod P < U mod P: what is left over goes to other ranks for
+// Part p of P has U/P of the U units, and one more where (p - owner_offset) mod P < U mod P: what is left over goes to other ranks for
 // other sections.
-std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t turn) {
+std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t owner_offset) {
   const auto p = static_cast<std::size_t>(parts);
   const std::size_t units = units_of(count);
   std::vector<std::size_t> bounds{0};
   for (std::size_t part = 0; part < p; ++part) {
-    const bool more = (part + p - turn % p) % p < units % p;
+    const bool more = (part + p - owner_offset % p) % p < units % p;
     bounds.push_back(std::min(bounds.back() + (units / p + (more ? 1 : 0)) * CompressedPlan::kUnit, count));
   }
   return bounds;
 }
 
 std::vector<std::pair<std::size_t, std::size_t>> owned_elements(const GroupView& group, std::size_t count,
-                                                                uint32_t turn) {
+                                                                uint32_t owner_offset) {
   const HostMap hosts(code_hosts(group));
-  const std::vector<std::size_t> bounds = part_bounds(count, hosts.most * hosts.count(), turn);
+  const std::vector<std::size_t> bounds = part_bounds(count, hosts.most * hosts.count(), owner_offset);
   std::vector<std::pair<std::size_t, std::size_t>> out;
   for (int share = 0; share < hosts.most; ++share) {
     const auto part = static_cast<std::size_t>(share * hosts.count() + hosts.here);
@@ -69,7 +69,7 @@ CompressedPlan::CompressedPlan(const HostMap& hosts, std::span<const CompressedS
 std::vector<std::vector<CompressedPlan::Run>> CompressedPlan::cut(std::span<const CompressedSection> sections) const {
   std::vector<std::vector<Run>> out(static_cast<std::size_t>(parts_));
   for (std::size_t i = 0; i < sections.size(); ++i) {
-    const std::vector<std::size_t> bounds = part_bounds(sections[i].count, parts_, sections[i].turn);
+    const std::vector<std::size_t> bounds = part_bounds(sections[i].count, parts_, sections[i].owner_offset);
     for (std::size_t part = 0; part + 1 < bounds.size(); ++part)
       if (bounds[part] < bounds[part + 1]) out[part].push_back({i, bounds[part], bounds[part + 1]});
   }

@@ -9,9 +9,9 @@
 //   code    the carriers send the code of that sum to the carrier on the owner's host, which decodes and adds in the order of
 //           the hosts, its own sum as it is, divides, and encodes the mean;
 //   result  that code goes to all other carriers, and from them to the other ranks of their hosts.
-// They have one order, `turns`, in which later segments begin while earlier ones are under way. What a turn needs was done in
-// earlier turns, and every stream is in that order, so the oldest piece that is missing somewhere can always move.
-// Used by one operation.
+// All pieces have one order, by `turn`, in which later segments begin while earlier ones are under way. A turn needs results
+// of earlier turns only, and every stream is in that order, so the oldest missing piece can always move: no deadlock.
+// Owned by one operation, whose thread uses it; immutable once made.
 #pragma once
 
 #include <cstddef>
@@ -25,15 +25,16 @@
 
 namespace ringdp {
 
-// The hosts that codes go between: of ranks on several hosts, of which some have several, those; elsewhere each rank is one.
+// The hosts that exchange codes. Where ranks are on several hosts and a host has several ranks, the group's own; elsewhere
+// each rank counts as a host.
 GroupView code_hosts(GroupView group);
 
 // Where the parts of a section begin, and at the end `count`.
-std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t turn);
+std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t owner_offset);
 
 // [begin, end) of those elements of a section whose mean this rank computes.
 std::vector<std::pair<std::size_t, std::size_t>> owned_elements(const GroupView& group, std::size_t count,
-                                                                uint32_t turn);
+                                                                uint32_t owner_offset);
 
 class CompressedPlan {
  public:
@@ -90,8 +91,8 @@ class CompressedPlan {
   std::span<const Tile> tiles(const Segment& segment) const {
     return std::span(tiles_).subspan(segment.first_tile, segment.tile_count);
   }
-  // To and from every member that may ever have something for this rank, even if now there is nothing: both hear that the
-  // other takes part.
+  // To and from every member that can have something for this rank, even if these sections hold nothing for it: each learns
+  // that the other takes part.
   const std::vector<Stream>& outgoing() const { return out_; }
   const std::vector<Stream>& incoming() const { return in_; }
 

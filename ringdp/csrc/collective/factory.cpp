@@ -1,4 +1,4 @@
-#include "collective/table.h"
+#include "collective/factory.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,49 +7,21 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "codec/plugin.h"
+#include "collective/all_reduce.h"
 #include "collective/chain.h"
 #include "collective/chunks.h"
 #include "collective/compressed_all_reduce.h"
-#include "collective/exchange.h"
+#include "collective/direct.h"
 #include "collective/fold.h"
 #include "collective/host_map.h"
 #include "collective/pairwise.h"
 #include "collective/point_to_point.h"
 #include "collective/ring.h"
+#include "collective/tree.h"
 #include "collective/two_level.h"
 
 namespace ringdp {
 namespace {
-
-constexpr std::size_t kRingBlockBytes = 256 * 1024;  // a few of them fit into a core's cache
-
-std::vector<std::span<std::byte>> split(std::span<std::byte> memory, int parts, DType dtype) {
-  Chunks chunks(memory.size(), parts, dtype_size(dtype));
-  std::vector<std::span<std::byte>> out;
-  for (int part = 0; part < parts; ++part) out.push_back(memory.subspan(chunks.begin(part), chunks.size(part)));
-  return out;
-}
-
-// The ring's blocks, 0: as long as they get. Short ones are sent on from the cache. Between two ranks, over loopback, 100 MiB:
-// 36 ms, 42 with long ones. Inside a host, through shared memory, 4 ranks on 2 cores, 25 MiB: 8.0, 8.5, 9.0 ms with 64, 128,
-// 256 KiB, 10.3 with long ones; 8 ranks: 25.1, 25.7, 23.0 and 24.1. Over TCP more than two ranks on few cores work better with
-// long ones, as each can go on while others sleep (4 ranks on 2 cores, 25 MiB: 31 ms, 38 with short ones).
-std::size_t ring_block_bytes(const GroupView& group) {
-  if (group.size == 2) return kRingBlockBytes;
-  if (layout_of(group.hosts) != Layout::kOneHost) return 0;
-  return group.size <= 4 ? kRingBlockBytes / 4 : kRingBlockBytes;
-}
-
-// The ring's slabs, of a block for each rank.
-std::vector<std::vector<std::span<std::byte>>> slabs_of(std::span<std::byte> memory, const GroupView& group,
-                                                        DType dtype) {
-  std::size_t block = ring_block_bytes(group);
-  std::size_t slab = block > 0 ? block * static_cast<std::size_t>(group.size) : std::max<std::size_t>(memory.size(), 1);
-  std::vector<std::vector<std::span<std::byte>>> out;
-  for (std::size_t begin = 0; begin == 0 || begin < memory.size(); begin += slab)
-    out.push_back(split(memory.subspan(begin, std::min(slab, memory.size() - begin)), group.size, dtype));
-  return out;
-}
 
 OperationShape shape_of(Collective what, DType dtype, ReduceOp op, Algorithm algorithm, std::size_t bytes,
                         int root = -1) {
@@ -62,13 +34,14 @@ OperationShape shape_of(Collective what, DType dtype, ReduceOp op, Algorithm alg
   shape.count = bytes / dtype_size(dtype);
   if (bytes % dtype_size(dtype) != 0)
     throw Error(ErrorKind::kValue, std::string(collective_name(what)) + ": " + std::to_string(bytes) +
-                                       " bytes are no whole number of " + std::string(dtype_name(dtype)));
+                                       " bytes: not a multiple of " + std::to_string(dtype_size(dtype)) + " (" +
+                                       std::string(dtype_name(dtype)) + ")");
   return shape;
 }
 
 void check_member(const GroupView& group, int member, const char* what) {
   if (member < 0 || member >= group.size)
-    throw Error(ErrorKind::kValue, std::string(what) + " " + std::to_string(member) + " is no rank of a group of " +
+    throw Error(ErrorKind::kValue, std::string(what) + " " + std::to_string(member) + " is not a rank of a group of " +
                                        std::to_string(group.size));
 }
 
@@ -90,9 +63,8 @@ void check_compression(const std::vector<CompressedSection>& sections, const Com
   const auto refuse = [](const std::string& why) { throw Error(ErrorKind::kValue, "compressed all_reduce: " + why); };
   (void)codec(compression.codec);
   if (compression.divisor == 0) refuse("the divisor is 0; it is the number of ranks that have input");
-  if (!(compression.factor > 0) || !std::isfinite(compression.factor))
-    refuse("the factor between gradients and residuals is " + std::to_string(compression.factor) +
-           "; it must be positive and finite");
+  if (!(compression.loss_scale > 0) || !std::isfinite(compression.loss_scale))
+    refuse("the loss scale is " + std::to_string(compression.loss_scale) + "; it must be positive and finite");
   for (std::size_t i = 0; i < sections.size(); ++i) {
     const CompressedSection& it = sections[i];
     if (it.count == 0) continue;
@@ -105,28 +77,42 @@ void check_compression(const std::vector<CompressedSection>& sections, const Com
   }
 }
 
-// Exchange has one type for what it sends and what it receives; it only reads the former.
+// DirectTransfer has one type for what it sends and what it receives; it only reads the former.
 std::span<std::byte> writable(std::span<const std::byte> memory) {
   return {const_cast<std::byte*>(memory.data()), memory.size()};
 }
 
-std::vector<Exchange::Piece> to_others(const GroupView& group, std::span<std::byte> memory) {
-  std::vector<Exchange::Piece> out;
+std::vector<DirectTransfer::Piece> to_others(const GroupView& group, std::span<std::byte> memory) {
+  std::vector<DirectTransfer::Piece> out;
   for (int step = 1; step < group.size; ++step) out.push_back({(group.rank + step) % group.size, memory});
   return out;
 }
 
 // A word to everybody and nothing more; alone, complete at once.
 std::unique_ptr<Operation> empty_exchange(const GroupView& group, const OperationShape& shape, std::string name) {
-  return std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+  return std::make_unique<DirectTransfer>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
+}
+
+// Ends when every member has begun it.
+std::unique_ptr<Operation> word_to_all(const AlgorithmTable& table, const GroupView& group, const OperationShape& shape,
+                                       std::string name) {
+  if (goes_direct(table, group.size)) return empty_exchange(group, shape, std::move(name));
+  return std::make_unique<Tree>(group, shape, std::move(name));
 }
 
 void announce_to_others(Operation& operation, const GroupView& group) {
   for (int step = 1; step < group.size; ++step) operation.announces_to((group.rank + step) % group.size);
 }
 
-std::vector<Exchange::Piece> pieces_of_others(const GroupView& group, const std::vector<std::span<std::byte>>& all) {
-  std::vector<Exchange::Piece> out;
+// Of a gather or scatter in a large group, on every member: a word of the root to everybody would connect it to everybody,
+// and a word of the root to its neighbours alone would not reach those who wait for another root.
+void announce_in_large_group(Operation& operation, const GroupView& group, const AlgorithmTable& table) {
+  if (!goes_direct(table, group.size)) operation.announces_to_neighbours();
+}
+
+std::vector<DirectTransfer::Piece> pieces_of_others(const GroupView& group,
+                                                    const std::vector<std::span<std::byte>>& all) {
+  std::vector<DirectTransfer::Piece> out;
   for (int step = 1; step < group.size; ++step) {
     int member = (group.rank + step) % group.size;
     out.push_back({member, all[static_cast<std::size_t>(member)]});
@@ -136,12 +122,14 @@ std::vector<Exchange::Piece> pieces_of_others(const GroupView& group, const std:
 
 }  // namespace
 
-std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name) {
-  OperationShape shape = shape_of(Collective::kBarrier, DType::kUint8, ReduceOp::kSum, Algorithm::kExchange, 0);
-  return empty_exchange(group, shape, std::move(name));
+std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name, const AlgorithmTable& table) {
+  const Algorithm algorithm = goes_direct(table, group.size) ? Algorithm::kDirectTransfer : Algorithm::kTree;
+  OperationShape shape = shape_of(Collective::kBarrier, DType::kUint8, ReduceOp::kSum, algorithm, 0);
+  return word_to_all(table, group, shape, std::move(name));
 }
 
-std::unique_ptr<Operation> make_announcement(const GroupView& group, const Announcement& what, std::string name) {
+std::unique_ptr<Operation> make_announcement(const GroupView& group, const Announcement& what, std::string name,
+                                             const AlgorithmTable& table) {
   OperationShape shape;
   shape.what = what.what;
   shape.dtype = what.dtype;
@@ -150,31 +138,21 @@ std::unique_ptr<Operation> make_announcement(const GroupView& group, const Annou
   shape.root = foreign_backend_number(what.by);
   shape.count = what.count;
   shape.layout_hash = hash_mix(hash_text(what.by), what.layout_hash);
-  return empty_exchange(group, shape, std::move(name));
+  return word_to_all(table, group, shape, std::move(name));
 }
 
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name) {
   check_reduction(dtype, op);
-  Algorithm algorithm = choose_all_reduce(table, group.hosts, dtype, memory.size());
-  OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm, memory.size());
+  const AllReduceAlgorithm& algorithm = find_all_reduce({table, group.hosts, dtype, memory.size()});
+  OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm.id, memory.size());
   shape.layout_hash = host_digest(group.hosts);
   if (group.size == 1) {
     auto alone = empty_exchange(group, shape, std::move(name));
     alone->look_at_start(memory);
     return alone;
   }
-  switch (algorithm) {
-    case Algorithm::kFold:
-      return std::make_unique<Fold>(group, shape, std::move(name), memory);
-    case Algorithm::kPairwise:
-      return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
-                                        std::span<std::byte>{});
-    case Algorithm::kTwoLevel:
-      return std::make_unique<TwoLevel>(group, shape, std::move(name), std::vector{memory}, std::span<std::byte>{});
-    default:
-      return std::make_unique<Ring>(group, shape, std::move(name), slabs_of(memory, group, dtype), true);
-  }
+  return algorithm.make(group, shape, std::move(name), memory);
 }
 
 std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, std::vector<CompressedSection> sections,
@@ -185,7 +163,7 @@ std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, st
   uint64_t layout = hash_mix(host_digest(group.hosts), compression.divisor);
   for (const CompressedSection& section : sections) {
     count += section.count;
-    layout = hash_mix(hash_mix(layout, section.count), section.turn);
+    layout = hash_mix(hash_mix(layout, section.count), section.owner_offset);
   }
   OperationShape shape = shape_of(Collective::kAllReduce, DType::kFloat32, ReduceOp::kAvg, Algorithm::kCompressed,
                                   count * sizeof(float), wire_number(compression.codec));
@@ -205,6 +183,7 @@ std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupV
   if (algorithm == Algorithm::kPairwise)
     return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
                                       std::span<std::byte>{});
+  if (algorithm == Algorithm::kTree) return std::make_unique<Tree>(group, shape, std::move(name), memory);
   auto operation = std::make_unique<Fold>(group, shape, std::move(name), memory);
   if (group.rank == root) announce_to_others(*operation, group);
   return operation;
@@ -214,16 +193,17 @@ std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const Gro
                                           std::span<std::byte> memory, DType dtype, int root, std::string name) {
   check_member(group, root, "broadcast: root");
   Algorithm algorithm = choose_broadcast(table, group.size, memory.size());
-  bool flat = algorithm == Algorithm::kExchange;
+  bool flat = algorithm == Algorithm::kDirectTransfer;
   OperationShape shape = shape_of(Collective::kBroadcast, dtype, ReduceOp::kSum, algorithm, memory.size(), root);
+  if (algorithm == Algorithm::kTree) return std::make_unique<Tree>(group, shape, std::move(name), memory);
   std::unique_ptr<Operation> operation;
   if (flat) {
-    std::vector<Exchange::Piece> out, in;
+    std::vector<DirectTransfer::Piece> out, in;
     if (group.rank == root)
       out = to_others(group, memory);
     else
       in.push_back({root, memory});
-    operation = std::make_unique<Exchange>(group, shape, std::move(name), std::move(out), std::move(in));
+    operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), std::move(out), std::move(in));
   } else {
     operation = std::make_unique<Chain>(group, shape, std::move(name), memory);
   }
@@ -239,9 +219,9 @@ std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const Gr
   std::span<std::byte> own = blocks[group.rank];
   OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum, algorithm, input.size());
   std::unique_ptr<Operation> operation;
-  if (algorithm == Algorithm::kExchange) {
-    operation = std::make_unique<Exchange>(group, shape, std::move(name), to_others(group, own),
-                                           pieces_of_others(group, blocks));
+  if (algorithm == Algorithm::kDirectTransfer) {
+    operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), to_others(group, own),
+                                                 pieces_of_others(group, blocks));
   } else {
     std::vector<std::vector<std::span<std::byte>>> one_slab{std::move(blocks)};
     operation = std::make_unique<Ring>(group, shape, std::move(name), std::move(one_slab), false);
@@ -270,37 +250,44 @@ std::unique_ptr<Operation> make_reduce_scatter(const AlgorithmTable& table, cons
 
 std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const std::byte> input,
                                        std::vector<std::span<std::byte>> blocks, DType dtype, int root,
-                                       std::string name) {
+                                       std::string name, const AlgorithmTable& table) {
   check_member(group, root, "gather: root");
-  OperationShape shape = shape_of(Collective::kGather, dtype, ReduceOp::kSum, Algorithm::kExchange, input.size(), root);
+  OperationShape shape =
+      shape_of(Collective::kGather, dtype, ReduceOp::kSum, Algorithm::kDirectTransfer, input.size(), root);
   if (group.rank != root) {
-    std::vector<Exchange::Piece> out{{root, writable(input)}};
-    return std::make_unique<Exchange>(group, shape, std::move(name), std::move(out), std::vector<Exchange::Piece>{});
+    std::vector<DirectTransfer::Piece> out{{root, writable(input)}};
+    auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), std::move(out),
+                                                      std::vector<DirectTransfer::Piece>{});
+    announce_in_large_group(*operation, group, table);
+    return operation;
   }
   check_pieces(group, blocks, input.size(), "gather: output");
   std::span<std::byte> own = blocks[static_cast<std::size_t>(root)];
-  auto operation = std::make_unique<Exchange>(group, shape, std::move(name), std::vector<Exchange::Piece>{},
-                                              pieces_of_others(group, blocks));
+  auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), std::vector<DirectTransfer::Piece>{},
+                                                    pieces_of_others(group, blocks));
   operation->copy_at_start(own, input);
-  announce_to_others(*operation, group);
+  announce_in_large_group(*operation, group, table);
+  if (goes_direct(table, group.size)) announce_to_others(*operation, group);
   return operation;
 }
 
 std::unique_ptr<Operation> make_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
-                                        std::span<std::byte> output, DType dtype, int root, std::string name) {
+                                        std::span<std::byte> output, DType dtype, int root, std::string name,
+                                        const AlgorithmTable& table) {
   check_member(group, root, "scatter: root");
   OperationShape shape =
-      shape_of(Collective::kScatter, dtype, ReduceOp::kSum, Algorithm::kExchange, output.size(), root);
+      shape_of(Collective::kScatter, dtype, ReduceOp::kSum, Algorithm::kDirectTransfer, output.size(), root);
   if (group.rank != root) {
-    std::vector<Exchange::Piece> in{{root, output}};
-    auto operation =
-        std::make_unique<Exchange>(group, shape, std::move(name), std::vector<Exchange::Piece>{}, std::move(in));
+    std::vector<DirectTransfer::Piece> in{{root, output}};
+    auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name),
+                                                      std::vector<DirectTransfer::Piece>{}, std::move(in));
     operation->announces_to(root);
+    announce_in_large_group(*operation, group, table);
     return operation;
   }
   check_pieces(group, chunks, output.size(), "scatter: input");
-  auto operation = std::make_unique<Exchange>(group, shape, std::move(name), pieces_of_others(group, chunks),
-                                              std::vector<Exchange::Piece>{});
+  auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), pieces_of_others(group, chunks),
+                                                    std::vector<DirectTransfer::Piece>{});
   operation->copy_at_start(output, chunks[static_cast<std::size_t>(root)]);
   return operation;
 }
@@ -316,9 +303,9 @@ std::unique_ptr<Operation> make_all_to_all(const GroupView& group, std::vector<s
                                        std::to_string(blocks[rank].size()));
   std::size_t sent = 0;
   for (auto chunk : chunks) sent += chunk.size();
-  OperationShape shape = shape_of(Collective::kAllToAll, dtype, ReduceOp::kSum, Algorithm::kExchange, sent);
-  auto operation = std::make_unique<Exchange>(group, shape, std::move(name), pieces_of_others(group, chunks),
-                                              pieces_of_others(group, blocks));
+  OperationShape shape = shape_of(Collective::kAllToAll, dtype, ReduceOp::kSum, Algorithm::kDirectTransfer, sent);
+  auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), pieces_of_others(group, chunks),
+                                                    pieces_of_others(group, blocks));
   FlowIdentity& identity = operation->mutable_identity();
   OperationShape common = identity.shape;
   common.count = 0;
@@ -332,7 +319,8 @@ std::unique_ptr<Operation> make_send(const GroupView& group, std::span<std::byte
                                      int32_t tag, std::string name) {
   check_member(group, to, "send: destination");
   if (to == group.rank) throw Error(ErrorKind::kValue, "send: a rank cannot send to itself");
-  OperationShape shape = shape_of(Collective::kSend, dtype, ReduceOp::kSum, Algorithm::kExchange, memory.size(), tag);
+  OperationShape shape =
+      shape_of(Collective::kSend, dtype, ReduceOp::kSum, Algorithm::kDirectTransfer, memory.size(), tag);
   return std::make_unique<Send>(group, shape, std::move(name), memory, to);
 }
 
@@ -341,7 +329,8 @@ std::unique_ptr<Operation> make_receive(const GroupView& group, std::span<std::b
   if (from != PointToPoint::kAny) check_member(group, from, "recv: source");
   if (from == group.rank) throw Error(ErrorKind::kValue, "recv: a rank cannot receive from itself");
   // The message's shape is the sender's: the two must be equal.
-  OperationShape shape = shape_of(Collective::kSend, dtype, ReduceOp::kSum, Algorithm::kExchange, memory.size(), tag);
+  OperationShape shape =
+      shape_of(Collective::kSend, dtype, ReduceOp::kSum, Algorithm::kDirectTransfer, memory.size(), tag);
   return std::make_unique<Receive>(group, shape, std::move(name), memory, from);
 }
 

@@ -1,4 +1,4 @@
-// Makes the operations of a group, each of the algorithm that the table chooses (choice.h). Any thread.
+// Makes the operations of a group, each of the algorithm that the table chooses (algorithm_table.h). Any thread.
 #pragma once
 
 #include <memory>
@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "collective/choice.h"
+#include "collective/algorithm_table.h"
 #include "collective/compressed.h"
 #include "collective/finite.h"
 #include "collective/operation.h"
@@ -16,7 +16,8 @@ namespace ringdp {
 
 // Every function makes an operation for this rank of `group`. `name` may be empty. Throws Error(kValue) for a reduction
 // that the dtype does not have.
-std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name);
+// Of those whose table comes last, the callers that give none get the built-in one.
+std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name, const AlgorithmTable& table = {});
 // What another backend does with tensors that never come here: every member says that it begins it, and hears that the
 // others do, so that ranks which disagree about it are told. `by` is that backend's name; `layout_hash`: of anything else
 // that must agree.
@@ -28,7 +29,8 @@ struct Announcement {
   std::string_view by;
   uint64_t layout_hash = 0;
 };
-std::unique_ptr<Operation> make_announcement(const GroupView& group, const Announcement& what, std::string name);
+std::unique_ptr<Operation> make_announcement(const GroupView& group, const Announcement& what, std::string name,
+                                             const AlgorithmTable& table = {});
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name);
 // The mean of all ranks' sections, as codes on the wire; `report` may be null. Throws Error(kValue) for what cannot be: see
@@ -36,7 +38,7 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
 std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, std::vector<CompressedSection> sections,
                                                       const Compression& compression,
                                                       std::shared_ptr<FiniteReport> report, std::string name);
-// Adds in rank order, whatever the size; `memory` is the result on the root and stays as it is elsewhere.
+// Adds in rank order; in a large group, if it is small, in the order of the tree (tree.h). `memory` is the result on the root and stays as it is elsewhere.
 std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
                                        DType dtype, ReduceOp op, int root, std::string name);
 std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,
@@ -52,10 +54,11 @@ std::unique_ptr<Operation> make_reduce_scatter(const AlgorithmTable& table, cons
 // Root: `blocks[r]` receives rank r's `input`; elsewhere there are none.
 std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const std::byte> input,
                                        std::vector<std::span<std::byte>> blocks, DType dtype, int root,
-                                       std::string name);
+                                       std::string name, const AlgorithmTable& table = {});
 // Root: `chunks[r]` goes to rank r's `output`; elsewhere there are none.
 std::unique_ptr<Operation> make_scatter(const GroupView& group, std::vector<std::span<std::byte>> chunks,
-                                        std::span<std::byte> output, DType dtype, int root, std::string name);
+                                        std::span<std::byte> output, DType dtype, int root, std::string name,
+                                        const AlgorithmTable& table = {});
 // `chunks[r]` goes to rank r, which receives it in its block for this rank: every pair may have a size of its own.
 std::unique_ptr<Operation> make_all_to_all(const GroupView& group, std::vector<std::span<std::byte>> chunks,
                                            std::vector<std::span<std::byte>> blocks, DType dtype, std::string name);

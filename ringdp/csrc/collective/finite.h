@@ -1,7 +1,7 @@
-// FiniteReport: what an all-reduce saw of infinities and NaNs, looked for where the bytes are in a cache anyway.
-// Made by the caller, written by the thread that drives the engine, read by anybody once the Work is done.
-// FiniteWatch: what an algorithm shows its elements to. Owned by the operation, which has nothing to do if there is no report
-// and if results do not go to a device.
+// FiniteReport: the infinities and NaNs that an all-reduce found, which looks for them while the bytes are in a cache.
+// Made by the caller, written by the thread that drives the engine, read by any thread once the Work is done.
+// FiniteWatch: an algorithm passes its elements through it. Owned by the operation, used by the driving thread; it does
+// nothing without a report and without a device for the results.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +32,7 @@ class FiniteWatch {
   void own(std::span<const std::byte> input) {
     if (on()) look_at_own(input);
   }
-  // Bytes [from, upto) of `block` have become what the result is; the parts of a block are shown in order, and may end
-  // within an element.
+  // Bytes [from, upto) of `block` now hold the result. The parts of a block come in order, and may end within an element.
   void result(std::span<const std::byte> block, std::size_t from, std::size_t upto) {
     if (on()) look_at_result(block, from, upto);
     if (staging_ != nullptr) staging_->final(block.subspan(from, upto - from));

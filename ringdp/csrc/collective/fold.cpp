@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "collective/all_reduce.h"
+
 namespace ringdp {
 
 Fold::Fold(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory)
@@ -19,7 +21,7 @@ void Fold::prepare() {
     fold_.received(group_.rank, there);
   }
   fold_.watch(&watch_, &watch_);
-  // Each rank begins with its right neighbour, so that not everybody sends to the same one at once.
+  // Each rank begins with its right neighbour, so that not all ranks send to the same one at once.
   for (int step = 1; step < group_.size; ++step) {
     int from = (group_.rank + group_.size - step) % group_.size, to = (group_.rank + step) % group_.size;
     if (here) add_receive(from, memory_.size(), fold_.window());
@@ -79,5 +81,11 @@ void Fold::widen_from(uint64_t before) {
   if (fold_.window() == before) return;
   for (RecvFlow& flow : receives_) widen(flow, fold_.window());
 }
+
+const AllReduceAlgorithm kFoldAllReduce{
+    Algorithm::kFold,
+    [](const AllReduceRequest& request) { return fits_fold(request.table, request.world(), request.bytes); },
+    [](const GroupView& group, const OperationShape& shape, std::string name, std::span<std::byte> memory)
+        -> std::unique_ptr<Operation> { return std::make_unique<Fold>(group, shape, std::move(name), memory); }};
 
 }  // namespace ringdp

@@ -17,7 +17,7 @@ struct HostMap {
 
   int count() const { return static_cast<int>(members.size()); }
   const std::vector<int>& local() const { return members[static_cast<std::size_t>(here)]; }
-  // Who carries a share of the buffer on a host.
+  // The member that carries a share of the buffer on a host.
   int carrier(int host, int share) const {
     const auto& local = members[static_cast<std::size_t>(host)];
     return local[static_cast<std::size_t>(share) % local.size()];

@@ -53,8 +53,25 @@ void Operation::start(const OperationContext& context) {
   // Receivers first: what a peer sent early may already complete this, and set what can be sent.
   for (RecvFlow& flow : receives_) context_.links[flow.peer]->attach(flow);
   for (SendFlow& flow : sends_) context_.links[flow.peer]->attach(flow);
-  if (complete()) return;
-  for (int member : announce_to_) context_.links[group_.members[member]]->announce(identity_);
+  std::vector<int> told = uninformed_neighbours();
+  if (!complete())
+    for (int member : announce_to_)
+      if (std::find(told.begin(), told.end(), member) == told.end()) told.push_back(member);
+  for (int member : told) context_.links[group_.members[member]]->announce(identity_);
+}
+
+// The neighbours that no flow informs of the operation at once. A member may not get two empty frames of one operation.
+std::vector<int> Operation::uninformed_neighbours() const {
+  std::vector<int> found;
+  if (!announces_to_neighbours_) return found;
+  for (int step : {1, group_.size - 1}) {
+    const int member = (group_.rank + step) % group_.size;
+    const bool informed = std::any_of(sends_.begin(), sends_.end(), [&](const SendFlow& flow) {
+      return flow.member == member && (flow.total == 0 || flow.ready > 0);
+    });
+    if (!informed) found.push_back(member);
+  }
+  return found;
 }
 
 SendFlow& Operation::add_send(int member, uint64_t total, uint64_t ready) {

@@ -54,33 +54,38 @@ class Operation : public FlowHandler {
   // A copy within this rank, made when the operation starts: earlier operations of the group may still write `from`.
   void copy_at_start(std::span<std::byte> to, std::span<const std::byte> from);
 
-  // Of an all-reduce: what its elements are is told in `report`, which may be null.
+  // An all-reduce reports in `report`, which may be null, which of its elements are not finite.
   void watch(std::shared_ptr<FiniteReport> report) {
     watch_ = FiniteWatch(identity_.shape.dtype, std::move(report));
     watch_.hand_on(staging_.get());
   }
-  // Nothing is going to happen to this memory: it is input and result, looked at when the operation starts.
+  // Single-rank case: the buffer is input and result; it is only scanned for non-finite values.
   void look_at_start(std::span<const std::byte> memory) { only_looked_at_ = memory; }
 
-  // What the caller's kind of buffers needs around the operation, run by the driver: `before` when it starts, `after` when
-  // it is complete and before anybody hears of it. Copies between strided and flat memory, for example.
+  // Work around the operation that the caller's buffers need, such as copies between strided and flat memory. The driver
+  // runs `before` when the operation starts, and `after` when it is complete and not yet reported.
   void wrap(std::function<void()> before, std::function<void()> after);
 
-  // Its memory mirrors a device's, where the input comes from and the result goes to. Shared with who waits for the device.
+  // The operation's memory mirrors that of a device, which gives the input and gets the result. Shared with the caller's
+  // Work, which waits for the device.
   void stage(std::shared_ptr<Staging> staging);
   const std::shared_ptr<Staging>& staging() const { return staging_; }
-  // Enough of the input is there. Before that nothing of it may be known to the links: what came early stays with them.
+  // Enough of the input has come from the device. Links may not know the operation before that: they keep early frames.
   bool can_start() const;
   bool started() const { return started_; }
   virtual void more_came() {}  // of the input, since it has started
 
-  // This rank sends `member` nothing here: it tells it that it takes part. Otherwise two ranks that believe each in another
-  // root could wait for each other, or both send, without a word between them.
+  // Sends `member` an empty frame, so that ranks that disagree about the root detect it even though no payload flows
+  // between them.
   void announces_to(int member) { announce_to_.push_back(member); }
+  // The same for an operation in which few members exchange bytes: every member sends an empty frame to its two neighbours
+  // in the group's order, also where it is complete at once. If any two members disagree about the operation, then
+  // somewhere around the ring two neighbours do, and their failure spreads from there.
+  void announces_to_neighbours() { announces_to_neighbours_ = true; }
 
   // Who sends to whom, for operations outside the group's order; null for collectives.
   virtual const PointToPoint* point_to_point() const { return nullptr; }
-  virtual void bind(int /*from*/) {}  // a receive from anybody has found its sender
+  virtual void bind(int /*from*/) {}  // a receive from any member has found its sender
 
   void start(const OperationContext& context);
   void conclude() {
@@ -95,7 +100,7 @@ class Operation : public FlowHandler {
   bool conflicts(const Operation& other) const;  // both use the same memory
   bool needs(int world_rank) const;              // bytes to or from that rank are still missing
   std::string waiting_for() const;               // "rank 2 (host b, pid 7; 0 of 4096 bytes received)"
-  // Ranks of the world bytes to or from which are missing; this rank alone while its own device owes it input.
+  // The ranks of the world to or from which bytes are missing; this rank alone while its device has not given all input.
   std::vector<int> missing() const;
   uint64_t progress() const;  // grows with every byte moved
   const FlowIdentity& identity() const { return identity_; }
@@ -106,7 +111,7 @@ class Operation : public FlowHandler {
  protected:
   virtual void prepare() = 0;                     // add flows; scratch is there
   virtual bool finished() const { return true; }  // anything to do besides the flows?
-  // As much of its input is there as it needs to start; only for those that look at `there`.
+  // It can start with a part of its input; only for algorithms that use `there`.
   virtual bool starts_early() const { return false; }
   // How many bytes of its memory, from the start, have come from the device; all of them where there is none.
   std::size_t there(std::span<const std::byte> memory) const {
@@ -127,6 +132,8 @@ class Operation : public FlowHandler {
   FiniteWatch watch_;
 
  private:
+  std::vector<int> uninformed_neighbours() const;
+
   FlowIdentity identity_;
   OperationContext context_;
   std::vector<std::span<const std::byte>> memory_;
@@ -136,8 +143,9 @@ class Operation : public FlowHandler {
   std::function<void()> after_;
   std::shared_ptr<Staging> staging_;
   std::vector<int> announce_to_;
+  bool announces_to_neighbours_ = false;
   bool started_ = false;
-  bool prepared_ = false;  // false for good if what the start needs has failed: then it never completes
+  bool prepared_ = false;  // stays false where the start has failed: the operation then never completes
 };
 
 }  // namespace ringdp

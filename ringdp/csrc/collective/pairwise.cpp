@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "collective/all_reduce.h"
+#include "collective/chunks.h"
+
 namespace ringdp {
 
 Pairwise::Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
@@ -103,5 +106,17 @@ void Pairwise::go_on_from(uint64_t before) {
   for (RecvFlow& flow : receives_) widen(flow, receive_window(flow.total));
   for (SendFlow& flow : sends_) flow.ready = ready(flow.member);
 }
+
+// A ring would round half types at each step.
+const AllReduceAlgorithm kPairwiseAllReduce{
+    Algorithm::kPairwise,
+    [](const AllReduceRequest& request) {
+      return request.dtype == DType::kFloat16 || request.dtype == DType::kBfloat16;
+    },
+    [](const GroupView& group, const OperationShape& shape, std::string name,
+       std::span<std::byte> memory) -> std::unique_ptr<Operation> {
+      return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, shape.dtype),
+                                        std::span<std::byte>{});
+    }};
 
 }  // namespace ringdp

@@ -2,6 +2,7 @@
 // (half types in float32, rounded once). That is reduce-scatter; for all-reduce the owner then sends the result to all, for
 // reduce to the root. n-1 messages per phase in one step; bytes as in a ring: (n-1)/n·S per phase (reduce: the second phase
 // is S/n to send, and (n-1)/n·S for the root to receive).
+// Owner and thread: as every Operation (operation.h).
 #pragma once
 
 #include "collective/operation.h"
@@ -32,7 +33,7 @@ class Pairwise final : public Operation {
   void advance();
   void go_on_from(uint64_t before);
   uint64_t ready(int member) const;  // how far the flow to it can go
-  bool collects(int member) const;   // it hears of everybody's results
+  bool collects(int member) const;   // it receives the results of all chunks
   uint64_t receive_window(uint64_t total) const;
 
   std::vector<std::span<std::byte>> chunks_;

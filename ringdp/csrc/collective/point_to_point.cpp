@@ -8,7 +8,7 @@ Send::Send(GroupView group, OperationShape shape, std::string name, std::span<st
     : Operation(std::move(group), shape, std::move(name)), memory_(memory), ends_{true, group_.rank, to, shape.root} {
   uses(memory);
   mutable_identity().between = "from rank " + std::to_string(ends_.from) + " to rank " + std::to_string(ends_.to);
-  // Somebody who receives from anyone must hear of it even while it waits for its grant.
+  // A member that receives from any rank must learn of the message even while it waits for its grant.
   if (memory.size() > kSmallFlowBytes) announces_to(to);
 }
 

@@ -1,6 +1,6 @@
-// RankOrderFold: adds up what n ranks have for the same elements, in rank order, segment by segment, without keeping more
-// than two blocks per peer. Half types are added in float32 and rounded once. Used by the algorithms in which one rank sees
-// all inputs (fold, pairwise).
+// RankOrderFold: adds the inputs of n ranks for the same elements in rank order, segment by segment, and keeps at most two
+// blocks per peer. Half types are added in float32 and rounded once. Owned by the operations in which one rank sees all
+// inputs (fold, pairwise, two levels), used by the thread that drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -21,19 +21,19 @@ class RankOrderFold {
   // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here).
   RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor);
 
-  // `own` and `out` may be the same memory, and are it if there is nobody else (but for half types). Both [bytes]. All of
-  // `own` counts as there; where it comes later, that is told by `received` like everybody's.
+  // `own` and `out` may alias. With one rank they must, except for half types. Both [bytes]. All of `own` counts as
+  // received; where it comes later, from a device, call `received` as for a peer.
   void begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out);
 
-  // What is folded is shown to them; null: it is not this rank's input, or not what the result is.
+  // They see the elements that are folded. Null: `own` is not this rank's input, or the sum is not the final result.
   void watch(FiniteWatch* own, FiniteWatch* result) { watch_own_ = own, watch_result_ = result; }
 
   // Room for `length` bytes of rank `member` at `offset`; empty if they cross a block's end.
   std::span<std::byte> room(int member, uint64_t offset, std::size_t length);
   void received(int member, uint64_t upto) { upto_[member] = upto; }
 
-  // The next bytes of the only other rank, where they lie: folded at once, nothing is kept. False: not these, not now, or
-  // there are more ranks; they then go to their room.
+  // Folds the next bytes of the only other rank where they lie, without a copy. False where that cannot be done with these
+  // bytes or now, and with more ranks; the bytes then go to their room.
   bool take(int member, uint64_t offset, std::span<const std::byte> data, uint64_t limit);
 
   // Folds what all ranks have sent, not beyond `limit`. Returns how far the result reaches.

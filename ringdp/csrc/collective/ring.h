@@ -4,6 +4,7 @@
 // A large buffer is cut into slabs that follow each other one step apart, so that what a rank passes on is still in its
 // cache. Block c of a slab starts at rank c and moves right: x_c + x_{c+1} + … (ranks modulo n), so the bits depend on
 // index, count and world only.
+// Owner and thread: as every Operation (operation.h).
 #pragma once
 
 #include "collective/operation.h"
@@ -41,7 +42,7 @@ class Ring final : public Operation {
   std::span<std::byte> in_block(const Leg& leg) const;
   void lay_out();
   void make_ready(SendFlow& send, uint64_t received);
-  uint64_t window() const;  // how far the stream from the left may come: what it is added to must be there
+  uint64_t window() const;  // how far the stream from the left may come: the operand of each sum must be there
 
   std::vector<std::vector<std::span<std::byte>>> slabs_;
   std::vector<Leg> legs_;
@@ -50,7 +51,7 @@ class Ring final : public Operation {
   std::size_t out_leg_ = 0;  // where the streams are; offsets only grow
   std::size_t in_leg_ = 0;
   std::size_t ready_leg_ = 0;
-  mutable std::size_t window_leg_ = 0;  // what all legs before it are added to is there
+  mutable std::size_t window_leg_ = 0;  // the operands of all legs before it are there
   int reduce_steps_;
   int steps_;
   const ReduceKernels* kernels_ = nullptr;

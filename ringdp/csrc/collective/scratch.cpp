@@ -15,7 +15,7 @@ ScratchPool::~ScratchPool() {
   for (Kept& block : kept_) ::operator delete(block.memory, kAlignment);
 }
 
-// Sizes are powers of two, so that few different blocks serve everybody.
+// Sizes are powers of two, so that few different blocks serve all operations.
 ScratchPool::Block ScratchPool::take(std::size_t bytes) {
   bytes = std::bit_ceil(std::max<std::size_t>(bytes, 4096));
   auto it = std::find_if(kept_.begin(), kept_.end(), [&](const Kept& block) { return block.bytes == bytes; });

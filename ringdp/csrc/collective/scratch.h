@@ -1,4 +1,4 @@
-// ScratchPool: memory for segments on their way, kept for reuse so that no operation pays for page faults.
+// ScratchPool: memory for segments in flight. It is kept and reused, so that operations do not pay for page faults.
 // Owned by the Runtime; used only by the thread that drives the engine.
 #pragma once
 

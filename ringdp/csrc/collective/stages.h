@@ -1,7 +1,8 @@
-// Stages: what a rank sends and receives in an operation of two levels (two_level.h), as plain lists. A stage is a block after
-// one step of its way on this rank; a stream is all that goes to or comes from one member, stage by stage in an order that
-// both ends derive alike. Plans fill them in (two_level_plan.h, two_level_scatter.h); `TwoLevel` carries them out.
-// Used by one operation.
+// Stages: plain lists of all that a rank sends and receives in an operation of two levels (two_level.h). A stage is the state
+// of a block after one step on this rank (its input, a sum, a copy); a stream lists the stages that go to or come from one
+// member, in an order that both ends derive alike. Plans make the lists (two_level_plan.h, two_level_scatter.h); `TwoLevel`
+// executes them.
+// Owned by one operation, used by the thread that drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ struct Stage {
   std::span<std::byte> memory;
   std::size_t done;  // bytes that are there
 
-  // Of a sum: what `parts` ranks have is added in order. This rank's, at `place`, is `own`'s or, if null, `input`.
+  // A sum adds the inputs of `parts` ranks in order. This rank's input, at `place`, is the stage `own` or, if null, `input`.
   int parts = 1;
   int place = 0;
   int divisor = 1;  // of a mean: taken here
@@ -36,7 +37,7 @@ struct Stage {
   bool final = false;                   // its sum is what the result is
   std::unique_ptr<RankOrderFold> fold;  // while bytes of the others wait in it
 
-  // Of a sum that only passes through: its memory is there from its first byte until it has been sent.
+  // A sum that this rank only forwards has memory from its first byte until it has been sent.
   bool passes_through = false;
   bool sent = false;
   ScratchPool::Block room{nullptr, {}};

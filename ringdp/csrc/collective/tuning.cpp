@@ -10,7 +10,7 @@ namespace {
 
 struct Limit {
   std::string_view name;
-  std::size_t AlgorithmTable::* bytes;
+  std::size_t AlgorithmTable::* value;
 };
 
 constexpr Limit kLimits[] = {
@@ -18,6 +18,7 @@ constexpr Limit kLimits[] = {
     {"fold_sent_bytes", &AlgorithmTable::fold_sent_bytes},
     {"flat_broadcast_bytes", &AlgorithmTable::flat_broadcast_bytes},
     {"direct_gather_bytes", &AlgorithmTable::direct_gather_bytes},
+    {"direct_ranks", &AlgorithmTable::direct_ranks},
 };
 
 std::string limit_name(Layout layout, const Limit& limit) {
@@ -63,11 +64,11 @@ std::string ranges_in_words(const AlgorithmTable& table, std::span<const int> ho
 
 AlgorithmTables tables_from(const TuningLimits& limits) {
   AlgorithmTables tables;
-  for (const auto& [name, bytes] : limits) {
+  for (const auto& [name, value] : limits) {
     bool known = false;
     for_each_limit([&](Layout layout, const Limit& limit) {
       if (name != limit.name && name != limit_name(layout, limit)) return;
-      table_of(tables, layout).*limit.bytes = bytes;
+      table_of(tables, layout).*limit.value = value;
       known = true;
     });
     if (!known) throw Error(ErrorKind::kValue, "the algorithm table has no '" + name + "'");
@@ -78,14 +79,14 @@ AlgorithmTables tables_from(const TuningLimits& limits) {
 TuningLimits limits_of(const AlgorithmTables& tables) {
   TuningLimits limits;
   for_each_limit(
-      [&](Layout layout, const Limit& limit) { limits[limit_name(layout, limit)] = tables.of(layout).*limit.bytes; });
+      [&](Layout layout, const Limit& limit) { limits[limit_name(layout, limit)] = tables.of(layout).*limit.value; });
   return limits;
 }
 
 std::string tables_text(const AlgorithmTables& tables) {
   std::string text;
-  for (const auto& [name, bytes] : limits_of(tables))
-    text += (text.empty() ? "" : " ") + name + "=" + std::to_string(bytes);
+  for (const auto& [name, value] : limits_of(tables))
+    text += (text.empty() ? "" : " ") + name + "=" + std::to_string(value);
   return text;
 }
 

@@ -1,22 +1,22 @@
-// The algorithm tables as names and numbers: what a file of RINGDP_TUNING overrides (ringdp/tuning.py reads it), what ranks
+// The algorithm tables as names and numbers: what a file of RINGDP_TUNING overrides (ringdp/job/tuning.py reads it), what ranks
 // compare when they meet, and what the log says. Value types, any thread.
 #pragma once
 
 #include <map>
 #include <string>
 
-#include "collective/choice.h"
+#include "collective/algorithm_table.h"
 
 namespace ringdp {
 
-// "one_host.fold_sent_bytes" to bytes; without a layout in front, for all layouts.
+// "one_host.fold_sent_bytes" to bytes, "one_host.direct_ranks" to ranks; without a layout in front, for all layouts.
 using TuningLimits = std::map<std::string, std::size_t>;
 
 // The built-in tables, but for what `limits` says. Throws Error(kValue) for a name that does not exist.
 AlgorithmTables tables_from(const TuningLimits& limits);
 TuningLimits limits_of(const AlgorithmTables& tables);
 
-// All limits as "name=bytes" words, always in the same order: equal exactly when the tables are.
+// All limits as "name=number" words, always in the same order: equal exactly when the tables are.
 std::string tables_text(const AlgorithmTables& tables);
 
 // One line for the log: what runs for an all-reduce of these ranks, and where the table is from.

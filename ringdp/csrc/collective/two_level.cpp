@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "collective/all_reduce.h"
 #include "collective/two_level_plan.h"
 #include "collective/two_level_scatter.h"
 
@@ -88,7 +89,7 @@ void TwoLevel::make_ready(Outgoing& out) {
   for (; out.ready < pieces.size(); ++out.ready) {
     const Piece& piece = pieces[out.ready];
     bool alone = piece.stage->passes_through && piece.stage->parts == 1;
-    if (alone && out.ready >= out.sent + kHeldPieces) return;  // nobody's bytes pace it
+    if (alone && out.ready >= out.sent + kHeldPieces) return;  // no other rank's bytes pace it
     std::size_t there = advance(*piece.stage);
     out.flow->ready = piece.begin + there;
     if (there < piece.stage->size) return;
@@ -172,5 +173,13 @@ bool TwoLevel::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> 
   move_on();
   return true;
 }
+
+const AllReduceAlgorithm kTwoLevelAllReduce{
+    Algorithm::kTwoLevel,
+    [](const AllReduceRequest& request) { return layout_of(request.hosts) == Layout::kSeveralRanksPerHost; },
+    [](const GroupView& group, const OperationShape& shape, std::string name,
+       std::span<std::byte> memory) -> std::unique_ptr<Operation> {
+      return std::make_unique<TwoLevel>(group, shape, std::move(name), std::vector{memory}, std::span<std::byte>{});
+    }};
 
 }  // namespace ringdp

@@ -1,7 +1,8 @@
 // TwoLevel: all-reduce and reduce-scatter of ranks on several hosts, of which some have several: added up inside each host,
 // then between the hosts with every rank of a host carrying its share, then (all-reduce) passed on inside the host. Of h hosts
 // each sends 2(h-1)/h of an all-reduce's buffer, however many ranks it has, and a reduce-scatter's chunk leaves a host once.
-// Plans say who sends what to whom and in which order things are added: two_level_plan.h, two_level_scatter.h.
+// Plans list what each rank sends to which and in which order inputs are added: two_level_plan.h, two_level_scatter.h.
+// Owner and thread: as every Operation (operation.h).
 #pragma once
 
 #include "collective/host_map.h"

@@ -5,7 +5,7 @@
 namespace ringdp {
 namespace {
 
-// Part of the order of summation (docs/algorithms.md): how the buffer is cut.
+// Part of the order of summation (docs/reference/algorithms.md): how the buffer is cut.
 constexpr std::size_t kBlockBytes = RankOrderFold::kBlockBytes;  // longest
 constexpr std::size_t kLeastBlockBytes = 16 * 1024;  // shorter only where a share for every rank asks for it
 constexpr int kLeastRounds = 4;                      // shares of each carrier: the work inside overlaps the wire
@@ -26,6 +26,10 @@ int count_shares(std::size_t bytes, int hosts, int most) {
 
 }  // namespace
 
+// The three loops make the schedule: in turn t the shares of round t are added up inside the hosts, those of rounds that began
+// earlier make one more step between the hosts, and finished blocks go to the other ranks of the host. kLead and kLag say how
+// many turns lie between these, so that the next block is there when a carrier needs it; the bits do not depend on them.
+// Every rank runs the same loops and keeps only its own stages, which is why two ranks agree on the order of their stream.
 AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op)
     : hosts_(hosts),
       memory_(memory),

@@ -5,9 +5,9 @@
 //   inside    the ranks of a host send their part to the host's carrier, which adds up in rank order;
 //   between   the carriers of the hosts go round a ring with it (wide types), or exchange its blocks (half types);
 //   result    each carrier passes finished blocks on to the other ranks of its host.
-// All of it has one order: `turns`, in which later shares begin while earlier ones are between hosts. What a turn needs was
-// done in earlier turns, and every stream is in that order, so the oldest piece nobody has yet can always move.
-// Used by one operation.
+// All stages have one order, by `turn`, in which later shares begin while earlier ones are between hosts. A turn needs results
+// of earlier turns only, and every stream is in that order, so the oldest missing piece can always move: no deadlock.
+// Owned by one operation, whose thread uses it.
 #pragma once
 
 #include <span>

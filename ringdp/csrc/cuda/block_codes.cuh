@@ -230,8 +230,16 @@ struct BlockCodes {
   }
 };
 
-using Int8Codes = BlockCodes<codecs::Int8Block, Int8Packing>;
+// How a block's codes are packed: in nibbles, unless it says otherwise here.
 template <class Block>
-using NibbleCodes = BlockCodes<Block, NibblePacking<Block>>;
+struct PackingOf {
+  using Type = NibblePacking<Block>;
+};
+template <>
+struct PackingOf<codecs::Int8Block> {
+  using Type = Int8Packing;
+};
+template <class Block>
+using BlockCodesOf = BlockCodes<Block, typename PackingOf<Block>::Type>;
 
 }  // namespace ringdp::cuda

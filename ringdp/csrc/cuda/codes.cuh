@@ -8,24 +8,17 @@
 
 namespace ringdp::cuda {
 
-// Calls body(one of Int8Codes, NibbleCodes<…>, CastCodes<…>).
+// Calls body(CastCodes<…> or BlockCodesOf<…>).
 template <class Body>
 void with_codes(CodecId codec, Body&& body) {
   switch (codec) {
-    case CodecId::kFloat16:
-      return body(CastCodes<Float16>{});
-    case CodecId::kBfloat16:
-      return body(CastCodes<Bfloat16>{});
-    case CodecId::kInt8:
-      return body(Int8Codes{});
-    case CodecId::kInt4:
-      return body(NibbleCodes<codecs::Int4Block>{});
-    case CodecId::kInt5:
-      return body(NibbleCodes<codecs::Int5Block>{});
-    case CodecId::kInt6:
-      return body(NibbleCodes<codecs::Int6Block>{});
-    case CodecId::kNf4:
-      return body(NibbleCodes<codecs::NormalFloat4Block>{});
+#define RINGDP_CAST_CODEC(codec, name) \
+  case CodecId::k##codec:              \
+    return body(CastCodes<codec>{});
+#define RINGDP_BLOCK_CODEC(codec, name) \
+  case CodecId::k##codec:               \
+    return body(BlockCodesOf<codecs::codec##Block>{});
+#include "base/codecs.def"
   }
   throw Error(ErrorKind::kValue, "there is no codec number " + std::to_string(static_cast<int>(codec)));
 }

@@ -1,4 +1,4 @@
-// commit: the residuals written last become those that count.
+// commit: publishes the residuals written last.
 #include <algorithm>
 
 #include "cuda/launch.cuh"

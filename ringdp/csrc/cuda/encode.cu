@@ -16,13 +16,13 @@ inline constexpr int kEncodeSteps = kFeedback ? 2 : 4;  // as many registers eit
 
 template <class Codes, bool kFeedback>
 __global__ void __launch_bounds__(kThreads)
-    encode_kernel(const __grid_constant__ RunTable<EncodePart> table, float factor, int32_t* non_finite) {
+    encode_kernel(const __grid_constant__ RunTable<EncodePart> table, float loss_scale, int32_t* non_finite) {
   constexpr int kSteps = kEncodeSteps<kFeedback>;
   const uint32_t which = table.run_of(blockIdx.x);
   const EncodePart& it = table.runs[which];
   const std::size_t count = it.count;
   const WarpPart part = warp_part<kSteps>(blockIdx.x - table.first[which], count);
-  const Residuals residuals(it.run.feedback, factor);
+  const Residuals residuals(it.run.feedback, loss_scale);
   bool finite = true;
   for_steps<kSteps>(part, count, it.access, [&]<Access kAccess, int kAtOnce>(std::size_t begin) {
     float v[kAtOnce][kShare], left[kFeedback ? kAtOnce : 1][kShare];
@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Codes, bool kFeedback>
-void encode_all(std::span<const EncodeRun> runs, float factor, int32_t* non_finite, Stream stream) {
+void encode_all(std::span<const EncodeRun> runs, float loss_scale, int32_t* non_finite, Stream stream) {
   RunTables<EncodePart> tables(kTile<kEncodeSteps<kFeedback>>);
   const auto start = [&](const RunTable<EncodePart>& table, uint32_t tiles) {
-    launch("encode", stream, tiles, encode_kernel<Codes, kFeedback>, table, factor, non_finite);
+    launch("encode", stream, tiles, encode_kernel<Codes, kFeedback>, table, loss_scale, non_finite);
   };
   for (const EncodeRun& run : runs) {
     if ((run.feedback.which != nullptr) != kFeedback) continue;
@@ -52,10 +52,10 @@ void encode_all(std::span<const EncodeRun> runs, float factor, int32_t* non_fini
 
 }  // namespace
 
-void encode(CodecId codec, std::span<const EncodeRun> runs, float factor, int32_t* non_finite, Stream stream) {
+void encode(CodecId codec, std::span<const EncodeRun> runs, float loss_scale, int32_t* non_finite, Stream stream) {
   with_codes(codec, [&]<class Codes>(Codes) {
-    encode_all<Codes, false>(runs, factor, non_finite, stream);
-    encode_all<Codes, true>(runs, factor, non_finite, stream);
+    encode_all<Codes, false>(runs, loss_scale, non_finite, stream);
+    encode_all<Codes, true>(runs, loss_scale, non_finite, stream);
   });
 }
 

@@ -1,4 +1,5 @@
-// The second half of encode and fold: values to codes, and what the codes leave out to the new residual.
+// The second half of encode and reduce_codes: values become codes, and the codes' error becomes the new residual. Called by
+// all threads of a warp.
 #pragma once
 
 #include "cuda/codes.cuh"
@@ -9,10 +10,10 @@ namespace ringdp::cuda {
 struct Residuals {
   const float* before = nullptr;
   float* after = nullptr;
-  float factor = 1;
+  float loss_scale = 1;
   float inverse = 1;
 
-  __device__ Residuals(const Feedback& feedback, float by) : factor(by), inverse(1.0f / by) {
+  __device__ Residuals(const Feedback& feedback, float by) : loss_scale(by), inverse(1.0f / by) {
     if (feedback.which == nullptr) return;
     const bool second = *feedback.which != 0;
     before = second ? feedback.both[1] : feedback.both[0];
@@ -20,7 +21,7 @@ struct Residuals {
   }
 };
 
-// v += factor · residual for each step; `left` keeps the residual.
+// v += loss_scale · residual for each step; `left` keeps the residual.
 template <class Codes, Access kAccess, int kSteps>
 __device__ inline void add_residual(float (&v)[kSteps][kShare], float (&left)[kSteps][kShare],
                                     const Residuals& residuals, std::size_t begin, std::size_t count, unsigned lane) {
@@ -30,7 +31,7 @@ __device__ inline void add_residual(float (&v)[kSteps][kShare], float (&left)[kS
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) v[s][i] = kernels::Sum::apply(v[s][i], residuals.factor * left[s][i]);
+    for (int i = 0; i < kShare; ++i) v[s][i] = kernels::Sum::apply(v[s][i], residuals.loss_scale * left[s][i]);
 }
 
 // Codes v; true where all of it was finite.

@@ -1,4 +1,5 @@
-// One flat array, read (and written) 16 bytes at a time between a head and a tail that are not aligned to that.
+// One flat array, read (and written) 16 bytes at a time between a head and a tail that are not aligned to that. Device code,
+// called by all threads of a block.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +28,8 @@ inline Flat flat(const void* begin, std::size_t count, std::size_t element_bytes
   return {head, (count - head) * element_bytes / sizeof(uint4), count};
 }
 
-// Calls body with all that the vectors of this block of threads hold, as Packed (an element or several), and one element each
-// of what lies before and after the vectors. With kWrite what body makes of them is written back.
+// Calls body with all elements in the vectors of this block of threads, as Packed (one element or several), and with each
+// element before and after the vectors. With kWrite body's results are written back.
 template <bool kWrite, class Packed, class Element, class Body>
 __device__ inline void for_flat(Element* begin, const Flat& flat, Body&& body) {
   constexpr unsigned kElements = sizeof(uint4) / sizeof(Element);

@@ -1,5 +1,5 @@
 // float16 and bfloat16 on the device. The hardware converts float16 as kernels/half.h does, but for NaNs, of which it makes
-// one; to bfloat16 it does not on every architecture, and the definition's own arithmetic is short.
+// one; to bfloat16 it does not on every architecture, and the definition's own arithmetic is short. Any thread of a kernel.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -13,7 +13,7 @@ namespace ringdp::cuda {
 using kernels::Bfloat16;
 using kernels::Float16;
 
-// What is a NaN comes out as some NaN.
+// A NaN becomes some NaN.
 template <class Format>
 __device__ inline float widen_number(uint16_t x) {
   if constexpr (std::is_same_v<Format, Float16>)

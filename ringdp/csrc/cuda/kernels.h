@@ -1,8 +1,8 @@
-// What runs on a CUDA device, as the torch side calls it: each call queues kernels on a stream and returns. No CUDA header is
-// needed to include this; without CUDA, absent.cpp stands in (available() is false, everything else throws Error(kState)).
+// The CUDA kernels, as the torch side calls them: each call queues kernels on a stream and returns. This header needs no CUDA
+// header; without CUDA, absent.cpp takes its place (available() is false, everything else throws Error(kState)).
 // Pointers are to device memory unless said otherwise. Same bits as the codecs of codec/codec.h, whichever device.
-// Any thread; the current device must be the stream's. Throws Error(kSystem) with CUDA's words where a launch fails,
-// Error(kValue) for arguments that mean nothing.
+// Any thread; the current device must be the stream's. Throws Error(kSystem) with CUDA's text if a launch fails, Error(kValue)
+// for invalid arguments.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ using Stream = void*;  // cudaStream_t
 
 bool available();  // this build has kernels
 
-// Error feedback of one run, elements [0, count): what was left out lies in both[*which], and what is left out now goes to
-// both[1 - *which]; so nobody has to know on the host whether the last step counted. All null: without.
+// Error feedback of one run, elements [0, count): the residual is in both[*which], and the new one goes to both[1 - *which];
+// so the host need not know whether the last step counted. All null: no error feedback.
 struct Feedback {
   float* both[2] = {nullptr, nullptr};
   const int32_t* which = nullptr;  // 0 or 1
@@ -40,7 +40,7 @@ struct DecodeRun {
 // The owner's part of a compressed all-reduce: v = (Σ in rank order of decode(code of each source), x at `own`'s place) /
 // divisor, code = encode(v), with feedback as in EncodeRun. Source s (of `sources` ranks) has its code at codes + s·stride;
 // that of `own` is not read.
-struct FoldRun {
+struct ReduceRun {
   const float* x = nullptr;
   const std::byte* codes = nullptr;
   std::size_t stride = 0;
@@ -50,13 +50,13 @@ struct FoldRun {
 };
 
 // Each sets *non_finite to 1 (an int32 on the device, may be null; never reset) where a block it encodes or decodes is not
-// finite. `factor` is a power of two, as in Codec::compress_with_feedback. Any number of runs, also none. Fastest where floats
+// finite. `loss_scale` is a power of two, as in Codec::compress_with_feedback. Any number of runs, also none. Fastest where floats
 // are aligned to 16 and a code's plane of codes to its unit (codes of casts to 8; others, behind the scales, to 4).
-void encode(CodecId codec, std::span<const EncodeRun> runs, float factor, int32_t* non_finite, Stream stream);
+void encode(CodecId codec, std::span<const EncodeRun> runs, float loss_scale, int32_t* non_finite, Stream stream);
 void decode_set(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream);
 void decode_add(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream);
-void fold(CodecId codec, std::span<const FoldRun> runs, int sources, int own, float divisor, float factor,
-          int32_t* non_finite, Stream stream);
+void reduce_codes(CodecId codec, std::span<const ReduceRun> runs, int sources, int own, float divisor, float loss_scale,
+                  int32_t* non_finite, Stream stream);
 
 // Sets *found to 1 where one of them is an infinity or a NaN. `dtype`: float16, bfloat16, float32 or float64.
 void find_non_finite(const void* values, std::size_t count, DType dtype, int32_t* found, Stream stream);
@@ -75,7 +75,7 @@ void select(const float* x, std::size_t count, const float* threshold, uint32_t*
 // mantissa); histogram[2048] is added to. By it a threshold for the k largest is found without sorting.
 void magnitude_histogram(const float* x, std::size_t count, uint32_t* histogram, Stream stream);
 
-// *which = 1 - *which for each of them, unless *non_finite (which may be null): what was written last becomes what counts.
+// *which = 1 - *which for each of them, unless *non_finite (which may be null): publishes the residuals written last.
 void commit(std::span<int32_t* const> which, const int32_t* non_finite, Stream stream);
 
 }  // namespace ringdp::cuda

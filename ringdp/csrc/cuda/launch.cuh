@@ -19,7 +19,7 @@ inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 inline void check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // or whoever asks next would take it for its own
+  cudaGetLastError();  // or the next call that asks would take it for its own
   throw Error(ErrorKind::kSystem,
               std::string("cuda: cannot ") + doing + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }

@@ -1,4 +1,5 @@
 // The element types of gradients, for kernels that look at any of them: bits, and how to compute with them.
+// Constants and device functions; any thread.
 #pragma once
 
 #include "cuda/halves.cuh"
@@ -34,7 +35,7 @@ struct Number {
   }
 };
 
-// Calls body(Number<T>{}). Throws Error(kValue) for what is no floating-point type.
+// Calls body(Number<T>{}). Throws Error(kValue) for a type that is not a floating-point type.
 template <class Body>
 void with_numbers(DType dtype, const char* what, Body&& body) {
   switch (dtype) {

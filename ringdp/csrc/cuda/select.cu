@@ -1,6 +1,6 @@
 // Threshold select, in ascending order and the same on every run: one pass over x leaves a bit per element and a count per
 // tile, a scan turns counts into places, and a pass over the bits reads those elements that were selected. So x is read
-// once, as long as few are selected; nobody waits for another block of threads.
+// once, as long as few are selected; no block of threads waits for another.
 #include "base/host_device.h"
 #include "cuda/launch.cuh"
 
@@ -28,7 +28,7 @@ __device__ inline uint32_t sum_up_to_lane(uint32_t value, unsigned lane) {
   return value;
 }
 
-// The sum over the warps before this one of what each hands in. All threads of the block.
+// The sum of the values of all warps before this one. Called by all threads of the block.
 __device__ inline uint32_t sum_of_warps_before(uint32_t of_warp, uint32_t* total) {
   __shared__ uint32_t sums[kWarps];
   const unsigned warp = threadIdx.x / kWarp;

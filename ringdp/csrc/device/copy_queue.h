@@ -1,12 +1,13 @@
 // CopyQueue: copies between a device's memory and this process's, under way while the host goes on. One per operation.
-// torch/device_copies.h carries them out on a device's streams, slow_device.h stands in for one in tests.
+// torch/device/device_copies.h carries them out on a device's streams, slow_device.h stands in for one in tests.
 //
-// What queues returns at once; one thread at a time calls it: the one that calls the collective, then the one that drives the
-// engine, which also asks `done`. Once the operation is over the rest, `done` too, is for any thread.
-// Copies of one queue may be carried out in any order, but those that touch the same memory in that of the calls; another
-// operation's queue knows nothing of them.
-// Whoever queues a copy keeps both memories until `done`: until then nobody may read what a copy writes, or write what one
-// reads or writes.
+// Owned by an operation's Staging. Calls that queue return at once; one thread at a time makes them: the thread that calls the
+// collective, then the one that drives the engine, which also asks `done`. Once the operation is over, the other calls and
+// `done` are for any thread.
+// The copies of one queue may run in any order, but copies that touch the same memory run in the order of the calls. Queues of
+// different operations are independent.
+// The caller keeps both memories of a copy until `done`: until then no thread may read the bytes that a copy writes, or write
+// those that it reads or writes.
 #pragma once
 
 #include <cstddef>
@@ -20,18 +21,18 @@ class CopyQueue {
 
   virtual ~CopyQueue() = default;
 
-  // What is queued from now on comes after what this thread has queued on its current stream so far.
+  // Orders later copies of this queue after the work that this thread has queued on its current stream so far.
   virtual void after_caller() = 0;
   virtual Ticket to_host(std::byte* host, const std::byte* device, std::size_t bytes) = 0;
   virtual Ticket to_device(std::byte* device, const std::byte* host, std::size_t bytes) = 0;
-  // Work on the device, after everything that was queued here before.
+  // Queues work on the device, after everything that was queued here before.
   virtual Ticket follow(std::function<void()> work) = 0;
-  virtual bool done(Ticket ticket) = 0;  // throws what went wrong on the device
+  virtual bool done(Ticket ticket) = 0;  // throws an error of the device
 
-  // Calls `what` now, on this thread; what that does on the device comes after everything queued here. Where there are no
-  // streams to order, this thread waits.
+  // Calls `what` now, on this thread; the work that it queues on the device comes after everything queued here. A device
+  // without streams makes this thread wait.
   virtual void after_all(const std::function<void()>& what) = 0;
-  // The same for all that this thread does on its current stream from now on.
+  // The same for all later work of this thread on its current stream.
   virtual void order_caller() = 0;
   virtual void wait() = 0;  // until everything that was queued here is done
 };

@@ -1,8 +1,8 @@
-// SlowDevice: stands in for a device in tests, so that what is wrong about the order of copies shows on any machine. Its
-// memory is ordinary memory; its copies are carried out late and out of order, as a seed decides.
-// What is being copied to the host is poison (all bits set: NaN) until the copy is done. A copy to the device takes its
+// SlowDevice: takes the place of a device in tests, so that errors in the order of copies show on any machine. Its memory is
+// ordinary memory; its copies run late and out of order, as a seed decides.
+// The destination of a copy to the host is poison (all bits set: NaN) until the copy is done. A copy to the device takes its
 // bytes at some moment before it completes, so host memory that is overwritten too early shows, too.
-// Used by tests, and by process groups under `_C.stage_cpu_tensors`. Any thread.
+// Owned by a test, or by DeviceSide under `_C.stage_cpu_tensors`. Any thread.
 #pragma once
 
 #include <condition_variable>
@@ -26,7 +26,7 @@ class SlowDevice {
   SlowDevice& operator=(const SlowDevice&) = delete;
 
   std::unique_ptr<CopyQueue> make_queue();  // may not outlive this
-  void hold(bool still);                    // while it is true nothing gets done
+  void hold(bool still);                    // while true, no copy proceeds
 
  private:
   class Queue;

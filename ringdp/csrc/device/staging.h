@@ -1,10 +1,11 @@
-// Staging: the memory of one operation that is on a device, and its mirror in this process's memory, with which the operation
-// works. What it reads comes by and by, what it writes goes back piece by piece as it becomes final.
+// Staging: the device memory of one operation, and its mirror in this process's memory, with which the operation works. Its
+// input comes piece by piece, and its results go back piece by piece as they become final.
 //
-// Made and filled by the thread that calls the collective, which thereby queues the copies of the input; then used by the
-// thread that drives the engine. `landed` and `queue` are for any thread once the operation is over.
-// Owns no memory: the operation's buffers (Submission::keep_alive) own mirrors and tensors, and the engine keeps both and
-// this until everything has landed, also where the operation fails (engine/landing.h).
+// Owned by the operation and its Work together. Made and filled by the thread that calls the collective, which thereby queues
+// the copies of the input; then used by the thread that drives the engine. `landed` and `queue` are for any thread once the
+// operation is over.
+// It does not own memory: the operation's buffers (Submission::keep_alive) own mirrors and tensors, and the engine keeps both
+// and this until all copies have ended, also where the operation fails (engine/pending_copies.h).
 #pragma once
 
 #include <cstdint>
@@ -31,27 +32,27 @@ class Staging {
   // What follows is the driver's.
 
   bool poll();  // asks the device; true if more has come
-  // How many bytes of `memory`, from its start, have come; all where that mirrors no input. As of the last `poll`.
+  // How many bytes of `memory`, from its start, have come, as of the last `poll`; all if it does not mirror input.
   std::size_t there(std::span<const std::byte> memory) const;
   bool all_there() const { return come_ == arrivals_.size(); }
   uint64_t bytes_there() const { return bytes_there_; }
   uint64_t bytes_expected() const { return bytes_expected_; }
 
-  // These bytes are what the result is. May be told of memory that is no mirror, or never.
+  // These bytes are final results. They need not lie in a mirror, and the call may be left out.
   void final(std::span<const std::byte> memory);
-  // The operation is complete: what has not been copied back yet is.
+  // The operation is complete: copies back the rest.
   void finish();
 
   const std::byte* device_address(const std::byte* host) const;  // of a byte of a mirror; null for others
 
-  bool landed();  // nothing is under way: all memory is its owner's again
+  bool landed();  // no copy is under way: the owners may use all memory again
   CopyQueue& queue() { return *queue_; }
 
  private:
   struct Piece {
     std::size_t told = 0;  // bytes of it that are final
     bool copied = false;
-    bool late = false;  // told of again after that: an error of ours, repaired at the end
+    bool late = false;  // reported again after that: an error of ours, repaired at the end
   };
   struct Mirror {
     std::span<std::byte> host;
@@ -68,7 +69,7 @@ class Staging {
   };
 
   const Mirror* find(const std::byte* address) const;
-  // A result may overwrite input on the device: its own has come when it is final, that of others is waited for.
+  // A result may overwrite input on the device. Its own input has come when it is final; this waits for that of others.
   bool may_go_back(const Mirror& mirror) const { return mirror.reads || all_there(); }
   void copy_back(Mirror& mirror, std::size_t begin, std::size_t end);  // pieces
 

@@ -7,7 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/log.h"
-#include "engine/thread.h"
+#include "base/thread.h"
 #include "mesh/frame.h"
 
 namespace ringdp {

@@ -1,8 +1,9 @@
-// CompletionQueue: runs what is to happen after operations (futures' callbacks, which may take Python's lock or wait for
-// further operations) one after the other on a thread of its own, so that nothing of it can stop the network.
-// `push` from any thread. An operation issued inside a callback asks `nested_key` for its number: ranks run callbacks at
-// different moments, so such operations are matched by (number of the operation called back for, index within it).
-// What follows such an operation has its turn on another thread, the next lane's: the callback may be waiting for it.
+// CompletionQueue: runs the callbacks of operations one after the other on a thread of its own, because a callback may take
+// Python's lock or wait for further operations, and must not stop the network.
+// Owned by the engine; `push` from any thread. An operation issued inside a callback asks `nested_key` for its number: ranks
+// run callbacks at different moments, so such operations are matched by (number of the operation called back for, index
+// within it). The callbacks of such an operation run on another thread, the next lane's, because the first callback may be
+// waiting for them.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// What the driver does about copies between devices and this process's memory: it asks for what is under way, starts and
-// moves operations as their input comes, and lets go of buffers that nothing touches any more. It is never told: callbacks
-// of a device would need a thread and its locks. So it sleeps in short stretches while input is under way.
+// Copies between devices and this process's memory, as the driver handles them: it polls the copies under way, starts and
+// moves operations as their input comes, and releases buffers when their last copy is done. It polls because callbacks of a
+// device would need a thread and its locks; while input is under way it sleeps in short stretches.
 #include <algorithm>
 
 #include "engine/engine.h"
@@ -17,29 +17,30 @@ bool Engine::look_at_copies() {
   bool moved = false;
   copying_ = false;
   for (const GroupPtr& group : busy_) {
-    if (group->doom) continue;
-    for (Slot& slot : group->active) moved |= look_at_copies(*group, slot);
-    for (Slot& slot : group->nested) moved |= look_at_copies(*group, slot);
+    if (group->pending_failure) continue;
+    for (InFlight& in_flight : group->active) moved |= look_at_copies(*group, in_flight);
+    for (InFlight& in_flight : group->nested) moved |= look_at_copies(*group, in_flight);
   }
-  landing_.look([this](std::shared_ptr<void> buffers) { completions_.push(0, 0, 0, [held = std::move(buffers)] {}); });
+  pending_copies_.look(
+      [this](std::shared_ptr<void> buffers) { completions_.push(0, 0, 0, [held = std::move(buffers)] {}); });
   if (moved) copies_moved_at_ = Clock::now();
   return moved;
 }
 
-bool Engine::look_at_copies(Group& group, Slot& slot) {
-  Staging* staging = slot.operation->staging().get();
+bool Engine::look_at_copies(Group& group, InFlight& in_flight) {
+  Staging* staging = in_flight.operation->staging().get();
   if (staging == nullptr || staging->all_there()) return false;
   bool moved = false;
   try {
     moved = staging->poll();
-    if (moved && slot.operation->started())
-      slot.operation->more_came();
-    else if (moved && slot.operation->can_start())
-      start(group, slot);
+    if (moved && in_flight.operation->started())
+      in_flight.operation->more_came();
+    else if (moved && in_flight.operation->can_start())
+      start(group, in_flight);
   } catch (const Error& error) {
-    fail_later(group.id, error);
+    queue_failure(group.id, error);
   } catch (const std::exception& error) {  // what the device's libraries throw
-    fail_later(group.id, Error(ErrorKind::kSystem, slot.operation->identity().text() + ": " + error.what()));
+    queue_failure(group.id, Error(ErrorKind::kSystem, in_flight.operation->identity().text() + ": " + error.what()));
   }
   copying_ |= !staging->all_there();
   return moved;

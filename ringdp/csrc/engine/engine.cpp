@@ -1,18 +1,19 @@
-// Threads and roles: who may drive, how operations come in and how waiting ends. What the driver does is in progress.cpp.
+// Threads and roles: which thread may drive, how operations come in and how waiting ends. The driver's work is in
+// progress.cpp.
 #include "engine/engine.h"
 
 #include <algorithm>
 
 #include "base/bytes.h"
 #include "base/error.h"
-#include "engine/hold.h"
+#include "engine/callback_gate.h"
 
 namespace ringdp {
 namespace {
 
 constexpr auto kInterruptPeriod = std::chrono::milliseconds(100);
 constexpr auto kIdleLookPeriod = std::chrono::milliseconds(250);
-constexpr auto kLandingPeriod = std::chrono::milliseconds(2);
+constexpr auto kPendingCopiesPeriod = std::chrono::milliseconds(2);
 constexpr int64_t kGoodbyeMs = 1000;
 
 Error forked_error() {
@@ -31,12 +32,14 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
       options_(std::move(options)),
       links_(peers.size()),
       writing_(peers.size(), 0),
-      farewells_(peers.size()) {
+      farewells_(peers.size()),
+      losses_(peers.size()) {
   for (MetPeer& peer : peers) peers_.push_back(peer.info);
   if (options_.rate_bytes_per_s > 0) limiter_.emplace(options_.rate_bytes_per_s);
   Link::Events events;
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
   events.mismatched = [this](Link::Disagreement it) { on_mismatched(std::move(it)); };
+  events.wanted = [this](int to) { options_.want_connection(to); };
   events.started = [this](uint64_t group, uint64_t sequence) { return find_started(group, sequence); };
   events.departed = [this](int from, const std::string& reason) { on_departed(from, reason); };
   events.asked = [this](int from, uint64_t group, uint64_t sequence) { questions_.push_back({from, group, sequence}); };
@@ -44,18 +47,53 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     on_answered(from, group, sequence, std::move(state));
   };
   for (MetPeer& peer : peers) {
-    if (!peer.channel) continue;
     int place = peer.info.rank;
-    poller_.add(peer.channel->poll_fd(), static_cast<uint32_t>(place));
-    if (int bell = peer.channel->bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(place));
-    std::unique_ptr<Channel> channel = std::move(peer.channel);
-    if (limiter_ && !channel->direct()) channel = std::make_unique<LimitedChannel>(std::move(channel), *limiter_);
-    if (options_.wrap_channel) channel = options_.wrap_channel(std::move(channel), place);
-    links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(channel), events);
-    some_streams_ |= !links_[place]->direct();
+    if (place == rank_) continue;
+    std::unique_ptr<Channel> channel = peer.channel ? adopt(std::move(peer.channel), place) : nullptr;
+    links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(channel), events, peer.checksums);
     links_[place]->limit_segments(options_.segment_bytes);
     links_[place]->watch_host(options_.host_silence_ms);
   }
+}
+
+std::unique_ptr<Channel> Engine::adopt(std::unique_ptr<Channel> channel, int peer) {
+  poller_.add(channel->poll_fd(), static_cast<uint32_t>(peer));
+  if (int bell = channel->bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(peer));
+  if (limiter_ && !channel->direct()) channel = std::make_unique<LimitedChannel>(std::move(channel), *limiter_);
+  if (options_.wrap_channel) channel = options_.wrap_channel(std::move(channel), peer);
+  some_streams_ |= !channel->direct();
+  return channel;
+}
+
+void Engine::connect(int peer, std::unique_ptr<Channel> channel, bool checksums) {
+  run_as_driver([&] {
+    Link& link = *links_[peer];
+    {
+      std::lock_guard lock(mutex_);
+      if (closed_ || link.connected() || !link.usable()) return;  // it was given up: the peer sees this connection end
+    }
+    link.connect(adopt(std::move(channel), peer), checksums);
+    guarded(peer, [](Link& it) { return it.pump_send(); });
+  });
+}
+
+void Engine::cannot_connect(int peer, const Error& error, bool gone) {
+  run_as_driver([&] {
+    Link& link = *links_[peer];
+    {
+      std::lock_guard lock(mutex_);
+      if (closed_ || link.connected() || !link.usable()) return;
+    }
+    losses_[peer] = error;
+    if (gone) {
+      link.give_up();
+      on_departed(peer, error.context().cause);
+    } else {
+      link.close();
+      for (const GroupPtr& group : groups_with(peer)) queue_failure(group->id, error);
+    }
+    report_failures();
+  });
 }
 
 void Engine::check_usable() const {
@@ -71,6 +109,10 @@ uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::strin
   group->view = view;
   group->name = name;
   if (auto early = early_failures_.extract(group->id)) group->failure = early.mapped();
+  if (options_.want_connection) {
+    for (int place : overlay_neighbours(view.rank, view.size)) group->neighbours.push_back(view.members[place]);
+    for (int member : group->neighbours) options_.want_connection(member);
+  }
   groups_[group->id] = group;
   return group->id;
 }
@@ -102,28 +144,28 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   if (group.failure) std::rethrow_exception(group.failure);
   called_at_ = Clock::now();
   FlowIdentity& identity = submission.operation->mutable_identity();
-  Slot slot;
+  InFlight in_flight;
   if (submission.operation->point_to_point() != nullptr) {
     identity.sequence = kMessageBit;  // numbered when it meets its other end
   } else if (auto nested = CompletionQueue::nested_key(group_id)) {
     identity.sequence = nested->sequence;
-    slot.callback = nested->callback;
+    in_flight.callback = nested->callback;
   } else {
     identity.sequence = ++group.next_sequence;
   }
-  if (auto hold = CallbackHold::current(); hold && submission.on_done)
-    submission.on_done = [hold, follows = std::move(submission.on_done)](std::exception_ptr error) {
-      hold->wait();
+  if (auto gate = CallbackGate::current(); gate && submission.on_done)
+    submission.on_done = [gate, follows = std::move(submission.on_done)](std::exception_ptr error) {
+      gate->wait();
       follows(std::move(error));
     };
-  slot.work = std::make_shared<Work>(group_id, identity.sequence, CompletionQueue::issuing_lane(), identity.text(),
-                                     std::move(submission.on_done));
-  slot.operation = std::move(submission.operation);
-  slot.keep_alive = std::move(submission.keep_alive);
-  slot.deadline = Deadline::after_ms(submission.timeout_ms);
-  slot.timeout_ms = submission.timeout_ms;
-  std::shared_ptr<Work> work = slot.work;
-  inbox_.emplace_back(found->second, std::move(slot));
+  in_flight.work = std::make_shared<Work>(group_id, identity.sequence, CompletionQueue::issuing_lane(), identity.text(),
+                                          std::move(submission.on_done));
+  in_flight.operation = std::move(submission.operation);
+  in_flight.keep_alive = std::move(submission.keep_alive);
+  in_flight.deadline = Deadline::after_ms(submission.timeout_ms);
+  in_flight.timeout_ms = submission.timeout_ms;
+  std::shared_ptr<Work> work = in_flight.work;
+  inbox_.emplace_back(found->second, std::move(in_flight));
   ++unfinished_;
   if (driving_) {
     if (sleeping_) poller_.wake();
@@ -140,14 +182,14 @@ void Engine::take_role(std::unique_lock<std::mutex>& lock) {
 }
 
 void Engine::leave_role(std::unique_lock<std::mutex>& lock) {
-  bool flushing = anything_outgoing(), landing = !landing_.empty();
+  bool flushing = anything_outgoing(), copies_pending = !pending_copies_.empty();
   lock.lock();
   driving_ = false;
   driver_ = {};
   flushing_ = flushing;
-  landing_began_ |= landing && !landing_waits_;
-  landing_waits_ = landing;
-  if (unfinished_ > 0 || flushing_ || landing_began_) work_to_do_.notify_one();
+  copies_began_ |= copies_pending && !copies_pending_;
+  copies_pending_ = copies_pending;
+  if (unfinished_ > 0 || flushing_ || copies_began_) work_to_do_.notify_one();
   if (waiting_ > 0) waiters_.notify_all();
 }
 
@@ -194,7 +236,7 @@ void Engine::wait(Work& work, Deadline deadline) {
   if (work.failed()) std::rethrow_exception(work.error());
 }
 
-// Runs it where nobody else touches the links: at once if nobody drives, else at the driver's next turn.
+// Runs `action` while no other thread touches the links: at once if no thread drives, else in the driver's next round.
 void Engine::run_as_driver(const std::function<void()>& action) {
   std::unique_lock lock(mutex_);
   if (driving_ && driver_ == std::this_thread::get_id()) {  // a signal handler that runs while this thread waits
@@ -239,17 +281,17 @@ void Engine::run_as_driver(const std::function<void()>& action) {
   if (failure) std::rethrow_exception(failure);
 }
 
-void Engine::finish(Slot& slot, std::exception_ptr error) {
-  std::shared_ptr<Work> work = std::move(slot.work);
+void Engine::finish(InFlight& in_flight, std::exception_ptr error) {
+  std::shared_ptr<Work> work = std::move(in_flight.work);
   auto on_done = std::move(work->on_done_);
-  // The last holder of a tensor may need Python's lock, for which the driver must never wait: a completion thread drops the
-  // buffers, or who waits for the work.
-  std::shared_ptr<Staging> staging = slot.operation->staging();
-  slot.operation.reset();
-  std::shared_ptr<void> buffers = std::move(slot.keep_alive);
+  // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread drops
+  // the buffers, or the thread that waits for the work.
+  std::shared_ptr<Staging> staging = in_flight.operation->staging();
+  in_flight.operation.reset();
+  std::shared_ptr<void> buffers = std::move(in_flight.keep_alive);
   if (staging) {
     --staged_;
-    landing_.wait_for(std::move(staging), buffers);
+    pending_copies_.wait_for(std::move(staging), buffers);
   }
   {
     std::lock_guard lock(mutex_);
@@ -262,7 +304,7 @@ void Engine::finish(Slot& slot, std::exception_ptr error) {
   if (on_done) {
     completions_.push(lane, group, sequence,
                       [on_done = std::move(on_done), error, buffers = std::move(buffers)] { on_done(error); });
-  } else if (work.use_count() == 1) {  // nobody waits for it any more
+  } else if (work.use_count() == 1) {  // no thread waits for it any more
     completions_.push(lane, group, sequence, [work = std::move(work)] {});
   }
 }
@@ -272,10 +314,11 @@ void Engine::run_communication_thread() {
   std::unique_lock lock(mutex_);
   for (;;) {
     auto busy = [this] { return unfinished_ > 0 || flushing_; };
-    auto wanted = [&] { return stopping_ || (!driving_ && (busy() || landing_began_)); };
-    bool idle = !work_to_do_.wait_for(lock, landing_waits_ && !driving_ ? kLandingPeriod : kIdleLookPeriod, wanted);
+    auto wanted = [&] { return stopping_ || (!driving_ && (busy() || copies_began_)); };
+    bool idle =
+        !work_to_do_.wait_for(lock, copies_pending_ && !driving_ ? kPendingCopiesPeriod : kIdleLookPeriod, wanted);
     if (stopping_) return;
-    if (std::exchange(landing_began_, false) && !busy()) continue;  // from now on by the shorter period
+    if (std::exchange(copies_began_, false) && !busy()) continue;  // from now on by the shorter period
     if (driving_) {
       look_due_.store(true, std::memory_order_relaxed);
       continue;
@@ -326,7 +369,7 @@ void Engine::shut_down() {
       reason = farewell_;
     }
     for (auto& link : links_)
-      if (link) link->send_bye(reason);
+      if (link) link->send_bye(reason);  // who is not connected sees that nothing listens here
     // A peer that does not read must not keep this rank from leaving.
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
     while (anything_outgoing() && !deadline.expired()) {
@@ -336,18 +379,18 @@ void Engine::shut_down() {
       if (!moved) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     for (auto& link : links_) {
-      if (!link || link->broken()) continue;
+      if (!link || !link->connected()) continue;
       guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kEagerWindowBytes); });
-      if (!link->broken()) link->channel().close_send();
+      if (link->connected()) link->channel().close_send();
     }
     auto drained = [](auto& link) { return !link || link->drained(); };
     while (!std::all_of(links_.begin(), links_.end(), drained) && !deadline.expired())
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    while (!landing_.empty() && !deadline.expired()) {
+    while (!pending_copies_.empty() && !deadline.expired()) {
       look_at_copies();
-      if (!landing_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (!pending_copies_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    // Somebody may hold a Work, and with it this engine, for long: the descriptors go now.
+    // A Work that the caller keeps keeps this engine too, perhaps for long: the descriptors are closed now.
     for (auto& link : links_)
       if (link) link->close();
     std::lock_guard lock(mutex_);

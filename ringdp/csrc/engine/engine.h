@@ -1,5 +1,6 @@
 // Engine: all operations in flight of one Runtime, over its Links. At any moment at most one thread drives it: the caller
-// of a synchronous operation or of `wait` if nobody else does, otherwise the communication thread.
+// of a synchronous operation or of `wait` if no other thread does, otherwise the communication thread.
+// Owned by the Runtime, shared with Works and group handles. Called by GroupHandle, and by Link through its events.
 //
 // Who may touch what: the members under "shared" are guarded by mutex_; those under "driver" belong to the thread that
 // holds the driver's role (driving_), which changes hands under mutex_. submit, wait and the group functions are for any
@@ -23,9 +24,9 @@
 #include "base/fd.h"
 #include "collective/operation.h"
 #include "engine/completion.h"
-#include "engine/landing.h"
 #include "engine/matching.h"
 #include "engine/notices.h"
+#include "engine/pending_copies.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
@@ -35,11 +36,12 @@
 namespace ringdp {
 
 struct EngineOptions {
-  int64_t spin_us = 50;                       // how long a waiting caller polls before it sleeps
-  bool shares_cores = false;                  // more ranks than cores here: whoever polls lets others run
-  int64_t stall_notice_ms = 10'000;           // how often a log line says who an operation waits for; 0: never
-  int64_t host_silence_ms = 4000;             // after which a peer whose host does not answer is lost
-  int64_t rate_bytes_per_s = 0;               // what is sent over streams (TCP) at most; 0: all that goes
+  int64_t spin_us = 50;                                // how long a waiting caller polls before it sleeps
+  bool shares_cores = false;                           // more ranks than cores here: a thread that polls yields
+  int64_t stall_notice_ms = 10'000;                    // how often a log line says who an operation waits for; 0: never
+  int64_t host_silence_ms = 4000;                      // after which a peer whose host does not answer is lost
+  int64_t rate_bytes_per_s = 0;                        // what is sent over streams (TCP) at most; 0: all that goes
+  std::function<void(int peer)> want_connection = {};  // to a peer without one; by any thread, must not block
   std::function<void()> check_interrupt;      // called about ten times a second by threads that wait; may throw
   std::size_t segment_bytes = kSegmentBytes;  // longest payload of a frame sent; for tests
   std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel;  // the same
@@ -50,7 +52,12 @@ using FailureListener = std::function<void(const std::exception_ptr&)>;
 
 class Engine {
  public:
+  // Peers without a channel are connected later: see `connect`.
   Engine(int rank, std::vector<MetPeer> peers, EngineOptions options);
+
+  // The connection that was wanted, or that the peer wanted; or why there is none. `gone`: the peer has ended. Any thread.
+  void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);
+  void cannot_connect(int peer, const Error& error, bool gone);
 
   // Returns the group's number on the wire: from `key`, which is the same on all members, and from how many groups of that
   // key came before, so that frames of a destroyed group never reach one that is made like it. `name` is for messages.
@@ -61,7 +68,7 @@ class Engine {
   struct Submission {
     std::unique_ptr<Operation> operation;
     int64_t timeout_ms = 0;
-    bool caller_waits = false;                        // a `wait` follows at once: wake nobody
+    bool caller_waits = false;                        // a `wait` follows at once: wake no thread
     std::function<void(std::exception_ptr)> on_done;  // run on the completion thread, in operation order; may be empty
     std::shared_ptr<void> keep_alive;                 // the buffers: held by the caller too, released when it is over
   };
@@ -71,7 +78,7 @@ class Engine {
   // Returns when the work is done, throws its error, or Error(kTimeout) when `deadline` passes (the work goes on).
   void wait(Work& work, Deadline deadline);
 
-  // Tells the listener when the group fails, at once if it has; nobody once it is gone.
+  // Calls the listener when the group fails, at once if it has failed. A listener that is gone is not called.
   void listen(uint64_t group, std::weak_ptr<const FailureListener> listener);
   // The group's first failure; null where it has none or was removed.
   std::exception_ptr failure_of(uint64_t group) const;
@@ -81,7 +88,7 @@ class Engine {
     if (options_.check_interrupt) options_.check_interrupt();
   }
 
-  // Fails every group; `notice` tells the peers why.
+  // Fails every group and tells the peers `why`.
   void abort(const std::string& why);
 
   void run_communication_thread();
@@ -105,7 +112,7 @@ class Engine {
     bool awaited = true;             // it has not answered that yet
     std::optional<PeerState> state;  // its last answer
   };
-  struct Slot {
+  struct InFlight {
     std::unique_ptr<Operation> operation;
     std::shared_ptr<Work> work;
     std::shared_ptr<void> keep_alive;  // with the caller
@@ -123,8 +130,9 @@ class Engine {
     AbortNotice notice;  // what the other members are told
     bool told = false;   // heard from one of them
   };
-  // A failure that is not final for a moment: another rank may know an earlier cause, or the other side's name.
-  struct Doom {
+  // A failure that waits a moment before it is final: another rank may know an earlier cause, or the name that the other
+  // side gave the operation.
+  struct PendingFailure {
     Failure failure;
     Deadline end;
     std::optional<Link::Disagreement> unnamed;
@@ -132,30 +140,31 @@ class Engine {
   struct Group {
     uint64_t id = 0;
     GroupView view;
+    std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
     std::string name;
     uint64_t next_sequence = 0;                                   // shared
     std::exception_ptr failure;                                   // shared
     std::vector<std::weak_ptr<const FailureListener>> listeners;  // shared
-    std::optional<Doom> doom;                                     // driver: nothing starts or ends any more
-    std::set<int> told_by;                                        // driver: ranks that told of a failure of it
+    std::optional<PendingFailure> pending_failure;                // driver: nothing starts or ends any more
+    std::set<int> reported_by;                                    // driver: ranks that reported a failure of it
     Clock::time_point noticed_at{};                               // driver: when the log last said that something waits
-    std::deque<Slot> queued;                                      // driver
-    std::deque<Slot> active;                                      // driver: started, retired in order
-    std::vector<Slot> nested;                 // driver: messages, and what callbacks issued, in order within each
-    std::deque<Slot> unbound;                 // driver: receives that wait to know their sender, as they were posted
+    std::deque<InFlight> queued;                                  // driver
+    std::deque<InFlight> active;                                  // driver: started, retired in order
+    std::vector<InFlight> nested;             // driver: messages, and what callbacks issued, in order within each
+    std::deque<InFlight> unbound;             // driver: receives that wait to know their sender, as they were posted
     MessageNumbers messages;                  // driver
     std::vector<FlowIdentity> history;        // driver: what was started last, at sequence modulo its size
     std::deque<FlowIdentity> nested_history;  // driver: the same for those issued inside callbacks
     uint64_t started_upto = 0;                // driver
 
     bool idle() const { return queued.empty() && active.empty() && nested.empty() && unbound.empty(); }
-    const Slot* oldest() const {  // of what has begun, collectives first
+    const InFlight* oldest() const {  // of what has begun, collectives first
       if (!active.empty()) return &active.front();
       if (!nested.empty()) return &nested.front();
       return unbound.empty() ? nullptr : &unbound.front();
     }
     // Everything that has begun: calls `look` until it answers true.
-    bool any_running(const std::function<bool(const Slot&)>& look) const;
+    bool any_running(const std::function<bool(const InFlight&)>& look) const;
   };
   using GroupPtr = std::shared_ptr<Group>;  // shared by groups_ and the inbox
 
@@ -164,17 +173,14 @@ class Engine {
     uint64_t group;
     uint64_t sequence;
   };
-  struct Missing {  // a rank that keeps an operation waiting
-    int rank;
-    std::string why;
-  };
 
   // Roles and threads (engine.cpp).
   void check_usable() const;                            // not forked, not shut down; mutex_ held
   void take_role(std::unique_lock<std::mutex>& lock);   // driving_ was false; returns without the lock
   void leave_role(std::unique_lock<std::mutex>& lock);  // returns with the lock
   void run_as_driver(const std::function<void()>& action);
-  void finish(Slot& slot, std::exception_ptr error);
+  std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on
+  void finish(InFlight& in_flight, std::exception_ptr error);
 
   // The driver's work (progress.cpp).
   void drive(const Work* until, Deadline deadline, int64_t spin_us);
@@ -182,14 +188,14 @@ class Engine {
   void take_inbox();
   bool advance_groups();  // starts and retires; true if anything changed
   bool start_next(Group& group);
-  void start(Group& group, Slot& slot);
-  static const Slot* in_the_way(const Group& group, const Slot& nested);
+  void start(Group& group, InFlight& in_flight);
+  static const InFlight* in_the_way(const Group& group, const InFlight& nested);
   static void remember(Group& group, const FlowIdentity& identity);
   Link::Started find_started(uint64_t group, uint64_t sequence) const;
   bool retire(Group& group);
-  void conclude(Slot& slot);
-  void take_message(Group& group, Slot slot);  // these four: matching.cpp
-  void start_message(Group& group, Slot slot);
+  void conclude(InFlight& in_flight);
+  void take_message(Group& group, InFlight in_flight);  // these four: matching.cpp
+  void start_message(Group& group, InFlight in_flight);
   bool bind_receives(Group& group);
   int find_sender(const Group& group, PointToPoint ends);
   bool pump_links();
@@ -201,38 +207,44 @@ class Engine {
   void check_deadlines();
   Deadline next_deadline() const;
   bool look_at_copies();  // these three: copies.cpp
-  bool look_at_copies(Group& group, Slot& slot);
+  bool look_at_copies(Group& group, InFlight& in_flight);
   void set_timer();
 
-  // Watching what does not move (watch.cpp), by the driver.
+  // Operations that do not move (stall_monitor.cpp), by the driver.
   void look_while_idle();
   void look_around();
-  void watch(Group& group, Slot& slot, Clock::time_point now);
-  void ask_members(const Group& group, Slot& slot, Clock::time_point now);
+  void watch_stall(Group& group, InFlight& in_flight, Clock::time_point now);
+  void ask_members(const Group& group, InFlight& in_flight, Clock::time_point now);
   void on_answered(int peer, uint64_t group, uint64_t sequence, PeerState state);
   void answer_questions();
   PeerState state_of(uint64_t group, uint64_t sequence) const;
-  std::vector<Missing> find_missing(const Slot& slot) const;
-  std::string tell_missing(const std::vector<Missing>& missing) const;
+  std::vector<MissingRank> find_missing(const InFlight& in_flight) const;
+  void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;
+  std::string format_missing(const std::vector<MissingRank>& missing) const;
 
-  // What goes wrong (failures.cpp), by the driver.
+  // Failures (failures.cpp), by the driver.
   bool guarded(int peer, const std::function<bool(Link&)>& action);  // what it throws ends the link
   void stop_polling(Link& link);
   void lose_link(int peer, const Error& error);
+  std::vector<GroupPtr> groups_with(int peer) const;
   void on_departed(int peer, const std::string& reason);
   void on_mismatched(Link::Disagreement disagreement);
   void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
-  void settle_failures();
-  void fail_later(uint64_t group, Error error);  // when the link at hand has been pumped
-  void condemn(const GroupPtr& group, Failure failure);
-  void settle_doomed();
-  void tell_members(const Group& group, const AbortNotice& notice);
+  void report_failures();
+  void queue_failure(uint64_t group, Error error);  // when the link at hand has been pumped
+  void defer_failure(const GroupPtr& group, Failure failure);
+  void end_pending_failures();
+  void notify_members(const Group& group, const AbortNotice& notice);
+  // Whether this rank tells that member of a failure of the group: over usable connections, and to the neighbours in a
+  // group whose members are not all connected.
+  bool notifies(const Group& group, int member) const;
   void fail_group(Group& group, const Error& error, const AbortNotice& notice);
   void fail_quietly(Group& group, const Error& error, const AbortNotice& notice);
   static AbortNotice notice_of(const Error& error);
   Error explain_loss(const Group& group, int peer, const Error& cause) const;
+  Error explain_damage(const Group& group, int peer, const Error& cause) const;
   Error explain_departure(const Group& group, int peer) const;
-  Error explain_timeout(const Slot& slot) const;
+  Error explain_timeout(const InFlight& in_flight) const;
   GroupPtr find_group(uint64_t id) const;
 
   const int rank_;
@@ -249,17 +261,17 @@ class Engine {
   std::condition_variable waiters_;     // for threads in `wait` that do not drive
   bool driving_ = false;
   std::thread::id driver_;
-  bool sleeping_ = false;       // the driver is in poller_.wait or about to be
-  bool flushing_ = false;       // nothing is in flight, but frames wait for room in a channel
-  bool landing_waits_ = false;  // nor that, but copies of what was
-  bool landing_began_ = false;  // since the communication thread last looked
+  bool sleeping_ = false;        // the driver is in poller_.wait or about to be
+  bool flushing_ = false;        // nothing is in flight, but frames wait for room in a channel
+  bool copies_pending_ = false;  // nor that, but copies of what was
+  bool copies_began_ = false;    // since the communication thread last looked
   bool stopping_ = false;
   bool closed_ = false;
   std::string farewell_;
   Clock::time_point called_at_{};  // the last submit
   int waiting_ = 0;                // threads on waiters_
   std::size_t unfinished_ = 0;     // works
-  std::vector<std::pair<GroupPtr, Slot>> inbox_;
+  std::vector<std::pair<GroupPtr, InFlight>> inbox_;
   std::vector<std::function<void()>> requests_;  // to be run by the driver
   std::map<uint64_t, GroupPtr> groups_;
   std::map<uint64_t, uint64_t> made_;                      // groups so far, by key
@@ -274,18 +286,19 @@ class Engine {
   std::vector<char> writing_;   // the poller watches for room to write
   ScratchPool scratch_;
   std::vector<GroupPtr> busy_;           // groups with operations queued or active
-  Clock::time_point crowded_until_{};    // somebody else wants this core: no polling before that
-  int yields_used_ = 0;                  // in a row, by somebody else
-  unsigned turns_ = 0;                   // of the driver, whoever it was
+  Clock::time_point crowded_until_{};    // another process wants this core: no polling before that
+  int yields_used_ = 0;                  // in a row, by another process
+  unsigned turns_ = 0;                   // rounds of the driver, whichever thread it was
   Clock::time_point interrupt_check_{};  // the last one of a sleeping driver
   std::size_t staged_ = 0;               // operations whose memory mirrors a device's
   bool copying_ = false;                 // one of them waits for input
   Clock::time_point copies_moved_at_{};
-  Landing landing_;
+  PendingCopies pending_copies_;
   std::vector<Failure> failures_;    // found while a link was being pumped
   std::vector<Question> questions_;  // the same
-  std::vector<GroupPtr> doomed_;
-  std::vector<std::string> farewells_;  // of peers that left
+  std::vector<GroupPtr> failing_groups_;
+  std::vector<std::string> farewells_;        // of peers that left
+  std::vector<std::optional<Error>> losses_;  // why the link to a peer broke
   Clock::time_point next_look_{};
   Clock::time_point next_host_check_{};
 };

@@ -1,7 +1,10 @@
-// What the driver does when something goes wrong: a peer lost, a disagreement, a deadline. The first failure of a group is
-// kept; everything queued or called later fails with it, and the other members are told.
+// Failures, as the driver handles them: a lost peer, a disagreement, a deadline. A group keeps its first failure; all its
+// queued and later operations fail with it, and the other members are told. A failure goes through three steps: `queue_failure`
+// notes it while a link is being pumped, `defer_failure` makes it the group's PendingFailure and tells the members, and, when
+// no earlier cause has come for a moment, `end_pending_failures` ends the group's operations.
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 #include <utility>
 
 #include "engine/engine.h"
@@ -10,12 +13,14 @@ namespace ringdp {
 namespace {
 
 constexpr int64_t kListenMs = 20;                // for an earlier cause from another rank
+constexpr int64_t kListenForReasonMs = 100;      // why a connection ended
 constexpr int64_t kNameMs = 1000;                // for the other side's name of an operation
 constexpr std::size_t kMostEarlyFailures = 256;  // of groups that this rank has not made yet
 
 bool earlier(const AbortNotice& a, const AbortNotice& b) {
   auto key = [](const AbortNotice& it) {
-    return std::pair(it.sequence == 0 ? UINT64_MAX : it.sequence, it.guilty_rank < 0 ? INT32_MAX : it.guilty_rank);
+    return std::tuple(it.unexplained, it.sequence == 0 ? UINT64_MAX : it.sequence,
+                      it.guilty_rank < 0 ? INT32_MAX : it.guilty_rank);
   };
   return key(a) < key(b);
 }
@@ -61,32 +66,49 @@ bool Engine::guarded(int peer, const std::function<bool(Link&)>& action) {
 }
 
 void Engine::stop_polling(Link& link) {
+  if (!link.connected()) return;
   poller_.remove(link.channel().poll_fd());
   if (link.channel().bell_fd() >= 0) poller_.remove(link.channel().bell_fd());
 }
 
-void Engine::lose_link(int peer, const Error& error) {
-  Link& link = *links_[peer];
-  // Closed, so that a peer which lives after all hears of it.
-  stop_polling(link);
-  link.close();
-  std::vector<GroupPtr> concerned;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& [id, group] : groups_) {
-      const auto& members = group->view.members;
-      if (std::find(members.begin(), members.end(), peer) != members.end()) concerned.push_back(group);
-    }
+std::vector<Engine::GroupPtr> Engine::groups_with(int peer) const {
+  std::vector<GroupPtr> found;
+  std::lock_guard lock(mutex_);
+  for (auto& [id, group] : groups_) {
+    const auto& members = group->view.members;
+    if (std::find(members.begin(), members.end(), peer) != members.end()) found.push_back(group);
   }
-  for (const GroupPtr& group : concerned) fail_later(group->id, explain_loss(*group, peer, error));
+  return found;
 }
 
-// A peer that said goodbye is no failure by itself: only operations that still need it fail.
+void Engine::lose_link(int peer, const Error& error) {
+  Link& link = *links_[peer];
+  losses_[peer] = error;
+  const std::vector<GroupPtr> concerned = groups_with(peer);
+  if (link.damaged()) {
+    // The other direction may be sound, and the peer then knows nothing of the damage: it is told for each group, also for
+    // those that it makes later.
+    for (const GroupPtr& group : concerned) {
+      Error explained = explain_damage(*group, peer, error);
+      link.send_abort(group->id, notice_of(explained));
+      queue_failure(group->id, std::move(explained));
+    }
+    link.send_bye("it gave this connection up: " + error.context().cause);
+    guarded(peer, [](Link& it) { return it.pump_send(); });
+    return;
+  }
+  // Closing the link lets a peer that is alive after all notice it.
+  stop_polling(link);
+  link.close();
+  for (const GroupPtr& group : concerned) queue_failure(group->id, explain_loss(*group, peer, error));
+}
+
+// A goodbye is not a failure by itself: only operations that still need the peer fail.
 void Engine::on_departed(int peer, const std::string& reason) {
   farewells_[peer] = reason;
   for (const GroupPtr& group : busy_) {
-    bool needed = group->any_running([&](const Slot& slot) { return slot.operation->needs(peer); });
-    if (needed) fail_later(group->id, explain_departure(*group, peer));
+    bool needed = group->any_running([&](const InFlight& in_flight) { return in_flight.operation->needs(peer); });
+    if (needed) queue_failure(group->id, explain_departure(*group, peer));
   }
 }
 
@@ -94,16 +116,16 @@ void Engine::on_mismatched(Link::Disagreement disagreement) {
   Error error = disagreement.explain(peers_[rank_], peers_[disagreement.peer], "");
   GroupPtr group = find_group(disagreement.mine.group);
   if (!group) return;
-  if (!disagreement.name_unknown()) return fail_later(group->id, std::move(error));
-  if (group->doom) return;  // what is known already says as much
+  if (!disagreement.name_unknown()) return queue_failure(group->id, std::move(error));
+  if (group->pending_failure) return;  // what is known already says as much
   {
     std::lock_guard lock(mutex_);
     if (group->failure) return;
   }
   links_[disagreement.peer]->send_ping(disagreement.mine.group, disagreement.mine.sequence);
   Failure failure{group->id, error, notice_of(error), false};
-  group->doom = Doom{std::move(failure), Deadline::after_ms(kNameMs), std::move(disagreement)};
-  doomed_.push_back(group);
+  group->pending_failure = PendingFailure{std::move(failure), Deadline::after_ms(kNameMs), std::move(disagreement)};
+  failing_groups_.push_back(group);
 }
 
 void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) {
@@ -113,16 +135,18 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
   context.cause = notice.text;
   context.sequence = static_cast<int64_t>(notice.sequence);
   int guilty = notice.guilty_rank;
-  if (guilty == rank_ && notice.kind == ErrorKind::kMismatch) guilty = peer;  // seen from here it is the other one
+  const bool of_two = notice.kind == ErrorKind::kMismatch || notice.kind == ErrorKind::kDamaged;
+  if (guilty == rank_ && of_two) guilty = notice.found_by;  // seen from here it is the other one
   if (guilty >= 0 && guilty < world()) peers_[guilty].fill_peer(context);
-  if (const Slot* oldest = group ? group->oldest() : nullptr; oldest != nullptr) {
+  if (const InFlight* oldest = group ? group->oldest() : nullptr; oldest != nullptr) {
     context.operation = oldest->work->text();
     context.name = oldest->operation->identity().name;
   }
-  // Passed on as it is before this rank leaves: a member that hears this rank's goodbye first must not blame it.
-  Error error(notice.kind, notice.text + " (as told by " + peers_[peer].text() + ")", context);
+  // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not blame
+  // this rank.
+  Error error(notice.kind, notice.text + " (reported by " + peers_[peer].text() + ")", context);
   if (group) {
-    group->told_by.insert(peer);
+    group->reported_by.insert(peer);
     return failures_.push_back({group_id, std::move(error), notice, true});
   }
   std::lock_guard lock(mutex_);
@@ -130,50 +154,51 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
   early_failures_[group_id] = std::make_exception_ptr(error);
 }
 
-void Engine::settle_failures() {
+void Engine::report_failures() {
   while (!failures_.empty()) {
     std::vector<Failure> found;
     found.swap(failures_);
     for (Failure& failure : found)
-      if (GroupPtr group = find_group(failure.group)) condemn(group, std::move(failure));
+      if (GroupPtr group = find_group(failure.group)) defer_failure(group, std::move(failure));
   }
 }
 
-// The ranks of a group shall tell the same story: of all failures the one of the earliest operation, then of the lowest
-// rank. Each tells the others what it has found at once, and listens for a moment before it lets its callers know.
-void Engine::condemn(const GroupPtr& group, Failure failure) {
+// All ranks of a group shall report the same failure: that of the earliest operation, then of the lowest rank. So a rank tells
+// the others at once what it has found, and waits a moment for an earlier cause before it fails its operations.
+void Engine::defer_failure(const GroupPtr& group, Failure failure) {
   {
     std::lock_guard lock(mutex_);
     if (group->failure) return;
   }
-  if (group->doom) {
-    // Who has told of a failure leaves because of it: that is no cause of its own.
-    if (failure.notice.kind == ErrorKind::kPeerLost && group->told_by.contains(failure.notice.guilty_rank)) return;
-    Doom& doom = *group->doom;
-    bool better = doom.unnamed
-                      ? failure.notice.kind == ErrorKind::kMismatch || earlier(failure.notice, doom.failure.notice)
-                      : earlier(failure.notice, doom.failure.notice);
+  if (group->pending_failure) {
+    // A rank that has reported a failure leaves because of it: its loss is not a cause of its own.
+    if (failure.notice.kind == ErrorKind::kPeerLost && group->reported_by.contains(failure.notice.guilty_rank)) return;
+    PendingFailure& pending_failure = *group->pending_failure;
+    bool better = pending_failure.unnamed ? failure.notice.kind == ErrorKind::kMismatch ||
+                                                earlier(failure.notice, pending_failure.failure.notice)
+                                          : earlier(failure.notice, pending_failure.failure.notice);
     if (!better) return;
-    doom.failure = std::move(failure);
-    if (std::exchange(doom.unnamed, std::nullopt)) doom.end = Deadline::after_ms(kListenMs);
-    tell_members(*group, doom.failure.notice);
+    pending_failure.failure = std::move(failure);
+    if (std::exchange(pending_failure.unnamed, std::nullopt)) pending_failure.end = Deadline::after_ms(kListenMs);
+    notify_members(*group, pending_failure.failure.notice);
     return;
   }
-  tell_members(*group, failure.notice);
+  notify_members(*group, failure.notice);
   int listening = 0;
   for (int member : group->view.members)
-    if (Link* link = links_[member].get(); link != nullptr && !link->broken() && !link->departed()) ++listening;
+    if (Link* link = links_[member].get(); link != nullptr && link->usable() && link->connected()) ++listening;
   bool both_know = group->view.size == 2 && (failure.told || failure.notice.kind == ErrorKind::kMismatch);
   if (listening == 0 || both_know) return fail_quietly(*group, failure.error, failure.notice);
-  group->doom = Doom{std::move(failure), Deadline::after_ms(kListenMs), std::nullopt};
-  doomed_.push_back(group);
+  const int64_t listen_ms = failure.notice.unexplained ? kListenForReasonMs : kListenMs;
+  group->pending_failure = PendingFailure{std::move(failure), Deadline::after_ms(listen_ms), std::nullopt};
+  failing_groups_.push_back(group);
 }
 
-void Engine::settle_doomed() {
-  for (const GroupPtr& group : std::vector<GroupPtr>(doomed_)) {
-    if (!group->doom || !group->doom->end.expired()) continue;
-    Failure failure = std::move(group->doom->failure);
-    if (group->doom->unnamed) tell_members(*group, failure.notice);
+void Engine::end_pending_failures() {
+  for (const GroupPtr& group : std::vector<GroupPtr>(failing_groups_)) {
+    if (!group->pending_failure || !group->pending_failure->end.expired()) continue;
+    Failure failure = std::move(group->pending_failure->failure);
+    if (group->pending_failure->unnamed) notify_members(*group, failure.notice);
     fail_quietly(*group, failure.error, failure.notice);
   }
 }
@@ -182,21 +207,30 @@ AbortNotice Engine::notice_of(const Error& error) {
   AbortNotice notice;
   notice.kind = error.kind();
   notice.guilty_rank = error.context().peer;
+  notice.found_by = error.context().rank;
+  notice.unexplained = error.context().unexplained;
   notice.sequence = error.context().sequence >= 0 ? static_cast<uint64_t>(error.context().sequence) : 0;
   notice.text = error.what();
   return notice;
 }
 
-void Engine::fail_later(uint64_t group, Error error) {
+void Engine::queue_failure(uint64_t group, Error error) {
   AbortNotice notice = notice_of(error);
   failures_.push_back({group, std::move(error), std::move(notice), false});
 }
 
-void Engine::tell_members(const Group& group, const AbortNotice& notice) {
+bool Engine::notifies(const Group& group, int member) const {
+  const Link* link = links_[member].get();
+  if (link == nullptr || !link->usable()) return false;
+  if (link->connected()) return true;
+  return std::find(group.neighbours.begin(), group.neighbours.end(), member) != group.neighbours.end();
+}
+
+// Each member that receives the notice passes it on.
+void Engine::notify_members(const Group& group, const AbortNotice& notice) {
   for (int member : group.view.members) {
-    Link* link = links_[member].get();
-    if (link == nullptr || link->broken() || link->departed()) continue;
-    link->send_abort(group.id, notice);
+    if (!notifies(group, member)) continue;
+    links_[member]->send_abort(group.id, notice);
     guarded(member, [](Link& it) { return it.pump_send(); });
   }
 }
@@ -206,7 +240,7 @@ void Engine::fail_group(Group& group, const Error& error, const AbortNotice& not
     std::lock_guard lock(mutex_);
     if (group.failure) return;
   }
-  tell_members(group, notice);
+  notify_members(group, notice);
   fail_quietly(group, error, notice);
 }
 
@@ -222,19 +256,19 @@ void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& n
   }
   for (const auto& listener : listeners)
     if (const auto told = listener.lock()) (*told)(failure);
-  group.doom.reset();
-  std::erase_if(doomed_, [](const GroupPtr& it) { return !it->doom; });
-  // Earlier operations that have all their bytes were not touched by what went wrong.
-  auto survives = [&](const Slot& slot) {
-    bool before = notice.sequence == 0 || slot.work->sequence() < notice.sequence;  // 0: the cause is no operation
-    return before && slot.operation->complete();
+  group.pending_failure.reset();
+  std::erase_if(failing_groups_, [](const GroupPtr& it) { return !it->pending_failure; });
+  // The failure did not touch earlier operations that have all their bytes.
+  auto survives = [&](const InFlight& in_flight) {
+    bool before = notice.sequence == 0 || in_flight.work->sequence() < notice.sequence;  // 0: no operation is the cause
+    return before && in_flight.operation->complete();
   };
-  std::vector<Slot> done, failed;
-  for (Slot& slot : group.active) (survives(slot) ? done : failed).push_back(std::move(slot));
-  for (Slot& slot : group.nested) failed.push_back(std::move(slot));
-  for (Slot& slot : failed) slot.operation->abandon();
-  for (Slot& slot : group.unbound) failed.push_back(std::move(slot));
-  for (Slot& slot : group.queued) failed.push_back(std::move(slot));
+  std::vector<InFlight> done, failed;
+  for (InFlight& in_flight : group.active) (survives(in_flight) ? done : failed).push_back(std::move(in_flight));
+  for (InFlight& in_flight : group.nested) failed.push_back(std::move(in_flight));
+  for (InFlight& in_flight : failed) in_flight.operation->abandon();
+  for (InFlight& in_flight : group.unbound) failed.push_back(std::move(in_flight));
+  for (InFlight& in_flight : group.queued) failed.push_back(std::move(in_flight));
   group.nested.clear();
   group.active.clear();
   group.unbound.clear();
@@ -242,8 +276,8 @@ void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& n
   for (int member : group.view.members)
     if (Link* link = links_[member].get(); link != nullptr && !link->broken() && !link->departed())
       link->discard_group(group.id);
-  for (Slot& slot : done) conclude(slot);
-  for (Slot& slot : failed) finish(slot, failure);
+  for (InFlight& in_flight : done) conclude(in_flight);
+  for (InFlight& in_flight : failed) finish(in_flight, failure);
 }
 
 Error Engine::explain_loss(const Group& group, int peer, const Error& cause) const {
@@ -253,13 +287,14 @@ Error Engine::explain_loss(const Group& group, int peer, const Error& cause) con
   if (context.cause.empty()) context.cause = cause.what();
   if (context.advice.empty()) context.advice = "look at that rank's own log for the reason";
   std::string during = "between operations";
-  if (const Slot* oldest = group.oldest(); oldest != nullptr) {
-    const Slot& slot = *oldest;
-    context.operation = slot.work->text();
-    context.sequence = static_cast<int64_t>(slot.work->sequence());
-    context.name = slot.operation->identity().name;
-    during = "during " + slot.work->text();
-    if (std::string waiting = slot.operation->waiting_for(); !waiting.empty()) during += ", waiting for " + waiting;
+  if (const InFlight* oldest = group.oldest(); oldest != nullptr) {
+    const InFlight& in_flight = *oldest;
+    context.operation = in_flight.work->text();
+    context.sequence = static_cast<int64_t>(in_flight.work->sequence());
+    context.name = in_flight.operation->identity().name;
+    during = "during " + in_flight.work->text();
+    if (std::string waiting = in_flight.operation->waiting_for(); !waiting.empty())
+      during += ", waiting for " + waiting;
   }
   return Error(ErrorKind::kPeerLost,
                "rank " + std::to_string(rank_) + " (host " + context.host + ") lost " + peers_[peer].text() + " " +
@@ -267,27 +302,48 @@ Error Engine::explain_loss(const Group& group, int peer, const Error& cause) con
                context);
 }
 
+Error Engine::explain_damage(const Group& group, int peer, const Error& cause) const {
+  ErrorContext context = cause.context();
+  std::string during = "between operations";
+  if (const InFlight* oldest = group.oldest(); oldest != nullptr) {
+    context.operation = oldest->work->text();
+    context.sequence = static_cast<int64_t>(oldest->work->sequence());
+    context.name = oldest->operation->identity().name;
+    during = "during " + oldest->work->text();
+  }
+  return Error(ErrorKind::kDamaged,
+               "rank " + std::to_string(rank_) + " (host " + context.host + ") received damaged bytes from " +
+                   peers_[peer].text() + " " + during + ": " + context.cause + "; " + context.advice,
+               context);
+}
+
+// The peer left in good order, or was lost before this operation began.
 Error Engine::explain_departure(const Group& group, int peer) const {
+  if (const auto& loss = losses_[peer]) {
+    if (loss->kind() == ErrorKind::kDamaged) return explain_damage(group, peer, *loss);
+    const bool told = loss->kind() == ErrorKind::kHandshake && links_[peer]->broken();  // there never was a connection
+    return told ? *loss : explain_loss(group, peer, *loss);
+  }
   const std::string& reason = farewells_[peer];
   return explain_loss(group, peer,
                       Error(ErrorKind::kPeerLost, "it left the job" + (reason.empty() ? "" : ": " + reason)));
 }
 
-Error Engine::explain_timeout(const Slot& slot) const {
+Error Engine::explain_timeout(const InFlight& in_flight) const {
   ErrorContext context;
   peers_[rank_].fill_self(context);
-  context.operation = slot.work->text();
-  context.sequence = static_cast<int64_t>(slot.work->sequence());
-  context.name = slot.operation->identity().name;
-  std::vector<Missing> missing = find_missing(slot);
-  std::vector<int> open = slot.operation->missing();
+  context.operation = in_flight.work->text();
+  context.sequence = static_cast<int64_t>(in_flight.work->sequence());
+  context.name = in_flight.operation->identity().name;
+  std::vector<MissingRank> missing = find_missing(in_flight);
+  std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
   if (guilty >= 0) peers_[guilty].fill_peer(context);
-  context.cause = "waiting for " + (missing.empty() ? slot.operation->waiting_for() : tell_missing(missing));
-  context.advice = "look at what that rank is doing; if it is only slow, give a longer timeout";
+  context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing));
+  context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
-               slot.work->text() + " on rank " + std::to_string(rank_) + " Timed out after " +
-                   std::to_string(slot.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
+               in_flight.work->text() + " on rank " + std::to_string(rank_) + " Timed out after " +
+                   std::to_string(in_flight.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
                context);
 }
 

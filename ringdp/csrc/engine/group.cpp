@@ -14,11 +14,11 @@ GroupView view_of(int world_rank, const std::vector<int>& hosts, std::vector<int
   int world = static_cast<int>(hosts.size());
   for (std::size_t i = 0; i < members.size(); ++i) {
     if (members[i] < 0 || members[i] >= world)
-      throw Error(ErrorKind::kValue,
-                  "a group's member " + std::to_string(members[i]) + " is no rank of " + std::to_string(world));
+      throw Error(ErrorKind::kValue, "group member " + std::to_string(members[i]) + " is out of range: the job has " +
+                                         std::to_string(world) + " ranks");
     if (std::find(members.begin(), members.begin() + static_cast<std::ptrdiff_t>(i), members[i]) !=
         members.begin() + static_cast<std::ptrdiff_t>(i))
-      throw Error(ErrorKind::kValue, "rank " + std::to_string(members[i]) + " is twice in a group");
+      throw Error(ErrorKind::kValue, "rank " + std::to_string(members[i]) + " is listed twice in a group");
   }
   auto found = std::find(members.begin(), members.end(), world_rank);
   if (found == members.end())
@@ -80,11 +80,11 @@ std::shared_ptr<Work> GroupHandle::submit(std::unique_ptr<Operation> operation, 
 }
 
 std::shared_ptr<Work> GroupHandle::barrier(CallOptions options) {
-  return submit(make_barrier(view_, current_name()), std::move(options));
+  return submit(make_barrier(view_, current_name(), table_), std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::announce(const Announcement& what, CallOptions options) {
-  return submit(make_announcement(view_, what, current_name()), std::move(options));
+  return submit(make_announcement(view_, what, current_name(), table_), std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op,
@@ -124,12 +124,13 @@ std::shared_ptr<Work> GroupHandle::reduce(std::span<std::byte> memory, DType dty
 
 std::shared_ptr<Work> GroupHandle::gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
                                           DType dtype, int root, CallOptions options) {
-  return submit(make_gather(view_, input, std::move(blocks), dtype, root, current_name()), std::move(options));
+  return submit(make_gather(view_, input, std::move(blocks), dtype, root, current_name(), table_), std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
                                            DType dtype, int root, CallOptions options) {
-  return submit(make_scatter(view_, std::move(chunks), output, dtype, root, current_name()), std::move(options));
+  return submit(make_scatter(view_, std::move(chunks), output, dtype, root, current_name(), table_),
+                std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::all_to_all(std::vector<std::span<std::byte>> chunks,

@@ -1,5 +1,6 @@
-// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Any thread, but the order of
-// collectives must be the same on all ranks of the group (messages have none but their own). Buffers must live until the Work is done.
+// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Owned by a process group (or by
+// Python, in tests). Any thread, but the order of collectives must be the same on all ranks of the group; messages are
+// ordered by sender, receiver and tag alone. Buffers must live until the Work is done.
 #pragma once
 
 #include <map>
@@ -9,8 +10,8 @@
 #include <vector>
 
 #include "collective/compressed.h"
+#include "collective/factory.h"
 #include "collective/finite.h"
-#include "collective/table.h"
 #include "engine/runtime.h"
 
 namespace ringdp {
@@ -36,7 +37,7 @@ class GroupHandle {
   GroupHandle& operator=(const GroupHandle&) = delete;
 
   std::shared_ptr<Work> barrier(CallOptions options);
-  // Another backend's operation begins; see make_announcement. Done when all members have said so.
+  // Announces an operation of another backend, see make_announcement. Done when all members have announced it.
   std::shared_ptr<Work> announce(const Announcement& what, CallOptions options);
   std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
   // The mean of all ranks' sections, as codes on the wire; the same bits on all of them.
@@ -73,9 +74,9 @@ class GroupHandle {
   const GroupView& view() const { return view_; }
   Runtime& runtime() { return *runtime_; }
   const std::shared_ptr<Engine>& engine() const { return engine_; }
-  // What carries bytes to each other member, by its place in the group: "shm" or "tcp".
+  // The transport's name to each other member, by its place in the group.
   std::map<int, std::string> transports() const;
-  void close();  // what is in flight fails; idempotent
+  void close();  // operations in flight fail; idempotent
 
  private:
   std::shared_ptr<Work> submit(std::unique_ptr<Operation> operation, CallOptions options);

@@ -22,28 +22,33 @@ uint64_t MessageNumbers::next(const PointToPoint& ends) {
 }
 
 // Sends start at once. Receives are numbered in the order in which they were posted: see bind_receives.
-void Engine::take_message(Group& group, Slot slot) {
-  if (slot.operation->point_to_point()->sends) return start_message(group, std::move(slot));
-  group.unbound.push_back(std::move(slot));
+void Engine::take_message(Group& group, InFlight in_flight) {
+  const PointToPoint& ends = *in_flight.operation->point_to_point();
+  if (ends.sends) return start_message(group, std::move(in_flight));
+  if (ends.from == PointToPoint::kAny &&
+      options_.want_connection)  // a lower rank may not be able to connect to this one
+    for (int member : group.view.members)
+      if (links_[member] && !links_[member]->connected()) options_.want_connection(member);
+  group.unbound.push_back(std::move(in_flight));
   bind_receives(group);
 }
 
-void Engine::start_message(Group& group, Slot slot) {
-  const PointToPoint& ends = *slot.operation->point_to_point();
-  FlowIdentity& identity = slot.operation->mutable_identity();
+void Engine::start_message(Group& group, InFlight in_flight) {
+  const PointToPoint& ends = *in_flight.operation->point_to_point();
+  FlowIdentity& identity = in_flight.operation->mutable_identity();
   identity.sequence = group.messages.next(ends);
-  slot.work->sequence_.store(identity.sequence, std::memory_order_release);
-  slot.work->source_.store(ends.from, std::memory_order_release);
-  group.nested.push_back(std::move(slot));
+  in_flight.work->sequence_.store(identity.sequence, std::memory_order_release);
+  in_flight.work->source_.store(ends.from, std::memory_order_release);
+  group.nested.push_back(std::move(in_flight));
   start(group, group.nested.back());
 }
 
-// A receive from a certain rank takes that rank's next number at once, one from anybody when somebody's next message has
-// begun to arrive. A receive behind one from anybody with the same tag waits until that one is bound: the first posted gets
-// the first message.
+// A receive from a given rank takes that rank's next number at once; a receive from any rank takes it when the next message
+// of some rank has begun to arrive. A receive posted after one from any rank with the same tag waits until that one is bound:
+// the first receive posted gets the first message.
 bool Engine::bind_receives(Group& group) {
   bool changed = false;
-  std::vector<int32_t> open;  // tags of receives from anybody that stay unbound
+  std::vector<int32_t> open;  // tags of receives from any rank that stay unbound
   for (std::size_t i = 0; i < group.unbound.size();) {
     Operation& operation = *group.unbound[i].operation;
     PointToPoint ends = *operation.point_to_point();
@@ -59,25 +64,26 @@ bool Engine::bind_receives(Group& group) {
       ++i;
       continue;
     }
-    Slot slot = std::move(group.unbound[i]);
+    InFlight in_flight = std::move(group.unbound[i]);
     group.unbound.erase(group.unbound.begin() + static_cast<std::ptrdiff_t>(i));
-    start_message(group, std::move(slot));
+    start_message(group, std::move(in_flight));
     changed = true;
   }
   return changed;
 }
 
 int Engine::find_sender(const Group& group, PointToPoint ends) {
-  bool anybody = false;
+  bool some_usable = false;
   for (int step = 1; step < group.view.size; ++step) {
     ends.from = (ends.to + step) % group.view.size;
     Link& link = *links_[group.view.members[static_cast<std::size_t>(ends.from)]];
     if (link.has_early(group.id, group.messages.peek(ends))) return ends.from;
-    anybody = anybody || !(link.broken() || link.departed());
+    some_usable = some_usable || link.usable();
   }
-  if (!anybody) {
+  if (!some_usable) {
     int first = group.view.members[static_cast<std::size_t>((ends.to + 1) % group.view.size)];
-    fail_later(group.id, explain_loss(group, first, Error(ErrorKind::kPeerLost, "it left the job, as all others did")));
+    queue_failure(group.id,
+                  explain_loss(group, first, Error(ErrorKind::kPeerLost, "it left the job, as all others did")));
   }
   return PointToPoint::kAny;
 }

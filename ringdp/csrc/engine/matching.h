@@ -1,6 +1,6 @@
 // MessageNumbers: how sends and receives find each other. The n-th send of a member to another under a tag and the n-th
-// receive of that kind get the same sequence number, made from those four, whatever else happens in between.
-// Belongs to a group; used by the thread that drives the engine.
+// receive of that kind get the same sequence number, made from those four values, whatever other operations lie between.
+// Owned by a group of the engine; used by the thread that drives it.
 #pragma once
 
 #include <cstdint>

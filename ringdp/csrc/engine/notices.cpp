@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "engine/thread.h"
+#include "base/thread.h"
 
 namespace ringdp {
 namespace {
@@ -29,7 +29,7 @@ void NoticeBoard::post(LogLevel level, std::string text) {
   try {
     thread_ = start_thread("ringdp-notes", [state = state_] { write(state); });
   } catch (const Error&) {
-    // The line stays for the thread that starts with a later one: what is noticed must not end what goes well.
+    // No thread can be started: the line waits for the thread that a later one starts. A notice must not fail an operation.
   }
 }
 

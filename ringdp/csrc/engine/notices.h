@@ -1,6 +1,6 @@
-// NoticeBoard: log lines of the thread that drives the engine. They are written by a thread of their own, because the
-// sink may be Python's and wait for Python's lock, which a stuck program never lets go. The thread starts with the first
-// line. `post` from any thread; the owner calls `stop` and `join`.
+// NoticeBoard: log lines of the thread that drives the engine. A thread of its own writes them, because the sink may be
+// Python's and wait for Python's lock, which a stuck program never releases. The thread starts with the first line.
+// Owned by the engine, which calls `stop` and `join`; `post` from any thread.
 #pragma once
 
 #include <condition_variable>

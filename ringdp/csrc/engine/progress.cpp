@@ -14,7 +14,7 @@ constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
 constexpr int kPolledLinks = 8;                            // up to so many peers asking each beats asking the poller
 constexpr std::size_t kHistory = 64;                       // operations of a group that are known after they have ended
 constexpr unsigned kDeadlineTurns = 256;                   // a driver that never rests looks at deadlines this often
-constexpr auto kUsedYield = std::chrono::microseconds(4);  // one that nobody uses takes half a microsecond
+constexpr auto kUsedYield = std::chrono::microseconds(4);  // one that no other thread uses takes half a microsecond
 constexpr int kUsedYields = 4;                             // in a row: no passing interrupt
 constexpr auto kCrowdedPeriod = std::chrono::milliseconds(2);
 constexpr auto kLongYield = std::chrono::milliseconds(1);  // a program that computes
@@ -30,14 +30,14 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
   for (;;) {
     take_inbox();
     bool moved = advance_groups();
-    if (staged_ > 0 || !landing_.empty()) moved |= look_at_copies();
+    if (staged_ > 0 || !pending_copies_.empty()) moved |= look_at_copies();
     if (until != nullptr ? until->finished() : busy_.empty() && !anything_outgoing()) return;
     moved |= pump_links();
-    settle_failures();
+    report_failures();
     if (!questions_.empty()) answer_questions();
     if (look_due_.load(std::memory_order_relaxed)) look_while_idle();
     if (++turns_ % kDeadlineTurns == 0) {
-      serve(poller_.wait(0));  // whoever never sleeps would not hear that a direct channel's peer is gone
+      serve(poller_.wait(0));  // a driver that never sleeps would not notice that a direct channel's peer is gone
       check_deadlines();
     }
     if (moved) {
@@ -53,10 +53,10 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
   }
 }
 
-// Between two looks of a polling driver: others may want this core, the rank that is waited for among them, so it yields.
-// Where every rank can have a core of its own, and a yield shows that somebody else runs on this one, polling does harm:
-// another program keeps the core for milliseconds once it has it, and two ranks that take turns on one core are left there
-// by the kernel while another core is idle. A sleeper is woken at once, on a core that is idle. False: sleep now.
+// Between two looks of a polling driver. It yields, because another process may want this core, perhaps the rank that it
+// waits for. Where every rank can have a core of its own, and a yield shows that another process runs on this one, polling
+// does harm: another program keeps the core for milliseconds once it has it, and the kernel leaves two ranks that alternate
+// on one core there while another core is idle. A sleeper is woken at once, on an idle core. False: sleep now.
 bool Engine::poll_on(Clock::time_point end) {
   auto before = Clock::now();
   if (before >= end || before < crowded_until_) return false;
@@ -72,7 +72,7 @@ bool Engine::poll_on(Clock::time_point end) {
 }
 
 void Engine::take_inbox() {
-  std::vector<std::pair<GroupPtr, Slot>> arrived;
+  std::vector<std::pair<GroupPtr, InFlight>> arrived;
   std::vector<std::function<void()>> requests;
   {
     std::lock_guard lock(mutex_);
@@ -80,8 +80,8 @@ void Engine::take_inbox() {
     arrived.swap(inbox_);
     requests.swap(requests_);
   }
-  for (auto& [group, slot] : arrived) {
-    if (slot.operation->staging()) {
+  for (auto& [group, in_flight] : arrived) {
+    if (in_flight.operation->staging()) {
       ++staged_;
       copies_moved_at_ = Clock::now();
     }
@@ -91,20 +91,20 @@ void Engine::take_inbox() {
       failure = group->failure;
     }
     if (failure) {
-      finish(slot, failure);
+      finish(in_flight, failure);
       continue;
     }
     if (std::find(busy_.begin(), busy_.end(), group) == busy_.end()) busy_.push_back(group);
-    if (slot.operation->point_to_point() != nullptr) {
-      take_message(*group, std::move(slot));
+    if (in_flight.operation->point_to_point() != nullptr) {
+      take_message(*group, std::move(in_flight));
       continue;
     }
-    if (in_order(slot.work->sequence())) {
-      group->queued.push_back(std::move(slot));
+    if (in_order(in_flight.work->sequence())) {
+      group->queued.push_back(std::move(in_flight));
       continue;
     }
-    // Its parent waits for it inside a callback, so it may not wait for its turn behind later operations.
-    group->nested.push_back(std::move(slot));
+    // A callback may wait for it, so it may not wait behind later operations.
+    group->nested.push_back(std::move(in_flight));
     start(*group, group->nested.back());
   }
   for (auto& request : requests) request();
@@ -131,49 +131,49 @@ bool Engine::advance_groups() {
 
 // Operations of a group overlap as long as they use different memory; two on the same memory keep their order.
 bool Engine::start_next(Group& group) {
-  if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.doom) return false;
+  if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.pending_failure) return false;
   const Operation& next = *group.queued.front().operation;
-  for (const Slot& slot : group.active)
-    if (next.conflicts(*slot.operation)) return false;
+  for (const InFlight& in_flight : group.active)
+    if (next.conflicts(*in_flight.operation)) return false;
   group.active.push_back(std::move(group.queued.front()));
   group.queued.pop_front();
   start(group, group.active.back());
   return true;
 }
 
-// What the callback that issued this operation has issued before it, on the same memory.
-const Engine::Slot* Engine::in_the_way(const Group& group, const Slot& nested) {
+// The earlier operation that the same callback issued on the same memory; null if there is none.
+const Engine::InFlight* Engine::in_the_way(const Group& group, const InFlight& nested) {
   if (!nested.callback) return nullptr;
-  for (const Slot& earlier : group.nested) {
+  for (const InFlight& earlier : group.nested) {
     if (&earlier == &nested) break;
     if (earlier.callback == nested.callback && nested.operation->conflicts(*earlier.operation)) return &earlier;
   }
   return nullptr;
 }
 
-// Not in a group that is about to fail: what has not started then fails with it. Nor before its input has come:
-// look_at_copies calls again; nor while an earlier one is in the way: retire calls again.
-void Engine::start(Group& group, Slot& slot) {
-  Operation& operation = *slot.operation;
-  if (group.doom || !operation.can_start() || in_the_way(group, slot) != nullptr) return;
-  OperationContext context{group.id, slot.work->sequence(), links_, &scratch_};
+// Does nothing in a group with a pending failure, whose operations that have not started fail with it; nor before the input
+// has come (look_at_copies calls again), nor while an earlier operation is in the way (retire calls again).
+void Engine::start(Group& group, InFlight& in_flight) {
+  Operation& operation = *in_flight.operation;
+  if (group.pending_failure || !operation.can_start() || in_the_way(group, in_flight) != nullptr) return;
+  OperationContext context{group.id, in_flight.work->sequence(), links_, &scratch_};
   remember(group, operation.identity());
-  slot.moved_at = slot.asked_at = Clock::now();
+  in_flight.moved_at = in_flight.asked_at = Clock::now();
   try {
     operation.start(context);
     for (int member : group.view.members)
-      if (links_[member]) links_[member]->settle_early(operation.identity());
+      if (links_[member]) links_[member]->check_early_frames(operation.identity());
   } catch (const Error& error) {
-    fail_later(group.id, error);
+    queue_failure(group.id, error);
     return;
   } catch (const std::exception& error) {  // the caller's buffers: no memory for a copy, for example
-    fail_later(group.id, Error(ErrorKind::kSystem, operation.identity().text() + ": " + error.what()));
+    queue_failure(group.id, Error(ErrorKind::kSystem, operation.identity().text() + ": " + error.what()));
     return;
   }
   for (int member : group.view.members) {
     Link* link = links_[member].get();
-    if (link == nullptr || !(link->departed() || link->broken()) || !operation.needs(member)) continue;
-    fail_later(group.id, explain_departure(group, member));
+    if (link == nullptr || link->usable() || !operation.needs(member)) continue;
+    queue_failure(group.id, explain_departure(group, member));
     return;
   }
 }
@@ -202,44 +202,45 @@ Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
     return {};
   }
   if (sequence > group->started_upto) return {};
-  for (const Slot& slot : group->active)  // still waiting for its input, while a later one has started
-    if (slot.work->sequence() == sequence && !slot.operation->started()) return {};
+  for (const InFlight& in_flight : group->active)  // still waiting for its input, while a later one has started
+    if (in_flight.work->sequence() == sequence && !in_flight.operation->started()) return {};
   const FlowIdentity& kept = group->history[sequence % kHistory];
   return {true, kept.sequence == sequence ? &kept : nullptr};
 }
 
 bool Engine::retire(Group& group) {
-  if (group.doom) return false;
-  auto first_of_callback = [&](const Slot& slot) {  // what one issued ends in order, too
-    auto same = [&](const Slot& other) { return other.callback == slot.callback; };
-    return !slot.callback || &*std::find_if(group.nested.begin(), group.nested.end(), same) == &slot;
+  if (group.pending_failure) return false;
+  auto first_of_callback = [&](const InFlight& in_flight) {  // what one issued ends in order, too
+    auto same = [&](const InFlight& other) { return other.callback == in_flight.callback; };
+    return !in_flight.callback || &*std::find_if(group.nested.begin(), group.nested.end(), same) == &in_flight;
   };
-  auto nested = std::find_if(group.nested.begin(), group.nested.end(),
-                             [&](const Slot& slot) { return slot.operation->complete() && first_of_callback(slot); });
+  auto nested = std::find_if(group.nested.begin(), group.nested.end(), [&](const InFlight& in_flight) {
+    return in_flight.operation->complete() && first_of_callback(in_flight);
+  });
   if (nested != group.nested.end()) {
-    Slot done = std::move(*nested);
+    InFlight done = std::move(*nested);
     group.nested.erase(nested);
     conclude(done);
     if (!done.callback) return true;
-    for (Slot& slot : group.nested)
-      if (slot.callback == done.callback && !slot.operation->started()) start(group, slot);
+    for (InFlight& in_flight : group.nested)
+      if (in_flight.callback == done.callback && !in_flight.operation->started()) start(group, in_flight);
     return true;
   }
   if (group.active.empty() || !group.active.front().operation->complete()) return false;
-  Slot done = std::move(group.active.front());
+  InFlight done = std::move(group.active.front());
   group.active.pop_front();
   conclude(done);
   return true;
 }
 
-void Engine::conclude(Slot& slot) {
+void Engine::conclude(InFlight& in_flight) {
   std::exception_ptr failure;
   try {
-    slot.operation->conclude();
+    in_flight.operation->conclude();
   } catch (...) {
     failure = std::current_exception();
   }
-  finish(slot, failure);
+  finish(in_flight, failure);
 }
 
 bool Engine::anything_outgoing() const {
@@ -284,7 +285,7 @@ bool Engine::serve(const std::vector<Poller::Event>& events) {
 
 void Engine::watch_blocked() {
   for (auto& link : links_) {
-    if (!link || link->direct() || link->broken() || link->departed()) continue;
+    if (!link || link->direct() || !link->connected() || link->departed()) continue;
     int peer = link->peer().rank;
     if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
     writing_[peer] = link->wants_write();
@@ -310,7 +311,7 @@ void Engine::sleep(const Work* until, Deadline deadline) {
   for (auto& link : links_)
     if (link && link->direct() && !link->broken()) link->channel().after_sleep();
   serve(events);
-  settle_failures();
+  report_failures();
   if (!events.empty() || until == nullptr || !options_.check_interrupt) return;
   if (const auto now = Clock::now(); now - interrupt_check_ >= std::chrono::milliseconds(kSleepMs)) {
     interrupt_check_ = now;
@@ -318,8 +319,8 @@ void Engine::sleep(const Work* until, Deadline deadline) {
   }
 }
 
-// Direct channels are told that this thread is about to sleep. False if something waits in one of them: it is taken in, for
-// the driver asks only those of which an operation expects something.
+// Tells direct channels that this thread is about to sleep. False if bytes wait in one of them; the driver takes these in,
+// because otherwise it looks only at channels from which an operation expects bytes.
 bool Engine::lie_down() {
   bool quiet = true;
   for (auto& link : links_) {
@@ -331,18 +332,18 @@ bool Engine::lie_down() {
   return quiet;
 }
 
-bool Engine::Group::any_running(const std::function<bool(const Slot&)>& look) const {
+bool Engine::Group::any_running(const std::function<bool(const InFlight&)>& look) const {
   return std::any_of(active.begin(), active.end(), look) || std::any_of(nested.begin(), nested.end(), look) ||
          std::any_of(unbound.begin(), unbound.end(), look);
 }
 
 Deadline Engine::next_deadline() const {
   Deadline first = Deadline::never();
-  for (const GroupPtr& group : doomed_) first = std::min(first, group->doom->end);
+  for (const GroupPtr& group : failing_groups_) first = std::min(first, group->pending_failure->end);
   for (const GroupPtr& group : busy_) {
-    if (group->doom) continue;
-    group->any_running([&](const Slot& slot) {
-      first = std::min(first, slot.deadline);
+    if (group->pending_failure) continue;
+    group->any_running([&](const InFlight& in_flight) {
+      first = std::min(first, in_flight.deadline);
       return false;
     });
   }
@@ -350,16 +351,16 @@ Deadline Engine::next_deadline() const {
 }
 
 void Engine::check_deadlines() {
-  settle_doomed();
+  end_pending_failures();
   for (const GroupPtr& group : busy_) {
-    const Slot* late = nullptr;
-    group->any_running([&](const Slot& slot) {
-      if (slot.deadline.expired()) late = &slot;
+    const InFlight* late = nullptr;
+    group->any_running([&](const InFlight& in_flight) {
+      if (in_flight.deadline.expired()) late = &in_flight;
       return late != nullptr;
     });
-    if (late != nullptr && !group->doom) fail_later(group->id, explain_timeout(*late));
+    if (late != nullptr && !group->pending_failure) queue_failure(group->id, explain_timeout(*late));
   }
-  settle_failures();
+  report_failures();
   look_around();
 }
 

@@ -6,7 +6,7 @@
 #include <map>
 
 #include "base/error.h"
-#include "engine/thread.h"
+#include "base/thread.h"
 
 namespace ringdp {
 namespace {
@@ -29,22 +29,29 @@ std::vector<int> host_numbers(const std::vector<MetPeer>& peers) {
 Runtime::Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options, AlgorithmTables tables)
     : Runtime(rendezvous.rank, meet(store, rendezvous), std::move(options), tables) {}
 
-Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, AlgorithmTables tables)
-    : hosts_(host_numbers(peers)), tables_(tables) {
+Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tables)
+    : late_(std::move(mesh.late)), hosts_(host_numbers(mesh.peers)), tables_(tables) {
+  std::vector<MetPeer>& peers = mesh.peers;
   ranks_on_this_host_ =
       static_cast<int>(std::count(hosts_.begin(), hosts_.end(), hosts_[static_cast<std::size_t>(rank)]));
   for (const MetPeer& peer : peers)
-    if (peer.info.rank != rank) transports_[peer.info.rank] = peer.transport;
+    if (peer.transport != nullptr) transports_[peer.info.rank] = peer.transport->name;
   // More ranks than cores: polling TCP would take the core from the rank that is waited for. A look at shared memory costs
   // next to nothing between two yields (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10 us).
   options.shares_cores = ranks_on_this_host_ > cores();
-  bool streams = std::any_of(peers.begin(), peers.end(), [](const MetPeer& peer) { return peer.transport == "tcp"; });
+  bool streams = std::any_of(peers.begin(), peers.end(),
+                             [](const MetPeer& peer) { return peer.transport != nullptr && !peer.transport->direct; });
   if (options.shares_cores && streams) options.spin_us = std::min<int64_t>(options.spin_us, 10);
   if (options.rate_bytes_per_s > 0)  // they share a network card
     options.rate_bytes_per_s = std::max<int64_t>(1, options.rate_bytes_per_s / ranks_on_this_host_);
+  if (late_)
+    options.want_connection = [late = std::weak_ptr(late_)](int peer) {
+      if (const auto maker = late.lock()) maker->want(peer);
+    };
   engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));
   try {
     communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });
+    if (late_) start_connecting();
     completion_ = start_thread("ringdp-done", [engine = engine_] { engine->completions().run(); });
   } catch (const Error& error) {
     engine_->set_farewell(std::string("it ") + error.what());
@@ -53,11 +60,24 @@ Runtime::Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, Al
   }
 }
 
+void Runtime::start_connecting() {
+  LateConnections::Events events;
+  events.connected = [engine = engine_](int peer, std::unique_ptr<Channel> channel, bool checksums) {
+    engine->connect(peer, std::move(channel), checksums);
+  };
+  events.failed = [engine = engine_](int peer, const Error& error, bool gone) {
+    engine->cannot_connect(peer, error, gone);
+  };
+  events.notice = [engine = engine_](LogLevel level, const std::string& line) { engine->notices().post(level, line); };
+  late_->start(std::move(events));
+}
+
 Runtime::~Runtime() {
   if (fork_generation() != generation_) {
     // The threads exist in the parent only; nothing of them may be touched here.
     [[maybe_unused]] auto* communication = communication_.release();
     [[maybe_unused]] auto* completion = completion_.release();
+    [[maybe_unused]] auto* late = new std::shared_ptr<LateConnections>(late_);
     [[maybe_unused]] auto* engine = new std::shared_ptr<Engine>(engine_);  // its mutexes may be locked for ever
     return;
   }
@@ -66,6 +86,8 @@ Runtime::~Runtime() {
 
 void Runtime::shut_down() {
   if (fork_generation() != generation_) return;
+  ended_ = true;
+  if (late_) late_->stop();
   engine_->shut_down();
   engine_->completions().stop();
   engine_->notices().stop();

@@ -1,16 +1,18 @@
-// Runtime: everything one process needs to take part in a job: the connections, the engine and its two threads. Explicit
-// and countable: tests make one per rank in one process. Created and destroyed by any thread; destruction says goodbye to
-// the peers and joins the threads (after a fork, in the child, it does nothing).
+// Runtime: one rank's part in a job: the connections, the engine and its two threads. It is not a global: tests make one per
+// rank in one process. Owned by the process groups of the process, or by a test. Created and destroyed by any thread;
+// destruction says goodbye to the peers and joins the threads (after a fork, in the child, it does nothing).
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "collective/choice.h"
+#include "collective/algorithm_table.h"
 #include "engine/engine.h"
+#include "mesh/late_connections.h"
 #include "mesh/rendezvous.h"
 
 namespace ringdp {
@@ -20,7 +22,7 @@ class Runtime {
   // Meets the other ranks (blocking, see `meet`) and starts the threads.
   Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options, AlgorithmTables tables = {});
   // The ranks have met already. `tables`: the job's; its ranks compare them when they meet (RendezvousOptions::tables).
-  Runtime(int rank, std::vector<MetPeer> peers, EngineOptions options, AlgorithmTables tables = {});
+  Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tables = {});
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -30,15 +32,21 @@ class Runtime {
   int ranks_on_this_host() const { return ranks_on_this_host_; }
   const std::vector<int>& hosts() const { return hosts_; }  // the number of each rank's host, in order of appearance
   const AlgorithmTables& tables() const { return tables_; }
-  const std::map<int, std::string>& transports() const { return transports_; }  // of every other rank: "shm", "tcp"
+  // Of every other rank: its transport's name; where it is not connected yet, what it is expected to be.
+  const std::map<int, std::string>& transports() const { return transports_; }
 
   void shut_down();  // idempotent
+  bool ended() const { return ended_; }
 
  private:
-  std::shared_ptr<Engine> engine_;  // also held by the threads and by works still waited for
+  void start_connecting();
+
+  std::shared_ptr<Engine> engine_;         // also held by the threads and by works still waited for
+  std::shared_ptr<LateConnections> late_;  // null where all are connected from the start
   std::unique_ptr<std::thread> communication_;
   std::unique_ptr<std::thread> completion_;
   const unsigned generation_ = fork_generation();
+  std::atomic<bool> ended_{false};
   int ranks_on_this_host_ = 1;
   std::vector<int> hosts_;
   const AlgorithmTables tables_;

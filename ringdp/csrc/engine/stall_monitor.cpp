@@ -1,5 +1,5 @@
-// What the driver does about what does not move: asks the other ranks what they know of an operation, answers their
-// questions, says in the log who is waited for, and looks whether the peers' hosts are there.
+// The stall monitor, run by the driver: for an operation that does not move it asks the other ranks for its state, answers
+// their questions, logs the ranks that are waited for, and checks whether the peers' hosts answer.
 #include <algorithm>
 #include <cstdio>
 #include <set>
@@ -16,6 +16,7 @@ constexpr int64_t kAskMs = 1000;     // how often at most the peers are asked ab
 constexpr int64_t kSilentMs = 1000;  // an engine that lives answers sooner, whatever its program does
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
 constexpr std::size_t kIdleBudgetBytes = 1024 * 1024;
+constexpr int kMostHops = 16;  // of what is told from rank to rank: twice the way through 256 ranks
 
 int64_t ms_between(Clock::time_point from, Clock::time_point to) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(to - from).count();
@@ -36,13 +37,13 @@ std::string last_call(const PeerState& state) {
 
 }  // namespace
 
-// One look at everything, by a thread that finds nobody at it, or by a driver that looks at some links only.
+// One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
 void Engine::look_while_idle() {
   const FloatModeScope float_mode;
   look_due_.store(false, std::memory_order_relaxed);
   take_inbox();
   advance_groups();
-  if (staged_ > 0 || !landing_.empty()) look_at_copies();
+  if (staged_ > 0 || !pending_copies_.empty()) look_at_copies();
   serve(poller_.wait(0));
   for (auto& link : links_)
     if (link && !link->broken() && !link->departed())
@@ -51,7 +52,7 @@ void Engine::look_while_idle() {
   answer_questions();
   for (auto& link : links_)
     if (link && link->has_outgoing()) guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
-  settle_failures();
+  report_failures();
 }
 
 void Engine::look_around() {
@@ -59,11 +60,11 @@ void Engine::look_around() {
   if (now < next_look_) return;
   next_look_ = now + kLookPeriod;
   for (const GroupPtr& group : busy_) {
-    if (group->doom) continue;
-    if (!group->active.empty()) watch(*group, group->active.front(), now);
+    if (group->pending_failure) continue;
+    if (!group->active.empty()) watch_stall(*group, group->active.front(), now);
     for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
-      if (in_the_way(*group, group->nested[i]) == nullptr) watch(*group, group->nested[i], now);
-    if (!group->unbound.empty()) watch(*group, group->unbound.front(), now);
+      if (in_the_way(*group, group->nested[i]) == nullptr) watch_stall(*group, group->nested[i], now);
+    if (!group->unbound.empty()) watch_stall(*group, group->unbound.front(), now);
   }
   if (now < next_host_check_) return;
   next_host_check_ = now + kHostPeriod;
@@ -74,64 +75,66 @@ void Engine::look_around() {
       return false;
     });
   }
-  settle_failures();
+  report_failures();
 }
 
-void Engine::watch(Group& group, Slot& slot, Clock::time_point now) {
-  if (uint64_t progress = slot.operation->progress(); progress != slot.progress) {
-    slot.progress = progress;
-    slot.moved_at = slot.asked_at = now;
-    slot.answers.clear();
+void Engine::watch_stall(Group& group, InFlight& in_flight, Clock::time_point now) {
+  if (uint64_t progress = in_flight.operation->progress(); progress != in_flight.progress) {
+    in_flight.progress = progress;
+    in_flight.moved_at = in_flight.asked_at = now;
+    in_flight.answers.clear();
     return;
   }
   int64_t period_ms = options_.stall_notice_ms;
-  int64_t ask_ms = std::min(slot.timeout_ms / 8, period_ms > 0 ? period_ms / 4 : kAskMs);
-  if (ms_between(slot.asked_at, now) >= std::clamp<int64_t>(ask_ms, 50, kAskMs)) ask_members(group, slot, now);
-  int64_t stalled_ms = ms_between(slot.moved_at, now);
+  int64_t ask_ms = std::min(in_flight.timeout_ms / 8, period_ms > 0 ? period_ms / 4 : kAskMs);
+  if (ms_between(in_flight.asked_at, now) >= std::clamp<int64_t>(ask_ms, 50, kAskMs))
+    ask_members(group, in_flight, now);
+  int64_t stalled_ms = ms_between(in_flight.moved_at, now);
   if (period_ms == 0 || stalled_ms < period_ms || ms_between(group.noticed_at, now) < period_ms) return;
-  std::vector<Missing> missing = find_missing(slot);
+  std::vector<MissingRank> missing = find_missing(in_flight);
   auto pending = [&](const auto& answer) { return answer.second.awaited; };
-  if (missing.empty() && std::any_of(slot.answers.begin(), slot.answers.end(), pending)) return;  // soon it is known
+  if (missing.empty() && std::any_of(in_flight.answers.begin(), in_flight.answers.end(), pending))
+    return;  // soon it is known
   group.noticed_at = now;
-  notices_.post(LogLevel::kWarning, peers_[rank_].text() + " has waited " + seconds(stalled_ms) + " in " +
-                                        slot.work->text() + " for " +
-                                        (missing.empty() ? slot.operation->waiting_for() : tell_missing(missing)));
+  notices_.post(LogLevel::kWarning,
+                peers_[rank_].text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() +
+                    " for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing)));
 }
 
-// Everybody, not only those it waits for directly: these may wait for others themselves.
-void Engine::ask_members(const Group& group, Slot& slot, Clock::time_point now) {
-  slot.asked_at = now;
+// Asks all connected members, not only those it waits for directly: these may wait for others themselves.
+void Engine::ask_members(const Group& group, InFlight& in_flight, Clock::time_point now) {
+  in_flight.asked_at = now;
   for (int member : group.view.members) {
     Link* link = links_[member].get();
-    if (link == nullptr || link->broken() || link->departed()) continue;
-    auto [answer, first] = slot.answers.try_emplace(member);
+    if (link == nullptr || !link->usable() || !link->connected()) continue;
+    auto [answer, first] = in_flight.answers.try_emplace(member);
     if (!first && answer->second.awaited) continue;
     answer->second.asked_at = now;
     answer->second.awaited = true;
-    link->send_ping(group.id, slot.work->sequence());
+    link->send_ping(group.id, in_flight.work->sequence());
   }
 }
 
 void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerState state) {
   GroupPtr group = find_group(group_id);
   if (!group) return;
-  if (group->doom && group->doom->unnamed) {
-    const Link::Disagreement& it = *group->doom->unnamed;
+  if (group->pending_failure && group->pending_failure->unnamed) {
+    const Link::Disagreement& it = *group->pending_failure->unnamed;
     if (it.peer == peer && it.mine.sequence == sequence) {
-      fail_later(group_id, it.explain(peers_[rank_], peers_[peer], state.name));
+      queue_failure(group_id, it.explain(peers_[rank_], peers_[peer], state.name));
       return;
     }
   }
-  auto take = [&](Slot& slot) {
-    if (slot.work->sequence() != sequence) return;
-    auto answer = slot.answers.find(peer);
-    if (answer == slot.answers.end()) return;
+  auto take = [&](InFlight& in_flight) {
+    if (in_flight.work->sequence() != sequence) return;
+    auto answer = in_flight.answers.find(peer);
+    if (answer == in_flight.answers.end()) return;
     answer->second.awaited = false;
     answer->second.state = state;
   };
-  for (Slot& slot : group->active) take(slot);
-  for (Slot& slot : group->nested) take(slot);
-  for (Slot& slot : group->unbound) take(slot);
+  for (InFlight& in_flight : group->active) take(in_flight);
+  for (InFlight& in_flight : group->nested) take(in_flight);
+  for (InFlight& in_flight : group->unbound) take(in_flight);
 }
 
 void Engine::answer_questions() {
@@ -150,9 +153,9 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
     failed = group && group->failure;
   }
   for (const GroupPtr& other : busy_) {
-    const Slot* slot = other->oldest();
-    if (other == group || slot == nullptr) continue;
-    state.elsewhere = slot->work->text() + " of group '" + other->name + "'";
+    const InFlight* in_flight = other->oldest();
+    if (other == group || in_flight == nullptr) continue;
+    state.elsewhere = in_flight->work->text() + " of group '" + other->name + "'";
     break;
   }
   if (!group) return state;
@@ -161,12 +164,13 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   else if (group->started_upto > 0)
     state.last = group->history[group->started_upto % group->history.size()].text();
 
-  auto running = [&](const Slot& slot) {
+  auto running = [&](const InFlight& in_flight) {
     state.progress = PeerState::Progress::kRunning;
-    state.waits_for = slot.operation->missing();
-    state.name = slot.operation->identity().name;
+    state.waits_for = in_flight.operation->missing();
+    state.missing = find_missing(in_flight);
+    state.name = in_flight.operation->identity().name;
   };
-  auto is_it = [&](const Slot& slot) { return slot.work->sequence() == sequence; };
+  auto is_it = [&](const InFlight& in_flight) { return in_flight.work->sequence() == sequence; };
   state.progress = PeerState::Progress::kNotCalled;
   if (!group->active.empty()) state.waits_for = group->active.front().operation->missing();  // what it may be stuck in
   if (Link::Started known = find_started(group_id, sequence); known.started) {
@@ -181,7 +185,7 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   if (auto it = std::find_if(group->active.begin(), group->active.end(), is_it); it != group->active.end())
     running(*it);
   if (auto it = std::find_if(group->nested.begin(), group->nested.end(), is_it); it != group->nested.end()) {
-    const Slot* first = in_the_way(*group, *it);
+    const InFlight* first = in_the_way(*group, *it);
     running(first != nullptr ? *first : *it);
     if (first != nullptr) state.progress = PeerState::Progress::kQueued;
     state.name = it->operation->identity().name;
@@ -190,41 +194,46 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   return state;
 }
 
-// Follows who waits for whom, as far as the ranks have said, to those that have not come.
-std::vector<Engine::Missing> Engine::find_missing(const Slot& slot) const {
-  std::vector<Missing> found;
-  std::vector<int> next = slot.operation->missing();
+// Follows the chain of ranks that wait for one another, as far as their answers go, to the ranks that have not come.
+std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
+  std::vector<MissingRank> found;
+  std::vector<int> next = in_flight.operation->missing();
+  // Other ranks may know of a missing one to which no chain of this rank's peers leads.
+  for (const auto& [peer, answer] : in_flight.answers)
+    if (answer.state)
+      for (const MissingRank& it : answer.state->missing) next.push_back(it.rank);
   std::set<int> seen{rank_};
   auto now = Clock::now();
-  int64_t silent_ms = std::min<int64_t>(kSilentMs, slot.timeout_ms / 4);
+  int64_t silent_ms = std::min<int64_t>(kSilentMs, in_flight.timeout_ms / 4);
   for (std::size_t i = 0; i < next.size(); ++i) {
     int peer = next[i];
     if (peer < 0 || peer >= world() || !seen.insert(peer).second) continue;
-    auto answer = slot.answers.find(peer);
-    if (answer == slot.answers.end()) continue;
+    auto answer = in_flight.answers.find(peer);
+    if (answer == in_flight.answers.end()) continue;
     const auto& [asked_at, awaited, state] = answer->second;
     if (awaited && ms_between(asked_at, now) >= silent_ms) {
       int64_t host_ms = links_[peer] && !links_[peer]->broken() ? links_[peer]->host_silence_ms() : 0;
-      found.push_back({peer, host_ms < silent_ms ? "its host answers, its process does not: stopped or overloaded?"
-                                                 : "its host has not answered for " + seconds(host_ms)});
+      found.push_back({peer, 0,
+                       host_ms < silent_ms ? "its host answers, its process does not: stopped or overloaded?"
+                                           : "its host has not answered for " + seconds(host_ms)});
       continue;
     }
     if (!state) continue;
     if (std::find(state->waits_for.begin(), state->waits_for.end(), peer) != state->waits_for.end()) {
-      found.push_back({peer, "its process answers; its own device has not handed over the input yet"});
+      found.push_back({peer, 0, "its process answers; its own device has not handed over the input yet"});
       continue;
     }
     switch (state->progress) {
       case PeerState::Progress::kNoGroup:
-        found.push_back({peer, "its process answers; it has no such group (yet, or any more)"});
+        found.push_back({peer, 0, "its process answers; it has not created this group, or has destroyed it"});
         break;
       case PeerState::Progress::kNotCalled:
-        // In an earlier operation that waits itself, for others than this rank: these are to be named.
+        // It is in an earlier operation, which waits for other ranks than this one: those are the missing ones.
         if (std::any_of(state->waits_for.begin(), state->waits_for.end(), [&](int it) { return it != rank_; })) {
           next.insert(next.end(), state->waits_for.begin(), state->waits_for.end());
           break;
         }
-        found.push_back({peer, "its process answers; it has not called this yet, " + last_call(*state)});
+        found.push_back({peer, 0, "its process answers; it has not called this yet, " + last_call(*state)});
         break;
       case PeerState::Progress::kQueued:
       case PeerState::Progress::kRunning:
@@ -235,13 +244,31 @@ std::vector<Engine::Missing> Engine::find_missing(const Slot& slot) const {
         break;
     }
   }
-  std::sort(found.begin(), found.end(), [](const Missing& a, const Missing& b) { return a.rank < b.rank; });
+  add_reported_by_others(in_flight, found);
+  std::sort(found.begin(), found.end(), [](const MissingRank& a, const MissingRank& b) { return a.rank < b.rank; });
   return found;
 }
 
-std::string Engine::tell_missing(const std::vector<Missing>& missing) const {
+// Peers report the missing ranks to which this one has no connection; they may know them from others. A report that is out of
+// date circulates until it has passed kMostHops ranks.
+void Engine::add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const {
+  for (const auto& [peer, answer] : in_flight.answers) {
+    if (!answer.state) continue;
+    for (const MissingRank& it : answer.state->missing) {
+      if (it.rank < 0 || it.rank >= world() || it.rank == rank_ || it.hops >= kMostHops) continue;
+      if (links_[it.rank]->connected() || !links_[it.rank]->usable()) continue;
+      auto known = std::find_if(found.begin(), found.end(), [&](const auto& other) { return other.rank == it.rank; });
+      if (known == found.end())
+        found.push_back({it.rank, it.hops + 1, it.why});
+      else if (it.hops + 1 < known->hops)
+        *known = {it.rank, it.hops + 1, it.why};
+    }
+  }
+}
+
+std::string Engine::format_missing(const std::vector<MissingRank>& missing) const {
   std::string out;
-  for (const Missing& it : missing) {
+  for (const MissingRank& it : missing) {
     std::string peer = peers_[it.rank].text();
     peer.insert(peer.size() - 1, "; " + it.why);
     out += (out.empty() ? "" : ", ") + peer;

@@ -1,5 +1,5 @@
-// Work: the handle of an operation in flight. Made by Engine::submit; shared by whoever issued the operation and by the
-// engine until it is done. Any thread.
+// Work: the handle of an operation in flight. Made by Engine::submit; shared by the caller that issued the operation and by
+// the engine until it is done. Any thread.
 #pragma once
 
 #include <atomic>
@@ -48,7 +48,7 @@ class Work {
   std::function<void(std::exception_ptr)> on_done_;  // run once on the completion thread, in operation order
   std::exception_ptr error_;
   std::shared_ptr<void>
-      buffers_;  // once finished, where nothing follows: dropped by who waits, under the engine's lock
+      buffers_;  // once finished, without `on_done`: the waiting thread drops them, under the engine's lock
   std::atomic<int> state_{kRunning};
 };
 

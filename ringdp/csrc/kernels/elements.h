@@ -1,4 +1,4 @@
-// What each reduction means for one element: the definition that every loop, scalar or vector, applies.
+// The definition of each reduction for one element, which every loop, scalar or vector, applies.
 // Stateless, any thread. Integers are computed unsigned, so they wrap.
 // Arithmetic that ends in a NaN gives the one quiet NaN 0x7fc0…: which operand's payload the hardware keeps depends on
 // the order in which the compiler hands it the operands of a commutative instruction, and so on the instruction set.

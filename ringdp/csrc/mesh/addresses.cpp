@@ -95,7 +95,7 @@ std::vector<Interface> only(const std::vector<Interface>& all, const std::vector
   return out;
 }
 
-// getaddrinfo(3) takes as long as it likes; whoever waits for it in vain leaves it to a thread that ends by itself.
+// getaddrinfo(3) may take long; a caller that gives up leaves it to a thread that ends by itself.
 std::vector<SocketAddress> look_up(const std::string& name, const std::string& port, int limit_ms,
                                    std::string& problem) {
   struct Answer {

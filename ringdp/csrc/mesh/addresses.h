@@ -1,5 +1,5 @@
-// Where a rank can be reached: the addresses of this host it may publish (RINGDP_IFACE chooses among them), and in which
-// order those of a peer are tried. Reads the interfaces at each call; any thread.
+// The addresses of ranks: those of this host that a rank may publish (RINGDP_IFACE chooses among them), and the order in
+// which those of a peer are tried. Reads the interfaces at each call; any thread.
 #pragma once
 
 #include <string>
@@ -33,7 +33,7 @@ bool in_network(const std::string& ip, const std::string& network, int bits);
 std::vector<TcpListener> open_listeners(const std::vector<std::string>& ips, uint16_t port_low, uint16_t port_high,
                                         int backlog);
 
-// The addresses of a peer in the order to try them, and in words those that make no sense from here.
+// The addresses of a peer in the order to try them, and descriptions of those that cannot be reached from here.
 struct Candidates {
   std::vector<SocketAddress> addresses;
   std::vector<std::string> left_out;  // "172.17.0.1:29600 (an address of this host, too)"

@@ -7,33 +7,42 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "mesh/padding.h"
 
 namespace ringdp {
 namespace {
 
-constexpr int kMaxStrangers = 64;      // connections that have not proved anything yet; one per rank in larger jobs
-constexpr int kAcceptsPerStep = 256;   // then the others have their turn
-constexpr int kMaxUnconfirmed = 4;     // of one rank: more are a replay of its hello
-constexpr int64_t kStrangerMs = 2000;  // how long each may take to prove itself
-constexpr int64_t kPeerMs = 30'000;    // what one of ours may take to answer: it may be slow
+constexpr int kMaxStrangers = 64;       // connections that have not proved anything yet; one per rank in larger jobs
+constexpr int kAcceptsPerStep = 256;    // then the others have their turn
+constexpr int kMaxUnconfirmed = 4;      // of one rank: more are a replay of its hello
+constexpr int64_t kStrangerMs = 2000;   // how long each may take to prove itself
+constexpr int64_t kPeerMs = 30'000;     // what one of ours may take to answer: it may be slow
+constexpr int64_t kLooksLostMs = 3000;  // left of that: another peer's padding is lost as well
 constexpr auto kProbeAfter = std::chrono::seconds(1);
 constexpr auto kReportEvery = std::chrono::seconds(1);
 constexpr auto kPauseForDescriptors = std::chrono::milliseconds(50);
+constexpr auto kShortTooLong = std::chrono::seconds(5);
 
 bool connection_refused(int error_number) { return error_number == ECONNREFUSED; }
 
 }  // namespace
 
-Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret)
+Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted)
     : mine_(mine),
+      padding_ms_(padding_patience_ms()),
       instances_(mine.world),
       secret_(std::move(secret)),
       routes_(mine.world),
+      purposes_(mine.world, Purpose::kNone),
       probe_from_(mine.world, Clock::time_point::max()),
+      joined_(mine.world, 0),
       connected_(mine.world),
       watched_(mine.world, 0),
-      problems_(mine.world) {
+      problems_(mine.world),
+      large_(mine.world) {
   random_bytes(instance_);
+  for (int peer = 0; peer < world(); ++peer)
+    if (peer != rank() && wanted[peer] != 0) purposes_[peer] = Purpose::kConnect;
 }
 
 HandshakeFields Connector::fields(HandshakeType type, int peer) const {
@@ -49,18 +58,47 @@ HandshakeFields Connector::fields(HandshakeType type, int peer) const {
 void Connector::set_route(int peer, Candidates candidates, bool probe) {
   auto now = Clock::now();
   auto begin = peer < rank() ? now : now + kProbeAfter;
-  if (peer > rank() && !probe) return;
   routes_[peer] = Route(std::move(candidates), begin);
-  probe_from_[peer] = begin;
+  if (peer < rank() || probe) probe_from_[peer] = begin;
+}
+
+void Connector::want(int peer) {
+  if (joined_[peer] != 0 || purposes_[peer] == Purpose::kConnect || peer == rank()) return;
+  if (purposes_[peer] == Purpose::kNone) routes_[peer].restart(Clock::now());
+  purposes_[peer] = Purpose::kConnect;
+  probe_from_[peer] = Clock::time_point::min();
+}
+
+void Connector::check(int peer) {
+  if (joined_[peer] != 0 || purposes_[peer] != Purpose::kNone || peer >= rank()) return;
+  purposes_[peer] = Purpose::kCheck;
+  routes_[peer].restart(Clock::now());
+}
+
+void Connector::forget(int peer) {
+  purposes_[peer] = Purpose::kNone;
+  large_[peer].clear();
+  if (lost_ && lost_->peer == peer) lost_.reset();
+  for (Attempt& it : attempts_)
+    if (it.peer == peer) {
+      it.stage = Stage::kFailed;
+      it.fd.reset();
+    }
+}
+
+bool Connector::busy() const {
+  for (int peer = 0; peer < world(); ++peer)
+    if (awaits(peer)) return true;
+  return !attempts_.empty() || Clock::now() < accept_after_;
 }
 
 bool Connector::complete() const {
   for (int peer = 0; peer < world(); ++peer)
-    if (peer != rank() && !connected_[peer]) return false;
+    if (purposes_[peer] == Purpose::kConnect && joined_[peer] == 0) return false;
   return true;
 }
 
-void Connector::step(int wait_ms) {
+void Connector::step(int wait_ms, std::span<const pollfd> also) {
   std::vector<pollfd> polled;
   bool accepting = Clock::now() >= accept_after_;
   for (const TcpListener& it : listeners_)
@@ -75,43 +113,60 @@ void Connector::step(int wait_ms) {
     watched.push_back(peer);
     polled.push_back({connected_[peer].get(), POLLRDHUP, 0});
   }
+  polled.insert(polled.end(), also.begin(), also.end());
   poll(polled.data(), polled.size(), wait_ms);
   std::size_t index = listeners_.size();
   for (Attempt& it : attempts_) {
     if (polled[index++].revents != 0) advance(it);
-    if (it.stage != Stage::kDone && it.stage != Stage::kFailed && it.deadline.expired())
-      drop(it, "it did not answer in time");
+    if (it.stage != Stage::kDone && it.stage != Stage::kFailed && it.deadline.expired()) expire(it);
   }
   for (int peer : watched)
     if (polled[index++].revents != 0) watch(peer);
   for (std::size_t i = 0; i < listeners_.size(); ++i)
     if (polled[i].revents != 0) accept_from(listeners_[i]);
-  settle();
+  collect_attempts();
 }
 
+// No rank leaves in good order before all are connected: the end of a connection means that the rank has died, or that it
+// has failed and has written why into the store.
 void Connector::watch(int peer) {
-  std::byte byte{};
-  ssize_t got = recv(connected_[peer].get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  int error_number = connect_error(connected_[peer].get());
   watched_[peer] = 0;
-  // Who has sent something was through with meeting, and may have left in good order since.
-  if (got > 0 || lost_) return;
-  lost_ = Trouble{peer, true, false, got == 0 ? "its connection was closed" : errno_text(errno)};
+  if (!lost_)
+    lost_ = Trouble{.peer = peer,
+                    .lost = true,
+                    .text = error_number == 0 ? "its connection was closed" : errno_text(error_number),
+                    .also = {}};
 }
 
 std::optional<Connector::Trouble> Connector::trouble() {
   if (lost_) return lost_;
   auto now = Clock::now();
   for (int peer = 0; peer < world(); ++peer) {
-    if (peer == rank() || connected_[peer] || !routes_[peer].known()) continue;
+    if (!awaits(peer)) continue;
     bool confirming = std::any_of(attempts_.begin(), attempts_.end(),
                                   [&](const Attempt& it) { return it.peer == peer && !it.dialled; });
+    if (!large_[peer].empty() && !confirming && (peer > rank() || routes_[peer].verdict(now) != Route::Verdict::kOpen))
+      return large_trouble(peer);
     Route::Verdict verdict = routes_[peer].verdict(now);
     if (verdict == Route::Verdict::kOpen || confirming) continue;
     if (peer > rank() && verdict != Route::Verdict::kRefused) continue;  // it need not be reached from here
-    return Trouble{peer, false, verdict == Route::Verdict::kRefused, routes_[peer].text(now)};
+    return Trouble{
+        .peer = peer, .refused = verdict == Route::Verdict::kRefused, .text = routes_[peer].text(now), .also = {}};
   }
   return std::nullopt;
+}
+
+Connector::Trouble Connector::large_trouble(int peer) const {
+  Trouble trouble{.peer = peer, .large = true, .text = large_[peer], .also = {}};
+  for (int other = 0; other < world(); ++other) {
+    bool looks_lost = std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
+      return it.peer == other && it.stage == Stage::kAwaitPadding &&
+             it.deadline.remaining_ms(kLooksLostMs + 1) <= kLooksLostMs;
+    });
+    if (other != peer && joined_[other] == 0 && (looks_lost || !large_[other].empty())) trouble.also.push_back(other);
+  }
+  return trouble;
 }
 
 std::string Connector::problem(int peer) const {
@@ -119,11 +174,20 @@ std::string Connector::problem(int peer) const {
   return problems_[peer];
 }
 
-std::vector<Fd> Connector::take() {
-  if (turned_away_ > 0)
-    log(LogLevel::kWarning, "turned away " + std::to_string(turned_away_) +
-                                " connections that could not prove that they belong to this job");
-  return std::move(connected_);
+std::vector<Connector::Connected> Connector::take() {
+  std::vector<Connected> out;
+  for (int peer = 0; peer < world(); ++peer) {
+    if (!connected_[peer]) continue;
+    watched_[peer] = 0;
+    out.push_back({peer, std::move(connected_[peer])});
+  }
+  return out;
+}
+
+std::string Connector::turned_away_text() const {
+  if (turned_away_ == 0) return "";
+  return "turned away " + std::to_string(turned_away_) +
+         " connections that could not prove that they belong to this job";
 }
 
 void Connector::report(const std::string& line) {
@@ -158,15 +222,25 @@ void Connector::dial_due(int peer) {
   }
 }
 
+std::string Connector::shortage() const {
+  if (!short_since_ || short_last_ - *short_since_ < kShortTooLong) return "";
+  return "no connection could be let in for " + std::to_string(kShortTooLong.count()) + " s: " + short_of_;
+}
+
 void Connector::accept_from(TcpListener& listener) {
   for (int i = 0; i < kAcceptsPerStep; ++i) {
     int error_number = 0;
     auto newcomer = listener.accept(error_number);
     if (error_number != 0) {
-      accept_after_ = Clock::now() + kPauseForDescriptors;
+      auto now = Clock::now();
+      accept_after_ = now + kPauseForDescriptors;
+      if (!short_since_ || now - short_last_ > std::chrono::seconds(1)) short_since_ = now;  // another time
+      short_last_ = now;
+      short_of_ = errno_text(error_number);
       report("cannot let a connection in: " + errno_text(error_number));
     }
     if (!newcomer) return;
+    short_since_.reset();
     Attempt attempt;
     attempt.fd = std::move(newcomer->first);
     attempt.address = newcomer->second;
@@ -178,13 +252,13 @@ void Connector::accept_from(TcpListener& listener) {
   }
 }
 
-// With the table full the oldest has to go, not the newest: one of ours speaks at once, and calls again.
+// When the table is full the oldest attempt goes, not the newest: a rank of this job speaks at once, and dials again.
 void Connector::evict_strangers() {
   auto is_stranger = [](const Attempt& it) { return it.stage == Stage::kAwaitHello; };
   auto strangers = std::count_if(attempts_.begin(), attempts_.end(), is_stranger);
   if (strangers > std::max(kMaxStrangers, world()))
     drop(*std::find_if(attempts_.begin(), attempts_.end(), is_stranger), "others waited");
-  // Not by settle() alone: a flood would hold a descriptor for each until the step ends.
+  // Not by collect_attempts() alone: a flood would hold a descriptor for each until the step ends.
   attempts_.remove_if([](const Attempt& it) { return it.stage == Stage::kFailed; });
 }
 
@@ -199,8 +273,20 @@ void Connector::drop(Attempt& attempt, const std::string& why, bool refused, boo
     ++turned_away_;
 }
 
+void Connector::expire(Attempt& attempt) {
+  if (attempt.stage != Stage::kAwaitPadding) return drop(attempt, "it did not answer in time");
+  std::string bytes = std::to_string(attempt.padding);
+  large_[attempt.peer] = connection_text(attempt.fd.get()) + ": a packet with " + bytes +
+                         " bytes did not arrive within " + std::to_string(padding_ms_ / 1000) + " s, short ones did";
+  drop(attempt, "connected, but a packet with " + bytes + " bytes does not arrive", false, true);
+}
+
 void Connector::advance(Attempt& attempt) {
   if (attempt.stage == Stage::kConnecting || attempt.stage == Stage::kProbing) return on_connected(attempt);
+  if (attempt.stage == Stage::kAwaitPadding) {
+    if (read_padding(attempt)) on_padding(attempt);
+    return;
+  }
   if (!read_message(attempt)) return;
   switch (attempt.stage) {
     case Stage::kAwaitReply:
@@ -219,7 +305,7 @@ bool Connector::read_message(Attempt& attempt) {
   ssize_t got =
       recv(attempt.fd.get(), attempt.buffer.data() + attempt.filled, kHandshakeBytes - attempt.filled, MSG_DONTWAIT);
   if (got == 0) {
-    // Whoever goes without a word was one of ours who found a better way in, or a probe.
+    // A connection that closes without a message came from a rank that connected by another address, or was a probe.
     bool silent = attempt.stage == Stage::kAwaitHello && attempt.filled == 0;
     drop(attempt, silent ? "" : "it closed the connection");
   } else if (got < 0) {
@@ -235,12 +321,18 @@ bool Connector::read_message(Attempt& attempt) {
 bool Connector::send_message(Attempt& attempt, const HandshakeFields& fields) {
   HandshakeMessage message = encode_handshake(fields, secret_, attempt.transcript);
   attempt.transcript.insert(attempt.transcript.end(), message.begin(), message.end());
-  // 128 bytes always fit into a fresh socket's buffer.
-  if (send(attempt.fd.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
-      static_cast<ssize_t>(message.size()))
-    return true;
-  drop(attempt, errno_text(errno));
-  return false;
+  // They always fit into a fresh socket's buffer. The padding goes by itself: the message is to arrive where that does not.
+  static constexpr std::array<std::byte, kMaxPaddingBytes> kPadding{};
+  for (std::span<const std::byte> bytes :
+       {std::span<const std::byte>(message), std::span(kPadding).first(fields.padding)}) {
+    if (bytes.empty()) continue;
+    if (send(attempt.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+        static_cast<ssize_t>(bytes.size()))
+      continue;
+    drop(attempt, errno_text(errno));
+    return false;
+  }
+  return true;
 }
 
 void Connector::on_connected(Attempt& attempt) {
@@ -248,6 +340,7 @@ void Connector::on_connected(Attempt& attempt) {
     return drop(attempt, errno_text(error_number), connection_refused(error_number));
   Route& route = routes_[attempt.peer];
   if (attempt.stage == Stage::kProbing) {
+    if (!send_message(attempt, fields(HandshakeType::kKnock, attempt.peer))) return;
     attempt.stage = Stage::kFailed;
     route.restart(Clock::now() + kProbeAfter);
     return;
@@ -259,26 +352,64 @@ void Connector::on_connected(Attempt& attempt) {
 
 void Connector::on_reply(Attempt& attempt) {
   auto reply = decode_handshake(attempt.buffer, secret_, attempt.transcript);
-  if (!reply) return drop(attempt, "what answers there is not this job (another secret?)", false, true);
+  if (!reply) return drop(attempt, "the process there does not belong to this job (another secret?)", false, true);
   if (reply->type == HandshakeType::kRefusal)
     return drop(attempt, "refused: " + refusal_text(reply->refusal, *reply, mine_), false, true);
   if (reply->type != HandshakeType::kReply || reply->from != static_cast<uint32_t>(attempt.peer) ||
       reply->to != mine_.to)
     return drop(attempt, "it answered as another rank", false, true);
-  bool better = connected_[attempt.peer] || std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
+  attempt.transcript.insert(attempt.transcript.end(), attempt.buffer.begin(), attempt.buffer.end());
+  await_padding(attempt, reply->padding);
+}
+
+void Connector::await_padding(Attempt& attempt, std::size_t bytes) {
+  if (bytes > kMaxPaddingBytes)
+    return drop(attempt, "it announced padding of " + std::to_string(bytes) + " bytes", false, true);
+  attempt.padding = attempt.padding_left = bytes;
+  attempt.stage = Stage::kAwaitPadding;
+  attempt.deadline = Deadline::after_ms(padding_ms_);
+  if (bytes == 0 || read_padding(attempt)) on_padding(attempt);
+}
+
+// True when all padding has come.
+bool Connector::read_padding(Attempt& attempt) {
+  std::array<std::byte, kMaxPaddingBytes> nothing;
+  ssize_t got = recv(attempt.fd.get(), nothing.data(), attempt.padding_left, MSG_DONTWAIT);
+  if (got == 0) drop(attempt, "it closed the connection");
+  if (got < 0 && errno != EAGAIN && errno != EINTR) drop(attempt, errno_text(errno));
+  if (got > 0) attempt.padding_left -= static_cast<std::size_t>(got);
+  return attempt.padding_left == 0;
+}
+
+void Connector::on_padding(Attempt& attempt) {
+  if (!attempt.dialled) {
+    attempt.stage = Stage::kDone;
+    return;
+  }
+  if (purposes_[attempt.peer] == Purpose::kCheck) {
+    purposes_[attempt.peer] = Purpose::kNone;  // it can be reached
+    attempt.stage = Stage::kFailed;
+    return;
+  }
+  bool better = joined_[attempt.peer] != 0 || std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
                   return it.peer == attempt.peer && it.stage == Stage::kDone;
                 });
   if (better) return drop(attempt, "");  // one confirm per peer: the other side may believe it
-  attempt.transcript.insert(attempt.transcript.end(), attempt.buffer.begin(), attempt.buffer.end());
-  if (send_message(attempt, fields(HandshakeType::kConfirm, attempt.peer))) attempt.stage = Stage::kDone;
+  HandshakeFields confirm = fields(HandshakeType::kConfirm, attempt.peer);
+  confirm.padding = padding_for(attempt.fd.get());
+  if (send_message(attempt, confirm)) attempt.stage = Stage::kDone;
 }
 
 void Connector::on_hello(Attempt& attempt) {
   auto hello = decode_handshake(attempt.buffer, secret_, attempt.transcript);
+  if (hello && hello->type == HandshakeType::kKnock) {
+    on_knock(*hello);
+    return drop(attempt, "");
+  }
   if (!hello || hello->type != HandshakeType::kHello) return drop(attempt, "no hello");
   Refusal verdict = judge_hello(*hello, mine_);
   int peer = static_cast<int>(hello->from);
-  if (verdict == Refusal::kNone && connected_[peer]) {
+  if (verdict == Refusal::kNone && joined_[peer] != 0) {
     if (std::equal(instances_[peer].begin(), instances_[peer].end(), hello->nonce.begin())) return drop(attempt, "");
     verdict = Refusal::kDuplicate;
   }
@@ -300,28 +431,37 @@ void Connector::on_hello(Attempt& attempt) {
   attempt.peer = peer;
   attempt.nonce = hello->nonce;
   attempt.deadline = Deadline::after_ms(kPeerMs);
-  if (send_message(attempt, fields(HandshakeType::kReply, peer))) attempt.stage = Stage::kAwaitConfirm;
+  HandshakeFields reply = fields(HandshakeType::kReply, peer);
+  reply.padding = padding_for(attempt.fd.get());
+  if (send_message(attempt, reply)) attempt.stage = Stage::kAwaitConfirm;
+}
+
+// A lower rank needs a connection. A knock that was recorded and is sent again has no other effect.
+void Connector::on_knock(const HandshakeFields& knock) {
+  int peer = static_cast<int>(knock.from);
+  if (judge_hello(knock, mine_) == Refusal::kNone && peer < rank() && routes_[peer].known()) want(peer);
 }
 
 void Connector::on_confirm(Attempt& attempt) {
   auto confirm = decode_handshake(attempt.buffer, secret_, attempt.transcript);
   if (!confirm || confirm->type != HandshakeType::kConfirm) return drop(attempt, "a handshake was replayed");
-  attempt.stage = Stage::kDone;
+  await_padding(attempt, confirm->padding);
 }
 
-void Connector::settle() {
+void Connector::collect_attempts() {
   for (Attempt& it : attempts_) {
-    if (it.stage != Stage::kDone || connected_[it.peer]) continue;
+    if (it.stage != Stage::kDone || joined_[it.peer] != 0) continue;
+    joined_[it.peer] = 1;
     connected_[it.peer] = std::move(it.fd);
     std::copy_n(it.nonce.begin(), instances_[it.peer].size(), instances_[it.peer].begin());
     watched_[it.peer] = 1;
   }
   attempts_.remove_if([&](const Attempt& it) {
-    return it.stage == Stage::kDone || it.stage == Stage::kFailed || (it.dialled && connected_[it.peer]);
+    bool needless = it.dialled && !awaits(it.peer);
+    return it.stage == Stage::kDone || it.stage == Stage::kFailed || needless;
   });
   for (int peer = 0; peer < world(); ++peer)
-    if (peer != rank() && !connected_[peer] && routes_[peer].known() && Clock::now() >= probe_from_[peer])
-      dial_due(peer);
+    if (awaits(peer) && routes_[peer].known() && Clock::now() >= probe_from_[peer]) dial_due(peer);
 }
 
 }  // namespace ringdp

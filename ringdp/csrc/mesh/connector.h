@@ -1,6 +1,7 @@
-// Connector: turns "who can be reached where" into one authenticated socket per peer. Dials the lower ranks at all their
-// addresses, accepts the higher ones; strangers get a bounded number of connections, a bounded time, and silence. Watches the
-// sockets it has made, so that a rank that dies while others still meet is known at once. Used by one `meet`, on its thread.
+// Connector: turns the peers' addresses into one authenticated socket per wanted peer. It dials the lower ranks at all their
+// addresses, and accepts the higher ones, whether they are wanted or not; strangers get a bounded number of connections, a
+// bounded time, and no answer. It watches the sockets it has made until they are taken, so that the death of a rank is known
+// at once while others still meet. Owned by a Meeting, later by LateConnections, and used by that one's thread.
 #pragma once
 
 #include <poll.h>
@@ -8,6 +9,7 @@
 #include <array>
 #include <list>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,34 +23,53 @@ namespace ringdp {
 
 class Connector {
  public:
-  // `mine`: job, epoch, world and, in `to`, this rank.
-  Connector(const HandshakeFields& mine, std::vector<std::byte> secret);
+  // `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be connected with it.
+  Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted);
 
   void listen_on(std::vector<TcpListener> listeners) { listeners_ = std::move(listeners); }
   bool listening() const { return !listeners_.empty(); }
 
-  // Where a peer listens: dialled if it is a lower rank. A higher rank dials itself; with `probe` it is called up (no more)
-  // when it takes its time, to see whether anything still listens there.
+  // Where a peer listens: dialled if it is a lower rank. A higher rank dials itself; with `probe` it is asked to when it takes
+  // its time, which also shows whether anything still listens there.
   void set_route(int peer, Candidates candidates, bool probe);
 
-  void step(int wait_ms);  // waits for something to happen, at most that long, and deals with it
-  bool complete() const;
-  bool connected(int peer) const { return static_cast<bool>(connected_[peer]); }
+  void want(int peer);    // from now on; its route is known
+  void check(int peer);   // whether a lower rank can be reached, large packets too; the connection is not kept
+  void forget(int peer);  // it is not wanted any more, and its problems are forgotten
+  bool checking(int peer) const { return purposes_[peer] == Purpose::kCheck; }
 
-  // A peer that cannot be had any more, and why in words that are true on every rank; nullopt while there is hope.
+  // Waits until something happens, there or at the descriptors of `also`, at most that long, and deals with it.
+  void step(int wait_ms, std::span<const pollfd> also = {});
+  bool complete() const;  // all that are wanted are connected
+  bool connected(int peer) const { return joined_[peer] != 0; }
+  bool busy() const;  // an attempt is under way whose next step waits for time alone
+  // A text if no connection could be accepted for seconds, because descriptors are short; else empty.
+  std::string shortage() const;
+
+  // A peer that cannot be connected any more, and the reason in a text that is true on every rank; nullopt while it still
+  // may be.
   struct Trouble {
     int peer = -1;
     bool lost = false;     // its process has ended; otherwise it may live, but not be reached
     bool refused = false;  // where it listened, nothing does
+    bool large = false;    // connected, but large packets do not arrive; `text`: on which connection
     std::string text;
+    std::vector<int> also = {};  // if `large`: other peers with whom it looks the same
   };
   std::optional<Trouble> trouble();
   std::string problem(int peer) const;  // what goes wrong with a peer that is not connected; may be empty
 
-  std::vector<Fd> take();  // a socket per rank (none at this rank's place), when complete
+  struct Connected {
+    int peer = -1;
+    Fd socket;
+  };
+  std::vector<Connected> take();  // those that were not taken before
+
+  std::string turned_away_text() const;  // for the log; empty if no stranger came
 
  private:
-  enum class Stage { kConnecting, kProbing, kAwaitReply, kAwaitHello, kAwaitConfirm, kDone, kFailed };
+  enum class Purpose { kNone, kCheck, kConnect };
+  enum class Stage { kConnecting, kProbing, kAwaitReply, kAwaitHello, kAwaitConfirm, kAwaitPadding, kDone, kFailed };
   struct Attempt {
     Fd fd;
     Stage stage = Stage::kConnecting;
@@ -59,6 +80,8 @@ class Connector {
     Deadline deadline = Deadline::never();
     HandshakeMessage buffer{};
     std::size_t filled = 0;
+    std::size_t padding = 0;  // announced; and of that still to come
+    std::size_t padding_left = 0;
     std::vector<std::byte> transcript;
     Nonce nonce{};  // of the hello
   };
@@ -73,11 +96,18 @@ class Connector {
   void on_reply(Attempt& attempt);
   void on_hello(Attempt& attempt);
   void on_confirm(Attempt& attempt);
+  void on_knock(const HandshakeFields& knock);
+  void await_padding(Attempt& attempt, std::size_t bytes);
+  bool read_padding(Attempt& attempt);
+  void on_padding(Attempt& attempt);
+  void expire(Attempt& attempt);
+  Trouble large_trouble(int peer) const;
   void drop(Attempt& attempt, const std::string& why, bool refused = false, bool final = false);
-  void watch(int peer);  // its socket says something
-  void settle();         // takes finished attempts in, starts those that are due
+  void watch(int peer);     // its socket says something
+  void collect_attempts();  // takes finished attempts in, starts those that are due
   void report(const std::string& line);
   HandshakeFields fields(HandshakeType type, int peer) const;
+  bool awaits(int peer) const { return purposes_[peer] != Purpose::kNone && joined_[peer] == 0; }
 
   int rank() const { return static_cast<int>(mine_.to); }
   int world() const { return static_cast<int>(mine_.world); }
@@ -87,17 +117,24 @@ class Connector {
 
   std::vector<TcpListener> listeners_;
   HandshakeFields mine_;
+  const int64_t padding_ms_;
   Instance instance_{};
   std::vector<Instance> instances_;  // of the peers that are connected
   std::vector<std::byte> secret_;
   std::vector<Route> routes_;
+  std::vector<Purpose> purposes_;              // per peer
   std::vector<Clock::time_point> probe_from_;  // per peer; for ever away where it is not to be probed
-  std::vector<Fd> connected_;
+  std::vector<char> joined_;                   // per peer: a connection was made, and perhaps taken
+  std::vector<Fd> connected_;                  // until they are taken
   std::vector<char> watched_;
   std::vector<std::string> problems_;  // of accepted connections, the last per rank
+  std::vector<std::string> large_;     // per rank: the connection on which large packets from it did not arrive
   std::list<Attempt> attempts_;
   std::optional<Trouble> lost_;
-  Clock::time_point accept_after_{};  // no descriptors are left: a pause
+  Clock::time_point accept_after_{};              // no descriptors are left: a pause
+  std::optional<Clock::time_point> short_since_;  // they have been short
+  Clock::time_point short_last_{};
+  std::string short_of_;
   Clock::time_point report_after_{};
   int unreported_ = 0;
   int turned_away_ = 0;

@@ -55,7 +55,7 @@ class Door {
   void expect(const SharedToken& token, int peer);  // good for one visit
 
   void poll_for(std::vector<pollfd>& polled) const;
-  std::vector<Guest> serve();  // whoever has shown a token since
+  std::vector<Guest> serve();  // the guests that have shown a token since
   int turned_away() const { return turned_away_; }
 
  private:
@@ -71,7 +71,7 @@ class Door {
   };
 
   void attend(Stranger& stranger, std::vector<Guest>& guests);
-  int visited_by(const SharedMessage& message);  // -1: by nobody we know
+  int visited_by(const SharedMessage& message);  // -1: by no guest we know
 
   Fd listener_;
   SharedToken name_{};

@@ -21,11 +21,11 @@ class FlowHandler {
   // They stay as they are until `flushed` says that they left.
   virtual std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) = 0;
   virtual void flushed(SendFlow& flow) = 0;  // flow.sent has grown
-  // Where the bytes at `offset` go: exactly `length` bytes of room, used until `arrived`. An empty span: no such place.
+  // The memory for the bytes at `offset`: exactly `length` bytes, used until `arrived`. Empty: there is no such memory.
   virtual std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) = 0;
   virtual void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) = 0;
-  // In place of these two where the bytes lie in memory already and are gone afterwards: whole elements, not beyond a
-  // block's end. False: no such place.
+  // In place of these two where the bytes already lie in memory, which is valid during the call only: whole elements, not
+  // beyond a block's end. False: there is no memory for them.
   virtual bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
     std::span<std::byte> room = incoming(flow, offset, data.size());
     if (room.size() != data.size()) return false;
@@ -44,7 +44,7 @@ struct FlowIdentity {
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
   OperationShape shape;
-  std::string name;            // shape.name_hash in words
+  std::string name;            // whose hash is shape.name_hash
   std::string between = {};    // of a message: "from rank 1 to rank 2"
   bool counts_differ = false;  // every pair of ranks has a count of its own: compared per flow, not in the fingerprint
 
@@ -62,7 +62,7 @@ class SendFlow {
   uint64_t total = 0;    // bytes in all
   uint64_t ready = 0;    // bytes the operation could send by now
   uint64_t sent = 0;     // bytes handed to the transport
-  uint64_t granted = 0;  // what the receiver allowed; more goes eagerly while there is room
+  uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
   bool opened = false;   // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
 
@@ -78,7 +78,7 @@ class RecvFlow {
   uint64_t total = 0;
   uint64_t received = 0;
   uint64_t window = 0;   // how far the operation can take bytes now (total, if it never needs to hold the peer back)
-  uint64_t granted = 0;  // what the peer was told
+  uint64_t granted = 0;  // bytes granted to the peer
   bool opened = false;
 
   bool complete() const { return opened && received == total; }

@@ -12,7 +12,7 @@ namespace ringdp {
 namespace {
 
 constexpr uint16_t kMagic = 0x4452;  // "RD"
-constexpr std::size_t kAbortFixedBytes = 16;
+constexpr std::size_t kAbortFixedBytes = 20;
 
 // Part of the wire format: append, never renumber.
 constexpr std::array<std::string_view, 6> kForeignBackends{"another backend", "nccl", "gloo", "ucc", "mpi", "xccl"};
@@ -98,7 +98,7 @@ FrameHeader FrameHeader::decode(std::span<const std::byte, kFrameHeaderBytes> ra
   header.length = take<uint32_t>(at + 4);
   if (take<uint16_t>(at) != kMagic || type < 1 || type > 8 ||
       header.length > longest_payload(static_cast<FrameType>(type)))
-    throw Error(ErrorKind::kHandshake, "received bytes that are no frame of ringdp's protocol");
+    throw Error(ErrorKind::kHandshake, "received bytes that are not a frame of ringdp's protocol");
   header.type = static_cast<FrameType>(type);
   header.eager = (take<uint8_t>(at + 3) & 1) != 0;
   header.group = take<uint64_t>(at + 8);
@@ -119,8 +119,10 @@ FrameHeader FrameHeader::decode(std::span<const std::byte, kFrameHeaderBytes> ra
 std::string AbortNotice::encode() const {
   std::array<std::byte, kAbortFixedBytes> fixed{};
   fixed[0] = static_cast<std::byte>(kind);
+  fixed[1] = static_cast<std::byte>(unexplained ? 1 : 0);
   put(&fixed[4], guilty_rank);
   put(&fixed[8], sequence);
+  put(&fixed[16], found_by);
   std::string out(reinterpret_cast<const char*>(fixed.data()), fixed.size());
   return out + clean_text(text, kAbortTextBytes);
 }
@@ -129,9 +131,13 @@ AbortNotice AbortNotice::decode(std::span<const std::byte> raw) {
   AbortNotice notice;
   if (raw.size() < kAbortFixedBytes) throw Error(ErrorKind::kHandshake, "received an abort notice that is too short");
   auto kind = static_cast<uint8_t>(raw[0]);
-  notice.kind = kind <= static_cast<uint8_t>(ErrorKind::kSystem) ? static_cast<ErrorKind>(kind) : ErrorKind::kPeerLost;
+  const bool known =
+      kind <= static_cast<uint8_t>(ErrorKind::kSystem) || kind == static_cast<uint8_t>(ErrorKind::kDamaged);
+  notice.kind = known ? static_cast<ErrorKind>(kind) : ErrorKind::kPeerLost;
+  notice.unexplained = raw[1] != std::byte{0};
   notice.guilty_rank = take<int32_t>(raw.data() + 4);
   notice.sequence = take<uint64_t>(raw.data() + 8);
+  notice.found_by = take<int32_t>(raw.data() + 16);
   notice.text = clean_text(text_of(raw.subspan(kAbortFixedBytes)), kAbortTextBytes);
   return notice;
 }

@@ -1,5 +1,5 @@
-// What crosses a connection after the handshake: frames, a fixed header and a payload (docs/wire_format.md).
-// Every header says what its sender believes is going on, so that a receiver that believes otherwise can say so.
+// Frames cross a connection after the handshake: a fixed header and a payload (docs/reference/wire_format.md).
+// Every header describes its sender's operation, so that a receiver in a different operation detects the disagreement.
 // Value types, any thread.
 #pragma once
 
@@ -70,7 +70,7 @@ struct FrameHeader {
   uint32_t credit = 0;   // eager payload bytes the sender of this frame has used up, modulo 2^32
 
   void encode(std::span<std::byte, kFrameHeaderBytes> out) const;
-  // Throws Error(kHandshake) if it is no header of this protocol.
+  // Throws Error(kHandshake) if it is not a header of this protocol.
   static FrameHeader decode(std::span<const std::byte, kFrameHeaderBytes> raw);
 };
 
@@ -79,6 +79,8 @@ struct AbortNotice {
   ErrorKind kind = ErrorKind::kPeerLost;
   int32_t guilty_rank = -1;
   uint64_t sequence = 0;
+  int32_t found_by = -1;     // the rank that tells it first
+  bool unexplained = false;  // a connection ended, and the sender does not know why
   std::string text;
 
   std::string encode() const;

@@ -33,6 +33,7 @@ HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const
   put(at + 40, fields.to);
   put(at + 44, fields.world);
   put(at + 48, static_cast<uint32_t>(fields.refusal));
+  put(at + 52, fields.padding);
   std::memcpy(at + 56, fields.nonce.data(), kNonceBytes);
   Digest mac = mac_of(std::span(message).first(kSignedBytes), secret, transcript);
   std::memcpy(at + kSignedBytes, mac.data(), mac.size());
@@ -54,6 +55,7 @@ std::optional<HandshakeFields> decode_handshake(const HandshakeMessage& message,
   fields.to = take<uint32_t>(at + 40);
   fields.world = take<uint32_t>(at + 44);
   fields.refusal = static_cast<Refusal>(take<uint32_t>(at + 48));
+  fields.padding = take<uint32_t>(at + 52);
   std::memcpy(fields.nonce.data(), at + 56, kNonceBytes);
   return fields;
 }

@@ -1,10 +1,16 @@
 // The handshake of a connection: three messages of fixed size, authenticated both ways with the job's secret
-// (docs/wire_format.md has them byte by byte). Encoding and checking only, no input or output. Value types, any thread.
+// (docs/reference/wire_format.md has them byte by byte). Encoding and checking only, no input or output. Value types,
+// any thread.
 //
 //   connector                         acceptor
 //   hello   (nonce c, MAC)      ->    silence unless the MAC is right
 //                               <-    reply (nonce s, MAC over hello and reply), or a refusal
+//                               <-    padding: one packet as large as the connection's packets get
 //   confirm (MAC over all)      ->    a replayed hello ends here
+//   padding                     ->
+//
+// Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a knock
+// (MAC over it) and closes. A check ends before the confirm.
 #pragma once
 
 #include <array>
@@ -18,8 +24,9 @@
 
 namespace ringdp {
 
-inline constexpr uint32_t kProtocolVersion = 4;
+inline constexpr uint32_t kProtocolVersion = 6;
 inline constexpr std::size_t kHandshakeBytes = 128;
+inline constexpr std::size_t kMaxPaddingBytes = 9216;  // with jumbo frames a packet carries 8,948 bytes
 inline constexpr std::size_t kNonceBytes = 24;
 inline constexpr std::size_t kJobBytes = 16;
 
@@ -27,7 +34,7 @@ using HandshakeMessage = std::array<std::byte, kHandshakeBytes>;
 using JobId = std::array<std::byte, kJobBytes>;
 using Nonce = std::array<std::byte, kNonceBytes>;
 
-enum class HandshakeType : uint32_t { kHello = 1, kReply = 2, kRefusal = 3, kConfirm = 4 };
+enum class HandshakeType : uint32_t { kHello = 1, kReply = 2, kRefusal = 3, kConfirm = 4, kKnock = 5 };
 
 // Why an authenticated peer is turned away, as a number on the wire.
 enum class Refusal : uint32_t { kNone = 0, kVersion = 1, kJob = 2, kEpoch = 3, kWorld = 4, kRank = 5, kDuplicate = 6 };
@@ -41,6 +48,7 @@ struct HandshakeFields {
   uint32_t to = 0;
   uint32_t world = 0;
   Refusal refusal = Refusal::kNone;
+  uint32_t padding = 0;  // bytes that follow the message; their values have no meaning, their arrival has
   Nonce nonce{};
 };
 
@@ -48,11 +56,11 @@ struct HandshakeFields {
 HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const std::byte> secret,
                                   std::span<const std::byte> transcript);
 
-// nullopt: wrong magic or wrong MAC, so nobody of ours.
+// nullopt: wrong magic or wrong MAC, so not a rank of this job.
 std::optional<HandshakeFields> decode_handshake(const HandshakeMessage& message, std::span<const std::byte> secret,
                                                 std::span<const std::byte> transcript);
 
-// What an acceptor that believes `mine` (its own rank in `to`) says to an authentic hello.
+// An acceptor's verdict on an authentic hello, where its own fields are `mine` (its own rank in `to`).
 Refusal judge_hello(const HandshakeFields& hello, const HandshakeFields& mine);
 
 std::string refusal_text(Refusal refusal, const HandshakeFields& theirs, const HandshakeFields& mine);

@@ -26,8 +26,8 @@ struct ProcessId {
   bool operator==(const ProcessId&) const = default;
 };
 
-// True only when it is certain: same process namespace, and no such process any more (or a corpse that nobody has waited
-// for). A stopped or a busy process is not gone.
+// True only when it is certain: same process namespace, and the process does not exist any more (or is a zombie). A stopped
+// or a busy process is not gone.
 bool certainly_gone(const ProcessId& process);
 
 }  // namespace ringdp

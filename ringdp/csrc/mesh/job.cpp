@@ -36,6 +36,8 @@ Job make_job(const RendezvousOptions& options, Record& record) {
             {"world", std::to_string(options.world)},
             {"epoch", std::to_string(options.epoch)},
             {"job", hex_encode(job.id)},
+            {"checksums", options.checksums ? "1" : "0"},
+            {"full_mesh_ranks", std::to_string(options.full_mesh_ranks)},
             {"tables", options.tables},
             {"tables_source", options.tables_source}};
   if (job.secret.empty()) {
@@ -57,6 +59,8 @@ Job join_job(const Record& record, const RendezvousOptions& options, std::string
   same("version", "the protocol version", kProtocolVersion);
   same("world", "the world size", options.world);
   same("epoch", "the restart count", options.epoch);
+  same("checksums", "RINGDP_CHECKSUM", options.checksums ? 1 : 0);
+  same("full_mesh_ranks", "RINGDP_FULL_MESH_RANKS", options.full_mesh_ranks);
   if (problem.empty() && field(record, "tables") != options.tables) {
     auto [theirs, mine] = different_words(field(record, "tables"), options.tables);
     problem = "the algorithm table differs: " + theirs + " at rank 0 (" + field(record, "tables_source") + "), " +

@@ -8,6 +8,15 @@ namespace {
 
 constexpr std::size_t kStageBytes = 16 * 1024;  // read-ahead: several small frames in one system call
 
+constexpr int64_t kHeldUpAtEndMs = 2000;  // where the other end has given up
+
+// Small packets may be delayed as well: their acknowledgements travel with the peer's large ones.
+std::string held_up_text(const Channel::HeldUp& held_up, const char* otherwise, const Channel& channel) {
+  return "the path to it does not pass large packets, or drops those of this connection: none with up to " +
+         std::to_string(held_up.packet_bytes) + " bytes has arrived for " + std::to_string(held_up.ms) + " ms, " +
+         otherwise + " (" + channel.describe() + ")";
+}
+
 }  // namespace
 
 std::string PeerInfo::text() const {
@@ -44,27 +53,42 @@ std::string FlowIdentity::text() const {
   return out;
 }
 
-Link::Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Events events)
-    : self_(std::move(self)),
-      peer_(std::move(peer)),
-      channel_(std::move(channel)),
-      events_(std::move(events)),
-      direct_(channel_->direct()),
-      stage_(direct_ ? 0 : kStageBytes) {}
-
-std::size_t Link::padding_of(std::size_t payload) const {
-  return direct_ ? (Channel::kDirectAlignment - payload % Channel::kDirectAlignment) % Channel::kDirectAlignment : 0;
+Link::Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Events events, bool checksums)
+    : self_(std::move(self)), peer_(std::move(peer)), events_(std::move(events)) {
+  if (channel) connect(std::move(channel), checksums);
+  late_ = false;
 }
+
+void Link::connect(std::unique_ptr<Channel> channel, bool checksums) {
+  channel_ = std::move(channel);
+  direct_ = channel_->direct();
+  check_ = FrameCheck(checksums && !direct_);
+  stage_.resize(direct_ ? 0 : kStageBytes);
+  if (silence_ms_ > 0) channel_->watch_host(silence_ms_);
+  late_ = true;
+  for (auto& [header, payload] : std::exchange(waiting_, {})) append_control(header, payload);
+}
+
+void Link::give_up() {
+  departed_ = true;
+  waiting_.clear();
+}
+
+std::size_t Link::padding_of(std::size_t payload) const { return direct_ ? Channel::padding_of(payload) : 0; }
 
 void Link::watch_host(int64_t silence_ms) {
   silence_ms_ = silence_ms;
-  channel_->watch_host(silence_ms);
+  if (connected()) channel_->watch_host(silence_ms);
 }
 
 void Link::check_host() {
-  if (broken_ || departed_ || silence_ms_ == 0 || channel_->host_silence_ms() < silence_ms_) return;
-  fail(ErrorKind::kPeerLost, "its host has not answered for " + std::to_string(silence_ms_) + " ms",
-       "look whether that host is up and the network between reaches it");
+  if (!usable() || !connected() || silence_ms_ == 0) return;
+  if (channel_->host_silence_ms() >= silence_ms_)
+    fail(ErrorKind::kPeerLost, "its host has not answered for " + std::to_string(silence_ms_) + " ms",
+         "look whether that host is up and the network between reaches it");
+  const Channel::HeldUp held_up = channel_->held_up();
+  if (held_up.ms >= silence_ms_)
+    fail(ErrorKind::kPeerLost, held_up_text(held_up, "though its host answers", *channel_), kLargePacketsAdvice);
 }
 
 void Link::close() {
@@ -109,21 +133,44 @@ Error Link::Disagreement::explain(const PeerInfo& self, const PeerInfo& peer_inf
 
 void Link::on_closed(int error_number) {
   if (departed_) return;
+  if (late_ && bytes_received() == 0) {  // it may have left in good order before it knew of this connection
+    departed_ = true;
+    return events_.departed(peer_.rank, "it ended while they were being connected");
+  }
+  if (damaged_) {  // nothing more to be said on it: the error was told
+    departed_ = true;
+    return;
+  }
   if (error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == EHOSTDOWN ||
       error_number == ENETUNREACH)
     fail(ErrorKind::kPeerLost, "its host does not answer any more: " + errno_text(error_number),
          "look whether that host is up and the network between reaches it");
+  // The other end may have found that first.
+  const bool ended = error_number == 0 || error_number == ECONNRESET;
+  const Channel::HeldUp held_up = ended ? channel_->held_up() : Channel::HeldUp{};
+  if (held_up.ms >= kHeldUpAtEndMs)
+    fail(ErrorKind::kPeerLost, held_up_text(held_up, "and it gave this connection up", *channel_), kLargePacketsAdvice);
   fail(ErrorKind::kPeerLost, error_number == 0 ? "the connection ended without a goodbye" : errno_text(error_number),
-       "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
+       "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone", true);
 }
 
-void Link::fail(ErrorKind kind, const std::string& what, const std::string& advice) const {
+void Link::fail(ErrorKind kind, const std::string& what, const std::string& advice, bool unexplained) const {
   ErrorContext context;
   self_.fill_self(context);
   peer_.fill_peer(context);
   context.cause = what;
   context.advice = advice;
+  context.unexplained = unexplained;
   throw Error(kind, peer_.text() + ": " + what, context);
+}
+
+void Link::fail_damaged(const std::string& what) {
+  damaged_ = true;
+  fail(ErrorKind::kDamaged,
+       what + ", on the connection " + channel_->describe() + " (rank " + std::to_string(self_.rank) + "'s end first)",
+       "look for what flips bits between those two hosts (cable, network card, switch, proxy; ethtool -S has their "
+       "counters) or in the memory of one (edac-util); or the program wrote to a tensor while it was being sent; then "
+       "start again from a checkpoint");
 }
 
 }  // namespace ringdp

@@ -1,5 +1,5 @@
-// Link: this rank's connection to one peer. Splits flows into frames and puts frames back into flows, compares what both
-// sides believe, and keeps what arrives early within bounds (flow control: docs/wire_format.md).
+// Link: this rank's connection to one peer. Splits flows into frames and puts frames back into flows, compares the two
+// sides' descriptions of each operation, and bounds the payload that arrives early (flow control: docs/reference/wire_format.md).
 // Owned by the Runtime; used only by the thread that drives the engine. Errors are thrown as Error naming the peer, and
 // leave the link unusable.
 #pragma once
@@ -17,6 +17,7 @@
 
 #include "mesh/flow.h"
 #include "mesh/frame.h"
+#include "mesh/frame_check.h"
 #include "mesh/peer_state.h"
 #include "transport/channel.h"
 
@@ -41,7 +42,7 @@ class Link {
     const FlowIdentity* identity = nullptr;
   };
 
-  // Two ranks mean different things by one operation. The peer's name for it is not in its frames, only the name's hash.
+  // Two ranks disagree about one operation. The peer's name for it is not in its frames, only the name's hash.
   struct Disagreement {
     FlowIdentity mine;
     FrameHeader theirs;
@@ -58,9 +59,16 @@ class Link {
     std::function<void(int peer, uint64_t group, uint64_t sequence)> asked;
     std::function<void(int peer, uint64_t group, uint64_t sequence, PeerState)> answered;
     std::function<Started(uint64_t group, uint64_t sequence)> started;
+    std::function<void(int peer)> wanted = {};  // a connection, by a link that waits for one
   };
 
-  Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Events events);
+  // `checksums`: as on the peer's side; a direct channel has none. Without a channel the link waits for one: it keeps what
+  // it has to send, and the first frame asks for the connection.
+  Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, Events events, bool checksums = false);
+
+  bool connected() const { return channel_ != nullptr; }
+  void connect(std::unique_ptr<Channel> channel, bool checksums);  // once
+  void give_up();                                                  // there will be no connection, as after a goodbye
 
   void limit_segments(std::size_t bytes) { segment_bytes_ = bytes; }  // of the frames sent; at most kSegmentBytes
 
@@ -69,9 +77,10 @@ class Link {
   void widen(RecvFlow& flow);   // flow.window has grown
   void detach(SendFlow& flow);  // its operation ends early: a frame half sent is finished from a copy
   void detach(RecvFlow& flow);
-  // For an operation that only receives from the peer: an empty frame, by which the peer can tell that both mean the same.
+  // For an operation that only receives from the peer: an empty frame, by which the peer can compare both descriptions.
   void announce(const FlowIdentity& identity);
-  void settle_early(const FlowIdentity& identity);  // it has started: what came early and found no flow is compared
+  void check_early_frames(
+      const FlowIdentity& identity);  // it has started: what came early and found no flow is compared
   bool has_early(uint64_t group, uint64_t sequence) const { return early_.contains({group, sequence}); }
   void discard_group(uint64_t group);  // the group failed or is gone: what still arrives for it is dropped
 
@@ -83,7 +92,7 @@ class Link {
   // From now on a peer whose host is gone is an error within about that time, if `check_host` is called now and then.
   void watch_host(int64_t silence_ms);
   void check_host();
-  int64_t host_silence_ms() { return channel_->host_silence_ms(); }
+  int64_t host_silence_ms() { return connected() ? channel_->host_silence_ms() : 0; }
 
   // Move what can be moved now; true if anything was. `pump_receive` takes about `budget_bytes` at most.
   bool pump_send();
@@ -95,7 +104,9 @@ class Link {
   bool expects() const { return !receiving_.empty() || !sending_.empty(); }   // bytes, or grants
   bool departed() const { return departed_; }
   bool broken() const { return broken_; }
-  bool drained() const { return broken_ || channel_->drained(); }
+  bool damaged() const { return damaged_; }  // bytes did not arrive as they were sent: the rest is discarded unread
+  bool usable() const { return !broken_ && !departed_ && !damaged_; }
+  bool drained() const { return !connected() || channel_->drained(); }
   void close();  // for good: the link is broken, the descriptor goes, counters stay
   Channel& channel() { return *channel_; }
   bool direct() const { return direct_; }  // see Channel
@@ -113,6 +124,7 @@ class Link {
   std::size_t allowance(const SendFlow& flow) const;
   bool sendable(const SendFlow& flow) const;
   bool must_request(const SendFlow& flow) const;
+  void wish();        // for a connection, where there is none
   bool stage_next();  // fills the outgoing frame; false if there is none
   void append_control(FrameHeader header, const std::string& payload = {});
   void append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
@@ -120,18 +132,19 @@ class Link {
   bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }
   void finish_frame_sent();
   bool take_from_stage();  // false: more bytes are needed
+  bool throw_away();       // the bytes that come on a damaged link
   bool pump_direct(std::size_t budget_bytes);
   std::size_t take_direct(std::span<const std::byte> bytes);  // how many it has used up
   std::size_t padding_of(std::size_t payload) const;
   void hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes);
-  FrameHeader read_header(std::span<const std::byte> raw) const;
+  FrameHeader read_header(const std::byte* head);
   void begin_frame(const FrameHeader& header);
   void begin_data(const FrameHeader& header);
   void finish_payload();
   void apply_grant(const FrameHeader& header);
   void apply_request(const FrameHeader& header);
   bool accept(RecvFlow& flow, const FrameHeader& header);  // false, and reported, if the two sides disagree
-  bool nobody_waits_for(const FrameHeader& header);        // in an operation that has started; compared all the same
+  bool no_flow_waits_for(const FrameHeader& header);       // in an operation that has started; compared all the same
   void report_mismatch(const FlowIdentity& mine, const FrameHeader& header);
   void deliver(RecvFlow& flow, const FrameHeader& header, std::span<const std::byte> bytes);
   void keep_early(const FrameHeader& header);
@@ -139,16 +152,24 @@ class Link {
   void grant(RecvFlow& flow);
   void on_closed(int error_number);  // 0: in good order, but without a goodbye
   RecvFlow* find_receiver(uint64_t group, uint64_t sequence);
-  [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice) const;
+  [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice,
+                         bool unexplained = false) const;
+  [[noreturn]] void fail_damaged(const std::string& what);
 
   PeerInfo self_;
   PeerInfo peer_;
   std::unique_ptr<Channel> channel_;
   Events events_;
-  const bool direct_;
+  bool direct_ = false;
+  FrameCheck check_{false};
+  bool wished_ = false;
+  bool late_ = false;                                         // was connected after the ranks met
+  std::vector<std::pair<FrameHeader, std::string>> waiting_;  // control frames, for the connection that is to come
   bool departed_ = false;
   bool broken_ = false;
-  int64_t silence_ms_ = 0;  // of its host that is borne; 0: any
+  bool damaged_ = false;
+  bool said_bye_ = false;   // nothing is sent behind it
+  int64_t silence_ms_ = 0;  // for which its host may be silent; 0: any
   std::size_t segment_bytes_ = kSegmentBytes;
 
   // Sending. `head_` holds control frames and the header of the data frame whose payload is `payload_`.
@@ -181,7 +202,7 @@ class Link {
   std::vector<std::byte> spare_;  // target of payloads without a flow, yet or any more
   bool dropping_ = false;         // the payload goes nowhere
   uint32_t consumed_ = 0;         // eager bytes of the peer used up here
-  uint32_t consumed_told_ = 0;
+  uint32_t consumed_reported_ = 0;
 
   std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<uint64_t> bytes_received_{0};

@@ -1,4 +1,8 @@
-// What a Link receives: frames put back into flows, early ones kept within bounds, and compared with what this rank means.
+// The receiving half of a Link: it puts frames back into flows. A frame may come before this rank has started its operation;
+// then its payload is kept, at most the eager window per peer, and compared when the operation starts (check_early_frames).
+// Every frame's fingerprint is compared with this rank's own operation, so that a disagreement fails the group on all ranks
+// instead of mixing two operations' bytes. Payload goes straight from the channel into the operation's memory where the flow
+// has room for it (`incoming`, `arrived`), else into `spare_`.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -10,8 +14,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kMaxEarlyOperations = 65536;      // how many operations a peer may be ahead
-constexpr std::size_t kDirectStretchBytes = 64 * 1024;  // used up between two words to the sender that there is room
+constexpr std::size_t kMaxEarlyOperations = 65536;  // how many operations a peer may be ahead
 
 std::span<const std::byte> as_const(std::span<std::byte> bytes) { return bytes; }
 
@@ -25,6 +28,7 @@ RecvFlow* Link::find_receiver(uint64_t group, uint64_t sequence) {
 
 void Link::attach(RecvFlow& flow) {
   receiving_.push_back(&flow);
+  wish();
   auto found = early_.find({flow.identity->group, flow.identity->sequence});
   if (found != early_.end()) {
     Early early = std::move(found->second);
@@ -53,7 +57,7 @@ void Link::grant(RecvFlow& flow) {
   append_control(FrameType::kGrant, flow.identity->group, flow.identity->sequence, limit);
 }
 
-void Link::settle_early(const FlowIdentity& identity) {
+void Link::check_early_frames(const FlowIdentity& identity) {
   if (early_.empty()) return;
   auto found = early_.find({identity.group, identity.sequence});
   if (found == early_.end()) return;
@@ -88,10 +92,12 @@ void Link::discard_group(uint64_t group) {
 }
 
 bool Link::pump_receive(std::size_t budget_bytes) {
+  if (!connected()) return false;
+  if (damaged_) return throw_away();
   if (direct_) return pump_direct(budget_bytes);
   std::size_t moved = 0;
   bool drained = false;
-  while (!broken_ && !departed_) {
+  while (connected() && !departed_) {
     if (take_from_stage()) continue;
     if (drained || moved >= budget_bytes) break;
     std::array<iovec, 2> pieces;
@@ -111,6 +117,7 @@ bool Link::pump_receive(std::size_t budget_bytes) {
     moved += result.bytes;
     bytes_received_.fetch_add(result.bytes, std::memory_order_relaxed);
     std::size_t direct = std::min(wanted, result.bytes);
+    check_.add(target_.subspan(target_filled_, direct));
     target_filled_ += direct;
     stage_end_ += result.bytes - direct;
     drained = result.bytes < offered;  // asking again now would mostly answer "would block"
@@ -118,18 +125,25 @@ bool Link::pump_receive(std::size_t budget_bytes) {
   return moved > 0;
 }
 
+bool Link::throw_away() {
+  iovec piece{stage_.data(), stage_.size()};
+  IoResult result = channel_->receive(std::span(&piece, 1));
+  if (result.status != IoStatus::kOk && result.status != IoStatus::kWouldBlock) on_closed(result.error_number);
+  return result.status == IoStatus::kOk;
+}
+
 // Uses up staged bytes by one step: a header, or payload. False when it needs more from the channel.
 bool Link::take_from_stage() {
   std::size_t staged = stage_end_ - stage_begin_;
   if (!current_) {
-    if (staged < kFrameHeaderBytes) {
+    if (staged < check_.head_bytes()) {
       std::memmove(stage_.data(), stage_.data() + stage_begin_, staged);
       stage_begin_ = 0;
       stage_end_ = staged;
       return false;
     }
-    FrameHeader header = read_header({stage_.data() + stage_begin_, kFrameHeaderBytes});
-    stage_begin_ += kFrameHeaderBytes;
+    FrameHeader header = read_header(stage_.data() + stage_begin_);
+    stage_begin_ += check_.head_bytes();
     eager_credited_ = header.credit;
     begin_frame(header);
     return true;
@@ -137,6 +151,7 @@ bool Link::take_from_stage() {
   std::size_t part = std::min(staged, target_.size() - target_filled_);
   if (part > 0) {
     std::memcpy(target_.data() + target_filled_, stage_.data() + stage_begin_, part);
+    check_.add(target_.subspan(target_filled_, part));  // while it is in the cache
     target_filled_ += part;
     stage_begin_ += part;
   }
@@ -148,74 +163,13 @@ bool Link::take_from_stage() {
   return false;
 }
 
-FrameHeader Link::read_header(std::span<const std::byte> raw) const {
+FrameHeader Link::read_header(const std::byte* head) {
+  if (!check_.accept_head(head)) fail_damaged("the header of a frame from it is not as it was sent (CRC32C)");
   try {
-    return FrameHeader::decode(raw.first<kFrameHeaderBytes>());
+    return FrameHeader::decode(std::span<const std::byte, kFrameHeaderBytes>(head, kFrameHeaderBytes));
   } catch (const Error& error) {
     fail(ErrorKind::kPeerLost, error.what(), "run the same version of ringdp on all ranks");
   }
-}
-
-bool Link::pump_direct(std::size_t budget_bytes) {
-  std::size_t moved = 0;
-  while (!broken_ && !departed_ && moved < budget_bytes) {
-    std::span<const std::byte> bytes;
-    IoStatus status = channel_->peek(bytes);
-    if (status == IoStatus::kWouldBlock) break;
-    if (status != IoStatus::kOk) {
-      on_closed(status == IoStatus::kClosed ? 0 : EPROTO);
-      break;
-    }
-    std::size_t used = take_direct(bytes);
-    if (used == 0) break;
-    moved += used;
-    bytes_received_.fetch_add(used, std::memory_order_relaxed);
-    channel_->consume(used);
-  }
-  return moved > 0;
-}
-
-// Frames, or parts of one, straight out of the transport's memory; a stretch at a time, so that its room is soon free.
-std::size_t Link::take_direct(std::span<const std::byte> bytes) {
-  std::size_t used = 0;
-  while (used < kDirectStretchBytes && !departed_) {
-    std::size_t rest = bytes.size() - used;
-    if (!current_) {
-      if (rest < kFrameHeaderBytes) break;
-      FrameHeader header = read_header(bytes.subspan(used, kFrameHeaderBytes));
-      used += kFrameHeaderBytes;
-      eager_credited_ = header.credit;
-      begin_frame(header);
-      continue;
-    }
-    const FrameHeader& header = *current_;
-    std::size_t length = header.length, whole = length + padding_of(length);
-    std::size_t part = std::min({rest, whole - target_filled_, kDirectStretchBytes});
-    if (part < whole - target_filled_) part -= part % Channel::kDirectAlignment;
-    if (part == 0) break;
-    std::size_t payload = target_filled_ < length ? std::min(part, length - target_filled_) : 0;
-    std::span<const std::byte> data = bytes.subspan(used, payload);
-    const uint64_t offset = header.offset + target_filled_;
-    used += part;
-    target_filled_ += part;
-    const bool last = target_filled_ == whole;
-    if (target_flow_ == nullptr) {
-      if (!dropping_ && payload > 0) std::memcpy(spare_.data() + (target_filled_ - part), data.data(), payload);
-      if (last) finish_payload();
-      continue;
-    }
-    RecvFlow& flow = *target_flow_;
-    flow.received += payload;
-    if (last) {
-      flow.opened = true;
-      if (flow.complete()) std::erase(receiving_, &flow);
-      consume(header);
-      current_.reset();
-      target_flow_ = nullptr;
-    }
-    hand_over(flow, offset, data);
-  }
-  return used;
 }
 
 void Link::hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes) {
@@ -250,11 +204,11 @@ void Link::begin_data(const FrameHeader& header) {
       fail(ErrorKind::kPeerLost, "it sent a segment that crosses a block's end", "report this as a bug of ringdp");
     return;
   }
-  dropping_ = flow != nullptr || discarded_.contains(header.group) || nobody_waits_for(header);
+  dropping_ = flow != nullptr || discarded_.contains(header.group) || no_flow_waits_for(header);
   if (!dropping_) {
-    // Not started here yet. Nothing unasked for is stored beyond the window this rank announced.
+    // The operation has not started here yet. This rank stores no more unrequested payload than the window it announced.
     if (!header.eager && header.length > 0)
-      fail(ErrorKind::kPeerLost, "it sent bytes that nobody asked for", "report this as a bug of ringdp");
+      fail(ErrorKind::kPeerLost, "it sent bytes that this rank did not ask for", "report this as a bug of ringdp");
     if (early_bytes_ + header.length > kEagerWindowBytes || early_.size() >= kMaxEarlyOperations)
       fail(ErrorKind::kPeerLost, "it sent more than the window it was given", "report this as a bug of ringdp");
   }
@@ -262,7 +216,7 @@ void Link::begin_data(const FrameHeader& header) {
   target_ = spare_;
 }
 
-// Do both sides mean the same operation, and is this the next piece of it?
+// True if both sides mean the same operation, and the frame is the next piece of the flow.
 bool Link::accept(RecvFlow& flow, const FrameHeader& header) {
   const FlowIdentity& mine = *flow.identity;
   if (header.fingerprint != mine.fingerprint) {
@@ -283,8 +237,8 @@ bool Link::accept(RecvFlow& flow, const FrameHeader& header) {
   return true;
 }
 
-// The peer announces that it takes part in an operation in which it only receives from this rank; or it means another one.
-bool Link::nobody_waits_for(const FrameHeader& header) {
+// The peer announces that it takes part in an operation in which it only receives from this rank, or it is in another one.
+bool Link::no_flow_waits_for(const FrameHeader& header) {
   Started known = events_.started(header.group, header.sequence);
   if (!known.started) return false;
   if (known.identity != nullptr && known.identity->fingerprint != header.fingerprint)
@@ -302,6 +256,9 @@ void Link::deliver(RecvFlow& flow, const FrameHeader& header, std::span<const st
 
 void Link::finish_payload() {
   FrameHeader header = *current_;
+  if (!check_.payload_is_whole())
+    fail_damaged("the " + std::to_string(header.length) +
+                 " bytes of a frame from it are not as they were sent (CRC32C)");
   current_.reset();
   std::span<std::byte> filled = target_;
   target_ = {};
@@ -352,9 +309,9 @@ void Link::keep_early(const FrameHeader& header) {
     consume(header);
     return;
   }
-  if (nobody_waits_for(header)) return consume(header);
+  if (no_flow_waits_for(header)) return consume(header);
   auto& frames = early_[{header.group, header.sequence}].frames;
-  // Empty frames use up no window, so there may be one only: it says that the peer takes part, or is all there is to say.
+  // Empty frames use up no window, so an operation may have one only: it announces the peer, or is its whole payload.
   bool again = std::any_of(frames.begin(), frames.end(), [](const auto& it) { return it.second.empty(); });
   if (spare_.empty() && again)
     fail(ErrorKind::kPeerLost, "it announced an operation twice", "report this as a bug of ringdp");
@@ -388,11 +345,11 @@ void Link::apply_request(const FrameHeader& header) {
   }
 }
 
-// Eager payload has left the window; the peer hears of it with the next frame, or at once when half the window is due.
+// Eager payload has left the window; the next frame tells the peer so, or a frame of its own once half the window is due.
 void Link::consume(const FrameHeader& header) {
   if (!header.eager) return;
   consumed_ += header.length;
-  if (static_cast<uint32_t>(consumed_ - consumed_told_) >= kEagerWindowBytes / 2)
+  if (static_cast<uint32_t>(consumed_ - consumed_reported_) >= kEagerWindowBytes / 2)
     append_control(FrameType::kCredit, 0, 0, 0);
 }
 

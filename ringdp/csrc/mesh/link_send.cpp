@@ -1,4 +1,7 @@
-// What a Link sends: control frames, and flows in frames as far as they may go.
+// The sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time. A flow may go
+// as far as the receiver has granted, and eagerly beyond that for its first kSmallFlowBytes, while the peer's window has room:
+// so small messages need no round trip, and a slow rank holds large ones back. A frame that has begun is always finished, from a
+// copy if its operation has ended, because the peer would otherwise take the next header for payload.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -12,6 +15,8 @@ namespace {
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
 constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
+constexpr std::size_t kControlPieceBytes =
+    400;                                      // of control frames alone, in one packet (the least MTU of IPv4 is 576)
 constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and may be less than operations can cut
 
 }  // namespace
@@ -23,19 +28,20 @@ void Link::attach(SendFlow& flow) {
     early_grants_.erase(grant);
   }
   sending_.push_back(&flow);
+  wish();
 }
 
 void Link::detach(SendFlow& flow) {
   std::erase(sending_, &flow);
   if (payload_flow_ != &flow) return;
-  // Half a frame is out: the peer must get the other half, from a copy, or it would read the next header as payload.
+  // Half of the frame is sent: the other half comes from a copy.
   payload_flow_ = nullptr;
   orphan_.assign(payload_.begin(), payload_.end());
   payload_ = orphan_;
 }
 
-// What may go now beyond flow.sent. Beyond the grant it is eager: within the flow's first kSmallFlowBytes and within the
-// peer's window. A flow above that size never ends before its last grant has come, so no grant arrives too late.
+// How many bytes beyond flow.sent may go now. Bytes beyond the grant are eager: within the flow's first kSmallFlowBytes and
+// the peer's window. A larger flow never ends before its last grant has come, so no grant arrives too late.
 std::size_t Link::allowance(const SendFlow& flow) const {
   if (flow.sent < flow.granted) return flow.granted - flow.sent;
   if (flow.requested) return 0;
@@ -58,20 +64,31 @@ bool Link::must_request(const SendFlow& flow) const {
   return small && !flow.requested && flow.granted == 0 && flow.ready > flow.sent && allowance(flow) == 0;
 }
 
+void Link::wish() {
+  if (connected() || wished_ || !usable()) return;
+  wished_ = true;
+  events_.wanted(peer_.rank);
+}
+
 bool Link::has_outgoing() const {
-  if (broken_ || departed_) return false;
+  if (!connected() || departed_) return false;
   if (frame_under_way() || !control_.empty()) return true;
-  return std::any_of(sending_.begin(), sending_.end(),
-                     [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
+  return !said_bye_ && std::any_of(sending_.begin(), sending_.end(),
+                                   [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
 }
 
 void Link::append_control(FrameHeader header, const std::string& payload) {
+  if (said_bye_) return;
+  if (!connected()) {
+    waiting_.emplace_back(header, payload);
+    return wish();
+  }
   header.length = static_cast<uint32_t>(payload.size());
-  header.credit = consumed_told_ = consumed_;
+  header.credit = consumed_reported_ = consumed_;
   std::size_t at = control_.size();
-  control_.resize(at + kFrameHeaderBytes + payload.size() + padding_of(payload.size()));
-  header.encode(std::span<std::byte, kFrameHeaderBytes>(control_.data() + at, kFrameHeaderBytes));
-  if (!payload.empty()) std::memcpy(control_.data() + at + kFrameHeaderBytes, payload.data(), payload.size());
+  control_.resize(at + check_.head_bytes() + payload.size() + padding_of(payload.size()));
+  check_.write_head(header, std::as_bytes(std::span(payload)), control_.data() + at);
+  if (!payload.empty()) std::memcpy(control_.data() + at + check_.head_bytes(), payload.data(), payload.size());
 }
 
 void Link::append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
@@ -99,7 +116,9 @@ void Link::send_abort(uint64_t group, const AbortNotice& notice) {
 }
 
 void Link::send_bye(const std::string& reason) {
-  if (!broken_ && !departed_) append_control(FrameType::kBye, 0, 0, 0, clean_text(reason, kReasonBytes));
+  if (!connected() || departed_) return;
+  append_control(FrameType::kBye, 0, 0, 0, clean_text(reason, kReasonBytes));
+  said_bye_ = true;
 }
 
 void Link::send_ping(uint64_t group, uint64_t sequence) {
@@ -124,6 +143,7 @@ bool Link::stage_next() {
     append_control(FrameType::kRequest, flow->identity->group, flow->identity->sequence, 0);
   }
   std::swap(head_, control_);
+  if (said_bye_) return !head_.empty();
   auto next = std::find_if(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return sendable(*flow); });
   if (next == sending_.end()) return !head_.empty();
   SendFlow& flow = **next;
@@ -142,10 +162,10 @@ bool Link::stage_next() {
   header.fingerprint = flow.identity->fingerprint;
   header.shape = flow.identity->shape;
   if (flow.identity->counts_differ) header.shape.count = flow.identity->elements(flow.total);
-  header.credit = consumed_told_ = consumed_;
+  header.credit = consumed_reported_ = consumed_;
   std::size_t at = head_.size();
-  head_.resize(at + kFrameHeaderBytes);
-  header.encode(std::span<std::byte, kFrameHeaderBytes>(head_.data() + at, kFrameHeaderBytes));
+  head_.resize(at + check_.head_bytes());
+  check_.write_head(header, payload_, head_.data() + at);
   return true;
 }
 
@@ -168,14 +188,18 @@ void Link::finish_frame_sent() {
 bool Link::pump_send() {
   blocked_ = false;
   std::size_t moved = 0;
-  while (!broken_ && !departed_ && moved < kSendBudgetBytes) {
+  while (connected() && !departed_ && moved < kSendBudgetBytes) {
     if (!frame_under_way()) {
       finish_frame_sent();
       if (!stage_next()) break;
     }
     std::array<iovec, 3> pieces;
     std::size_t count = 0;
-    if (head_sent_ < head_.size()) pieces[count++] = {head_.data() + head_sent_, head_.size() - head_sent_};
+    // An abort or goodbye must pass also where large packets do not.
+    const bool only_control = payload_.empty() && !direct_;
+    const std::size_t most = only_control ? kControlPieceBytes : head_.size();
+    if (head_sent_ < head_.size())
+      pieces[count++] = {head_.data() + head_sent_, std::min(most, head_.size() - head_sent_)};
     if (payload_sent_ < payload_.size())
       pieces[count++] = {const_cast<std::byte*>(payload_.data()) + payload_sent_, payload_.size() - payload_sent_};
     if (padding_ > 0) {
@@ -188,7 +212,7 @@ bool Link::pump_send() {
       break;
     }
     if (result.status != IoStatus::kOk) {
-      // The peer is gone; what it said last may explain it.
+      // The peer is gone; its last frames may explain why.
       while (!departed_ && pump_receive(kSendBudgetBytes)) {
       }
       if (!departed_) on_closed(result.error_number);
@@ -200,7 +224,7 @@ bool Link::pump_send() {
     head_sent_ += of_head;
     payload_sent_ += result.bytes - of_head;
   }
-  if (!broken_ && !frame_under_way()) finish_frame_sent();
+  if (connected() && !frame_under_way()) finish_frame_sent();
   return moved > 0;
 }
 

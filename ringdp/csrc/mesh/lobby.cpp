@@ -1,34 +1,39 @@
 #include "mesh/lobby.h"
 
 #include <array>
+#include <utility>
 
-#include "mesh/frame.h"
+#include "base/text.h"
+#include "mesh/frame_check.h"
+#include "mesh/late_connections.h"
 
 namespace ringdp {
 
-std::vector<std::string> Lobby::hellos() const {
-  std::vector<std::string> out;
-  for (const MetPeer& peer : peers_) out.push_back(peer.hello);
-  return out;
+Lobby::Lobby(Store& store, const RendezvousOptions& options) : rank_(options.rank), mesh_(meet(store, options)) {
+  for (const MetPeer& peer : mesh_.peers) hellos_.push_back(peer.hello);
 }
 
-std::vector<MetPeer> Lobby::take() {
+Mesh Lobby::take() {
   if (taken_) throw Error(ErrorKind::kState, "the connections of this meeting are in use already");
   taken_ = true;
-  std::vector<MetPeer> out;
-  for (MetPeer& peer : peers_)
-    out.push_back({peer.info, peer.host_identity, peer.hello, std::move(peer.channel), peer.transport});
-  return out;
+  return std::exchange(mesh_, {});
 }
 
-void Lobby::close() {
-  std::array<std::byte, kFrameHeaderBytes> bye{};
+void Lobby::close(const std::string& reason) {
+  std::string payload = clean_text(reason, kReasonBytes);
   FrameHeader header;
   header.type = FrameType::kBye;
-  header.encode(bye);
-  iovec piece{bye.data(), bye.size()};
-  for (MetPeer& peer : peers_) {
-    if (peer.channel) peer.channel->send({&piece, 1});  // the first words on it: there is room, or nobody listens
+  header.length = static_cast<uint32_t>(payload.size());
+  std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head{};
+  const std::string padding(Channel::padding_of(payload.size()), '\0');
+  mesh_.late.reset();
+  for (MetPeer& peer : mesh_.peers) {
+    if (!peer.channel) continue;
+    const FrameCheck check(peer.checksums);
+    check.write_head(header, std::as_bytes(std::span(payload)), head.data());
+    const std::string bytes = peer.channel->direct() ? payload + padding : payload;
+    std::array<iovec, 2> pieces{{{head.data(), check.head_bytes()}, {const_cast<char*>(bytes.data()), bytes.size()}}};
+    peer.channel->send(pieces);  // the first bytes on it: there is room, or the peer is gone
     peer.channel.reset();
   }
 }

@@ -1,5 +1,5 @@
-// Lobby: ranks that have met and stay connected, before it is decided what for. Each brings a few words (`hello`) that all
-// others get. Made, read and destroyed by one thread.
+// Lobby: ranks that have met and stay connected before they choose a backend. Each brings a short text (`hello`) that all
+// others get. Owned by Python (job/process_group.py); made, read and destroyed by one thread.
 #pragma once
 
 #include <string>
@@ -11,22 +11,24 @@ namespace ringdp {
 
 class Lobby {
  public:
-  Lobby(Store& store, const RendezvousOptions& options) : rank_(options.rank), peers_(meet(store, options)) {}
+  Lobby(Store& store, const RendezvousOptions& options);
   ~Lobby() { close(); }
   Lobby(const Lobby&) = delete;
   Lobby& operator=(const Lobby&) = delete;
 
   int rank() const { return rank_; }
-  int world() const { return static_cast<int>(peers_.size()); }
-  std::vector<std::string> hellos() const;  // one per rank
+  int world() const { return static_cast<int>(hellos_.size()); }
+  const std::vector<std::string>& hellos() const { return hellos_; }  // one per rank
 
   bool taken() const { return taken_; }
-  std::vector<MetPeer> take();  // the connections, once; Error(kState) the second time
-  void close();  // says goodbye, so that ranks that are still meeting do not take it for a death; idempotent
+  Mesh take();  // the connections, once; Error(kState) the second time
+  // Says goodbye, with the reason, so that the other ranks do not take it for a death; idempotent.
+  void close(const std::string& reason = "");
 
  private:
   int rank_;
-  std::vector<MetPeer> peers_;
+  Mesh mesh_;  // nothing is left of it when it was taken
+  std::vector<std::string> hellos_;
   bool taken_ = false;
 };
 

@@ -7,6 +7,9 @@
 #include <set>
 
 #include "base/log.h"
+#include "base/text.h"
+#include "mesh/late_connections.h"
+#include "mesh/unreachable.h"
 
 namespace ringdp {
 namespace {
@@ -15,13 +18,13 @@ using std::chrono::milliseconds;
 
 constexpr int kPollMs = 50;                    // how soon signals are seen
 constexpr std::size_t kQuestionsPerLook = 32;  // to the store
-constexpr milliseconds kLongestPause{250};     // between looks into the store
-constexpr milliseconds kCheckEvery{200};       // whether the processes of this host live
+constexpr std::size_t kQuestionsTogether = 128;
+constexpr milliseconds kTogether{50};       // after the last news
+constexpr milliseconds kLongestPause{250};  // between looks into the store
+constexpr milliseconds kCheckEvery{200};    // whether the processes of this host live
 constexpr int kLookUpMs = 3000;
 constexpr int kBacklog =
     1024;  // in the kernel: with less, a burst of strangers makes one of ours wait for a second SYN
-constexpr int kLingerMs = 600;
-constexpr int kLingerStoppedMs = 300;  // somebody sits at the keyboard
 
 std::string key(const char* what, int rank) { return std::string(what) + "/" + std::to_string(rank); }
 
@@ -57,20 +60,21 @@ Meeting::Meeting(Store& store, const RendezvousOptions& options)
   self.network = network_identity();
   self.identity = host_identity(options.host_id);
   self.hello = options.hello;
-  self.transport = transport_name(options.transport);
+  self.transport = options.transport;
   self.present = self.placed = true;
 }
 
-std::vector<MetPeer> Meeting::run() {
+Mesh Meeting::run() {
   introduce();
-  auto last_news = begin_, next_look = begin_;
-  // A peer may have connected before its words in the store were read.
-  auto present = [](const Peer& peer) { return peer.present; };
-  while (!connector_ || !connector_->complete() || !std::all_of(peers_.begin(), peers_.end(), present)) {
+  auto next_look = begin_;
+  // A peer may have connected before its words in the store were read. Where it is must be known if they connect later.
+  const bool later = world_ > options_.full_mesh_ranks;
+  auto known = [&](const Peer& peer) { return peer.present && (peer.placed || !later); };
+  while (!connector_ || !connector_->complete() || !std::all_of(peers_.begin(), peers_.end(), known)) {
     auto now = Clock::now();
     if (now >= next_look) {
-      if (look()) last_news = now;
-      auto pause = std::chrono::duration_cast<milliseconds>(now - last_news) / 4;
+      if (look()) last_news_ = now;
+      auto pause = std::chrono::duration_cast<milliseconds>(now - last_news_) / 4;
       next_look = now + std::clamp(pause, milliseconds(2), kLongestPause);
     }
     auto until_look = std::chrono::ceil<milliseconds>(next_look - Clock::now()).count();
@@ -86,17 +90,36 @@ std::vector<MetPeer> Meeting::run() {
     say_who_is_missing();
     if (deadline_.expired()) time_out();
   }
-  share_memory();
-  std::vector<MetPeer> met(world_);
+  set_up_transports();
+  Mesh mesh;
+  mesh.peers.resize(world_);
   for (int peer = 0; peer < world_; ++peer) {
-    met[peer].info = peers_[peer].info;
-    met[peer].host_identity = peers_[peer].identity;
-    met[peer].hello = peers_[peer].hello;
+    MetPeer& met = mesh.peers[peer];
+    met.info = peers_[peer].info;
+    met.host_identity = peers_[peer].identity;
+    met.hello = peers_[peer].hello;
     if (peer == rank_) continue;
-    met[peer].transport = sharing_->shared(peer) ? "shm" : "tcp";
-    met[peer].channel = sharing_->take(peer);
+    met.transport = &sharing_->transport(peer);
+    met.checksums = options_.checksums && met.transport->checksums;
+    if (at_start(peer)) met.channel = sharing_->take(peer);
   }
-  return met;
+  if (later) mesh.late = leave_the_rest();
+  return mesh;
+}
+
+std::unique_ptr<LateConnections> Meeting::leave_the_rest() {
+  LateConnections::Start rest{.rank = rank_,
+                              .connector = std::move(*connector_),
+                              .sharing = std::move(*sharing_),
+                              .peers = {},
+                              .elsewhere = std::vector<char>(world_, 0),
+                              .checksums = options_.checksums};
+  const Peer& self = peers_[rank_];
+  for (int peer = 0; peer < world_; ++peer) {
+    rest.peers.push_back(peers_[peer].info);
+    rest.elsewhere[peer] = peers_[peer].network != self.network;
+  }
+  return std::make_unique<LateConnections>(std::move(rest));
 }
 
 // ---- What stands in the store ----
@@ -113,7 +136,7 @@ void Meeting::introduce() {
                         self.info.host,
                     "give every process a rank of its own; two jobs must not use the same MASTER_ADDR and MASTER_PORT");
   }
-  // What cannot be used is no reason to fail yet: everybody may turn out to be on this host.
+  // Addresses that cannot be used do not fail the meeting yet: all ranks may turn out to be on this host.
   for (const Interface& it : interfaces_)
     if (!it.is_loopback) self.ips.push_back(it.ip);
   store_.set(key("who", rank_), write_record({{"host", self.info.host},
@@ -123,7 +146,7 @@ void Meeting::introduce() {
                                               {"network", self.network},
                                               {"identity", self.identity},
                                               {"ips", join(self.ips, ",")},
-                                              {"transport", self.transport},
+                                              {"transport", std::string(transport_setting(self.transport))},
                                               {"hello", self.hello}}));
   if (rank_ > 0) return;
   Record record;
@@ -139,19 +162,41 @@ bool Meeting::look() {
     if (text) take_job(*text);
     news = text.has_value();
   }
-  std::vector<std::pair<bool, int>> questions;  // who or where, which rank
-  for (int peer = 0; peer < world_; ++peer)
-    if (!peers_[peer].placed) questions.emplace_back(peers_[peer].present, peer);
-  for (std::size_t i = 0; i < std::min(kQuestionsPerLook, questions.size()); ++i) {
-    auto [where, peer] = questions[next_question_++ % questions.size()];
-    if (where && !job_) continue;
-    auto text = store_.find(key(where ? "at" : "who", peer));
-    if (!text) continue;
-    news = true;
-    where ? take_at(peer, *text) : take_who(peer, *text);
-  }
+  if (ask()) news = true;
   listen_if_known();
   return news;
+}
+
+// Ranks that were started together are asked for together, in two round trips. Those that have come are asked for one by one
+// when others keep them waiting.
+bool Meeting::ask() {
+  std::vector<std::pair<bool, int>> open;  // who or where, which rank
+  for (int peer = 0; peer < world_; ++peer)
+    if (!peers_[peer].placed && (!peers_[peer].present || connector_)) open.emplace_back(peers_[peer].present, peer);
+  bool together = Clock::now() < last_news_ + kTogether;
+  std::size_t count = std::min(together ? kQuestionsTogether : kQuestionsPerLook, open.size());
+  std::vector<std::pair<bool, int>> questions;
+  std::vector<std::string> keys;
+  for (std::size_t i = 0; i < count; ++i) {
+    questions.push_back(open[next_question_++ % open.size()]);
+    keys.push_back(key(questions.back().first ? "at" : "who", questions.back().second));
+  }
+  bool news = false;
+  if (together) {
+    auto texts = store_.find_all(keys);
+    for (std::size_t i = 0; texts && i < count; ++i) take(questions[i], (*texts)[i]);
+    return texts.has_value() && count > 0;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    auto text = store_.find(keys[i]);
+    if (text) take(questions[i], *text);
+    news = news || text;
+  }
+  return news;
+}
+
+void Meeting::take(std::pair<bool, int> question, const std::string& text) {
+  question.first ? take_at(question.second, text) : take_who(question.second, text);
 }
 
 void Meeting::take_job(const std::string& text) {
@@ -171,7 +216,7 @@ void Meeting::take_who(int rank, const std::string& text) {
   peer.identity = field(record, "identity");
   peer.ips = split(field(record, "ips"), ',');
   peer.hello = field(record, "hello");
-  peer.transport = field(record, "transport");
+  peer.transport = find_transport(field(record, "transport"));
   peer.present = true;
 }
 
@@ -207,7 +252,9 @@ void Meeting::listen_if_known() {
   if (away && !options_.advertise.empty())
     published.push_back(advertised(options_.advertise, listeners.front().address().port()));
   for (const TcpListener& it : listeners) published.push_back(it.address().text());
-  connector_.emplace(mine, job_->secret);
+  std::vector<char> wanted(world_, 0);
+  for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
+  connector_.emplace(mine, job_->secret, wanted);
   connector_->listen_on(std::move(listeners));
   store_.set(key("at", rank_), write_record({{"addresses", join(published, ",")}}));
 }
@@ -220,7 +267,7 @@ std::vector<std::string> Meeting::addresses_to_listen_on(bool alone) const {
       if (it.is_loopback) return {it.ip};
     return {"127.0.0.1"};
   }
-  // An address that another host has as well (docker0) leads nowhere; a family nobody else has, neither.
+  // An address that another host has as well (docker0) leads nowhere; a family that no other rank has, neither.
   std::set<std::string> elsewhere, families;
   auto family = [](const std::string& ip) { return std::string(ip.find(':') == std::string::npos ? "4" : "6"); };
   for (const Peer& it : peers_) {
@@ -262,22 +309,11 @@ void Meeting::check_connections() {
   if (!connector_) return;
   auto trouble = connector_->trouble();
   if (!trouble) return;
-  std::string me = peers_[rank_].info.text(), peer = peers_[trouble->peer].info.text();
-  if (trouble->lost)
-    throw failure(ErrorKind::kPeerLost, trouble->peer, peer + " died while the ranks met: " + trouble->text,
-                  "look at its log for the reason");
-  if (trouble->refused)
-    throw failure(ErrorKind::kHandshake, trouble->peer,
-                  me + " cannot reach " + peer + ", nothing listens there any more: tried " + trouble->text,
-                  "most likely it died or gave up: look at its log; or a firewall refuses connections "
-                  "(RINGDP_PORT_RANGE), or the address is another machine's (RINGDP_IFACE, RINGDP_ADVERTISE)");
-  std::string advice =
-      "set RINGDP_IFACE where rank " + std::to_string(trouble->peer) +
-      " runs to the interface that leads to the other hosts, or RINGDP_ADVERTISE to an address they can reach; behind "
-      "a "
-      "firewall set RINGDP_PORT_RANGE to ports that it lets through";
-  throw failure(ErrorKind::kHandshake, trouble->peer, me + " cannot reach " + peer + ": tried " + trouble->text,
-                advice);
+  if (!peers_[trouble->peer].present)  // it connected before its words were read
+    if (auto text = store_.find(key("who", trouble->peer))) take_who(trouble->peer, *text);
+  UnreachableText text =
+      unreachable_text(peers_[rank_].info, peers_[trouble->peer].info, *trouble, "while the ranks met");
+  throw failure(text.kind, trouble->peer, text.story, text.advice);
 }
 
 std::string Meeting::missing_text() const {
@@ -285,6 +321,7 @@ std::string Meeting::missing_text() const {
   for (int rank = 0; rank < world_; ++rank) {
     const Peer& peer = peers_[rank];
     if (rank == rank_ || (connector_ && connector_->connected(rank))) continue;
+    if (peer.present && !at_start(rank)) continue;
     if (!peer.present) absent.push_back(std::to_string(rank));
     std::string why = connector_ ? connector_->problem(rank) : "";
     unconnected.push_back(peer.info.text() + (why.empty() ? "" : " [" + why + "]"));
@@ -320,83 +357,12 @@ void Meeting::time_out() {
                   me + waited + missing_text() + " of " + std::to_string(world_) + ", which never came",
                   "did they start, and with the same MASTER_ADDR and MASTER_PORT? Their logs say more");
   int first = 0;
-  while (first == rank_ || (connector_ && connector_->connected(first))) ++first;
+  auto waits_for = [&](int peer) {
+    return peer != rank_ && (at_start(peer) ? !connector_ || !connector_->connected(peer) : !peers_[peer].placed);
+  };
+  while (first + 1 < world_ && !waits_for(first)) ++first;
   throw failure(ErrorKind::kTimeout, first, me + waited + missing_text() + " to connect",
                 "look at their logs: they may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
-}
-
-// ---- One story for everybody ----
-
-Error Meeting::failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const {
-  ErrorContext context;
-  peers_[rank_].info.fill_self(context);
-  peers_[peer].info.fill_peer(context);
-  context.cause = story;
-  context.advice = advice;
-  std::string self = "rank " + std::to_string(rank_);
-  std::string message = story.starts_with(self + " ") ? story : self + " cannot join: " + story;
-  return Error(kind, message + (advice.empty() ? "" : "; " + advice), context);
-}
-
-std::optional<Error> Meeting::heard_trouble() {
-  auto text = store_.find("trouble");
-  if (!text) return std::nullopt;
-  heard_ = true;
-  Record told = read_record(*text);
-  store_.set(key("heard", rank_), "");
-  auto rank_in = [&](const char* name) {
-    int64_t rank = number(field(told, name));
-    return rank >= 0 && rank < world_ ? static_cast<int>(rank) : -1;
-  };
-  int by = std::max(0, rank_in("by")), peer = rank_in("peer");
-  if (peer < 0 || peer == rank_) peer = by;
-  auto kind = static_cast<ErrorKind>(number(field(told, "kind")));
-  if (kind != ErrorKind::kPeerLost && kind != ErrorKind::kTimeout) kind = ErrorKind::kHandshake;
-  return failure(kind, peer, field(told, "story"), field(told, "advice"));
-}
-
-Error Meeting::settle_error(const Error& error, bool stopped) {
-  Error out = error;
-  if (!heard_ && !stopped)
-    if (auto told = heard_trouble()) out = *told;
-  if (!heard_) {
-    const ErrorContext& context = error.context();
-    std::string me = peers_[rank_].info.text();
-    std::string story = context.cause.empty() ? me + ": " + error.what() : context.cause;
-    store_.set("trouble", write_record({{"by", std::to_string(rank_)},
-                                        {"peer", std::to_string(context.peer)},
-                                        {"kind", std::to_string(static_cast<int>(error.kind()))},
-                                        {"story", story},
-                                        {"advice", context.advice}}));
-    store_.set(key("heard", rank_), "");
-  }
-  linger(stopped ? kLingerStoppedMs : kLingerMs, out.kind() == ErrorKind::kPeerLost ? out.context().peer : -1);
-  return out;
-}
-
-void Meeting::linger(int limit_ms, int dead) {
-  if (rank_ != 0) return;
-  for (Deadline deadline = Deadline::after_ms(limit_ms); !deadline.expired(); poll(nullptr, 0, 20)) {
-    bool all = true;
-    for (int rank = 1; rank < world_ && all; ++rank)
-      all = rank == dead || !peers_[rank].present || certainly_gone(peers_[rank].process) ||
-            store_.find(key("heard", rank));
-    if (all) return;
-  }
-}
-
-Error Meeting::store_lost(const Error& error) const {
-  const Peer& keeper = peers_[0];
-  for (Deadline deadline = Deadline::after_ms(500); keeper.present && !deadline.expired(); poll(nullptr, 0, 20))
-    if (certainly_gone(keeper.process))
-      return failure(ErrorKind::kPeerLost, 0,
-                     keeper.info.text() + " died while the ranks met, and the job's store with it",
-                     "look at its log for the reason");
-  return failure(ErrorKind::kHandshake, 0,
-                 "lost the job's store while the ranks met, Connection closed by peer: " +
-                     (keeper.present ? keeper.info.text() : "rank 0") + ", its host, or the launcher has gone (" +
-                     error.what() + ")",
-                 "look at the log of rank 0");
 }
 
 }  // namespace ringdp

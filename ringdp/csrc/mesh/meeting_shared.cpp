@@ -1,4 +1,5 @@
-// What the ranks of a host do once everybody is connected to everybody: they come to share memory, or learn why not.
+// What a rank does once it is connected to everybody: it comes to share memory with the ranks of its host, or learns why not,
+// and waits until all ranks have got as far.
 #include <algorithm>
 #include <map>
 
@@ -14,49 +15,65 @@ using std::chrono::milliseconds;
 constexpr int kPollMs = 50;  // how soon signals are seen
 constexpr milliseconds kLongestPause{250};
 constexpr std::size_t kReasonsShown = 4;
-const std::string kTcp = transport_name(TransportChoice::kTcp), kShm = transport_name(TransportChoice::kShm);
+constexpr int64_t kGraceMs = 2000;         // after the deadline: a rank that waits for a connection has more to tell
+constexpr int64_t kWithoutStoreMs = 5000;  // for word that all are ready, though the store has gone
 
 }  // namespace
 
+TransportChoice Meeting::transport_between(const Peer& a, const Peer& b) const {
+  return choose_transport(a.transport, b.transport, a.identity == b.identity);
+}
+
+// Every rank looks at all pairs, so that all raise the same story.
+void Meeting::check_settings() const {
+  for (const Transport* wanted : transports())
+    for (const Peer& it : peers_) {
+      if (it.transport != wanted) continue;
+      for (const Peer& other : peers_) {
+        if (other.transport == nullptr || other.transport == wanted) continue;
+        if (transport_between(it, other).first != nullptr) continue;
+        const bool same_host = it.identity == other.identity;
+        throw failure(ErrorKind::kHandshake, other.info.rank,
+                      it.info.text() + " has RINGDP_TRANSPORT=" + std::string(wanted->name) + ", " + other.info.text() +
+                          (same_host ? " on the same host" : "") +
+                          " RINGDP_TRANSPORT=" + std::string(other.transport->name),
+                      std::string("give all ranks ") + (same_host ? "of a host " : "") + "the same");
+      }
+    }
+}
+
 SharedSetup::Plan Meeting::sharing_plan() const {
   SharedSetup::Plan plan;
-  plan.share.resize(world_);
-  plan.await.resize(world_);
-  plan.required.resize(world_);
+  plan.transports.resize(world_);
   plan.pids.resize(world_, -1);
   const Peer& self = peers_[rank_];
-  bool somewhere = false;
-  for (const Peer& it : peers_) {
-    somewhere = somewhere || it.transport == kShm;
-    for (const Peer& other : peers_)
-      if (it.transport == kShm && other.transport == kTcp && it.identity == other.identity)
-        throw failure(ErrorKind::kHandshake, other.info.rank,
-                      it.info.text() + " has RINGDP_TRANSPORT=shm, " + other.info.text() +
-                          " on the same host RINGDP_TRANSPORT=tcp",
-                      "give all ranks of a host the same");
-  }
   int sharing = 1;
+  auto here = [&](int peer) { return peer == rank_ || plan.shares(peer); };
   for (int peer = 0; peer < world_; ++peer) {
     const Peer& it = peers_[peer];
     if (peer == rank_) continue;
-    plan.share[peer] = it.identity == self.identity && it.transport != kTcp && self.transport != kTcp;
-    plan.required[peer] = self.transport == kShm || it.transport == kShm;
-    plan.await[peer] = somewhere;  // required of others: that it could not be is to be heard here, too
+    plan.transports[peer] = transport_between(self, it);
     if (it.process.space == self.process.space) plan.pids[peer] = it.process.pid;
-    sharing += plan.share[peer];
+    sharing += plan.shares(peer) ? 1 : 0;
   }
   plan.ring_bytes = options_.shm_ring_bytes > 0 ? options_.shm_ring_bytes : shared_ring_bytes(sharing);
-  auto pairs = static_cast<std::size_t>(sharing) * static_cast<std::size_t>(sharing - 1) / 2;
+  std::size_t pairs = 0;
+  for (int a = 0; a < world_; ++a)
+    for (int b = 0; b < a; ++b) pairs += here(a) && here(b) && at_start(a, b) ? 1 : 0;
   plan.bytes_on_host = pairs * (2 * plan.ring_bytes + PairMemory::kControlBytes);
   return plan;
 }
 
-void Meeting::share_memory() {
-  sharing_.emplace(rank_, connector_->take(), sharing_plan());
+void Meeting::set_up_transports() {
+  check_settings();  // before the sockets are taken: where it throws they must stay open for a while
+  SharedSetup::Plan plan = sharing_plan();
+  std::vector<Fd> sockets(world_);
+  for (Connector::Connected& it : connector_->take()) sockets[it.peer] = std::move(it.socket);
+  sharing_.emplace(rank_, std::move(sockets), std::move(plan));
   auto begin = Clock::now(), next_look = begin + milliseconds(2);
   while (!sharing_->complete()) {
     check_sharing();
-    sharing_->step(deadline_.remaining_ms(kPollMs));
+    sharing_->step(sharing_->settled() ? kPollMs : deadline_.remaining_ms(kPollMs));
     if (options_.check_interrupt) options_.check_interrupt();
     if (sharing_->complete()) break;
     hear_trouble_now_and_then(next_look, begin);
@@ -65,20 +82,27 @@ void Meeting::share_memory() {
       notice_every_ *= 2;
       notice_at_ += notice_every_;
       log(LogLevel::kWarning, "rank " + std::to_string(rank_) + " of " + std::to_string(world_) + " waits for " +
-                                  ranks_text(awaited) + " to set up shared memory");
+                                  ranks_text(awaited) + what_for());
     }
     if (!deadline_.expired() || awaited.empty()) continue;
-    throw failure(ErrorKind::kTimeout, awaited.front(),
-                  peers_[rank_].info.text() + " Timed out: it waited for " + peers_[awaited.front()].info.text() +
-                      " to set up shared memory",
-                  "look at its log: it may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
+    if (sharing_->settled() && Clock::now() < deadline_.at() + milliseconds(kGraceMs)) continue;
+    throw failure(
+        ErrorKind::kTimeout, awaited.front(),
+        peers_[rank_].info.text() + " Timed out: it waited for " + peers_[awaited.front()].info.text() + what_for(),
+        "look at its log: it may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
   }
   tell_transports();
+}
+
+std::string Meeting::what_for() const {
+  if (!sharing_->settled()) return " to set up shared memory";
+  return ", or ranks that report through it, to be connected to all others";
 }
 
 void Meeting::check_sharing() const {
   if (const auto& trouble = sharing_->trouble()) {
     std::string peer = peers_[trouble->peer].info.text();
+    if (trouble->lost && store_lost_) throw *store_lost_;  // it left because of that
     if (trouble->lost)
       throw failure(ErrorKind::kPeerLost, trouble->peer, peer + " died while the ranks met: " + trouble->text,
                     "look at its log for the reason");
@@ -87,42 +111,50 @@ void Meeting::check_sharing() const {
                   "start all ranks with the same version of ringdp");
   }
   for (int peer = 0; peer < world_; ++peer) {
-    bool required = peers_[rank_].transport == kShm || peers_[peer].transport == kShm;
-    if (peer == rank_ || !required || sharing_->problem(peer).empty()) continue;
+    if (!at_start(peer)) continue;
+    const TransportChoice& choice = sharing_->plan().transports[peer];
+    if (peer == rank_ || !choice.required || sharing_->problem(peer).empty()) continue;
     int low = std::min(rank_, peer), high = std::max(rank_, peer);
     throw failure(ErrorKind::kHandshake, peer,
-                  peers_[low].info.text() + " and " + peers_[high].info.text() +
-                      " are to share memory (RINGDP_TRANSPORT=shm) and cannot: " + sharing_->problem(peer),
-                  "RINGDP_TRANSPORT=auto would use TCP between them");
+                  peers_[low].info.text() + " and " + peers_[high].info.text() + " " +
+                      must_share_text(choice, sharing_->problem(peer)),
+                  instead_text(choice));
   }
 }
 
-// What another rank found goes through the store. Who has it, may have been through and left: that is no trouble.
+// What another rank found goes through the store. Its keeper may know already that all are ready, and have left.
 void Meeting::hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin) {
   auto now = Clock::now();
   if (now < next) return;
+  if (store_lost_) throw *store_lost_;
   next = now + std::clamp(std::chrono::duration_cast<milliseconds>(now - begin) / 4, milliseconds(2), kLongestPause);
   try {
     if (auto told = heard_trouble()) throw *told;
-  } catch (const StoreLost&) {
-    next = Clock::time_point::max();
+  } catch (const StoreLost& error) {
+    store_lost_ = error;
+    next = now + milliseconds(kWithoutStoreMs);
   }
 }
 
 void Meeting::tell_transports() const {
   std::string self = "rank " + std::to_string(rank_);
-  std::vector<int> shared, tcp;
+  std::map<const Transport*, std::vector<int>> users;
   std::map<std::string, std::vector<int>> problems;
+  const Transport* fallback = nullptr;
   for (int peer = 0; peer < world_; ++peer) {
-    if (peer == rank_) continue;
-    (sharing_->shared(peer) ? shared : tcp).push_back(peer);
-    if (!sharing_->problem(peer).empty()) problems[sharing_->problem(peer)].push_back(peer);
+    if (!at_start(peer)) continue;
+    users[&sharing_->transport(peer)].push_back(peer);
+    if (sharing_->problem(peer).empty()) continue;
+    problems[sharing_->problem(peer)].push_back(peer);
+    fallback = &sharing_->transport(peer);
   }
   std::vector<std::string> used;
-  if (!shared.empty()) used.push_back("shared memory with " + ranks_text(shared));
-  if (!tcp.empty()) used.push_back("TCP with " + ranks_text(tcp));
+  for (const Transport* it : transports())
+    if (users.contains(it)) used.push_back(std::string(it->title) + " with " + ranks_text(users[it]));
+  const Transport* named = peers_[rank_].transport;
+  const bool usual = named == nullptr || named == transports().front();
   log(LogLevel::kInfo,
-      self + " uses " + join(used, ", ") + (peers_[rank_].transport == kTcp ? " (RINGDP_TRANSPORT=tcp)" : ""));
+      self + " uses " + join(used, ", ") + (usual ? "" : " (RINGDP_TRANSPORT=" + std::string(named->name) + ")"));
   if (sharing_->turned_away() > 0)
     log(LogLevel::kWarning, "turned away " + std::to_string(sharing_->turned_away()) +
                                 " connections that came for shared memory and do not belong to this job");
@@ -134,8 +166,9 @@ void Meeting::tell_transports() const {
     reasons.push_back("and " + std::to_string(more) + " more reasons");
   }
   log(LogLevel::kWarning, self + " cannot share memory with " + join(reasons, ", ") +
-                              " though they are on the same host, and uses TCP, which is slower; RINGDP_TRANSPORT=tcp "
-                              "says that this is meant");
+                              " though they are on the same host, and uses " + std::string(fallback->title) +
+                              ", which is slower; RINGDP_TRANSPORT=" + std::string(fallback->name) +
+                              " says that this is meant");
 }
 
 }  // namespace ringdp

@@ -13,7 +13,10 @@ namespace {
 constexpr std::size_t kFixedBytes = 16;
 constexpr std::size_t kMaxWaits = 64;
 constexpr std::size_t kTextBytes = 560;  // of each text
-static_assert(kFixedBytes + kMaxWaits * 4 + 3 * kTextBytes <= kPeerStateBytes);
+constexpr std::size_t kMaxMissing = 4;
+constexpr std::size_t kWhyBytes = 200;
+constexpr std::size_t kMissingBytes = 8 + kWhyBytes;
+static_assert(kFixedBytes + kMaxWaits * 4 + 3 * kTextBytes + kMaxMissing * kMissingBytes <= kPeerStateBytes);
 
 }  // namespace
 
@@ -32,6 +35,15 @@ std::string PeerState::encode() const {
     out.append(reinterpret_cast<const char*>(rank.data()), rank.size());
   }
   for (const std::string& text : texts) out += text;
+  for (std::size_t i = 0; i < std::min(missing.size(), kMaxMissing); ++i) {
+    const std::string why = clean_text(missing[i].why, kWhyBytes);
+    std::array<std::byte, 8> head{};
+    put(&head[0], static_cast<int32_t>(missing[i].rank));
+    put(&head[4], static_cast<uint8_t>(std::clamp(missing[i].hops, 0, 255)));
+    put(&head[5], static_cast<uint8_t>(why.size()));
+    out.append(reinterpret_cast<const char*>(head.data()), head.size());
+    out += why;
+  }
   return out;
 }
 
@@ -52,6 +64,12 @@ PeerState PeerState::decode(std::span<const std::byte> raw) {
   for (std::string* text : {&state.name, &state.last, &state.elsewhere}) {
     *text = clean_text(text_of(take_bytes(take<uint16_t>(&fixed[at]))), kTextBytes);
     at += 2;
+  }
+  while (!raw.empty()) {
+    auto head = take_bytes(8);
+    MissingRank it{.rank = take<int32_t>(&head[0]), .hops = take<uint8_t>(&head[4]), .why = {}};
+    it.why = clean_text(text_of(take_bytes(take<uint8_t>(&head[5]))), kWhyBytes);
+    if (state.missing.size() < kMaxMissing) state.missing.push_back(std::move(it));
   }
   return state;
 }

@@ -1,5 +1,5 @@
-// PeerState: what a rank answers when another asks what it knows of an operation (ping and pong, docs/wire_format.md).
-// The answer comes from the peer's engine, so it says that the process lives even where its Python is stuck.
+// PeerState: a rank's answer to a peer that asks for the state of an operation (ping and pong, docs/reference/wire_format.md).
+// The answer comes from the peer's engine, so it shows that the process lives even where its Python is stuck.
 // Value type, any thread.
 #pragma once
 
@@ -11,11 +11,18 @@
 
 namespace ringdp {
 
-inline constexpr std::size_t kPeerStateBytes = 2048;  // longest encoding
+inline constexpr std::size_t kPeerStateBytes = 3072;  // longest encoding
+
+// A rank that keeps others waiting, and why. `hops`: over how many ranks the report came; 0: the reporter found it itself.
+struct MissingRank {
+  int rank = -1;
+  int hops = 0;
+  std::string why;
+};
 
 struct PeerState {
   enum class Progress : uint8_t {
-    kNoGroup = 0,    // it has no such group (yet, or any more)
+    kNoGroup = 0,    // it has not created the group yet, or has destroyed it
     kNotCalled = 1,  // it has not called this operation
     kQueued = 2,     // called; earlier operations of the group have their turn first
     kRunning = 3,    // under way
@@ -31,6 +38,8 @@ struct PeerState {
   std::string name;  // what it calls the operation that was asked for; empty without a name
   std::string last;  // what it called last in that group; empty if nothing
   std::string elsewhere;  // what it has under way in another group; empty if nothing
+  std::vector<MissingRank>
+      missing;  // the ranks at the end of its chain of waiting, as far as it knows: for ranks not connected with those
 
   std::string encode() const;
   static PeerState decode(std::span<const std::byte> raw);  // throws Error(kHandshake) if it is too short

@@ -1,4 +1,4 @@
-// Record: what a rank leaves in the store, lines of "key=value". Values come from outside: readers check what they get.
+// Record: what a rank writes into the store, lines of "key=value". Values come from outside: readers check them.
 // Value types, any thread.
 #pragma once
 

@@ -2,35 +2,20 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <bit>
-#include <utility>
 
 #include "base/error.h"
+#include "mesh/late_connections.h"
 #include "mesh/meeting.h"
 #include "transport/pair_memory.h"
 
 namespace ringdp {
-namespace {
+Mesh::Mesh() = default;
+Mesh::~Mesh() = default;
+Mesh::Mesh(Mesh&&) noexcept = default;
+Mesh& Mesh::operator=(Mesh&&) noexcept = default;
 
-constexpr std::array<std::pair<TransportChoice, const char*>, 3> kTransports{
-    {{TransportChoice::kAuto, "auto"}, {TransportChoice::kTcp, "tcp"}, {TransportChoice::kShm, "shm"}}};
-
-}  // namespace
-
-TransportChoice transport_choice(const std::string& name) {
-  for (const auto& [choice, text] : kTransports)
-    if (name == text) return choice;
-  throw Error(ErrorKind::kValue, "transport must be auto, tcp or shm, not '" + name + "'");
-}
-
-std::string transport_name(TransportChoice choice) {
-  for (const auto& [it, text] : kTransports)
-    if (it == choice) return text;
-  return "";
-}
-
-std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options) {
+Mesh meet(Store& store, const RendezvousOptions& options) {
   if (options.rank < 0 || options.rank >= options.world)
     throw Error(ErrorKind::kValue,
                 "rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) + " does not exist");
@@ -40,11 +25,13 @@ std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options) {
                                        std::to_string(PairMemory::kMinRingBytes) + " to " +
                                        std::to_string(PairMemory::kMaxRingBytes) + ", not " + std::to_string(ring));
   if (options.world == 1) {
-    std::vector<MetPeer> peers(1);
-    peers[0].info = {0, options.host_name.empty() ? host_name() : options.host_name, getpid()};
-    peers[0].host_identity = host_identity(options.host_id);
-    peers[0].hello = options.hello;
-    return peers;
+    Mesh alone;
+    alone.peers.resize(1);
+    MetPeer& self = alone.peers[0];
+    self.info = {0, options.host_name.empty() ? host_name() : options.host_name, getpid()};
+    self.host_identity = host_identity(options.host_id);
+    self.hello = options.hello;
+    return alone;
   }
   Meeting meeting(store, options);
   try {
@@ -55,8 +42,10 @@ std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options) {
       throw;
     } catch (const Error& error) {
       throw meeting.settle_error(error, false);
-    } catch (...) {
-      Error stopped(ErrorKind::kInterrupted, "was stopped (Ctrl-C, or an exception of its own) while the ranks met");
+    } catch (const std::exception& error) {  // of check_interrupt: a signal's handler raised it
+      std::string what = error.what();
+      what = what.substr(0, what.find('\n'));
+      Error stopped(ErrorKind::kInterrupted, "was stopped while the ranks met, by " + what);
       meeting.settle_error(stopped, true);
       throw;
     }

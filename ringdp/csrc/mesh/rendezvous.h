@@ -1,5 +1,6 @@
-// How the ranks of a job meet: they publish who and where they are in the store, connect each to each, and prove that they
-// know the job's secret. Blocking, with a deadline; runs once per Runtime, on the thread that creates it.
+// How the ranks of a job meet: they publish who and where they are in the store, connect each to each (in large jobs, to some
+// others: mesh/overlay.h), and prove that they know the job's secret. Blocking, with a deadline; runs once per Runtime, on the
+// thread that creates it.
 #pragma once
 
 #include <functional>
@@ -9,18 +10,11 @@
 
 #include "base/deadline.h"
 #include "mesh/link.h"
+#include "mesh/overlay.h"
 #include "mesh/store.h"
+#include "transport/transport.h"
 
 namespace ringdp {
-
-enum class TransportChoice {
-  kAuto,  // shared memory inside a host where it is to be had, else TCP
-  kTcp,
-  kShm  // a rank of the same host that cannot share memory is an error
-};
-
-TransportChoice transport_choice(const std::string& name);  // "auto", "tcp", "shm"; else throws Error(kValue)
-std::string transport_name(TransportChoice choice);
 
 struct RendezvousOptions {
   int rank = 0;
@@ -33,11 +27,14 @@ struct RendezvousOptions {
   std::string advertise;          // an address or name to publish before them, perhaps with a port
   uint16_t port_low = 0;          // 0..0: any port
   uint16_t port_high = 0;
-  bool several_hosts = false;  // known beforehand: listen on more than loopback at once
-  std::string hello;           // a line for all others, see MetPeer
-  std::string tables;          // "name=value" words that must be the same on all ranks: the algorithm tables
-  std::string tables_source;   // where they are from, for messages
-  TransportChoice transport = TransportChoice::kAuto;
+  bool several_hosts = false;            // known beforehand: listen on more than loopback at once
+  std::string hello;                     // a line for all others, see MetPeer
+  std::string tables;                    // "name=value" words that must be the same on all ranks: the algorithm tables
+  std::string tables_source;             // where they are from, for messages
+  const Transport* transport = nullptr;  // null: auto, the best one that can be had
+  bool checksums = false;                // of the frames over transports that have them; the same on all ranks
+  int full_mesh_ranks =
+      kFullMeshRanks;              // in jobs of more, pairs connect when they first need it; the same on all ranks
   std::size_t shm_ring_bytes = 0;  // shared with each rank of this host, each way; 0: see shared_ring_bytes
   int64_t timeout_ms = 60'000;
   int64_t absent_ms =
@@ -51,13 +48,26 @@ struct MetPeer {
   PeerInfo info;
   std::string host_identity;
   std::string hello;
-  std::unique_ptr<Channel> channel;  // null for this rank itself
-  std::string transport = {};        // "shm", "tcp"; empty for this rank itself
+  std::unique_ptr<Channel> channel;      // null for this rank itself, and for a peer that is not connected yet
+  const Transport* transport = nullptr;  // what it is or is going to be; null for this rank itself
+  bool checksums = false;                // both ends put them behind the headers of their frames
 };
 
-// One entry per rank. Whatever goes wrong on one rank is told to all through the store, so that every rank raises the same
+class LateConnections;
+
+struct Mesh {
+  Mesh();
+  ~Mesh();
+  Mesh(Mesh&&) noexcept;
+  Mesh& operator=(Mesh&&) noexcept;
+
+  std::vector<MetPeer> peers;             // one per rank
+  std::unique_ptr<LateConnections> late;  // makes the connections that are missing; null where none is
+};
+
+// Whatever goes wrong on one rank is told to all through the store, so that every rank raises the same
 // story: Error(kHandshake) for ranks that differ or cannot reach each other (with every address tried), Error(kPeerLost) for
 // one that died on the way, Error(kTimeout) naming those that are missing, Error(kSystem).
-std::vector<MetPeer> meet(Store& store, const RendezvousOptions& options);
+Mesh meet(Store& store, const RendezvousOptions& options);
 
 }  // namespace ringdp

@@ -11,9 +11,9 @@ constexpr milliseconds kHeadStart{150};  // RFC 8305 advises 250 ms, for the who
 constexpr milliseconds kAgainSoon{100};  // after a failure; later less often
 constexpr milliseconds kAgain{1000};
 constexpr int kSoonTries = 5;
-constexpr milliseconds kUnreachableAfter{8000};  // with what is left everybody is told within ten seconds
+constexpr milliseconds kUnreachableAfter{8000};  // with the rest, all ranks are told within ten seconds
 constexpr milliseconds kRefusedAfter{1500};      // everywhere
-constexpr milliseconds kRefusedPartly{4000};     // elsewhere nobody answers: three lost packets are no chance any more
+constexpr milliseconds kRefusedPartly{4000};     // no other address answers: three lost packets are not chance
 constexpr int kRefusedTries = 3;
 
 }  // namespace
@@ -25,7 +25,7 @@ Route::Route(Candidates candidates, Clock::time_point now) : known_(true), left_
 }
 
 void Route::restart(Clock::time_point now) {
-  begin_ = now;
+  begin_.reset();
   for (std::size_t i = 0; i < tries_.size(); ++i)
     tries_[i] = {.address = tries_[i].address, .begin = now + kHeadStart * i, .why = {}};
 }
@@ -36,7 +36,9 @@ std::optional<std::size_t> Route::due(Clock::time_point now) const {
   return std::nullopt;
 }
 
+// Time counts from here: this rank may have been stuck before, in the job's store.
 void Route::started(std::size_t index, Clock::time_point now) {
+  if (!begin_) begin_ = now;
   tries_[index].running = true;
   tries_[index].begin = now;
 }
@@ -65,7 +67,7 @@ Route::Verdict Route::verdict(Clock::time_point now) const {
   auto final = [](const Try& it) { return it.final; };
   if (std::all_of(tries_.begin(), tries_.end(), final)) return Verdict::kUnreachable;  // also without any
   if (std::any_of(tries_.begin(), tries_.end(), answered)) return Verdict::kOpen;
-  milliseconds took = std::chrono::duration_cast<milliseconds>(now - begin_);
+  milliseconds took = std::chrono::duration_cast<milliseconds>(now - begin_.value_or(now));
   if (took >= kRefusedAfter && std::all_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
   if (took >= kRefusedPartly && std::any_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
   return took >= kUnreachableAfter ? Verdict::kUnreachable : Verdict::kOpen;
@@ -78,7 +80,7 @@ std::string Route::text(Clock::time_point now) const {
     auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - it.begin).count();
     std::string state = it.why.empty() ? "not tried" : it.why;
     if (it.running && it.answered)
-      state = "connected, but nobody spoke for " + std::to_string(seconds) + " s";
+      state = "connected, but no greeting came for " + std::to_string(seconds) + " s";
     else if (it.running && it.why.empty())
       state = "Connection timed out: no answer for " + std::to_string(seconds) + " s";
     add(it.address.text() + " (" + state + ")");

@@ -1,5 +1,5 @@
-// Route: the addresses of one peer, tried one after the other with a short head start each, and what became of them; says
-// when to give up. Bookkeeping only, time comes in from outside. Used by the thread that runs the Connector.
+// Route: the addresses of one peer, tried one after the other with a short head start each, and the result of each try; it
+// decides when to give up. Bookkeeping only, time comes in from outside. Owned by the Connector, used by its thread.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ class Route {
  public:
   enum class Verdict {
     kOpen,
-    kRefused,     // where anybody answers at all, nothing listens: the process has gone, or a firewall says so
-    kUnreachable  // nobody answers, or not who should
+    kRefused,     // a host answers, but nothing listens there: the process has gone, or a firewall refuses
+    kUnreachable  // no host answers, or another process than the peer does
   };
 
   Route() = default;
@@ -28,7 +28,7 @@ class Route {
   const SocketAddress& address(std::size_t index) const { return tries_[index].address; }
 
   void started(std::size_t index, Clock::time_point now);
-  void answered(std::size_t index);  // connected: somebody is there, who may be slow
+  void answered(std::size_t index);  // connected: a process is there, which may be slow
   // `final`: it will never be right (another job, another rank).
   void failed(std::size_t index, const std::string& why, bool refused, bool final, Clock::time_point now);
   void restart(Clock::time_point now);
@@ -49,7 +49,7 @@ class Route {
   };
 
   bool known_ = false;
-  Clock::time_point begin_{};
+  std::optional<Clock::time_point> begin_;  // of the first try
   std::vector<Try> tries_;
   std::vector<std::string> left_out_;
 };

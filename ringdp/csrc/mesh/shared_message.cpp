@@ -29,7 +29,9 @@ SharedBytes SharedMessage::encode() const {
 std::optional<SharedMessage> SharedMessage::decode(const SharedBytes& raw) {
   SharedMessage out;
   auto type = take<uint32_t>(&raw[8]);
-  if (std::memcmp(raw.data(), kMagic.data(), kMagic.size()) != 0 || type < 1 || type > 6) return std::nullopt;
+  if (std::memcmp(raw.data(), kMagic.data(), kMagic.size()) != 0 || type < 1 ||
+      type > static_cast<uint32_t>(SharedType::kAllReady))
+    return std::nullopt;
   out.type = static_cast<SharedType>(type);
   out.ring_bytes = take<uint64_t>(&raw[16]);
   std::copy_n(raw.begin() + 24, out.name.size(), out.name.begin());

@@ -1,6 +1,6 @@
-// What two ranks of one host tell each other before they share memory: messages of one size, over their authenticated TCP
-// connection and over the Unix socket that the memory comes through (docs/wire_format.md). Encoding and checking only.
-// Value types, any thread.
+// What two ranks tell each other between the handshake and the first frame: messages of one size, over their authenticated
+// TCP connection and over the Unix socket that shared memory comes through (docs/reference/wire_format.md). Encoding
+// and checking only. Value types, any thread.
 #pragma once
 
 #include <array>
@@ -22,7 +22,8 @@ enum class SharedType : uint32_t {
   kMemory = 3,    // back through the door; a descriptor comes along
   kAccepted = 4,  // the memory is mapped and will be used
   kRefused = 5,   // it will not: `reason`
-  kThrough = 6    // nothing is left to be set up on this rank
+  kReady = 6,     // nothing is left to be set up on this rank and on those that report through it (ReadyTree)
+  kAllReady = 7   // nor on any rank
 };
 
 struct SharedMessage {

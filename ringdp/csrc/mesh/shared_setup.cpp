@@ -12,7 +12,6 @@
 #include "base/memory_limit.h"
 #include "base/sha256.h"
 #include "transport/shm.h"
-#include "transport/tcp.h"
 
 namespace ringdp {
 namespace {
@@ -31,46 +30,91 @@ std::size_t shared_ring_bytes(int ranks_on_host) {
   return std::clamp(std::bit_floor(kRankBytes / (2 * pairs)), PairMemory::kMinRingBytes, kLargestRing);
 }
 
+std::string must_share_text(const TransportChoice& choice, const std::string& problem) {
+  return "are to share memory (RINGDP_TRANSPORT=" + std::string(choice.first->name) + ") and cannot: " + problem;
+}
+
+std::string instead_text(const TransportChoice& choice) {
+  return "RINGDP_TRANSPORT=auto would use " + std::string(choice.fallback->title) + " between them";
+}
+
 SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan)
-    : rank_(rank), plan_(std::move(plan)), pairs_(sockets.size()) {
-  std::string problem;
+    : rank_(rank), plan_(std::move(plan)), pairs_(sockets.size()), tree_(rank, static_cast<int>(pairs_.size())) {
   bool makes = false;
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer) {
     Pair& pair = pairs_[peer];
     pair.tcp = std::move(sockets[peer]);
-    pair.awaited = pair.tcp && (plan_.share[peer] != 0 || plan_.await[peer] != 0);
-    pair.through = !pair.awaited;
-    makes = makes || (plan_.share[peer] != 0 && static_cast<int>(peer) > rank_);
+    makes = makes || (pair.tcp && plan_.shares(static_cast<int>(peer)) && static_cast<int>(peer) > rank_);
   }
-  if (makes) {
-    auto left = memory_left_in_groups();
-    if (left && static_cast<std::size_t>(*left) < plan_.bytes_on_host + kBytesToSpare)
-      problem = "the memory limit of its control group leaves " + mebibytes(static_cast<std::size_t>(*left)) + ", " +
-                mebibytes(plan_.bytes_on_host + kBytesToSpare) + " are asked for";
-    else
-      door_ = Door::open(problem);
-  }
-  for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
-    if (plan_.share[peer] == 0 || peer == rank_) continue;
-    if (peer < rank_)
-      pairs_[peer].stage = Stage::kAwaitOffer;
-    else if (door_)
-      offer(peer);
-    else
-      refuse(peer, own(problem));
-  }
+  if (makes) no_memory_ = memory_problem(plan_.bytes_on_host);
+  for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer)
+    if (pairs_[peer].tcp) begin(peer);
   step(0);
 }
 
-bool SharedSetup::complete() const {
-  return said_through_ && std::all_of(pairs_.begin(), pairs_.end(), [](const Pair& it) { return it.through; });
+void SharedSetup::add(int peer, Fd socket) {
+  pairs_[peer] = {};
+  pairs_[peer].tcp = std::move(socket);
+  if (plan_.shares(peer) && peer > rank_) no_memory_ = memory_problem(2 * plan_.ring_bytes);
+  begin(peer);
+}
+
+void SharedSetup::begin(int peer) {
+  if (!plan_.shares(peer) || peer == rank_) return;
+  if (peer < rank_) {
+    pairs_[peer].stage = Stage::kAwaitOffer;
+    return;
+  }
+  std::string problem = no_memory_;
+  if (problem.empty() && !door_) door_ = Door::open(problem);
+  if (door_ && problem.empty())
+    offer(peer);
+  else
+    refuse(peer, own(problem));
+}
+
+std::string SharedSetup::memory_problem(std::size_t bytes) const {
+  auto left = memory_left_in_groups();
+  if (!left || static_cast<std::size_t>(*left) >= bytes + kBytesToSpare) return "";
+  return "the memory limit of its control group leaves " + mebibytes(static_cast<std::size_t>(*left)) + ", " +
+         mebibytes(bytes + kBytesToSpare) + " are asked for";
+}
+
+void SharedSetup::forget(int peer) {
+  pairs_[peer] = {};
+  trouble_.reset();
+}
+
+std::vector<int> SharedSetup::settled_now() const {
+  std::vector<int> out;
+  for (std::size_t peer = 0; peer < pairs_.size(); ++peer)
+    if (pairs_[peer].stage == Stage::kSettled && pairs_[peer].tcp) out.push_back(static_cast<int>(peer));
+  return out;
+}
+
+bool SharedSetup::complete() const { return tree_.all_ready() && told_children_; }
+
+bool SharedSetup::settled() const {
+  return std::all_of(pairs_.begin(), pairs_.end(), [](const Pair& it) { return it.stage == Stage::kSettled; });
 }
 
 std::vector<int> SharedSetup::awaited() const {
   std::vector<int> out;
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer)
-    if (!pairs_[peer].through) out.push_back(static_cast<int>(peer));
-  return out;
+    if (pairs_[peer].stage != Stage::kSettled) out.push_back(static_cast<int>(peer));
+  return out.empty() ? tree_.awaited() : out;
+}
+
+int SharedSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
+  for (const Pair& pair : pairs_) {
+    if (!pair.tcp || pair.stage == Stage::kSettled) continue;
+    if (pair.stage == Stage::kKnocking) wait_ms = std::min(wait_ms, kKnockAgainMs);
+    if (pair.stage == Stage::kAwaitMemory) wait_ms = pair.deadline.remaining_ms(wait_ms);
+    polled.push_back({pair.tcp.get(), POLLIN, 0});
+    if (pair.stage == Stage::kAwaitMemory) polled.push_back({pair.door.get(), POLLIN, 0});
+  }
+  if (door_) door_->poll_for(polled);
+  return wait_ms;
 }
 
 void SharedSetup::step(int wait_ms) {
@@ -78,11 +122,10 @@ void SharedSetup::step(int wait_ms) {
   std::vector<int> ranks;
   for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
     Pair& pair = pairs_[peer];
-    if (!pair.awaited) continue;
+    // Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end.
+    if (!pair.tcp || (pair.stage == Stage::kSettled && !tree_.is_neighbour(peer))) continue;
     if (pair.stage == Stage::kKnocking) wait_ms = std::min(wait_ms, kKnockAgainMs);
     if (pair.stage == Stage::kAwaitMemory) wait_ms = pair.deadline.remaining_ms(wait_ms);
-    // Of a peer that is through only its end could still be heard, and that may be in good order once it knows of ours.
-    if (pair.through && said_through_) continue;
     polled.push_back({pair.tcp.get(), POLLIN, 0});
     ranks.push_back(peer);
     if (pair.stage != Stage::kAwaitMemory) continue;
@@ -101,20 +144,20 @@ void SharedSetup::step(int wait_ms) {
   }
   if (door_)
     for (Door::Guest& guest : door_->serve()) hand_out(std::move(guest));
-  bool settled = true, makes = false;
+  bool makes = false;
   for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
     Pair& pair = pairs_[peer];
     if (pair.stage == Stage::kKnocking) knock_at(peer);
     if ((pair.stage == Stage::kAwaitMemory || pair.stage == Stage::kKnocking) && pair.deadline.expired())
       refuse(peer, "rank " + std::to_string(peer) + " did not hand the memory out in time");
-    settled = settled && pair.stage == Stage::kSettled;
     makes = makes || pair.stage == Stage::kAwaitAnswer;
   }
   if (door_ && !makes) {
     turned_away_ += door_->turned_away();
     door_.reset();
   }
-  if (settled && !said_through_ && !trouble_) say_through();
+  if (!trouble_ && settled() && !lacks_required()) tree_.set_ready();
+  pass_on();
 }
 
 // ---- The lower rank ----
@@ -197,9 +240,7 @@ void SharedSetup::fetch(int peer) {
   std::string problem;
   pair.memory = PairMemory::map(memory, pair.offer.ring_bytes, problem);
   if (!pair.memory) return refuse(peer, own(problem));
-  SharedMessage message;
-  message.type = SharedType::kAccepted;
-  say(peer, message);
+  say(peer, SharedType::kAccepted);
   use_memory(peer);
 }
 
@@ -208,39 +249,28 @@ void SharedSetup::fetch(int peer) {
 void SharedSetup::hear(int peer) {
   Pair& pair = pairs_[peer];
   if (trouble_) return;
-  if (pair.through) return watch(peer);
   SharedReader::Status status = pair.tcp_reader.read(pair.tcp.get());
   if (status == SharedReader::Status::kWaiting) return;
   if (status == SharedReader::Status::kClosed) return lose(peer, pair.tcp_reader.why());
-  if (status == SharedReader::Status::kNonsense) return object(peer, "it sent something that is no part of the set-up");
+  if (status == SharedReader::Status::kNonsense)
+    return object(peer, "it sent something that is not part of the set-up");
   on_message(peer, pair.tcp_reader.message());
 }
 
 void SharedSetup::on_message(int peer, const SharedMessage& message) {
   Pair& pair = pairs_[peer];
   if (pair.stage == Stage::kAwaitOffer && message.type == SharedType::kRefused)
-    return stay_with_tcp(peer, message.reason);
+    return use_fallback(peer, message.reason);
   if (pair.stage == Stage::kAwaitOffer && message.type == SharedType::kOffer) {
     pair.offer = message;
     return on_offer(peer);
   }
   if (pair.stage == Stage::kAwaitAnswer && message.type == SharedType::kRefused)
-    return stay_with_tcp(peer, message.reason);
+    return use_fallback(peer, message.reason);
   if (pair.stage == Stage::kAwaitAnswer && message.type == SharedType::kAccepted && pair.door) return use_memory(peer);
-  if (pair.stage == Stage::kSettled && message.type == SharedType::kThrough) {
-    pair.through = true;
-    return;
-  }
+  if (pair.stage == Stage::kSettled && message.type == SharedType::kReady && tree_.take_report(peer)) return;
+  if (pair.stage == Stage::kSettled && message.type == SharedType::kAllReady && tree_.take_all_ready(peer)) return;
   object(peer, "it sent a message out of turn (" + std::to_string(static_cast<int>(message.type)) + ")");
-}
-
-// It is through, this rank is not: it waits, and only its end can be heard.
-void SharedSetup::watch(int peer) {
-  std::byte byte{};
-  ssize_t got = recv(pairs_[peer].tcp.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  if (got > 0) return object(peer, "it went on before this rank was through");
-  lose(peer, got == 0 ? "its connection was closed" : errno_text(errno));
 }
 
 std::string SharedSetup::stranger_text(int peer, const ucred& credentials) const {
@@ -262,11 +292,11 @@ void SharedSetup::say(int peer, SharedMessage message) {
 void SharedSetup::refuse(int peer, const std::string& reason) {
   SharedMessage message;
   message.reason = reason;
-  stay_with_tcp(peer, SharedMessage::decode(message.encode())->reason);  // the peer's words are cut, so are these
+  use_fallback(peer, SharedMessage::decode(message.encode())->reason);  // the peer's words are cut, so are these
   say(peer, message);
 }
 
-void SharedSetup::stay_with_tcp(int peer, const std::string& reason) {
+void SharedSetup::use_fallback(int peer, const std::string& reason) {
   Pair& pair = pairs_[peer];
   pair.stage = Stage::kSettled;
   pair.problem = reason.empty() ? "no reason was given" : reason;
@@ -280,16 +310,31 @@ void SharedSetup::use_memory(int peer) {
   pairs_[peer].handout.reset();
 }
 
-void SharedSetup::say_through() {
-  for (std::size_t peer = 0; peer < pairs_.size(); ++peer)
-    if (plan_.required[peer] != 0 && !pairs_[peer].problem.empty()) return;
-  said_through_ = true;
+void SharedSetup::say(int peer, SharedType type) {
   SharedMessage message;
-  message.type = SharedType::kThrough;
-  for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer)
-    if (pairs_[peer].awaited) say(peer, message);
+  message.type = type;
+  say(peer, std::move(message));
 }
 
+// A child that dies when all are ready is not heard here: the others' links tell, as at any time later.
+void SharedSetup::pass_on() {
+  if (trouble_) return;
+  if (tree_.to_report()) {
+    if (tree_.parent() >= 0) say(tree_.parent(), SharedType::kReady);
+    tree_.note_reported();
+  }
+  if (!tree_.all_ready() || told_children_) return;
+  for (int child : tree_.children()) say(child, SharedType::kAllReady);
+  told_children_ = true;
+}
+
+bool SharedSetup::lacks_required() const {
+  for (std::size_t peer = 0; peer < pairs_.size(); ++peer)
+    if (plan_.transports[peer].required && !pairs_[peer].problem.empty()) return true;
+  return false;
+}
+
+// The first one counts, until it is forgotten.
 void SharedSetup::lose(int peer, const std::string& text) {
   if (!trouble_) trouble_ = Trouble{peer, true, text};
 }
@@ -300,7 +345,7 @@ void SharedSetup::object(int peer, const std::string& text) {
 
 std::unique_ptr<Channel> SharedSetup::take(int peer) {
   Pair& pair = pairs_[peer];
-  if (!pair.memory) return make_tcp_channel(std::move(pair.tcp));
+  if (!pair.memory) return transport(peer).open(std::move(pair.tcp));
   pair.tcp.reset();
   int side = peer > rank_ ? 0 : 1;
   return make_shm_channel({std::move(*pair.memory), std::move(pair.door), side, "rank " + std::to_string(peer)});

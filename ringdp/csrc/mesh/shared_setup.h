@@ -1,8 +1,10 @@
-// SharedSetup: how the ranks of a host come to share memory, pair by pair and all pairs at once. The lower rank of a pair
+// SharedSetup: how the ranks of a host come to share memory, pair by pair and several pairs at once. The lower rank of a pair
 // makes the memory and waits with it behind a door; over the authenticated TCP connection it tells the higher one where. That
-// one fetches it, and alone decides: accepted, or refused with the reason, and then the pair stays with TCP. At the end every
-// rank tells the others that it is through, so that a death on the way is a death while the ranks met. Nothing blocks.
-// Used by one `meet`, on its thread; owns the connections until they become channels.
+// one fetches it, and alone decides: accepted, or refused with the reason, and then the pair uses its fallback. When the pairs of
+// the start are done, all ranks hear through a tree that all are ready (ReadyTree), also where nothing is shared. Pairs may be
+// added after that. Nothing blocks. A pair whose transport needs no memory has nothing to set up: its channel is opened over
+// the TCP connection.
+// Used by one thread, that of a `meet` and later that of LateConnections; owns the connections until they become channels.
 //
 //   lower rank                     higher rank
 //   offer (door, token)     ->     refused, where there is no memory to be had: nothing follows
@@ -11,6 +13,7 @@
 //                           <-     accepted, or refused
 #pragma once
 
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <memory>
@@ -21,31 +24,46 @@
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "mesh/door.h"
+#include "mesh/ready_tree.h"
 #include "transport/channel.h"
 #include "transport/pair_memory.h"
+#include "transport/transport.h"
 
 namespace ringdp {
 
 // So that a rank has at most 8 MiB in all with up to 64 others on its host; with more, 64 KiB each way per pair.
 std::size_t shared_ring_bytes(int ranks_on_host);
 
+// For the error of a pair that must share memory and cannot, and the advice with it.
+std::string must_share_text(const TransportChoice& choice, const std::string& problem);
+std::string instead_text(const TransportChoice& choice);
+
 class SharedSetup {
  public:
   struct Plan {
-    std::vector<char> share;        // per rank: memory is to be shared with it; both say so, or neither
-    std::vector<char> await;        // per rank: that it is through matters; all that share are meant in any case
-    std::vector<int64_t> pids;      // per rank: as this process sees it, -1 where it does not
-    std::size_t ring_bytes = 0;     // each way
-    std::size_t bytes_on_host = 0;  // of all pairs here together; 0: not to be asked for
-    std::vector<char> required;     // per rank: this rank is not through while it cannot share with that one
-    int64_t patience_ms = 5000;     // with a peer that has made an offer, and then does not hand the memory out
+    std::vector<TransportChoice> transports;  // per rank; the same at both ends. Where the set-up of a required one
+                                              // fails, this rank is not ready
+    std::vector<int64_t> pids;                // per rank: as this process sees it, -1 where it does not
+    std::size_t ring_bytes = 0;               // each way
+    std::size_t bytes_on_host = 0;            // of all pairs of the start here together; 0: not to be asked for
+    int64_t patience_ms = 5000;  // with a peer that has made an offer, and then does not hand the memory out
+
+    bool shares(int peer) const {  // memory is to be set up with it
+      const Transport* first = transports[peer].first;
+      return first != nullptr && first->open == nullptr;
+    }
   };
 
-  // `sockets`: connected and authenticated, one per rank; none at this rank's place.
+  // `sockets`: of the start: connected and authenticated, one per rank; none at this rank's place, and for those that are not
+  // connected then.
   SharedSetup(int rank, std::vector<Fd> sockets, Plan plan);
 
+  void add(int peer, Fd socket);  // one that was connected later
   void step(int wait_ms);
-  bool complete() const;
+  // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
+  int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
+  bool complete() const;  // all ranks are ready
+  const Plan& plan() const { return plan_; }
 
   struct Trouble {
     int peer = -1;
@@ -53,13 +71,20 @@ class SharedSetup {
     std::string text;
   };
   const std::optional<Trouble>& trouble() const { return trouble_; }
+  void forget(int peer);  // its connection goes, and the trouble with it
   const std::string& problem(int peer) const {
     return pairs_[peer].problem;
-  }  // why it stays with TCP; same words on both
-  std::vector<int> awaited() const;
+  }  // why it uses its fallback; same words on both
+  bool settled() const;              // with every peer it is decided what carries the bytes
+  std::vector<int> awaited() const;  // with whom it is not; after that, whose word is missing that all ranks are ready
   int turned_away() const { return turned_away_; }
 
-  bool shared(int peer) const { return pairs_[peer].memory.has_value(); }
+  // What carries the bytes, or is going to.
+  const Transport& transport(int peer) const {
+    const TransportChoice& choice = plan_.transports[peer];
+    return problem(peer).empty() ? *choice.first : *choice.fallback;
+  }
+  std::vector<int> settled_now() const;     // peers whose channels can be taken
   std::unique_ptr<Channel> take(int peer);  // when complete
 
  private:
@@ -75,14 +100,12 @@ class SharedSetup {
     Deadline deadline = Deadline::never();
     std::optional<PairMemory> memory;
     std::string problem;
-    bool awaited = false;
-    bool through = false;
   };
 
   void offer(int peer);
   void say(int peer, SharedMessage message);
   void refuse(int peer, const std::string& reason);  // tells the peer
-  void stay_with_tcp(int peer, const std::string& reason);
+  void use_fallback(int peer, const std::string& reason);
   void use_memory(int peer);
   void hear(int peer);
   void on_message(int peer, const SharedMessage& message);
@@ -90,19 +113,25 @@ class SharedSetup {
   void knock_at(int peer);
   void fetch(int peer);
   void hand_out(Door::Guest guest);
-  void watch(int peer);
-  void say_through();
+  void say(int peer, SharedType type);
+  void pass_on();  // what the tree of ready ranks has to tell
+  bool lacks_required() const;
   void lose(int peer, const std::string& text);
   void object(int peer, const std::string& text);
   std::string stranger_text(int peer, const ucred& credentials) const;  // empty: it is that rank
   std::string own(const std::string& problem) const { return "rank " + std::to_string(rank_) + ": " + problem; }
 
+  void begin(int peer);
+  std::string memory_problem(std::size_t bytes) const;  // that there is not so much to be had; empty: there is
+
   const int rank_;
   const Plan plan_;
+  std::string no_memory_;  // for the pairs of the start
   std::vector<Pair> pairs_;
   std::optional<Door> door_;
   std::optional<Trouble> trouble_;
-  bool said_through_ = false;
+  ReadyTree tree_;
+  bool told_children_ = false;
   int turned_away_ = 0;
 };
 

@@ -2,10 +2,27 @@
 
 namespace ringdp {
 
+std::optional<std::vector<std::string>> Store::find_all(const std::vector<std::string>& keys) {
+  std::vector<std::string> values;
+  for (const std::string& key : keys) {
+    auto value = find(key);
+    if (!value) return std::nullopt;
+    values.push_back(std::move(*value));
+  }
+  return values;
+}
+
 void MemoryStore::set(const std::string& key, const std::string& value) {
   std::lock_guard lock(mutex_);
   values_[key] = value;
   changed_.notify_all();
+}
+
+std::string MemoryStore::set_first(const std::string& key, const std::string& value) {
+  std::lock_guard lock(mutex_);
+  auto [it, added] = values_.emplace(key, value);
+  if (added) changed_.notify_all();
+  return it->second;
 }
 
 std::optional<std::string> MemoryStore::find(const std::string& key) {

@@ -1,4 +1,4 @@
-// Channel: an ordered byte stream to one peer that never blocks. A new transport implements this and nothing else.
+// Channel: an ordered byte stream to one peer that never blocks. A transport implements this and a Transport (transport.h).
 // Used by the thread that drives the engine, one at a time. Owns its descriptor or segment.
 //
 // It is read in one of two ways: `receive` copies what has come; a transport whose bytes are in this process's memory
@@ -27,10 +27,20 @@ struct IoResult {
   int error_number = 0;
 };
 
+// What a user can do where packets of the size that the hosts send do not arrive.
+inline constexpr const char* kLargePacketsAdvice =
+    "give the interfaces of these hosts and everything between them the same MTU (ip link set dev NAME mtu BYTES, as "
+    "small "
+    "as the smallest of them), or let Linux find the size: sysctl -w net.ipv4.tcp_mtu_probing=1 on every host";
+
 class Channel {
  public:
   // Of a direct channel: where a frame begins in memory if all before it were padded to this, too.
   static constexpr std::size_t kDirectAlignment = 64;
+  // How much fills a payload up to that.
+  static constexpr std::size_t padding_of(std::size_t payload) {
+    return (kDirectAlignment - payload % kDirectAlignment) % kDirectAlignment;
+  }
 
   virtual ~Channel() = default;
 
@@ -50,9 +60,9 @@ class Channel {
   virtual bool drained() const = 0;           // everything sent has reached the peer's host: closing now loses nothing
   virtual void close_send() = 0;              // no more bytes will be sent; the peer sees kClosed after the last one
   virtual int poll_fd() const = 0;            // for the Poller
-  virtual int bell_fd() const { return -1; }  // a second one, if any: every write to it wakes, nobody reads it
+  virtual int bell_fd() const { return -1; }  // a second one, if any: every write to it wakes, and none is read
 
-  // A direct channel moves without its descriptor. Whoever sleeps on that says so before: true if from now on it turns
+  // A direct channel moves without its descriptor. A thread that sleeps on that says so before: true if from now on it turns
   // readable when bytes come (with `for_room`, also when room is made); false: something is there already, do not sleep.
   virtual bool before_sleep(bool /*for_room*/) { return true; }
   virtual void after_sleep() {}
@@ -62,6 +72,14 @@ class Channel {
   virtual void watch_host(int64_t) {
   }  // ask it while nothing moves: one that is gone breaks the channel in that many ms
   virtual int64_t host_silence_ms() { return 0; }  // how long it has owed an acknowledgement; 0: it owes none
+
+  // Bytes under way of which nothing arrives, though the peer's host answers: for how long, and how large their packets are
+  // at most.
+  struct HeldUp {
+    int64_t ms = 0;  // 0: nothing is
+    std::size_t packet_bytes = 0;
+  };
+  virtual HeldUp held_up() { return {}; }
 
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
 };

@@ -1,10 +1,11 @@
 // A Channel that behaves as badly as a network may while losing nothing: short reads and writes, and "would block" where
-// there was room, as a seed says. For tests.
+// there was room, as a seed says. On demand it also flips a bit of what it receives. For tests.
 // Used as any Channel is.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <random>
 
 #include "transport/channel.h"
@@ -13,7 +14,11 @@ namespace ringdp {
 
 class FaultyChannel final : public Channel {
  public:
-  FaultyChannel(std::unique_ptr<Channel> inner, uint64_t seed) : inner_(std::move(inner)), random_(seed) {}
+  // `flip_within` not 0: one bit of the first so many bytes that are received flips. Not for direct channels.
+  FaultyChannel(std::unique_ptr<Channel> inner, uint64_t seed, uint64_t flip_within = 0)
+      : inner_(std::move(inner)), random_(seed) {
+    if (flip_within > 0) flip_bit_ = random_() % (8 * flip_within);
+  }
 
   IoResult send(std::span<const iovec> pieces) override;
   bool direct() const override { return inner_->direct(); }
@@ -29,14 +34,18 @@ class FaultyChannel final : public Channel {
   void noticed() override { inner_->noticed(); }
   void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
+  HeldUp held_up() override { return inner_->held_up(); }
   std::string describe() const override { return "faulty " + inner_->describe(); }
 
  private:
   bool refuses() { return random_() % 4 == 0; }
   std::size_t some() { return random_() % 3 == 0 ? 1 + random_() % 200 : 1 + random_() % 100'000; }
 
+  void flip(std::span<const iovec> pieces, std::size_t received);
+
   std::unique_ptr<Channel> inner_;
   std::mt19937_64 random_;
+  std::optional<uint64_t> flip_bit_;  // counted from the next byte that is received
 };
 
 }  // namespace ringdp

@@ -58,7 +58,7 @@ std::string objection(int fd, std::size_t ring_bytes) {
   struct stat status{};
   if (fstat(fd, &status) != 0) return failed("fstat", errno);
   int seals = fcntl(fd, F_GET_SEALS);
-  if (!S_ISREG(status.st_mode) || seals < 0) return "the descriptor is no memory that can be sealed";
+  if (!S_ISREG(status.st_mode) || seals < 0) return "the descriptor is not memory that can be sealed";
   if ((seals & kSeals) != kSeals) return "the memory's size is not sealed";
   if (status.st_uid != geteuid()) return "the memory belongs to user " + std::to_string(status.st_uid);
   if ((status.st_mode & 07777) != 0600) return "others may open the memory";

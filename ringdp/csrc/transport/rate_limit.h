@@ -1,4 +1,4 @@
-// A sender that is no faster than a given line, in software: RateLimiter keeps the books for all channels of a process,
+// A sender that is not faster than a given line, in software: RateLimiter keeps the books for all channels of a process,
 // LimitedChannel asks it before each send. What is received is not limited: the peers limit what they send.
 // Used by the thread that drives the engine, which sleeps until `next` where a channel is held back.
 #pragma once
@@ -32,7 +32,7 @@ class RateLimiter {
   const double ns_per_byte_;
   const std::size_t quantum_bytes_;
   Clock::time_point free_at_{};
-  bool refused_ = false;  // somebody waits for free_at_
+  bool refused_ = false;  // a sender waits for free_at_
 };
 
 class LimitedChannel final : public Channel {
@@ -49,6 +49,7 @@ class LimitedChannel final : public Channel {
   int bell_fd() const override { return inner_->bell_fd(); }
   void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
+  HeldUp held_up() override { return inner_->held_up(); }
   std::string describe() const override { return inner_->describe(); }
 
  private:

@@ -14,6 +14,7 @@
 
 #include "base/descriptor_passing.h"
 #include "transport/slot_writer.h"
+#include "transport/transport.h"
 
 namespace ringdp {
 namespace {
@@ -107,7 +108,8 @@ class ShmChannel final : public Channel {
     if (in_.written.load(std::memory_order_relaxed) - read_ <= size_ / 2) ring_if(kWantsRoom);
   }
 
-  bool drained() const override { return true; }  // the peer has the memory mapped itself, whoever else leaves
+  // The peer has the memory mapped itself, also after this rank has left.
+  bool drained() const override { return true; }
   void close_send() override {
     out_.ended.store(1, std::memory_order_release);
     shutdown(socket_.get(), SHUT_WR);
@@ -139,7 +141,7 @@ class ShmChannel final : public Channel {
 
   IoResult sent(std::size_t bytes) {
     publish();
-    ring_if(kWantsBytes);  // once, not for every stretch: to wake somebody costs as much as to copy one
+    ring_if(kWantsBytes);  // once, not for every stretch: to wake the peer costs as much as to copy one
     return {IoStatus::kOk, bytes};
   }
 
@@ -218,5 +220,10 @@ class ShmChannel final : public Channel {
 }  // namespace
 
 std::unique_ptr<Channel> make_shm_channel(SharedPair pair) { return std::make_unique<ShmChannel>(std::move(pair)); }
+
+const Transport& shm_transport() {
+  static constexpr Transport kShm{.name = "shm", .title = "shared memory", .same_host = true, .direct = true};
+  return kShm;
+}
 
 }  // namespace ringdp

@@ -19,4 +19,7 @@ struct SharedPair {
 
 std::unique_ptr<Channel> make_shm_channel(SharedPair pair);
 
+struct Transport;
+const Transport& shm_transport();
+
 }  // namespace ringdp

@@ -13,12 +13,11 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "transport/tcp_watch.h"
+#include "transport/transport.h"
 
 namespace ringdp {
 namespace {
-
-constexpr int kProbesOwed = 2;                      // one probe without an answer yet is everyday life
-constexpr auto kAbsence = std::chrono::seconds(2);  // between two looks
 
 // One small number at the end of an address, 0..65535.
 uint16_t parse_port(const std::string& text, const std::string& whole) {
@@ -34,19 +33,25 @@ uint16_t parse_port(const std::string& text, const std::string& whole) {
   return static_cast<uint16_t>(value);
 }
 
+// Not gathered until the last bytes are acknowledged (Nagle): messages of the rendezvous are small, too.
+void send_at_once(int fd) {
+  int one = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+}
+
+template <class GetName>
+SocketAddress end_of(int fd, GetName get_name) {
+  sockaddr_storage storage{};
+  socklen_t length = sizeof(storage);
+  if (get_name(fd, reinterpret_cast<sockaddr*>(&storage), &length) != 0) return {};
+  return SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length);
+}
+
 class TcpChannel final : public Channel {
  public:
   explicit TcpChannel(Fd socket) : fd_(std::move(socket)) {
-    int one = 1;
-    setsockopt(fd_.get(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
-    sockaddr_storage storage;
-    socklen_t length = sizeof(storage);
-    getsockname(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length);
-    std::string local = SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).text();
-    length = sizeof(storage);
-    getpeername(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length);
-    description_ =
-        "tcp " + local + " -> " + SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length).text();
+    send_at_once(fd_.get());
+    description_ = "tcp " + connection_text(fd_.get());
   }
 
   IoResult send(std::span<const iovec> pieces) override {
@@ -93,21 +98,8 @@ class TcpChannel final : public Channel {
 
   // Keepalive rests while bytes are under way, and retransmission gives up after a quarter of an hour only. Bytes that are
   // held back because the peer's window is shut are not owed: its host answers the probes.
-  int64_t host_silence_ms() override {
-    tcp_info info{};
-    socklen_t length = sizeof(info);
-    if (getsockopt(fd_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return 0;
-    auto now = Clock::now();
-    bool owed = info.tcpi_unacked > 0 || info.tcpi_probes >= kProbesOwed;
-    bool absent = now - looked_at_ > kAbsence;  // this process was stopped itself: begin again
-    looked_at_ = now;
-    if (!owed || absent) {
-      silent_since_ = now;
-      return 0;
-    }
-    silent_since_ = std::max(silent_since_, now - std::chrono::milliseconds(info.tcpi_last_ack_recv));
-    return std::chrono::duration_cast<std::chrono::milliseconds>(now - silent_since_).count();
-  }
+  int64_t host_silence_ms() override { return watch_.host_silence_ms(); }
+  HeldUp held_up() override { return watch_.held_up(); }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return description_; }
 
@@ -118,9 +110,8 @@ class TcpChannel final : public Channel {
   }
 
   Fd fd_;
+  TcpWatch watch_{fd_.get()};
   std::string description_;
-  Clock::time_point looked_at_ = Clock::now();
-  Clock::time_point silent_since_ = looked_at_;
 };
 
 }  // namespace
@@ -131,6 +122,8 @@ SocketAddress SocketAddress::from_raw(const sockaddr* raw, socklen_t length) {
   std::memcpy(&address.storage_, raw, address.length_);
   return address;
 }
+
+SocketAddress SocketAddress::far_end_of(int fd) { return end_of(fd, getpeername); }
 
 SocketAddress SocketAddress::from_ip(const std::string& ip, uint16_t port) {
   SocketAddress address;
@@ -203,7 +196,7 @@ std::optional<TcpListener> TcpListener::try_bind(const std::string& ip, uint16_t
   SocketAddress wanted = SocketAddress::from_ip(ip, port);
   Fd fd(socket(wanted.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   int one = 1;
-  // A port that somebody listens on stays refused; connections of a job that has ended no longer block theirs.
+  // A port that a process listens on stays refused; connections of a job that has ended no longer block theirs.
   if (!fd || (port != 0 && setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)) != 0) ||
       bind(fd.get(), wanted.raw(), wanted.length()) != 0 || listen(fd.get(), backlog) != 0) {
     error_number = errno;
@@ -223,17 +216,19 @@ std::optional<std::pair<Fd, SocketAddress>> TcpListener::accept(int& error_numbe
   socklen_t length = sizeof(storage);
   int fd = accept4(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (fd < 0) {
-    // Otherwise nobody is there, or a connection died while it waited.
+    // Otherwise there is no caller, or a connection died while it waited.
     bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
     error_number = short_of ? errno : 0;
     return std::nullopt;
   }
+  send_at_once(fd);
   return std::pair(Fd(fd), SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length));
 }
 
 Fd start_connect(const SocketAddress& to, int& error_number) {
   Fd fd(socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   error_number = fd ? 0 : errno;
+  if (fd) send_at_once(fd.get());
   while (fd && connect(fd.get(), to.raw(), to.length()) != 0) {
     if (errno == EINPROGRESS) break;
     if (errno == EINTR) continue;
@@ -250,6 +245,22 @@ int connect_error(int fd) {
   return error_number;
 }
 
+std::size_t largest_payload(int fd) {
+  if (end_of(fd, getsockname).ip() == SocketAddress::far_end_of(fd).ip()) return 0;
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 ? info.tcpi_snd_mss : 0;
+}
+
+std::string connection_text(int fd) {
+  return end_of(fd, getsockname).text() + " -> " + SocketAddress::far_end_of(fd).text();
+}
+
 std::unique_ptr<Channel> make_tcp_channel(Fd socket) { return std::make_unique<TcpChannel>(std::move(socket)); }
+
+const Transport& tcp_transport() {
+  static constexpr Transport kTcp{.name = "tcp", .title = "TCP", .checksums = true, .open = make_tcp_channel};
+  return kTcp;
+}
 
 }  // namespace ringdp

@@ -22,6 +22,7 @@ class SocketAddress {
   // "10.0.0.1:29500", "[fe80::1%eth0]:29500"; throws Error(kValue).
   static SocketAddress parse(const std::string& text);
   static SocketAddress from_ip(const std::string& ip, uint16_t port);
+  static SocketAddress far_end_of(int fd);  // family AF_UNSPEC: it is not a connected socket
   static SocketAddress from_raw(const sockaddr* raw, socklen_t length);
 
   std::string text() const;
@@ -43,7 +44,7 @@ class TcpListener {
   // On port 0 any. nullopt, with errno's value, where the address or the port cannot be had.
   static std::optional<TcpListener> try_bind(const std::string& ip, uint16_t port, int backlog, int& error_number);
 
-  // nullopt: nobody there now; with `error_number` not 0: or nobody can be let in for want of descriptors or memory.
+  // nullopt: no caller now; with `error_number` not 0: or none can be let in for want of descriptors or memory.
   std::optional<std::pair<Fd, SocketAddress>> accept(int& error_number);
   SocketAddress address() const { return address_; }
   int poll_fd() const { return fd_.get(); }
@@ -59,8 +60,14 @@ class TcpListener {
 // An empty Fd and errno's value where that fails at once (no route, no descriptor).
 Fd start_connect(const SocketAddress& to, int& error_number);
 int connect_error(int fd);
+std::size_t largest_payload(
+    int fd);  // bytes that one packet of a connected socket carries; 0: it leads to this host, or that is unknown
+std::string connection_text(int fd);  // "10.0.0.1:41000 -> 10.0.0.2:29500"
 
 // Takes a connected non-blocking socket.
 std::unique_ptr<Channel> make_tcp_channel(Fd socket);
+
+struct Transport;
+const Transport& tcp_transport();
 
 }  // namespace ringdp

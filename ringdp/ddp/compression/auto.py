@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ringdp.backend import load_extension
 from ringdp.compression import Compressor
-from ringdp.compression_tuner import EXACT, Bucket, Choice, Step, Tuner
-from ringdp.exchange import all_gather_bytes
+from ringdp.ddp.compression.link_speed import LinkProbe, gather_numbers
+from ringdp.ddp.compression.tuner import EXACT, Bucket, Choice, Step, Tuner
 from ringdp.hooks.compressed import CompressedHook
-from ringdp.link_probe import LinkProbe, gather_numbers
+from ringdp.job.backend import inside_host
+from ringdp.job.byte_collectives import all_gather_bytes
 
 _WINDOW_S = 0.5
 _FIRST_STEPS = 1  # of the first window: on a slow network exact steps are long
 _LEAST_STEPS, _MOST_STEPS = 3, 16
-_SETTLING = 1  # steps after a change that are not counted: memory is allocated
+_STEPS_TO_SKIP = 1  # steps after a change that are not counted: memory is allocated
 
 _log = logging.getLogger("ringdp.auto_compression")
 
@@ -54,9 +54,9 @@ class AutoCompression:
     """Used by forward's thread, between steps, on all ranks in the same place.
 
     Args:
-        owner: has the reducer whose plan of methods this speaks of.
+        owner: has the reducer whose plan of reductions this speaks of.
         levels: what is allowed by name, from mild to lossy.
-        method_of: by level, its number in that plan.
+        reduction_of: by level, its number in that plan.
         hook: makes the codes that the core has not.
         names: of all parameters, as the reducer numbers them.
     """
@@ -65,11 +65,17 @@ class AutoCompression:
         self,
         owner: Owner,
         levels: Mapping[str, Compressor],
-        method_of: Mapping[str, int],
+        reduction_of: Mapping[str, int],
         hook: CompressedHook | None,
         names: Sequence[str],
     ) -> None:
-        self._owner, self._levels, self._method_of, self._hook, self._names = owner, levels, method_of, hook, names
+        self._owner, self._levels, self._reduction_of, self._hook, self._names = (
+            owner,
+            levels,
+            reduction_of,
+            hook,
+            names,
+        )
         self._in_python = {level for level, it in levels.items() if getattr(it, "native", None) is None}
         self.decisions: list[Decision] = []
         self._layout: list[list[int]] = []
@@ -82,7 +88,7 @@ class AutoCompression:
         self._last_step = 0
         self._times: list[float] = []
         self._waits: list[float] = []
-        self._settling = _SETTLING
+        self._skipping = _STEPS_TO_SKIP
         self._length = _FIRST_STEPS
 
     def before_forward(self) -> None:
@@ -109,7 +115,7 @@ class AutoCompression:
                 return level
         return EXACT
 
-    def settle(self) -> None:
+    def return_residuals(self) -> None:
         """Let the core keep all residuals, for a checkpoint; the next forward puts them where they are used."""
         self._move_residuals(set())
         self._applied = ()
@@ -122,20 +128,20 @@ class AutoCompression:
         self._watched = [frozenset(row["parameters"]) for row in rows]
         self._tuner = Tuner(tuple(self._levels), len(rows))
         self._applied = ()
-        self._settle_in(_SETTLING if first else 0)  # later ones have been in use for a step
+        self._skip_steps(_STEPS_TO_SKIP if first else 0)  # later ones have been in use for a step
         self._apply(self._tuner.choice)
 
-    def _settle_in(self, steps: int) -> None:
-        self._settling = steps
+    def _skip_steps(self, steps: int) -> None:
+        self._skipping = steps
         self._times, self._waits = [], []
 
     def _count(self) -> None:
         tuner = self._tuner
         assert tuner is not None
         if self._applied != tuner.choice:
-            self._apply(tuner.choice)  # after `settle`
-        if self._settling:
-            self._settle_in(self._settling - 1)
+            self._apply(tuner.choice)  # after `return_residuals`
+        if self._skipping:
+            self._skip_steps(self._skipping - 1)
             return
         if len(self._times) < self._length:
             return
@@ -152,7 +158,7 @@ class AutoCompression:
             self._tell(tuner.reason)
         if tuner.choice != self._applied:
             self._apply(tuner.choice)
-            self._settle_in(_SETTLING)
+            self._skip_steps(_STEPS_TO_SKIP)
 
     def _agreed_step(self) -> Step:
         """The same on all ranks: waiting as on the rank that waits least, since the others wait for it, too."""
@@ -169,8 +175,9 @@ class AutoCompression:
 
     def _crowded(self) -> bool:
         """Whether some rank has no core to spare for coding."""
+
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        here = 1 + sum(kind == "shm" for kind in load_extension().group_transports(self._owner.group).values())
+        here = 1 + sum(inside_host(self._owner.group))
         told = gather_numbers([cores / (here * max(torch.get_num_threads(), 1))], self._owner.group)
         return float(told.min()) < 2.0
 
@@ -189,29 +196,29 @@ class AutoCompression:
             if level in self._in_python
         }
         self._move_residuals(by_hook)
-        self._owner.reducer.choose([self._method_of.get(level, -1) for level in choice])
+        self._owner.reducer.choose([self._reduction_of.get(level, -1) for level in choice])
         self._applied = choice
 
     def _move_residuals(self, by_hook: set[int]) -> None:
-        """What error feedback owes goes with the parameters, from the core to the hook and back."""
+        """Residuals move with the parameters, from the core to the hook and back."""
         hook, reducer = self._hook, self._owner.reducer
         if hook is None or by_hook == self._in_hook:
             return
         entering, leaving = sorted(by_hook - self._in_hook), sorted(self._in_hook - by_hook)
-        owed = {}
+        residuals = {}
         for index in leaving:
             residual = hook.memory.take_residual(self._names[index])
             if residual is not None:
-                owed[index] = residual
-        reducer.give_owed(owed)
-        for index, residual in reducer.take_owed(entering).items():
+                residuals[index] = residual
+        reducer.give_residuals(residuals)
+        for index, residual in reducer.take_residuals(entering).items():
             hook.memory.give_residual(self._names[index], residual, self._owner.group)
         self._in_hook = set(by_hook)
 
 
 def crosses_network(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether some ranks of the group reach each other otherwise than through shared memory; all of them call this."""
+    """Whether some ranks of the group reach each other by a network, loopback too; all of them call this."""
     if group.size() == 1:
         return False
-    away = any(carrier != "shm" for carrier in load_extension().group_transports(group).values())
-    return b"\1" in all_gather_bytes(b"\1" if away else b"\0", group, room=1, device=device)
+    away = b"\0" if all(inside_host(group)) else b"\1"
+    return b"\1" in all_gather_bytes(away, group, room=1, device=device)

@@ -1,4 +1,4 @@
-"""How fast the ranks of a group average gradients now, exactly and as codes: what `compression_tuner` decides by."""
+"""How fast the ranks of a group average gradients now, exactly and as codes: what `tuner` decides by."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.backend import named
-from ringdp.compression import Compressor, TopK, native
-from ringdp.compression.core_codec import CoreCodec
+from ringdp.compression import Compressor, TopK
+from ringdp.compression.codecs.core_codec import CoreCodec
 from ringdp.compression.exchange import Coder, Section, States
 from ringdp.compression.feedback import feedback_of
-from ringdp.compression_tuner import EXACT, Costs, Line
-from ringdp.exchange import all_gather_single
+from ringdp.ddp.compression.tuner import EXACT, Line, LinkCosts
+from ringdp.job.backend import named
+from ringdp.job.byte_collectives import all_gather_single
 
 _SMALL = 16 * 1024  # elements
 _LARGE = 256 * 1024
@@ -40,8 +40,10 @@ class LinkProbe:
         self._coding = {level: coding_s(it) for level, it in levels.items()}
         self._crowded = crowded
 
-    def measure(self) -> tuple[Costs, float]:
+    def measure(self) -> tuple[LinkCosts, float]:
         """What all-reduces cost now, the same numbers on all ranks, and the seconds this took."""
+        from ringdp import _C
+
         began = time.monotonic()
         buffer = torch.zeros(_LARGEST)
         [large] = self._agreed([self._time(buffer[:_LARGE])])
@@ -57,11 +59,11 @@ class LinkProbe:
         for i, level in enumerate((EXACT, *self._codecs)):
             lines[level] = Line.through((_SMALL, told[2 * i]), (size, told[2 * i + 1]))
         for level, codec in self._codecs.items():  # short codes may go through in a burst that longer ones do not get
-            wire_s = lines[EXACT].element_s * native.extension().codec_bytes(codec, size) / (4 * size)
+            wire_s = lines[EXACT].element_s * _C.codec_bytes(codec, size) / (4 * size)
             lines[level] = Line(lines[level].fixed_s, max(lines[level].element_s, wire_s))
         if "topk" in self._levels:
             lines["topk"] = self._sparse(lines[EXACT], coding["topk"])
-        return Costs(lines, coding if self._crowded else {}), took
+        return LinkCosts(lines, coding if self._crowded else {}), took
 
     def _sparse(self, exact: Line, coding: float) -> Line:
         share = _UNION * TopK().fraction * 27 / 32
@@ -82,13 +84,15 @@ class LinkProbe:
         feedback = feedback_of(getattr(self._levels[level], "error_feedback", None))
         residuals = [None if feedback is None else torch.zeros_like(x) for _ in range(2)]
         group, codec = self._group, self._codecs[level]
-        work, _ = native.extension().all_reduce_compressed(
+        from ringdp import _C
+
+        work, _ = _C.all_reduce_compressed(
             group, x, [0], [x.numel()], [0], residuals[:1], residuals[1:], codec, 1.0, group.size()
         )
         work.wait()
 
     def _agreed(self, numbers: Sequence[float], *, most: bool = False) -> list[float]:
-        """The least of what all ranks have: the one that came last waited for nobody. Or the most."""
+        """The least of what all ranks have: the one that came last did not wait. Or the most."""
         told = gather_numbers(numbers, self._group)
         values = told.amax(0) if most else told.amin(0)
         agreed: list[float] = values.tolist()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -10,31 +11,34 @@ import torch.distributed as dist
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.description import describe
+from ringdp.compression.parameters import other_parameters
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 
 if TYPE_CHECKING:
-    from ringdp.compression_stats import CompressionStats
-    from ringdp.model_compression import ModelCompression
-    from ringdp.model_parameters import ModelParameter
-    from ringdp.rank_devices import RankDevices
+    from ringdp.compression.parameters import ModelParameter
+    from ringdp.ddp.compression.plan import ModelCompression
+    from ringdp.ddp.compression.state import CarriedState
+    from ringdp.ddp.compression.stats import CompressionStats
+    from ringdp.job.placement import Placement
 
 
 class CompressedModule:
     """A part of RingDP, which brings the reducer and the group.
 
     Attributes:
-        _chosen: what the user asked for last, with the steps that are exact at first; None where nobody ever did.
+        _chosen: what the user asked for last, with the steps that are exact at first; None if there was no choice yet.
         _compression: what came of it, made with the reducer.
         _watched: the parameters, as the reducer numbers them.
         _devices: where all ranks have theirs.
     """
 
+    module: Any
     reducer: Any
     process_group: dist.ProcessGroup
     _chosen: tuple[Rules, int] | None
     _compression: ModelCompression | None
     _watched: list[ModelParameter]
-    _devices: RankDevices
+    _devices: Placement
 
     def set_compression(
         self,
@@ -43,6 +47,7 @@ class CompressedModule:
         *,
         warmup_steps: int = 0,
         allow: str | None = None,
+        unmatched_rules: str = "error",
     ) -> None:
         """Compress gradients in another way from the next step on. All ranks call it, between two steps.
 
@@ -55,15 +60,18 @@ class CompressedModule:
                 `ringdp.compression.Rules`.
             warmup_steps: how many steps are still exact.
             allow: what ``"auto"`` may choose among; see `ringdp.compression.Auto`.
+            unmatched_rules: what a rule is that no parameter fits: ``"error"``, or ``"warn"`` where rules are meant for
+                several models.
 
         Raises:
-            InvalidArgumentError: an unknown name, a rule or number that cannot be used.
-            MismatchError: the ranks ask for different things; names the first parameter and both.
+            InvalidArgumentError: an unknown name, a rule or number that cannot be used, a rule that no parameter fits.
+            MismatchError: the ranks ask for different things; names the first parameter and both. Or what another rank
+                asks for cannot be used; has its reason.
             InvalidStateError: a backward is under way, or a communication hook is registered.
         """
-        chosen = Rules(with_permission(compression, allow), tuple(rules))
-        self._attach_compression(chosen, warmup_steps)
-        self._chosen = (chosen, warmup_steps)
+        self._chosen = self._attach_compression(
+            lambda: (Rules(with_permission(compression, allow), rules, unmatched_rules), warmup_steps)
+        )
 
     def compression_state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
         """What compression remembers: residuals and other state by parameter name, and how far warm-up is.
@@ -76,7 +84,7 @@ class CompressedModule:
         Raises:
             InvalidStateError: nothing is compressed.
         """
-        from ringdp.compression_state import state_dict
+        from ringdp.ddp.compression.state import state_dict
 
         return state_dict(self._compressed("compression_state_dict"), consolidated=consolidated)
 
@@ -88,11 +96,11 @@ class CompressedModule:
 
         Raises:
             InvalidArgumentError: it does not fit: another number of ranks, another rank's, a parameter or compressor
-                that this model has not, a residual of another shape; or it is no such state. Says which; nothing has
+                that this model has not, a residual of another shape; or it is not such a state. Says which; nothing has
                 changed then.
             InvalidStateError: nothing is compressed.
         """
-        from ringdp.compression_state import load_state_dict
+        from ringdp.ddp.compression.state import load_state_dict
 
         load_state_dict(self._compressed("load_compression_state_dict"), state)
 
@@ -101,7 +109,7 @@ class CompressedModule:
 
         Such a step costs a copy and an exact all-reduce of the compressed gradients. 0 ends it. All ranks call it.
         """
-        from ringdp.compression_quality import QualityProbe
+        from ringdp.ddp.compression.quality import QualityProbe
 
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise InvalidArgumentError(f"every must be a number of steps from 0 on, not {every!r}")
@@ -116,7 +124,7 @@ class CompressedModule:
         Raises:
             InvalidStateError: nothing is compressed.
         """
-        from ringdp.compression_stats import collect
+        from ringdp.ddp.compression.stats import collect
 
         return collect(self._compressed("compression_stats"))
 
@@ -127,17 +135,47 @@ class CompressedModule:
             )
         return self._compression
 
+    def _compression_to_carry(self) -> CarriedState | None:
+        """What compression remembers, before the reducer forgets the parameters' numbers."""
+        from ringdp.ddp.compression.state import CarriedState
+
+        return None if self._compression is None else CarriedState.of(self._compression)
+
+    def _carry_compression(self, carried: CarriedState | None, renamed: Mapping[str, str]) -> None:
+        """Compress the module's parameters, which have changed, as was asked for last.
+
+        Args:
+            carried: what `_compression_to_carry` gave before.
+            renamed: the earlier names of parameters, by their new ones.
+        """
+        if carried is None or self._chosen is None:
+            return
+        probe = carried.compression.probe
+        self._compression = None
+        # A rule may fit none of the parameters that are left: it was right when it was given.
+        rules = dataclasses.replace(self._chosen[0], unmatched_rules="warn")
+        self._attach_compression(lambda: (rules, 0))
+        carried.give(self._compressed("forward"), renamed)
+        if probe is not None:
+            rows = probe.rows
+            self.measure_compression(every=probe.every)
+            self._compressed("forward").probe.rows = rows  # type: ignore[union-attr]
+
     @property
-    def _choice_in_words(self) -> str | None:
+    def _describe_choice(self) -> str | None:
         if self._chosen is None:
             return None
         rules, _ = self._chosen
         words = describe(rules.compression)
-        return f"{words} but for {len(rules.rules)} rules" if rules.rules else words
+        return f"{words} but for {len(rules.pairs)} rules" if rules.pairs else words
 
-    def _attach_compression(self, chosen: Rules, warmup_steps: int) -> None:
-        from ringdp.model_compression import ModelCompression
+    def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
+        """Do what `asked` gives, and return that: rules and exact steps. What it raises all ranks hear of."""
+        from ringdp.ddp.compression.plan import ModelCompression
 
-        if self._compression is None:
-            self._compression = ModelCompression(self._watched, self.process_group, self.reducer, self._devices)
-        self._compression.choose(chosen, warmup_steps)
+        compression = self._compression
+        if compression is None:
+            compression = ModelCompression(self._watched, self.process_group, self.reducer, self._devices)
+        chosen = compression.choose(asked, other_parameters(self.module, self._watched))
+        self._compression = compression
+        return chosen

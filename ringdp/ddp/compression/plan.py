@@ -4,90 +4,107 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.auto_compression import AutoCompression, Decision, crosses_network
-from ringdp.backend import traffic
 from ringdp.compression import Auto, Compressor, Rules, get
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import Sparsity
 from ringdp.compression.feedback import feedback_of
-from ringdp.compression.partition import turn_of
-from ringdp.compression_tuner import EXACT
+from ringdp.compression.parameters import ModelParameter
+from ringdp.compression.partition import owner_offset_of
+from ringdp.compression.rule_use import RuleUse
+from ringdp.ddp.compression.auto import AutoCompression, Decision, crosses_network
+from ringdp.ddp.compression.tuner import EXACT
+from ringdp.ddp.refusal import raise_refusal, report_refusal
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
-from ringdp.exchange import all_gather_where_different
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
 from ringdp.hooks.parameters import Parameters
-from ringdp.model_parameters import ModelParameter
-from ringdp.rank_devices import RankDevices
+from ringdp.job.backend import named, traffic
+from ringdp.job.byte_collectives import all_gather_where_different
+from ringdp.job.placement import Placement
 
 _log = logging.getLogger("ringdp.model_compression")
+_OPERATION = "choosing compression"
 
 
 class Probe(Protocol):
     """What looks at some steps; see compression_quality.py."""
 
     rows: list[Any]
+    every: int
 
     def before_forward(self, sync: bool) -> None: ...
     def remove(self) -> None: ...
 
 
 class ModelCompression:
-    """Compressors of a wrapper's parameters, and the methods its reducer has for them.
+    """Compressors of a wrapper's parameters, and the reductions its reducer has for them.
 
     One thread at a time, as forward and backward of a step are. Everything here that takes a choice is called by all
     ranks of the group in the same place.
     """
 
     def __init__(
-        self, parameters: Sequence[ModelParameter], group: dist.ProcessGroup, reducer: Any, devices: RankDevices
+        self, parameters: Sequence[ModelParameter], group: dist.ProcessGroup, reducer: Any, devices: Placement
     ) -> None:
         self.parameters = parameters
         self.group = group
         self.reducer = reducer
         self.devices = devices
-        self.device = parameters[0].parameter.device if parameters else torch.device("cpu")
+        self.device: torch.device = parameters[0].parameter.device if parameters else torch.device("cpu")
         self.compressors: list[Compressor | None] = [None] * len(parameters)
         self.hook: CompressedHook | None = None  # of what the core does not do
-        self._methods: list[Any] = []
-        self._method_of = [-1] * len(parameters)
+        self._reductions: list[Any] = []
+        self._reduction_of = [-1] * len(parameters)
         self._steps_before = 0  # of an earlier process, from its checkpoint
-        self.exact_until = 0  # the step at which warm-up ends
+        self.exact_until: int = 0  # the step at which warm-up ends
         self._warming = False
         self.probe: Probe | None = None
-        self._scale_of_scaler = 1.0  # given to RingDP
+        self.scale_of_scaler: float = 1.0  # given to RingDP
         self._sent = 0
         self.auto: AutoCompression | None = None  # where it chooses
-        self.idle_reason = ""  # why it does not, where it was asked to
-        self._crosses_network: bool | None = None  # nobody has asked
+        self.idle_reason: str = ""  # why it does not, where it was asked to
+        self._crosses_network: bool | None = None  # not asked yet
 
-    def choose(self, rules: Rules, warmup_steps: int) -> None:
+    def choose(
+        self, asked: Callable[[], tuple[Rules, int]], left_out: Iterable[ModelParameter] = ()
+    ) -> tuple[Rules, int]:
         """Give each parameter its compressor. Where it is the same as before, what it remembers stays.
 
         Args:
-            rules: what the user asked for.
-            warmup_steps: how many of the next synchronised steps are still exact.
+            asked: gives what the user asked for, and how many of the next synchronised steps are still exact. What it
+                raises the other ranks hear of, so that none waits for this one.
+            left_out: the model's parameters that are not among `parameters`.
 
         Raises:
-            InvalidArgumentError: a number of steps below zero.
-            MismatchError: the ranks chose differently; names the first parameter and both choices.
+            InvalidArgumentError: what cannot be used: a number of steps below zero, a rule that no parameter fits.
+            MismatchError: the ranks chose differently; names the first parameter and both choices. Or another rank's
+                arguments cannot be used; has its reason.
         """
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise InvalidArgumentError(f"warmup_steps must be a number of steps from 0 on, not {warmup_steps!r}")
-        chosen = [
-            self._known(i, rules.of(one.name, one.parameter, one.owner, sparse=one.sparse))
-            for i, one in enumerate(self.parameters)
-        ]
-        self._agree(chosen, warmup_steps)
+        try:
+            rules, warmup_steps = asked()
+            if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+                raise InvalidArgumentError(f"warmup_steps must be a number of steps from 0 on, not {warmup_steps!r}")
+            use = RuleUse(rules, self.parameters, left_out)
+            use.refuse_unmatched()
+            chosen = [self._known(i, rules.of(one)) for i, one in enumerate(self.parameters)]
+        except Exception as error:
+            report_refusal(error, self.group, self.device, _OPERATION)
+            raise
+        warnings = use.warnings
+        self._agree(chosen, warmup_steps, warnings)
+        for warning in warnings if self.group.rank() == 0 else ():
+            _log.warning("%s", warning)
         self._install(chosen)
         self.exact_until = self.steps + warmup_steps
         self._enable(warmup_steps == 0)
+        return rules, warmup_steps
 
     @property
     def steps(self) -> int:
@@ -102,7 +119,7 @@ class ModelCompression:
 
     @property
     def compresses_now(self) -> bool:
-        return bool(self._methods) and not self._warming
+        return bool(self._reductions) and not self._warming
 
     def before_forward(self, sync: bool, *, joining: bool = False) -> None:
         """`sync`: whether the backward that follows synchronises; `joining`: some ranks may have run out of input."""
@@ -148,22 +165,22 @@ class ModelCompression:
 
     def set_loss_scale(self, scale: float) -> None:
         """Of the next backward, where its scaler does not say it itself."""
-        self._scale_of_scaler = scale
+        self.scale_of_scaler = scale
         self.reducer.set_loss_scale(scale)
 
     def loss_scale(self) -> float:
-        """Of the backward this is called in; 1 where nobody scaled its loss."""
+        """The loss scale of the backward this is called in; 1 if its loss was not scaled."""
         from ringdp import _C
 
         noted: float = _C.loss_scale_of_backward()
-        return self._scale_of_scaler if noted == 1.0 else noted
+        return self.scale_of_scaler if noted == 1.0 else noted
 
     def in_core(self, index: int) -> bool:
         """Whether the C++ core compresses parameter `index` and keeps its residual."""
         from ringdp import _C
 
-        method = self._method_of[index]
-        return method >= 0 and isinstance(self._methods[method], _C.NativeMethod | _C.ChosenMethod)
+        reduction = self._reduction_of[index]
+        return reduction >= 0 and isinstance(self._reductions[reduction], _C.CodecReduction | _C.AutoReduction)
 
     def in_hook(self, index: int) -> bool:
         """Whether parameter `index` is compressed in Python, and always will be."""
@@ -172,7 +189,7 @@ class ModelCompression:
 
     @property
     def exchanges_codes(self) -> bool:
-        """See `RankDevices.exchanges_codes`."""
+        """See `Placement.exchanges_codes`."""
         return self.devices.exchanges_codes
 
     def residuals(self) -> dict[int, Tensor]:
@@ -182,14 +199,14 @@ class ModelCompression:
         return {
             index: known[index] if index in known else torch.zeros(one.parameter.numel())
             for index, one in enumerate(self.parameters)
-            if self.in_core(index) and self._methods[self._method_of[index]].feedback
+            if self.in_core(index) and self._reductions[self._reduction_of[index]].feedback
         }
 
-    def residual_lengths(self) -> dict[int, Tensor]:
+    def residual_norm(self) -> dict[int, Tensor]:
         """By index, of all parameters whose error feedback says what it owes: |residual|, without the loss scale."""
         lengths = {index: residual.norm() for index, residual in self.residuals().items()}
         for index, one in enumerate(self.parameters):
-            length = self.hook.memory.owed_length(one.name) if self.hook is not None and self.in_hook(index) else None
+            length = self.hook.memory.residual_norm(one.name) if self.hook is not None and self.in_hook(index) else None
             if length is not None:
                 lengths[index] = length
         return lengths
@@ -200,25 +217,29 @@ class ModelCompression:
 
     # How all ranks come to the same.
 
-    def _agree(self, chosen: Sequence[Compressor | None], warmup_steps: int) -> None:
+    def _agree(self, chosen: Sequence[Compressor | None], warmup_steps: int, warnings: Sequence[str]) -> None:
         if self.group.size() == 1:
             return
         lines = [f"warmup_steps={warmup_steps}"]
         lines += [
-            f"{one.name}\t{'exact' if compressor is None else describe(compressor)}"
+            f"{one.name!r}: {'exact' if compressor is None else describe(compressor)}"
             for one, compressor in zip(self.parameters, chosen, strict=True)
         ]
-        gathered = all_gather_where_different(
-            "\n".join(lines).encode(), self.group, what="compression", device=self.device
-        )
+        lines += warnings
+        with named(_OPERATION):
+            gathered = all_gather_where_different(
+                "\n".join(lines).encode(), self.group, what="compression", device=self.device
+            )
         if gathered is None:
             return
         me = self.group.rank()
+        raise_refusal(gathered, me, "choose its compression")
         told = [text.decode().split("\n") for text in gathered]
         other = next((rank for rank, theirs in enumerate(told) if theirs != lines), me)
-        mine, theirs = next(pair for pair in zip(lines, told[other], strict=False) if pair[0] != pair[1])
+        pairs = zip_longest(lines, told[other], fillvalue="all rules count")
+        mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
         raise MismatchError(
-            f"the ranks chose different compression: {_words(mine)} on rank {me}, {_words(theirs)} on rank {other}."
+            f"the ranks chose different compression: {mine} on rank {me}, {theirs} on rank {other}."
             " Give RingDP and set_compression the same arguments on all ranks.",
             rank=me,
             peer=other,
@@ -233,20 +254,20 @@ class ModelCompression:
 
         auto = self._auto_of(chosen)
         if self.auto is not None:
-            self.auto.settle()
+            self.auto.return_residuals()
         fixed = [None if isinstance(one, Auto) else one for one in chosen]
         exchange = self.exchanges_codes
         in_core = exchange or self.devices.core_reduces_codes
         if not in_core and any(one is not None for one in chosen):
-            self.devices.tell_no_kernels(self.group.rank())
+            self.devices.warn_no_kernels(self.group.rank())
         codecs = [
             (getattr(one, "native", None), _feeds_back(one))
             if in_core and (self.devices.all_on_cpu or not getattr(one, "cpu_only", False))
             else (None, False)
             for one in fixed
         ]
-        kinds = sorted({kind for kind in codecs if kind[0] is not None})
-        methods: list[Any] = [_C.NativeMethod(codec, feedback) for codec, feedback in kinds]
+        kinds = sorted({(codec, feedback) for codec, feedback in codecs if codec is not None})
+        reductions: list[Any] = [_C.CodecReduction(codec, feedback) for codec, feedback in kinds]
         by_hook = {
             one.name: compressor
             for one, compressor, (codec, _) in zip(self.parameters, fixed, codecs, strict=True)
@@ -258,26 +279,28 @@ class ModelCompression:
             by_hook |= {one.name: compressor for one, it in zip(self.parameters, free, strict=True) if it}
         hook = self._make_hook(by_hook) if by_hook else None
         if hook is not None:
-            methods.append(_C.PythonMethod(hook, compressed_hook, "in Python"))
-        method_of = [
+            reductions.append(_C.PythonReduction(hook, compressed_hook, "in Python"))
+        reduction_of = [
             -1 if compressor is None else len(kinds) if kind[0] is None else kinds.index(kind)
             for compressor, kind in zip(fixed, codecs, strict=True)
         ]
         of_level = {}
         if any(free):
-            method_of = [len(methods) if it else method for it, method in zip(free, method_of, strict=True)]
-            methods.append(_C.ChosenMethod(any(_feeds_back(one) for one in levels.values())))
+            reduction_of = [
+                len(reductions) if it else reduction for it, reduction in zip(free, reduction_of, strict=True)
+            ]
+            reductions.append(_C.AutoReduction(any(_feeds_back(one) for one in levels.values())))
             for level, compressor in levels.items():
-                of_level[level] = len(methods)
+                of_level[level] = len(reductions)
                 codec = getattr(compressor, "native", None)
                 if codec is None:
                     of_level[level] = len(kinds)  # the hook
                 else:
-                    methods.append(_C.NativeMethod(codec, _feeds_back(compressor)))
-        turns = [turn_of(one.name) for one in self.parameters]
-        self.reducer.set_methods(methods, method_of, turns, exchange_codes=exchange)
+                    reductions.append(_C.CodecReduction(codec, _feeds_back(compressor)))
+        owner_offsets = [owner_offset_of(one.name) for one in self.parameters]
+        self.reducer.set_reductions(reductions, reduction_of, owner_offsets, exchange_codes=exchange)
         self.compressors, self.hook = list(chosen), hook
-        self._methods, self._method_of = methods, method_of
+        self._reductions, self._reduction_of = reductions, reduction_of
         names = [one.name for one in self.parameters]
         self.auto = AutoCompression(weakref.proxy(self), levels, of_level, hook, names) if any(free) else None
 
@@ -285,7 +308,7 @@ class ModelCompression:
         """What "auto" may choose among, if it can choose at all.
 
         Raises:
-            InvalidArgumentError: two different ones, or ranks that nobody can measure.
+            InvalidArgumentError: two different ones, or ranks whose links cannot be measured.
         """
         autos = dict.fromkeys(one for one in chosen if isinstance(one, Auto))
         self.idle_reason = ""
@@ -330,8 +353,8 @@ class ModelCompression:
 
     def _enable(self, enabled: bool) -> None:
         self._warming = not enabled
-        for method in self._methods:
-            method.enabled = enabled
+        for reduction in self._reductions:
+            reduction.enabled = enabled
 
 
 def _bytes_sent() -> int:
@@ -343,8 +366,3 @@ def _bytes_sent() -> int:
 
 def _feeds_back(compressor: Compressor | None) -> bool:
     return feedback_of(getattr(compressor, "error_feedback", None)) is not None
-
-
-def _words(line: str) -> str:
-    name, _, compressor = line.partition("\t")
-    return f"{name!r}: {compressor}" if compressor else name

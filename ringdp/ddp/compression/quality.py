@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ringdp.backend import named
 from ringdp.compression.exchange import Section, Sparsity
 from ringdp.compression.exchange.local import there_and_back
-from ringdp.model_compression import ModelCompression
+from ringdp.ddp.compression.plan import ModelCompression
+from ringdp.job.backend import named
 
 _log = logging.getLogger("ringdp.compression")
 _GROWTH = 2.0  # of the residual between two warnings about a parameter
@@ -59,7 +59,7 @@ class QualityProbe:
     def __init__(self, compression: ModelCompression, every: int) -> None:
         self.rows: list[Quality] = []
         self._compression = compression
-        self._every = every
+        self.every = every
         self._handles: list[Any] = []
         self._own: dict[int, Tensor] = {}
         self._step = 0
@@ -70,7 +70,7 @@ class QualityProbe:
         """Watch the backward that follows, if it is its turn and it synchronises."""
         self.remove()
         step = self._compression.steps
-        if not sync or step % self._every or not torch.is_grad_enabled() or not self._compression.compresses_now:
+        if not sync or step % self.every or not torch.is_grad_enabled() or not self._compression.compresses_now:
             return
         self._step, self._own, self._queued = step, {}, False
         for index, parameter in self._compressed():
@@ -116,7 +116,7 @@ class QualityProbe:
         with named("compression quality"):
             dist.all_reduce(mean.div_(group.size()), group=group)
         parts = mean.split([len(one) for one in exact])
-        residuals = self._compression.residual_lengths()
+        residuals = self._compression.residual_norm()
         sparsity = self._compression.sparsity()
         for (index, parameter), wanted in zip(compressed, parts, strict=True):
             if index in self._own and parameter.grad is not None:
@@ -139,7 +139,7 @@ class QualityProbe:
         ratio = None
         if residual is not None:
             ratio = _ratio(residual * self._compression.loss_scale(), own.norm())
-            self._tell_growth(one.name, ratio, expected_residual(own_nmse))
+            self._warn_growth(one.name, ratio, expected_residual(own_nmse))
         self.rows.append(
             Quality(
                 step=self._step,
@@ -156,13 +156,13 @@ class QualityProbe:
             )
         )
 
-    def _tell_growth(self, name: str, ratio: float, expected: float) -> None:
+    def _warn_growth(self, name: str, ratio: float, expected: float) -> None:
         before = max(self._told.setdefault(name, ratio), expected, _WORTH_TELLING)
         if not math.isfinite(ratio) or ratio < _GROWTH * before:
             return
         self._told[name] = ratio
         _log.warning(
-            "step %d: what compression has not sent yet of %r (its residual) is %.1f times its gradient, it was %.1f:"
+            "step %d: the residual of %r (which compression has not sent yet) is %.1f times its gradient, it was %.1f:"
             " the gradient that arrives is late. Give this parameter more bits by a rule, or lower the learning rate.",
             self._step,
             name,
@@ -172,7 +172,7 @@ class QualityProbe:
 
 
 def expected_residual(nmse: float) -> float:
-    """How many gradients long error feedback's residual may become with a code of that error, which is no fault.
+    """How many gradients long error feedback's residual may become with a code of that error, without a fault.
 
     2·√(1 - δ)/δ for a code that keeps a share δ of the squared norm: Karimireddy et al., arXiv 1901.09847, lemma 3.
     """

@@ -8,6 +8,7 @@ in place of ``"ranks"``, the same on all ranks. An entry has ``"compressor"``, i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.backend import named
 from ringdp.compression.exchange import saved
-from ringdp.compression.partition import turn_of
+from ringdp.compression.partition import owner_offset_of
+from ringdp.ddp.compression.plan import ModelCompression
 from ringdp.errors import InvalidArgumentError
-from ringdp.exchange import device_for
-from ringdp.model_compression import ModelCompression
+from ringdp.job.backend import named
+from ringdp.job.byte_collectives import device_for
 
 _FORMAT = 1
 Entries = dict[str, dict[str, Any]]
@@ -29,7 +30,7 @@ Entries = dict[str, dict[str, Any]]
 def state_dict(compression: ModelCompression, *, consolidated: bool) -> dict[str, Any]:
     """See `RingDP.compression_state_dict`. With `consolidated` all ranks call it."""
     if compression.auto is not None:
-        compression.auto.settle()
+        compression.auto.return_residuals()
     state: dict[str, Any] = {
         "format": _FORMAT,
         "world_size": compression.group.size(),
@@ -44,11 +45,44 @@ def state_dict(compression: ModelCompression, *, consolidated: bool) -> dict[str
     return state
 
 
+@dataclasses.dataclass(frozen=True)
+class CarriedState:
+    """What compression remembers while a module's parameters change, on one rank.
+
+    Attributes:
+        compression: whose state it is.
+        state: as `state_dict` gives it.
+        shapes: of its parameters, by name.
+    """
+
+    compression: ModelCompression
+    state: dict[str, Any]
+    shapes: dict[str, torch.Size]
+
+    @classmethod
+    def of(cls, compression: ModelCompression) -> CarriedState:
+        shapes = {one.name: one.parameter.shape for one in compression.parameters}
+        return cls(compression, state_dict(compression, consolidated=False), shapes)
+
+    def give(self, compression: ModelCompression, renamed: Mapping[str, str]) -> None:
+        """To parameters of the same name, shape and compressor; `renamed` has earlier names by the new ones."""
+        [(rank, entries)] = self.state["ranks"].items()
+        taken: Entries = {}
+        for index, one in enumerate(compression.parameters):
+            name = renamed.get(one.name, one.name)
+            entry = entries.get(name)
+            same_shape = self.shapes.get(name) == one.parameter.shape
+            if entry is not None and same_shape and entry["compressor"] == compression.describe(index):
+                taken[one.name] = entry
+        load_state_dict(compression, self.state | {"ranks": {rank: taken}})
+        compression.set_loss_scale(self.compression.scale_of_scaler)
+
+
 def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> None:
     """See `RingDP.load_compression_state_dict`."""
     if isinstance(state, Mapping) and state.get("format") != _FORMAT:
         raise InvalidArgumentError(
-            f"this is no compression state of ringdp: its format is {state.get('format')!r}, not {_FORMAT}"
+            f"not a ringdp compression state (format {state.get('format')!r}, expected {_FORMAT})"
         )
     ranks = saved.field(state, "world_size", int)
     steps, exact_until, compressed_steps = (
@@ -56,15 +90,17 @@ def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> 
     )
     consolidated = "parameters" in state
     entries = saved.field(state, "parameters", Mapping) if consolidated else _entries_of_rank(compression, state, ranks)
+    entries, saved_as = saved.by_known_name(entries, {one.name for one in compression.parameters})
     _check(compression, entries)
-    residuals = _residuals(compression, entries, consolidated=consolidated)
+    residuals = _residuals(compression, entries, {} if consolidated else saved_as, consolidated=consolidated)
     hook, checkpoint = compression.hook, None
     if hook is not None:
         rank = compression.group.rank()
-        checkpoint = hook.memory.read(_of_hook(compression, entries), compressed_steps, rank, consolidated=consolidated)
+        of_hook = _of_hook(compression, entries)
+        checkpoint = hook.memory.read(of_hook, compressed_steps, rank, consolidated=consolidated, names_before=saved_as)
     # All of it fits.
     if compression.auto is not None:
-        compression.auto.settle()
+        compression.auto.return_residuals()
     compression.reducer.set_residuals(residuals)
     if hook is not None and checkpoint is not None:
         hook.memory.take(checkpoint)
@@ -100,13 +136,15 @@ def _own_entries(compression: ModelCompression) -> Entries:
 
 
 # What the mean lacks so far: what each rank left out of its own gradient, divided by the number of ranks, and what the
-# owner left out of the mean. docs/wire_format.md says who owns what.
+# owner left out of the mean. docs/reference/wire_format.md says who owns what.
 def _mean_entries(compression: ModelCompression) -> Entries:
     entries: Entries = {}
     ranks = compression.group.size()
     residuals = compression.residuals()
     missing = {
-        index: torch.where(owned_by_this_rank(compression, index), residual, residual / ranks)
+        index: torch.where(
+            owned_by_this_rank(compression, index, compression.parameters[index].name), residual, residual / ranks
+        )
         for index, residual in sorted(residuals.items())
     }
     if missing:
@@ -141,7 +179,7 @@ def _check(compression: ModelCompression, entries: Mapping[str, Any]) -> None:
     unknown = [name for name in entries if name not in known]
     if unknown:
         raise InvalidArgumentError(
-            f"the compression state has {unknown[0]!r}, which is no parameter of this model"
+            f"the compression state has {unknown[0]!r}, which is not a parameter of this model"
             + (f", and {len(unknown) - 1} more such" if len(unknown) > 1 else "")
         )
     for name in entries:
@@ -155,7 +193,9 @@ def _check(compression: ModelCompression, entries: Mapping[str, Any]) -> None:
             )
 
 
-def _residuals(compression: ModelCompression, entries: Mapping[str, Any], *, consolidated: bool) -> dict[int, Tensor]:
+def _residuals(
+    compression: ModelCompression, entries: Mapping[str, Any], saved_as: Mapping[str, str], *, consolidated: bool
+) -> dict[int, Tensor]:
     """By index, of what the core compresses. Raises InvalidArgumentError where one does not fit its parameter."""
     residuals: dict[int, Tensor] = {}
     for index, one in enumerate(compression.parameters):
@@ -164,7 +204,10 @@ def _residuals(compression: ModelCompression, entries: Mapping[str, Any], *, con
         residual = entries[one.name]["residual"]
         saved.check_elements(one.name, "residual", residual, one.parameter.numel())
         residual = residual.to("cpu", copy=True)
-        residuals[index] = residual * owned_by_this_rank(compression, index) if consolidated else residual
+        if one.name in saved_as:
+            before, owned = (owned_by_this_rank(compression, index, name) for name in (saved_as[one.name], one.name))
+            residual = saved.rescaled(residual, before, owned, compression.group.size())
+        residuals[index] = residual * owned_by_this_rank(compression, index, one.name) if consolidated else residual
     return residuals
 
 
@@ -179,19 +222,19 @@ def _of_hook(compression: ModelCompression, entries: Mapping[str, Any]) -> Entri
     }
 
 
-def owned_by_this_rank(compression: ModelCompression, index: int) -> Tensor:
-    """bool [numel], row by row as residuals are: the elements whose mean this rank computes."""
+def owned_by_this_rank(compression: ModelCompression, index: int, name: str) -> Tensor:
+    """bool [numel], row by row as residuals are: the elements whose mean this rank computes under that name."""
     from ringdp import _C
 
-    one = compression.parameters[index]
-    parameter = one.parameter
+    parameter = compression.parameters[index].parameter
     mask = torch.zeros(parameter.numel(), dtype=torch.bool)
-    turn = turn_of(one.name)
+    owner_offset = owner_offset_of(name)
     if compression.exchanges_codes:  # every rank is a host of its own
-        bounds = _C.part_bounds(parameter.numel(), compression.group.size(), turn)
-        owned_here = [tuple(bounds[compression.group.rank() :][:2])]
+        bounds = _C.part_bounds(parameter.numel(), compression.group.size(), owner_offset)
+        rank = compression.group.rank()
+        owned_here = [(bounds[rank], bounds[rank + 1])]
     else:
-        owned_here = _C.owned_elements(compression.group, parameter.numel(), turn)
+        owned_here = _C.owned_elements(compression.group, parameter.numel(), owner_offset)
     for begin, end in owned_here:
         mask[begin:end] = True
     owned: Tensor = _row_by_row(parameter, mask)

@@ -43,7 +43,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class LinkCosts:
     """What codes cost now.
 
     Attributes:
@@ -90,7 +90,7 @@ Choice = tuple[str, ...]
 """A level for each bucket."""
 
 
-def exposed(step: Step, costs: Costs, choice: Choice) -> float:
+def exposed(step: Step, costs: LinkCosts, choice: Choice) -> float:
     """Seconds that the end of backward would wait."""
     now = 0.0
     for bucket, level in zip(step.buckets, choice, strict=True):
@@ -98,7 +98,7 @@ def exposed(step: Step, costs: Costs, choice: Choice) -> float:
     return max(now - step.computed_s, 0.0)
 
 
-def predicted(step: Step, costs: Costs, choice: Choice, current: Choice) -> float:
+def predicted(step: Step, costs: LinkCosts, choice: Choice, current: Choice) -> float:
     """Seconds of a step with `choice`, given what one with `current` was measured to take."""
     modelled, would = exposed(step, costs, current), exposed(step, costs, choice)
     if modelled > 0:
@@ -111,7 +111,7 @@ def predicted(step: Step, costs: Costs, choice: Choice, current: Choice) -> floa
 
 
 def proposal(
-    step: Step, costs: Costs, levels: Sequence[str], current: Choice, blocked: frozenset[str] = frozenset()
+    step: Step, costs: LinkCosts, levels: Sequence[str], current: Choice, blocked: frozenset[str] = frozenset()
 ) -> tuple[Choice, float]:
     """What to do next, and the seconds it promises; `current` where nothing is worth a change.
 
@@ -165,11 +165,11 @@ class Tuner:
     """
 
     def __init__(self, levels: Sequence[str], buckets: int) -> None:
-        self.levels = tuple(levels)
+        self.levels: tuple[str, ...] = tuple(levels)
         self.choice: Choice = (EXACT,) * buckets
-        self.wants_probe = False
-        self.reason = ""
-        self._decided: Costs | None = None  # what the last decision rested on
+        self.wants_probe: bool = False
+        self.reason: str = ""
+        self._decided: LinkCosts | None = None  # what the last decision rested on
         self._step: Step | None = None
         self._usual: float | None = None  # seconds of a step with this choice
         self._drifting = False
@@ -206,7 +206,7 @@ class Tuner:
         due = self._probe_s / PROBE_SHARE
         self.wants_probe = self._since_probe_s >= (due / 10 if drifted else due)
 
-    def measured(self, costs: Costs, probe_s: float) -> None:
+    def measured(self, costs: LinkCosts, probe_s: float) -> None:
         """The links were measured, which took so long."""
         assert self._step is not None
         self._probe_s, self._since_probe_s = probe_s, 0.0
@@ -223,7 +223,7 @@ class Tuner:
         order = [EXACT, *self.levels]
         lossier = any(order.index(new) > order.index(old) for new, old in zip(found, self.choice, strict=True))
         self.reason = (
-            f"{in_words(found)} instead of {in_words(self.choice)}: {speed_in_words(costs)},"
+            f"{format_choice(found)} instead of {format_choice(self.choice)}: {format_speed(costs)},"
             f" {self._step.exposed_s * 1e3:.0f} of {self._step.seconds * 1e3:.0f} ms a step waited for the network,"
             f" {promise * 1e3:.0f} ms are expected"
         )
@@ -241,8 +241,8 @@ class Tuner:
             self._usual = step.seconds
             return
         self.reason = (
-            f"back to {in_words(trial.before)}: with {in_words(self.choice)} a step took {step.seconds * 1e3:.0f} ms,"
-            f" before {trial.seconds * 1e3:.0f}"
+            f"back to {format_choice(trial.before)}: with {format_choice(self.choice)} a step took"
+            f" {step.seconds * 1e3:.0f} ms, before {trial.seconds * 1e3:.0f}"
         )
         if trial.lossier:
             for level in set(self.choice) - set(trial.before):
@@ -252,13 +252,13 @@ class Tuner:
         self._usual = trial.seconds
 
 
-def changed(before: Costs, now: Costs) -> bool:
+def changed(before: LinkCosts, now: LinkCosts) -> bool:
     """Whether a link became faster or slower by more than a factor of `SAME`."""
     a, b = before.lines[EXACT].element_s, now.lines[EXACT].element_s
     return max(a, b) > SAME * max(min(a, b), 1e-15)
 
 
-def in_words(choice: Choice) -> str:
+def format_choice(choice: Choice) -> str:
     """ "all 5 buckets exact", "3 buckets int8, 2 exact"."""
     counts: dict[str, int] = {}
     for level in choice:
@@ -268,7 +268,7 @@ def in_words(choice: Choice) -> str:
     return ", ".join(f"{level} for {count}" for level, count in sorted(counts.items(), key=lambda it: -it[1]))
 
 
-def speed_in_words(costs: Costs) -> str:
+def format_speed(costs: LinkCosts) -> str:
     """How fast exact gradients travel."""
     per_element = costs.lines[EXACT].element_s
     return f"float32 is averaged at {32e-9 / per_element:.2f} Gbit/s" if per_element > 0 else "the network is fast"

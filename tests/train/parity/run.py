@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.parallel import RingDP
+from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 
 # Relative and absolute, where two runs may add in another order: a few hundred times the dtype's rounding, for several

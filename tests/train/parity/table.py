@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringdp.ddp.arguments import TABLE
 from tests.train.parity import gradients as g
 from tests.train.parity import models as m
 from tests.train.parity import modules as n
@@ -33,6 +34,10 @@ def case(name: str, model: Callable[[], nn.Module], script: Any = s.train, **set
 # Arguments and settings that many rows share.
 UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 STATIC: dict[str, Any] = {"static_graph": True}
+# Of which torch 2.11 and 2.12 have the older name only.
+NOT_SYNCHRONISED: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in TABLE else "broadcast_buffers": False
+}
 UNEVEN: dict[str, Any] = {"alone": "parameters", "alike": "parameters", "why": "who stopped first has older gradients"}
 OWN: dict[str, Any] = {"alone": False, "why": "every rank has statistics of its own"}
 TWICE: dict[str, Any] = {"raises": "Expected to mark a variable ready only once."}
@@ -266,11 +271,11 @@ OUTPUTS = [
 
 BUFFERS = [
     case("batch norm", n.batch_norm, **OWN),
-    case("batch norm, buffers not synchronised", n.batch_norm, forward_sync_buffers=False, **OWN),
+    case("batch norm, buffers not synchronised", n.batch_norm, **NOT_SYNCHRONISED, **OWN),
     case("batch norm, evaluated", n.batch_norm, partial(s.train, before=s.switch_mode), **OWN),
     case("batch norm, accumulation", n.batch_norm, s.accumulate, **OWN),
     case("buffers of all kinds", n.Buffers, **OWN),
-    case("buffers of all kinds, not synchronised", n.Buffers, forward_sync_buffers=False, **OWN),
+    case("buffers of all kinds, not synchronised", n.Buffers, **NOT_SYNCHRONISED, **OWN),
     case("a buffer that autograd saved", n.NeedsBuffer, s.forwards_then_backward),
     case("random numbers of each rank's own", n.dropout),
 ]  # fmt: skip

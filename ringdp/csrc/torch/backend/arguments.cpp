@@ -1,4 +1,4 @@
-#include "torch/arguments.h"
+#include "torch/backend/arguments.h"
 
 #include <numeric>
 

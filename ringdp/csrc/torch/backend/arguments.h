@@ -1,8 +1,8 @@
-// What torch's callers may pass: checks shared by the collectives, with the sentences that torch's own backends use (users'
-// tests look for them). Throw Error(kValue) that begins with "ProcessGroupRing::<what>: ". Any thread.
+// Checks of the arguments of torch's collectives, with the messages of torch's own backends, for which users' tests look.
+// They throw Error(kValue) that begins with "ProcessGroupRing::<what>: ". Any thread.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <span>
 #include <string>

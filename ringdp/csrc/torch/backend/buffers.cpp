@@ -1,4 +1,4 @@
-#include "torch/buffers.h"
+#include "torch/backend/buffers.h"
 
 #include <algorithm>
 #include <set>
@@ -9,7 +9,7 @@
 namespace ringdp {
 namespace {
 
-[[noreturn]] void refuse(const char* what, const std::string& why) {
+[[noreturn]] void refuse_tensor(const char* what, const std::string& why) {
   throw Error(ErrorKind::kValue, std::string(what) + ": " + why);
 }
 
@@ -62,14 +62,15 @@ DType element_type(at::ScalarType type, const char* what) {
     case at::kFloat4_e2m1fn_x2:
       return DType::kFloat4E2m1fnX2;
     default:
-      refuse(what, "tensors of type " + std::string(c10::toString(type)) + " are not supported");
+      refuse_tensor(what, "tensors of type " + std::string(c10::toString(type)) + " are not supported");
   }
 }
 
 DType dtype_of(const at::Tensor& tensor, const char* what) {
-  if (tensor.layout() != at::kStrided) refuse(what, "only supports dense tensors, not " + c10::str(tensor.layout()));
+  if (tensor.layout() != at::kStrided)
+    refuse_tensor(what, "only supports dense tensors, not " + c10::str(tensor.layout()));
   if (!tensor.is_cpu() && !tensor.is_cuda())
-    refuse(what, "the ring backend moves CPU and CUDA tensors, not one on " + tensor.device().str());
+    refuse_tensor(what, "the ring backend moves CPU and CUDA tensors, not one on " + tensor.device().str());
   return element_type(tensor.scalar_type(), what);
 }
 
@@ -93,18 +94,19 @@ ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what) {
     case c10d::ReduceOp::BXOR:
       return ReduceOp::kBxor;
     default:
-      refuse(what,
-             "this reduce op is not supported; there are SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM");
+      refuse_tensor(
+          what,
+          "this reduce op is not supported; there are SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM");
   }
 }
 
 at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return {};
   if (!tensor.is_floating_point() && !tensor.is_complex())
-    refuse(what, "PREMUL_SUM multiplies floating-point tensors, not those of type " +
-                     std::string(c10::toString(tensor.scalar_type())));
+    refuse_tensor(what, "PREMUL_SUM multiplies floating-point tensors, not those of type " +
+                            std::string(c10::toString(tensor.scalar_type())));
   auto* supplement = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (supplement == nullptr) refuse(what, "this PREMUL_SUM has no factor");
+  if (supplement == nullptr) refuse_tensor(what, "this PREMUL_SUM has no factor");
   if (supplement->tensor_factor.defined()) return supplement->tensor_factor;
   return at::scalar_tensor(supplement->double_factor, at::kDouble);
 }
@@ -153,7 +155,7 @@ std::span<std::byte> Buffers::join(at::TensorList tensors, bool read, bool write
 std::span<std::byte> Buffers::merged(const std::vector<at::Tensor>& tensors, ReduceOp op) {
   if (tensors.size() == 1) return in_place(tensors[0]);
   DType dtype = dtype_of(tensors[0], what_);
-  if (op == ReduceOp::kAvg) refuse(what_, "AVG takes one tensor per rank");
+  if (op == ReduceOp::kAvg) refuse_tensor(what_, "AVG takes one tensor per rank");
   if (tensors[0].numel() > 0 && DeviceSide::stages(tensors[0])) return stage_merged(tensors, dtype, op);
   at::Tensor flat = at::empty({tensors[0].numel()}, tensors[0].options().requires_grad(false));
   at_start_.emplace_back([flat, tensors, dtype, op, factor = premultiplier_] {
@@ -202,12 +204,12 @@ std::span<const std::byte> extent(const at::Tensor& tensor) {
 
 void Buffers::use(const at::Tensor& tensor, bool write) {
   if (device_ && *device_ != tensor.device())
-    refuse(what_, "tensors on " + device_->str() + " and on " + tensor.device().str() +
-                      ": those of one operation must be on one device");
+    refuse_tensor(what_, "tensors on " + device_->str() + " and on " + tensor.device().str() +
+                             ": those of one operation must be on one device");
   device_ = tensor.device();
   kept_.push_back(tensor);
   if (tensor.numel() > 0) {
-    devices_.settle({extent(tensor), write});
+    devices_.wait_for_earlier({extent(tensor), write});
     uses_.push_back({extent(tensor), write});
   }
   if (!staging_) staging_ = devices_.make_staging(*device_, what_);
@@ -263,7 +265,7 @@ void Buffers::multiply_at_start(const at::Tensor& host) {
 Buffers::~Buffers() {
   try {
     if (staging_ && !staging_->landed()) staging_->queue().wait();
-  } catch (const std::exception&) {  // after a fork, or of a device that is gone: nobody copies any more
+  } catch (const std::exception&) {  // after a fork, or of a device that is gone: no copies are made any more
   }
 }
 

@@ -1,8 +1,8 @@
-// Tensors as the core sees them: flat bytes and an element type. What the core cannot take is refused here, in words.
-// Any thread; tensors are only looked at, unless said otherwise.
+// Buffers: tensors as the core sees them, flat bytes and an element type. Tensors that the core cannot take are refused here.
+// Owned by the operation and its Work together. Any thread; tensors are only read, unless said otherwise.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <memory>
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/types.h"
-#include "torch/device_side.h"
+#include "torch/device/device_side.h"
 
 namespace ringdp {
 
@@ -70,7 +70,7 @@ class Buffers {
   std::vector<at::Tensor> kept_;
   std::vector<std::function<void()>> at_start_;
   std::vector<std::function<void()>> at_end_;
-  std::shared_ptr<Staging> staging_;  // with the operation, and with who waits for its streams
+  std::shared_ptr<Staging> staging_;  // shared with the operation, and with the Work, which orders streams after it
   std::optional<c10::Device> device_;
   std::vector<DeviceUse> uses_;
 };

@@ -1,4 +1,4 @@
-#include "torch/call.h"
+#include "torch/backend/call.h"
 
 namespace ringdp {
 

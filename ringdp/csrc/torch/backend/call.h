@@ -1,13 +1,13 @@
-// Call: one call of torch's on its way into the engine. Collects the operations it consists of, then makes the Work and
-// waits where the caller asked for that. Lives on the calling thread's stack, without the GIL.
+// Call: one call of torch's collective API. It collects the engine's operations of the call, then makes the Work, and waits
+// if the call is synchronous. A local variable of the calling thread, without the GIL.
 #pragma once
 
 #include <memory>
 #include <vector>
 
 #include "engine/group.h"
-#include "torch/buffers.h"
-#include "torch/work.h"
+#include "torch/backend/buffers.h"
+#include "torch/backend/work.h"
 
 namespace ringdp {
 

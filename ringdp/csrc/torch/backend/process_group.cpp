@@ -1,13 +1,15 @@
-#include "torch/process_group.h"
+#include "torch/backend/process_group.h"
+
+#include <algorithm>
 
 #include "base/error.h"
 #include "base/naming.h"
 #include "collective/point_to_point.h"
-#include "torch/arguments.h"
-#include "torch/call.h"
-#include "torch/guard.h"
-#include "torch/sparse.h"
-#include "torch/without_python_lock.h"
+#include "torch/backend/arguments.h"
+#include "torch/backend/call.h"
+#include "torch/backend/sparse.h"
+#include "torch/backend/watchdog.h"
+#include "torch/bindings/without_python_lock.h"
 
 namespace ringdp {
 
@@ -20,31 +22,31 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shar
   init();
 }
 
-// torch's Python type of a Backend keeps Python's lock while it destroys one; the threads that are waited for here may need it.
+// torch's Python type of a Backend holds the GIL while it destroys one; the threads that this destructor joins may need it.
 ProcessGroupRing::~ProcessGroupRing() {
   const WithoutPythonLock no_lock;
   close();
-  guards_.clear();
+  watchdogs_.clear();
   group_.reset();
   runtime_.reset();
 }
 
-// In good order: what was announced is waited for, as the guarded backend waits for its operations.
+// Ends the group in good order: it waits for the announcements, as the watched backend waits for its operations.
 void ProcessGroupRing::shutdown() {
   const WithoutPythonLock no_lock;
-  std::vector<std::shared_ptr<DeviceGuard>> guards;
+  std::vector<std::shared_ptr<BackendWatchdog>> watchdogs;
   {
-    std::lock_guard lock(guards_mutex_);
-    guards = guards_;
+    std::lock_guard lock(watchdogs_mutex_);
+    watchdogs = watchdogs_;
   }
-  for (const auto& guard : guards) guard->drain();
+  for (const auto& watchdog : watchdogs) watchdog->drain();
   close();
 }
 
 void ProcessGroupRing::close() {
   {
-    std::lock_guard lock(guards_mutex_);
-    for (const auto& guard : guards_) guard->close();
+    std::lock_guard lock(watchdogs_mutex_);
+    for (const auto& watchdog : watchdogs_) watchdog->close();
   }
   group_->close();
   if (owns_runtime_) runtime_->shut_down();
@@ -54,11 +56,11 @@ void ProcessGroupRing::abort() {
   runtime_->engine().abort("the process group was aborted on rank " + std::to_string(getRank()));
 }
 
-std::shared_ptr<DeviceGuard> ProcessGroupRing::guard(const c10::intrusive_ptr<c10d::Backend>& foreign) {
-  std::lock_guard lock(guards_mutex_);
-  for (const auto& guard : guards_)
-    if (guard->guards(foreign.get())) return guard;
-  return guards_.emplace_back(make_shared_without_python_lock<DeviceGuard>(group_, foreign));
+std::shared_ptr<BackendWatchdog> ProcessGroupRing::watchdog(const c10::intrusive_ptr<c10d::Backend>& foreign) {
+  std::lock_guard lock(watchdogs_mutex_);
+  for (const auto& watchdog : watchdogs_)
+    if (watchdog->watches(foreign.get())) return watchdog;
+  return watchdogs_.emplace_back(make_shared_without_python_lock<BackendWatchdog>(group_, foreign));
 }
 
 GroupHandle& ProcessGroupRing::counted() {
@@ -198,7 +200,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::barrier(const c10d::BarrierOpti
   return call.done();
 }
 
-// Every rank waits for every other anyway, so all that are missing are always named.
+// A barrier waits for all ranks, so its error names all that are missing.
 void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*waitAllRanks*/) {
   NamedScope name("monitored_barrier");
   c10d::BarrierOptions waiting = opts;
@@ -244,6 +246,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::receive(std::vector<at::Tensor>
   Call call(counted(), *devices_, type, title, true, kNoTimeout, tensors, tensors);
   call.add(group_->receive(memory, dtype_of(tensors[0], "recv"), source, tag, call.options(std::move(buffers))));
   return call.done();
+}
+
+ProcessGroupRing* ring_of(c10d::ProcessGroup& group, c10::DeviceType device) {
+  const auto types = group.getDeviceTypes();
+  if (std::find(types.begin(), types.end(), c10::Device(device)) == types.end()) return nullptr;
+  return dynamic_cast<ProcessGroupRing*>(group.getBackend(device).get());
 }
 
 }  // namespace ringdp

@@ -1,20 +1,22 @@
 // ProcessGroupRing: the backend "ring" of torch.distributed. Converts tensors and options, calls a GroupHandle, wraps its
-// Work; nothing else. Any thread; the order of calls must be the same on all ranks. Called without the GIL.
+// Work; nothing else. Owned by torch's ProcessGroup. Any thread; the order of calls must be the same on all ranks. Called
+// without the GIL.
 #pragma once
 
 #include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "engine/group.h"
-#include "torch/buffers.h"
-#include "torch/work.h"
+#include "torch/backend/buffers.h"
+#include "torch/backend/work.h"
 
 namespace ringdp {
 
-class DeviceGuard;
+class BackendWatchdog;
 
 class ProcessGroupRing final : public c10d::Backend {
  public:
@@ -32,8 +34,8 @@ class ProcessGroupRing final : public c10d::Backend {
   const std::shared_ptr<Engine>& engine() const { return group_->engine(); }
   std::map<int, std::string> transports() const { return group_->transports(); }
 
-  // Of a backend that moves this group's device tensors; made when it is first asked for. See torch/guard.h.
-  std::shared_ptr<DeviceGuard> guard(const c10::intrusive_ptr<c10d::Backend>& foreign);
+  // The watchdog of a backend that moves this group's device tensors; made at the first call. See torch/backend/watchdog.h.
+  std::shared_ptr<BackendWatchdog> watchdog(const c10::intrusive_ptr<c10d::Backend>& foreign);
 
   // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
   // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it.
@@ -82,6 +84,7 @@ class ProcessGroupRing final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
 
   void setTimeout(std::chrono::milliseconds timeout) override { group_->set_timeout_ms(timeout.count()); }
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(group_->timeout_ms()); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return calls_.load(); }
   void shutdown() override;
@@ -97,9 +100,13 @@ class ProcessGroupRing final : public c10d::Backend {
   std::shared_ptr<Runtime> runtime_;    // shared by all groups made from the default group
   const std::shared_ptr<DeviceSide> devices_ = std::make_shared<DeviceSide>();  // shared as the group is
   const bool owns_runtime_;
-  std::mutex guards_mutex_;
-  std::vector<std::shared_ptr<DeviceGuard>> guards_;  // shared with the reducers that use them
+  std::mutex watchdogs_mutex_;
+  std::vector<std::shared_ptr<BackendWatchdog>> watchdogs_;  // shared with the reducers that use them
   std::atomic<uint64_t> calls_{0};
 };
+
+// The backend "ring" of a process group, for what torch's interface has no call for. Null where the group uses another
+// backend for that kind of device. Lives as long as the group.
+ProcessGroupRing* ring_of(c10d::ProcessGroup& group, c10::DeviceType device);
 
 }  // namespace ringdp

@@ -1,7 +1,7 @@
 // The collectives in which ranks hold pieces: all-gather, reduce-scatter, gather, scatter, all-to-all.
-#include "torch/arguments.h"
-#include "torch/call.h"
-#include "torch/process_group.h"
+#include "torch/backend/arguments.h"
+#include "torch/backend/call.h"
+#include "torch/backend/process_group.h"
 
 namespace ringdp {
 

@@ -1,4 +1,4 @@
-#include "torch/sparse.h"
+#include "torch/backend/sparse.h"
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -7,9 +7,9 @@
 #include <optional>
 
 #include "base/error.h"
-#include "torch/arguments.h"
-#include "torch/buffers.h"
-#include "torch/staged_work.h"
+#include "torch/backend/arguments.h"
+#include "torch/backend/buffers.h"
+#include "torch/backend/staged_work.h"
 
 namespace ringdp {
 namespace {
@@ -18,7 +18,7 @@ constexpr int64_t kMaxDims = 16;
 constexpr int64_t kHeaderNumbers = 3 + kMaxDims;  // elements, sparse dimensions, dense dimensions, sizes
 
 // What the stages share; held by their callbacks.
-struct Exchange {
+struct SparseAllReduce {
   std::shared_ptr<GroupHandle> group;   // shared with the process group, which may be destroyed in between
   std::shared_ptr<DeviceSide> devices;  // the same
   int64_t timeout_ms;
@@ -30,7 +30,7 @@ struct Exchange {
   std::optional<c10::Stream> stream;  // the caller's, if its tensors are on a device: the stages work there
   c10::intrusive_ptr<StagedWork> work;
 };
-using ExchangePtr = std::shared_ptr<Exchange>;
+using SparseAllReducePtr = std::shared_ptr<SparseAllReduce>;
 
 at::Tensor header_of(const at::Tensor& tensor) {
   at::Tensor header = at::zeros({kHeaderNumbers}, at::kLong);
@@ -47,8 +47,9 @@ std::vector<int64_t> sizes_in(const at::Tensor& header) {
   return {at + 3, at + 3 + std::min(kMaxDims, at[1] + at[2])};
 }
 
-// Options of one of the operations; when it is over, `next` runs, if there is one: its end, or an error, ends the work.
-CallOptions options_of(const ExchangePtr& it, std::shared_ptr<Buffers> buffers, void (*next)(const ExchangePtr&)) {
+// The options of one of the operations. When it is over, `next` runs, if given; else, or after an error, the work ends.
+CallOptions options_of(const SparseAllReducePtr& it, std::shared_ptr<Buffers> buffers,
+                       void (*next)(const SparseAllReducePtr&)) {
   CallOptions options;
   options.timeout_ms = it->timeout_ms;
   if ((options.staging = buffers->staging())) it->stagings.push_back(options.staging);
@@ -65,7 +66,7 @@ CallOptions options_of(const ExchangePtr& it, std::shared_ptr<Buffers> buffers, 
   return options;
 }
 
-void sum_up(const ExchangePtr& it) {
+void sum_up(const SparseAllReducePtr& it) {
   const c10::InferenceMode as_tensors(it->tensors[0].is_inference());
   const at::NoGradGuard no_grad;
   at::Tensor sum;
@@ -79,7 +80,8 @@ void sum_up(const ExchangePtr& it) {
   it->work->end(nullptr);
 }
 
-void gather(const ExchangePtr& it, const std::vector<at::Tensor>& blocks, void (*next)(const ExchangePtr&)) {
+void gather(const SparseAllReducePtr& it, const std::vector<at::Tensor>& blocks,
+            void (*next)(const SparseAllReducePtr&)) {
   auto buffers = std::make_shared<Buffers>(*it->devices, "all_reduce of a sparse tensor");
   auto rank = static_cast<std::size_t>(it->group->view().rank);
   auto own = buffers->input(blocks[rank]);
@@ -89,7 +91,7 @@ void gather(const ExchangePtr& it, const std::vector<at::Tensor>& blocks, void (
                         options_of(it, std::move(buffers), next));
 }
 
-void exchange_elements(const ExchangePtr& it) {
+void exchange_elements(const SparseAllReducePtr& it) {
   const c10::InferenceMode as_tensors(it->tensors[0].is_inference());
   const at::NoGradGuard no_grad;
   std::vector<int64_t> sizes = it->mine.sizes().vec();
@@ -127,17 +129,17 @@ c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> gr
   for (std::size_t i = 1; i < tensors.size(); ++i) mine = mine + tensors[i].detach();
   if (mine.dim() > kMaxDims)
     refuse("allreduce", "sparse tensors of more than " + std::to_string(kMaxDims) + " dimensions");
-  auto it = std::make_shared<Exchange>(Exchange{.group = group,
-                                                .devices = std::move(devices),
-                                                .timeout_ms = timeout > kNoTimeout ? timeout.count() : 0,
-                                                .tensors = tensors,
-                                                .mine = mine.coalesce(),
-                                                .headers = {},
-                                                .indices = {},
-                                                .values = {},
-                                                .stagings = {},
-                                                .stream = {},
-                                                .work = {}});
+  auto it = std::make_shared<SparseAllReduce>(SparseAllReduce{.group = group,
+                                                              .devices = std::move(devices),
+                                                              .timeout_ms = timeout > kNoTimeout ? timeout.count() : 0,
+                                                              .tensors = tensors,
+                                                              .mine = mine.coalesce(),
+                                                              .headers = {},
+                                                              .indices = {},
+                                                              .values = {},
+                                                              .stagings = {},
+                                                              .stream = {},
+                                                              .work = {}});
   DType dtype = dtype_of(it->mine.values(), "all_reduce");
   require_reduction("allreduce", dtype, ReduceOp::kSum);
   it->work = c10::make_intrusive<StagedWork>(group->engine(), group->view().rank, c10d::OpType::_ALLREDUCE_SPARSE,

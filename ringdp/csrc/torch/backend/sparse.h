@@ -1,13 +1,14 @@
 // All-reduce of sparse COO tensors: an all-gather of how many elements each rank has, one of the elements themselves, and a
 // sum in rank order, which every rank does for itself. Bytes sent by each rank: (n-1) times its own elements and indices.
+// Called by ProcessGroupRing on any thread, without the GIL; its stages run on the completion threads.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "engine/group.h"
-#include "torch/device_side.h"
+#include "torch/device/device_side.h"
 
 namespace ringdp {
 

@@ -1,14 +1,10 @@
-#include "torch/staged_work.h"
+#include "torch/backend/staged_work.h"
 
 #include "base/error.h"
-#include "torch/work.h"
+#include "torch/backend/future_wait.h"
+#include "torch/backend/work.h"
 
 namespace ringdp {
-namespace {
-
-constexpr auto kInterruptPeriod = std::chrono::milliseconds(100);
-
-}  // namespace
 
 StagedWork::StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
                        std::vector<at::Tensor> outputs)

@@ -1,5 +1,5 @@
-// StagedWork: a call of torch's that takes several operations, of which the later ones depend on what the earlier brought.
-// Shared by its caller and by the callbacks between its stages, which run on the completion threads. Any thread.
+// StagedWork: the Work of a call that takes several operations, the later of which depend on the results of the earlier ones.
+// Owned by its caller and by the callbacks between its stages, which run on the completion threads. Any thread.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ class StagedWork final : public c10d::Work {
   StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
              std::vector<at::Tensor> outputs);
 
-  // Runs `stage`; what it throws is the end of the work.
+  // Runs `stage`; an exception ends the work.
   void attempt(const std::function<void()>& stage);
   void end(std::exception_ptr error);
 

@@ -1,4 +1,4 @@
-#include "torch/guard.h"
+#include "torch/backend/watchdog.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,14 +8,14 @@
 
 #include "base/error.h"
 #include "base/log.h"
-#include "engine/thread.h"
-#include "torch/bindings.h"
-#include "torch/ring_of.h"
+#include "base/thread.h"
+#include "torch/backend/future_wait.h"
+#include "torch/backend/process_group.h"
+#include "torch/bindings/bindings.h"
 
 namespace ringdp {
 namespace {
 
-constexpr std::chrono::milliseconds kInterruptPeriod{100};
 // A foreign backend may notice the end of a connection before ring does.
 constexpr std::chrono::milliseconds kCauseGrace{1500};
 constexpr std::chrono::seconds kLongestAbort{10};
@@ -32,10 +32,10 @@ std::string text_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-DeviceGuard::DeviceGuard(std::shared_ptr<GroupHandle> group, c10::intrusive_ptr<c10d::Backend> foreign)
+BackendWatchdog::BackendWatchdog(std::shared_ptr<GroupHandle> group, c10::intrusive_ptr<c10d::Backend> foreign)
     : group_(std::move(group)), state_(std::make_shared<State>()), foreign_(std::move(foreign)) {
   state_->name = foreign_->getBackendName();
-  thread_ = start_thread("ringdp-guard", [state = state_, foreign = foreign_] { run(state, foreign); });
+  thread_ = start_thread("ringdp-watchdog", [state = state_, foreign = foreign_] { run(state, foreign); });
   listener_ = std::make_shared<const FailureListener>([state = state_](const std::exception_ptr& failure) {
     std::lock_guard lock(state->mutex);
     state->failure = failure;
@@ -44,7 +44,7 @@ DeviceGuard::DeviceGuard(std::shared_ptr<GroupHandle> group, c10::intrusive_ptr<
   group_->on_failure(listener_);
 }
 
-DeviceGuard::~DeviceGuard() {
+BackendWatchdog::~BackendWatchdog() {
   if (fork_generation() == generation_) {
     close();
     return;
@@ -55,13 +55,13 @@ DeviceGuard::~DeviceGuard() {
   [[maybe_unused]] auto* foreign = new c10::intrusive_ptr<c10d::Backend>(foreign_);
 }
 
-void DeviceGuard::run(const std::shared_ptr<State>& state, const c10::intrusive_ptr<c10d::Backend>& foreign) {
+void BackendWatchdog::run(const std::shared_ptr<State>& state, const c10::intrusive_ptr<c10d::Backend>& foreign) {
   std::unique_lock lock(state->mutex);
   state->changed.wait(lock, [&] { return state->stopping || state->failure; });
   if (state->failure && !state->stopping) {
     const std::string cause = text_of(state->failure);
     lock.unlock();
-    // Said before: what the abort ends may end the process (torch's watchdog of NCCL), or only show as wrong numbers.
+    // The log line comes before the abort, which may end the process (torch's watchdog of NCCL) or only show as wrong numbers.
     log(LogLevel::kError, "aborting " + state->name + ", which would wait for ever: " + cause);
     try {
       foreign->abort();
@@ -75,7 +75,7 @@ void DeviceGuard::run(const std::shared_ptr<State>& state, const c10::intrusive_
   state->changed.notify_all();
 }
 
-void DeviceGuard::close() {
+void BackendWatchdog::close() {
   if (!thread_ || fork_generation() != generation_) return;
   listener_.reset();
   std::unique_lock lock(state_->mutex);
@@ -88,7 +88,7 @@ void DeviceGuard::close() {
   thread_.reset();
 }
 
-std::shared_ptr<Work> DeviceGuard::announce(Announcement what) {
+std::shared_ptr<Work> BackendWatchdog::announce(Announcement what) {
   what.by = state_->name;
   std::shared_ptr<Work> work = group_->announce(what, {});
   std::lock_guard lock(announced_mutex_);
@@ -97,9 +97,9 @@ std::shared_ptr<Work> DeviceGuard::announce(Announcement what) {
   return work;
 }
 
-void DeviceGuard::wait(Work& announcement) { group_->wait(announcement); }
+void BackendWatchdog::wait(Work& announcement) { group_->wait(announcement); }
 
-void DeviceGuard::drain() {
+void BackendWatchdog::drain() {
   if (fork_generation() != generation_) return;
   std::deque<std::shared_ptr<Work>> announced;
   {
@@ -115,21 +115,21 @@ void DeviceGuard::drain() {
   }
 }
 
-std::exception_ptr DeviceGuard::failure_within(std::chrono::milliseconds time) const {
+std::exception_ptr BackendWatchdog::failure_within(std::chrono::milliseconds time) const {
   std::unique_lock lock(state_->mutex);
   state_->changed.wait_for(lock, time, [&] { return state_->failure != nullptr; });
   return state_->failure;
 }
 
-void DeviceGuard::throw_if_failed() const {
+void BackendWatchdog::throw_if_failed() const {
   if (const auto failure = failure_within(std::chrono::milliseconds(0))) std::rethrow_exception(failure);
 }
 
-void DeviceGuard::throw_first_cause() const {
+void BackendWatchdog::throw_first_cause() const {
   if (const auto failure = failure_within(kCauseGrace)) std::rethrow_exception(failure);
 }
 
-void DeviceGuard::wait_for(c10::ivalue::Future& future) const {
+void BackendWatchdog::wait_for(c10::ivalue::Future& future) const {
   if (future.completed()) return;
   future.addCallback(
       [state = state_](c10::ivalue::Future&) {
@@ -147,17 +147,17 @@ void DeviceGuard::wait_for(c10::ivalue::Future& future) const {
   }
 }
 
-bool DeviceGuard::aborted() const {
+bool BackendWatchdog::aborted() const {
   std::lock_guard lock(state_->mutex);
   return state_->aborted;
 }
 
-std::shared_ptr<DeviceGuard> guard_of(c10d::ProcessGroup& group, c10::DeviceType device) {
+std::shared_ptr<BackendWatchdog> watchdog_of(c10d::ProcessGroup& group, c10::DeviceType device) {
   const auto types = group.getDeviceTypes();
   const auto is = [&](const c10::Device& type) { return type.type() == device; };
   if (std::none_of(types.begin(), types.end(), is) || ring_of(group, device) != nullptr) return nullptr;
   for (const c10::Device& type : types) {
-    if (ProcessGroupRing* ring = ring_of(group, type.type())) return ring->guard(group.getBackend(device));
+    if (ProcessGroupRing* ring = ring_of(group, type.type())) return ring->watchdog(group.getBackend(device));
   }
   return nullptr;
 }
@@ -166,33 +166,34 @@ namespace {
 
 namespace py = pybind11;
 
-std::vector<std::shared_ptr<DeviceGuard>> guard_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  std::vector<std::shared_ptr<DeviceGuard>> guards;
+std::vector<std::shared_ptr<BackendWatchdog>> watch_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  std::vector<std::shared_ptr<BackendWatchdog>> watchdogs;
   for (const c10::Device& type : group->getDeviceTypes())
-    if (auto guard = guard_of(*group, type.type())) guards.push_back(std::move(guard));
-  return guards;
+    if (auto watchdog = watchdog_of(*group, type.type())) watchdogs.push_back(std::move(watchdog));
+  return watchdogs;
 }
 
 // For tests: any backend beside any ring.
-std::shared_ptr<DeviceGuard> guard_backend(const c10::intrusive_ptr<c10d::Backend>& ring,
-                                           const c10::intrusive_ptr<c10d::Backend>& foreign) {
+std::shared_ptr<BackendWatchdog> watch_backend(const c10::intrusive_ptr<c10d::Backend>& ring,
+                                               const c10::intrusive_ptr<c10d::Backend>& foreign) {
   auto* beside = dynamic_cast<ProcessGroupRing*>(ring.get());
-  if (beside == nullptr) throw Error(ErrorKind::kValue, "a guard needs the backend ring beside what it guards");
-  return beside->guard(foreign);
+  if (beside == nullptr)
+    throw Error(ErrorKind::kValue, "a watchdog needs the backend ring beside the backend it watches");
+  return beside->watchdog(foreign);
 }
 
 }  // namespace
 
-void bind_guard(py::module_& module) {
-  py::class_<DeviceGuard, std::shared_ptr<DeviceGuard>>(
-      module, "DeviceGuard", "Aborts a backend that moves device tensors when the ring beside it fails.")
-      .def_property_readonly("backend", &DeviceGuard::backend)
-      .def_property_readonly("aborted", &DeviceGuard::aborted);
-  module.def("guard_group", &guard_group, py::arg("process_group"), py::call_guard<py::gil_scoped_release>(),
-             "Guards of what moves the group's tensors beside ring, one for each such backend; none where ring is not "
+void bind_watchdog(py::module_& module) {
+  py::class_<BackendWatchdog, std::shared_ptr<BackendWatchdog>>(
+      module, "BackendWatchdog", "Aborts a backend that moves device tensors when the ring beside it fails.")
+      .def_property_readonly("backend", &BackendWatchdog::backend)
+      .def_property_readonly("aborted", &BackendWatchdog::aborted);
+  module.def("watch_group", &watch_group, py::arg("process_group"), py::call_guard<py::gil_scoped_release>(),
+             "Watchdogs of the backends that move the group's tensors beside ring, one each; none where ring is not "
              "in the group, or alone. They live as long as the group.");
-  module.def("guard_backend", &guard_backend, py::arg("ring"), py::arg("foreign"),
-             py::call_guard<py::gil_scoped_release>(), "The guard of one backend, beside another that is ring.");
+  module.def("watch_backend", &watch_backend, py::arg("ring"), py::arg("foreign"),
+             py::call_guard<py::gil_scoped_release>(), "The watchdog of one backend, beside another that is ring.");
 }
 
 }  // namespace ringdp

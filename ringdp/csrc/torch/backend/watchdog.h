@@ -1,7 +1,7 @@
-// DeviceGuard: watches over a backend that moves a group's device tensors (NCCL) beside `ring`, which connects the same ranks.
-// Ranks announce over ring what they are about to do there, so that a disagreement is told instead of hanging, who is late is
-// named, and a lost peer is noticed as ever. When ring's group fails, the guard aborts the other backend, whose kernels
-// would wait for ever, and keeps the cause.
+// BackendWatchdog: watches over a backend that moves a group's device tensors (NCCL) beside `ring`, which connects the same
+// ranks. Ranks announce each of that backend's operations over ring, so that a disagreement is an error instead of a hang, a
+// late rank is named, and a lost peer is noticed as ever. When ring's group fails, the watchdog aborts the other backend,
+// whose kernels would wait for ever, and keeps the cause.
 // Owned by the ProcessGroupRing it stands beside, shared with the reducers that use it. Any thread, without the GIL. It has a
 // thread of its own, because abort() may take seconds and the engine's driver must not wait. In a forked child it does nothing.
 #pragma once
@@ -23,35 +23,35 @@
 
 namespace ringdp {
 
-class DeviceGuard {
+class BackendWatchdog {
  public:
-  DeviceGuard(std::shared_ptr<GroupHandle> group, c10::intrusive_ptr<c10d::Backend> foreign);
-  ~DeviceGuard();
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  BackendWatchdog(std::shared_ptr<GroupHandle> group, c10::intrusive_ptr<c10d::Backend> foreign);
+  ~BackendWatchdog();
+  BackendWatchdog(const BackendWatchdog&) = delete;
+  BackendWatchdog& operator=(const BackendWatchdog&) = delete;
 
   const std::string& backend() const { return state_->name; }
-  bool guards(const c10d::Backend* foreign) const { return foreign_.get() == foreign; }
+  bool watches(const c10d::Backend* foreign) const { return foreign_.get() == foreign; }
 
-  // This rank is about to begin that operation, under the current name. Nobody waits for the others here; throws the group's
-  // failure. `by` is filled in.
+  // Announces an operation that this rank is about to begin, under the current name. Does not wait for the other ranks;
+  // throws the group's failure. `by` is filled in.
   std::shared_ptr<Work> announce(Announcement what);
-  // Until all ranks have announced it; throws what failed.
+  // Waits until all ranks have announced it; throws the announcement's error.
   void wait(Work& announcement);
 
-  // Throws why ring's group failed, if it has.
+  // Throws the failure of ring's group, if it has failed.
   void throw_if_failed() const;
-  // Inside a catch block, for what the foreign backend threw: returns where ring knows of nothing, a moment later too; else
-  // throws ring's cause, for that names the guilty rank.
+  // Called inside a catch block for an exception of the foreign backend. Waits a moment for a failure of ring's group and
+  // throws it, because it names the guilty rank; returns if there is none.
   void throw_first_cause() const;
-  // Until the foreign backend's future is complete; throws ring's cause as soon as there is one. (On devices such futures
-  // are complete at once, and what they stand for is in a stream.)
+  // Waits for the foreign backend's future; throws ring's failure as soon as there is one. (On devices such futures are
+  // complete at once, and their results are ordered by a stream.)
   void wait_for(c10::ivalue::Future& future) const;
 
   bool aborted() const;  // the foreign backend's abort() has returned
 
-  // Before the group is destroyed in good order: until all ranks have announced what this one did. Errors are left aside;
-  // Python's signals are not.
+  // Called before the group is destroyed in good order: waits until all ranks have announced this one's operations. Ignores
+  // errors, but not Python's signals.
   void drain();
   // Ends the thread; the foreign backend is aborted no more. Idempotent.
   void close();
@@ -79,8 +79,8 @@ class DeviceGuard {
   const unsigned generation_ = fork_generation();
 };
 
-// The guard of what reduces the group's tensors on that kind of device: null where that is ring itself, or ring is not in the
-// group at all. Lives at least as long as the group's ring.
-std::shared_ptr<DeviceGuard> guard_of(c10d::ProcessGroup& group, c10::DeviceType device);
+// The watchdog of the backend that reduces the group's tensors on that kind of device; null if that is ring itself, or if
+// ring is not in the group at all. Lives at least as long as the group's ring.
+std::shared_ptr<BackendWatchdog> watchdog_of(c10d::ProcessGroup& group, c10::DeviceType device);
 
 }  // namespace ringdp

@@ -1,4 +1,4 @@
-#include "torch/work.h"
+#include "torch/backend/work.h"
 
 #include <algorithm>
 
@@ -48,10 +48,10 @@ void RingWork::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
   what();
 }
 
-void RingWork::settle_future() {
+void RingWork::complete_future() {
   std::unique_lock lock(future_mutex_);
   waited_ = true;
-  // Inside a callback whose turn is before this one's the mark comes only after it.
+  // Inside a callback that runs before this work's own, the mark comes only after that callback.
   if (!future_ || marked_ || works_.back()->lane() <= CompletionQueue::current_lane()) return;
   marked_changed_.wait_for(lock, kFutureGrace, [this] { return marked_ && future_->completed(); });
 }
@@ -80,7 +80,7 @@ bool RingWork::wait(std::chrono::milliseconds timeout) {
   }
   for (const auto& staging : stagings_) staging->queue().order_caller();
   end_event();
-  settle_future();
+  complete_future();
   return true;
 }
 
@@ -90,7 +90,7 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
   c10::TypePtr list = c10::ListType::create(c10::TensorType::get());
   future_ = c10::make_intrusive<c10::ivalue::Future>(output_lists_.empty() ? list : c10::ListType::create(list),
                                                      devices_of(outputs_));
-  // Waited for already: nobody can have attached anything, so there is no order to keep.
+  // The call has waited already, so no callback can be attached yet and there is no order to keep.
   if (waited_ && !marked_ && works_.back()->finished() && !works_.back()->failed()) marked_ = true;
   if (marked_ && error_) future_->setError(error_);
   if (marked_ && !error_) complete(future_);

@@ -1,7 +1,7 @@
-// RingWork: what torch holds of an operation in flight. Of tensors on devices it is over when the last copy back is queued; who
-// waits for it gets their current streams ordered after that.
-// Shared by Python and, for asynchronous operations, by the completion
-// thread, which marks its future. Any thread, with or without the GIL.
+// RingWork: torch's handle of an operation in flight. With tensors on devices the operation is over when the last copy back
+// is queued; `wait` orders the current streams after that.
+// Owned by Python and, for asynchronous operations, by the completion thread, which marks its future. Any thread, with or
+// without the GIL.
 #pragma once
 
 #include <atomic>
@@ -25,9 +25,9 @@ class RingWork final : public c10d::Work {
 
   // `works`: the operations in order; the last one's end is the end of all (operations of a group end in order).
   void set_operations(std::shared_ptr<Engine> engine, std::vector<std::shared_ptr<ringdp::Work>> works);
-  // The future's value is a list of these lists instead of the list of outputs. Before anybody has the work.
+  // The future's value is a list of these lists instead of the list of outputs. Called before the work is handed out.
   void set_output_lists(std::vector<std::vector<at::Tensor>> lists) { output_lists_ = std::move(lists); }
-  // Of its operations on tensors of devices. Before anybody has the work.
+  // The copies of its operations on tensors of devices. Called before the work is handed out.
   void add_staging(std::shared_ptr<Staging> staging) { stagings_.push_back(std::move(staging)); }
   // Called once when the last operation is over, on the completion thread, or by the thread of a synchronous call.
   void mark(std::exception_ptr error);
@@ -59,10 +59,10 @@ class RingWork final : public c10d::Work {
   std::vector<std::shared_ptr<ringdp::Work>> works_;
   std::vector<std::shared_ptr<Staging>> stagings_;  // shared with the operations
 
-  // Whoever is told that the work is over may end the profiler next, and with it the memory of this work's event.
+  // A caller that sees the work complete may stop the profiler, which frees this event.
   void end_event();
   // After `wait` the future is complete too, as with torch's own backends; but not where that cannot be waited for.
-  void settle_future();
+  void complete_future();
 
   std::mutex future_mutex_;
   std::condition_variable marked_changed_;

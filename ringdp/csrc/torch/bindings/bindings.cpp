@@ -1,5 +1,5 @@
 // ringdp._C: the torch side (torch's bundled pybind11).
-#include "torch/bindings.h"
+#include "torch/bindings/bindings.h"
 
 #include "python_errors.h"
 
@@ -9,8 +9,8 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_work(module);
   ringdp::bind_failed_future(module);
   ringdp::bind_process_group(module);
-  ringdp::bind_guard(module);
-  ringdp::bind_methods(module);
+  ringdp::bind_watchdog(module);
+  ringdp::bind_reductions(module);
   ringdp::bind_reducer(module);
   ringdp::bind_compression(module);
   ringdp::bind_sparse_codes(module);
@@ -19,4 +19,5 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_cuda_kernels(module);
   ringdp::bind_loss_scale(module);
   ringdp::bind_gradient_marks(module);
+  ringdp::bind_module_snapshot(module);
 }

@@ -12,11 +12,11 @@
 #include "codec/plugin.h"
 #include "codec/promises.h"
 #include "collective/compressed_plan.h"
-#include "torch/bindings.h"
-#include "torch/code_exchange.h"
-#include "torch/device_codec.h"
-#include "torch/flat_tensors.h"
-#include "torch/ring_of.h"
+#include "torch/backend/process_group.h"
+#include "torch/bindings/bindings.h"
+#include "torch/bindings/flat_tensors.h"
+#include "torch/device/device_codec.h"
+#include "torch/reducer/c10d_compressed_all_reduce.h"
 
 namespace ringdp {
 namespace {
@@ -24,7 +24,9 @@ namespace {
 namespace py = pybind11;
 using MaybeTensor = std::optional<at::Tensor>;
 
-[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kValue, "all_reduce_compressed: " + why); }
+[[noreturn]] void refuse_compressed(const std::string& why) {
+  throw Error(ErrorKind::kValue, "all_reduce_compressed: " + why);
+}
 
 // A FiniteReport as Python reads it: `own` counts elements of the buffer.
 struct BufferReport {
@@ -45,8 +47,8 @@ void require_apart(const std::vector<int64_t>& offsets, const std::vector<int64_
     const std::string range =
         "elements " + std::to_string(offsets[i]) + " to " + std::to_string(offsets[i] + counts[i]);
     if (offsets[i] < 0 || counts[i] < 0 || counts[i] > numel - offsets[i])
-      refuse(range + " are not in a buffer of " + std::to_string(numel));
-    if (counts[i] > 0 && offsets[i] < end) refuse(range + " are in two sections");
+      refuse_compressed(range + " are not in a buffer of " + std::to_string(numel));
+    if (counts[i] > 0 && offsets[i] < end) refuse_compressed(range + " are in two sections");
     end = std::max(end, offsets[i] + counts[i]);
   }
 }
@@ -57,18 +59,20 @@ void add_residuals(CompressedSection& section, const at::Tensor& residual, const
   require_flat(next, at::kFloat, "new " + name);
   const auto count = static_cast<int64_t>(section.count);
   if (residual.numel() != count || next.numel() != count)
-    refuse(name + " has " + std::to_string(residual.numel()) + " and " + std::to_string(next.numel()) +
-           " elements, its section " + std::to_string(count));
+    refuse_compressed(name + " has " + std::to_string(residual.numel()) + " and " + std::to_string(next.numel()) +
+                      " elements, its section " + std::to_string(count));
   section.residual = residual.const_data_ptr<float>();
   section.new_residual = next.mutable_data_ptr<float>();
 }
 
 // The first of two residuals counts, the second is written.
-c10::intrusive_ptr<c10d::Work> exchange_codes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                              const at::Tensor& buffer, const std::vector<CompressedSection>& sections,
-                                              const Compression& compression, std::shared_ptr<FiniteReport> report,
-                                              std::vector<at::Tensor> kept) {
-  CodeExchange::Call call;
+c10::intrusive_ptr<c10d::Work> all_reduce_over_c10d(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                    const at::Tensor& buffer,
+                                                    const std::vector<CompressedSection>& sections,
+                                                    const Compression& compression,
+                                                    std::shared_ptr<FiniteReport> report,
+                                                    std::vector<at::Tensor> kept) {
+  C10dCompressedAllReduce::Call call;
   call.group = group;
   call.buffer = buffer;
   call.compression = compression;
@@ -77,50 +81,52 @@ c10::intrusive_ptr<c10d::Work> exchange_codes(const c10::intrusive_ptr<c10d::Pro
   const at::Tensor which = at::zeros({1}, at::kInt);
   call.kept.push_back(which);
   for (const CompressedSection& section : sections) {
-    CodeExchange::Section& one = call.sections.emplace_back();
+    C10dCompressedAllReduce::Section& one = call.sections.emplace_back();
     one.x = section.x;
     one.count = section.count;
-    one.turn = section.turn;
+    one.owner_offset = section.owner_offset;
     if (section.residual == nullptr) continue;
     one.feedback.both[0] = const_cast<float*>(section.residual);  // only read: `which` says so
     one.feedback.both[1] = section.new_residual;
     one.feedback.which = which.const_data_ptr<int32_t>();
   }
-  return CodeExchange::begin(std::move(call))->work();
+  return C10dCompressedAllReduce::begin(std::move(call))->work();
 }
 
 std::pair<c10::intrusive_ptr<c10d::Work>, BufferReport> all_reduce_compressed(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const at::Tensor& buffer, const std::vector<int64_t>& offsets,
-    const std::vector<int64_t>& counts, const std::vector<uint32_t>& turns, const std::vector<MaybeTensor>& residuals,
-    const std::vector<MaybeTensor>& new_residuals, const std::string& codec, float factor, std::size_t divisor,
-    bool exchange) {
+    const std::vector<int64_t>& counts, const std::vector<uint32_t>& owner_offsets,
+    const std::vector<MaybeTensor>& residuals, const std::vector<MaybeTensor>& new_residuals, const std::string& codec,
+    float loss_scale, std::size_t divisor, bool exchange) {
   const std::size_t sections_count = offsets.size();
-  for (const std::size_t size : {counts.size(), turns.size(), residuals.size(), new_residuals.size()})
+  for (const std::size_t size : {counts.size(), owner_offsets.size(), residuals.size(), new_residuals.size()})
     if (size != sections_count)
-      refuse("as many counts, turns, residuals and new residuals as offsets: " + std::to_string(size) + " are not " +
-             std::to_string(sections_count));
+      refuse_compressed("as many counts, owner offsets, residuals and new residuals as offsets: " +
+                        std::to_string(size) + " are not " + std::to_string(sections_count));
   require_flat(buffer, at::kFloat, "the buffer");
   require_apart(offsets, counts, buffer.numel());
   ProcessGroupRing* ring = ring_of(*group, c10::DeviceType::CPU);
-  if (ring == nullptr && !exchange) refuse("the group's backend for the CPU is not ring");
+  if (ring == nullptr && !exchange) refuse_compressed("the group's backend for the CPU is not ring");
   std::vector<CompressedSection> sections;
   std::vector<at::Tensor> kept;
   for (std::size_t i = 0; i < sections_count; ++i) {
     CompressedSection& section = sections.emplace_back();
     section.x = buffer.mutable_data_ptr<float>() + offsets[i];
     section.count = static_cast<std::size_t>(counts[i]);
-    section.turn = turns[i];
+    section.owner_offset = owner_offsets[i];
     const std::string name = "residual " + std::to_string(i);
-    if (residuals[i].has_value() != new_residuals[i].has_value()) refuse(name + " and its new one must both be given");
+    if (residuals[i].has_value() != new_residuals[i].has_value())
+      refuse_compressed(name + " and its new one must both be given");
     if (!residuals[i]) continue;
     add_residuals(section, *residuals[i], *new_residuals[i], name);
     kept.push_back(*residuals[i]);
     kept.push_back(*new_residuals[i]);
   }
   BufferReport report{std::make_shared<FiniteReport>(), static_cast<const std::byte*>(buffer.const_data_ptr())};
-  const Compression compression{codec_by_name(codec), factor, divisor};
+  const Compression compression{codec_by_name(codec), loss_scale, divisor};
   py::gil_scoped_release no_gil;
-  if (exchange) return {exchange_codes(group, buffer, sections, compression, report.report, std::move(kept)), report};
+  if (exchange)
+    return {all_reduce_over_c10d(group, buffer, sections, compression, report.report, std::move(kept)), report};
   auto work = ring->all_reduce_compressed(buffer, std::move(sections), compression, report.report, std::move(kept));
   return {std::move(work), std::move(report)};
 }
@@ -181,34 +187,36 @@ void bind_compression(py::module_& module) {
                              "Element of the buffer: this rank's first input that was not finite; -1 where none was.");
   module.def(
       "all_reduce_compressed", &all_reduce_compressed, py::arg("process_group"), py::arg("buffer"), py::arg("offsets"),
-      py::arg("counts"), py::arg("turns"), py::arg("residuals"), py::arg("new_residuals"), py::arg("codec"),
-      py::arg("factor"), py::arg("divisor"), py::arg("exchange") = false,
+      py::arg("counts"), py::arg("owner_offsets"), py::arg("residuals"), py::arg("new_residuals"), py::arg("codec"),
+      py::arg("loss_scale"), py::arg("divisor"), py::arg("exchange") = false,
       "Mean over all ranks of sections of a float32 buffer, in place, as codes on the wire: (Work, FiniteReport).\n"
-      "Section i is elements offsets[i] to offsets[i] + counts[i], one parameter; turns[i] is zlib.crc32 of its\n"
+      "Section i is elements offsets[i] to offsets[i] + counts[i], one parameter; owner_offsets[i] is zlib.crc32 of "
+      "its\n"
       "name. residuals, new_residuals: float32 [counts[i]], or None in both for no error feedback. The buffer is\n"
-      "`factor` times larger than residuals; the sum is divided by `divisor`. `exchange`: the\n"
+      "`loss_scale` times larger than residuals; the sum is divided by `divisor`. `exchange`: the\n"
       "codes go by the group's all-to-all and all-gather, whatever its backend. Raises ValueError.");
   module.def(
       "owned_elements",
-      [](c10::intrusive_ptr<c10d::ProcessGroup> group, std::size_t count, uint32_t turn) {
+      [](c10::intrusive_ptr<c10d::ProcessGroup> group, std::size_t count, uint32_t owner_offset) {
         ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
         if (ring == nullptr)
           throw Error(ErrorKind::kValue, "owned_elements: the group's backend for the CPU is not ring");
-        return owned_elements(ring->view(), count, turn);
+        return owned_elements(ring->view(), count, owner_offset);
       },
-      py::arg("process_group"), py::arg("count"), py::arg("turn"),
+      py::arg("process_group"), py::arg("count"), py::arg("owner_offset"),
       "[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is "
       "compressed.");
   module.def(
-      "part_bounds", &part_bounds, py::arg("count"), py::arg("parts"), py::arg("turn"),
+      "part_bounds", &part_bounds, py::arg("count"), py::arg("parts"), py::arg("owner_offset"),
       "[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when codes "
       "are exchanged and every rank is a host of its own.");
   module.def(
       "has_device_codec", [](const std::string& type) { return device_codec(c10::Device(type).type()) != nullptr; },
       py::arg("device_type"), "Whether the core's codecs can be used on that kind of device.");
-  module.def("codec_bytes", [](const std::string& name, std::size_t numel) {
-    return codec(codec_by_name(name)).encoded_bytes(numel);
-  });
+  module.def(
+      "codec_bytes",
+      [](const std::string& name, std::size_t numel) { return codec(codec_by_name(name)).encoded_bytes(numel); },
+      py::arg("codec"), py::arg("numel"), "Bytes of the code of `numel` elements.");
   py::class_<Plugin>(module, "CodecLibrary", "A codec from a shared library, which stays loaded.")
       .def_readonly("name", &Plugin::name)
       .def_readonly("path", &Plugin::path)
@@ -218,7 +226,7 @@ void bind_compression(py::module_& module) {
   module.def("load_codec", &load_plugin, py::arg("path"), py::return_value_policy::reference,
              py::call_guard<py::gil_scoped_release>(),
              "The codec of the shared library at `path`; every call of this module knows its name from now on.\n"
-             "Raises ValueError for what is none.");
+             "Raises ValueError for a file that is not one.");
   module.def("find_codec", &find_plugin, py::arg("sha256"), py::return_value_policy::reference,
              "The one whose file had this digest; None where none is loaded.");
   module.def(

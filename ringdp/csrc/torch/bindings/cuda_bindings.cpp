@@ -12,8 +12,8 @@
 #include "base/error.h"
 #include "codec/codec.h"
 #include "cuda/kernels.h"
-#include "torch/bindings.h"
-#include "torch/native_stream.h"
+#include "torch/bindings/bindings.h"
+#include "torch/device/native_stream.h"
 
 namespace ringdp {
 namespace {
@@ -24,7 +24,7 @@ using Tensors = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 using MaybeFeedback = std::optional<std::tuple<Tensor, Tensor, Tensor>>;  // both residuals, which
 
-[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kValue, "cuda: " + why); }
+[[noreturn]] void refuse_kernel_call(const std::string& why) { throw Error(ErrorKind::kValue, "cuda: " + why); }
 
 // The arguments of one call, checked as they are taken: all on one device, contiguous.
 class Arguments {
@@ -33,11 +33,11 @@ class Arguments {
   T* take(const Tensor& tensor, at::ScalarType type, const std::string& name, std::optional<std::size_t> numel = {}) {
     const bool here = tensor.is_cuda() && (!device_ || tensor.device() == *device_);
     if (!here || tensor.scalar_type() != type || !tensor.is_contiguous())
-      refuse(name + " is " + c10::str(tensor.scalar_type()) + " on " + c10::str(tensor.device()) +
-             (tensor.is_contiguous() ? "" : ", not contiguous") + "; it must be " + c10::str(type) +
-             ", contiguous, on " + (device_ ? c10::str(*device_) : std::string("a CUDA device")));
+      refuse_kernel_call(name + " is " + c10::str(tensor.scalar_type()) + " on " + c10::str(tensor.device()) +
+                         (tensor.is_contiguous() ? "" : ", not contiguous") + "; it must be " + c10::str(type) +
+                         ", contiguous, on " + (device_ ? c10::str(*device_) : std::string("a CUDA device")));
     if (numel && static_cast<std::size_t>(tensor.numel()) != *numel)
-      refuse(name + " has " + std::to_string(tensor.numel()) + " elements, not " + std::to_string(*numel));
+      refuse_kernel_call(name + " has " + std::to_string(tensor.numel()) + " elements, not " + std::to_string(*numel));
     device_ = tensor.device();
     return static_cast<T*>(tensor.data_ptr());
   }
@@ -62,7 +62,7 @@ class Arguments {
 void require_lengths(std::size_t wanted, std::initializer_list<std::size_t> lengths) {
   for (const std::size_t length : lengths)
     if (length != wanted)
-      refuse("lists of " + std::to_string(wanted) + " and of " + std::to_string(length) + " tensors");
+      refuse_kernel_call("lists of " + std::to_string(wanted) + " and of " + std::to_string(length) + " tensors");
 }
 
 std::size_t numel_of(const Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
@@ -78,7 +78,7 @@ DType dtype_of_gradient(const Tensor& tensor) {
     case at::kDouble:
       return DType::kFloat64;
     default:
-      refuse(c10::str(tensor.scalar_type()) + " has no infinities to look for");
+      refuse_kernel_call(c10::str(tensor.scalar_type()) + " has no infinities to look for");
   }
 }
 
@@ -92,7 +92,7 @@ cuda::Feedback feedback_of(Arguments& arguments, const std::vector<MaybeFeedback
 }
 
 void encode(const std::string& codec, const Tensors& xs, const Tensors& codes,
-            const std::vector<MaybeFeedback>& feedback, float factor, const MaybeTensor& non_finite) {
+            const std::vector<MaybeFeedback>& feedback, float loss_scale, const MaybeTensor& non_finite) {
   const Codec& it = ringdp::codec(codec_by_name(codec));
   require_lengths(xs.size(), {codes.size(), feedback.empty() ? xs.size() : feedback.size()});
   Arguments arguments;
@@ -104,7 +104,7 @@ void encode(const std::string& codec, const Tensors& xs, const Tensors& codes,
                     feedback_of(arguments, feedback, i, count)});
   }
   auto* flag = arguments.take_one<int32_t>(non_finite, at::kInt, "non_finite");
-  arguments.run([&](cuda::Stream stream) { cuda::encode(it.id, runs, factor, flag, stream); });
+  arguments.run([&](cuda::Stream stream) { cuda::encode(it.id, runs, loss_scale, flag, stream); });
 }
 
 template <auto kDecode>
@@ -122,19 +122,20 @@ void decode(const std::string& codec, const Tensors& outs, const Tensors& codes,
   arguments.run([&](cuda::Stream stream) { kDecode(it.id, runs, flag, stream); });
 }
 
-void fold(const std::string& codec, const Tensors& xs, const Tensors& sources, const Tensors& codes, int own,
-          float divisor, const std::vector<MaybeFeedback>& feedback, float factor, const MaybeTensor& non_finite) {
+void reduce_codes(const std::string& codec, const Tensors& xs, const Tensors& sources, const Tensors& codes, int own,
+                  float divisor, const std::vector<MaybeFeedback>& feedback, float loss_scale,
+                  const MaybeTensor& non_finite) {
   const Codec& it = ringdp::codec(codec_by_name(codec));
   require_lengths(xs.size(), {sources.size(), codes.size(), feedback.empty() ? xs.size() : feedback.size()});
   Arguments arguments;
-  std::vector<cuda::FoldRun> runs;
+  std::vector<cuda::ReduceRun> runs;
   int64_t ranks = 0;
   for (std::size_t i = 0; i < xs.size(); ++i) {
     const std::size_t count = numel_of(xs[i]);
     if (sources[i].dim() != 2 || (i > 0 && sources[i].size(0) != ranks) ||
         static_cast<std::size_t>(sources[i].size(1)) < it.encoded_bytes(count))
-      refuse("the sources' codes must be [ranks, at least " + std::to_string(it.encoded_bytes(count)) + "], not " +
-             c10::str(sources[i].sizes()));
+      refuse_kernel_call("the sources' codes must be [ranks, at least " + std::to_string(it.encoded_bytes(count)) +
+                         "], not " + c10::str(sources[i].sizes()));
     ranks = sources[i].size(0);
     runs.push_back({arguments.take<float>(xs[i], at::kFloat, "x"),
                     arguments.take<std::byte>(sources[i], at::kByte, "the sources' codes"),
@@ -144,7 +145,7 @@ void fold(const std::string& codec, const Tensors& xs, const Tensors& sources, c
   }
   auto* flag = arguments.take_one<int32_t>(non_finite, at::kInt, "non_finite");
   arguments.run([&](cuda::Stream stream) {
-    cuda::fold(it.id, runs, static_cast<int>(ranks), own, divisor, factor, flag, stream);
+    cuda::reduce_codes(it.id, runs, static_cast<int>(ranks), own, divisor, loss_scale, flag, stream);
   });
 }
 
@@ -176,8 +177,8 @@ void select(const Tensor& x, const Tensor& threshold, const Tensor& index, const
   auto* number = arguments.take<uint32_t>(selected, at::kInt, "selected", 1);
   auto* room = arguments.take<void>(scratch, at::kByte, "scratch");
   if (numel_of(scratch) < cuda::select_scratch_bytes(numel_of(x)))
-    refuse("scratch has " + std::to_string(scratch.numel()) + " bytes; select_scratch_bytes says " +
-           std::to_string(cuda::select_scratch_bytes(numel_of(x))));
+    refuse_kernel_call("scratch has " + std::to_string(scratch.numel()) + " bytes; select_scratch_bytes says " +
+                       std::to_string(cuda::select_scratch_bytes(numel_of(x))));
   arguments.run([&](cuda::Stream stream) {
     cuda::select(elements, numel_of(x), least, places, values, numel_of(index), number, room, stream);
   });
@@ -203,7 +204,7 @@ void commit(const Tensors& which, const MaybeTensor& non_finite) {
 void bind_cuda_kernels(py::module_& module) {
   module.def("cuda_kernels", &cuda::available, "Whether this build has kernels for CUDA devices.");
   module.def("cuda_encode", &encode, py::arg("codec"), py::arg("xs"), py::arg("codes"),
-             py::arg("feedback") = std::vector<MaybeFeedback>(), py::arg("factor") = 1.0F,
+             py::arg("feedback") = std::vector<MaybeFeedback>(), py::arg("loss_scale") = 1.0F,
              py::arg("non_finite") = py::none(),
              "codes[i] (uint8) = encode(xs[i] (float32)); feedback[i]: (residual, residual, which of them counts) or\n"
              "None; non_finite (int32 [1]) becomes 1 where a block is not finite. Raises ValueError.");
@@ -211,9 +212,9 @@ void bind_cuda_kernels(py::module_& module) {
              py::arg("non_finite") = py::none(), "outs[i] = decode(codes[i]). Raises ValueError.");
   module.def("cuda_decode_add", &decode<cuda::decode_add>, py::arg("codec"), py::arg("outs"), py::arg("codes"),
              py::arg("non_finite") = py::none(), "outs[i] += decode(codes[i]). Raises ValueError.");
-  module.def("cuda_fold", &fold, py::arg("codec"), py::arg("xs"), py::arg("sources"), py::arg("codes"), py::arg("own"),
-             py::arg("divisor"), py::arg("feedback") = std::vector<MaybeFeedback>(), py::arg("factor") = 1.0F,
-             py::arg("non_finite") = py::none(),
+  module.def("cuda_reduce_codes", &reduce_codes, py::arg("codec"), py::arg("xs"), py::arg("sources"), py::arg("codes"),
+             py::arg("own"), py::arg("divisor"), py::arg("feedback") = std::vector<MaybeFeedback>(),
+             py::arg("loss_scale") = 1.0F, py::arg("non_finite") = py::none(),
              "codes[i] = encode((sum over ranks, in order, of decode(sources[i][rank]), xs[i] for `own`) / divisor);\n"
              "sources[i]: uint8 [ranks, bytes of a code or more]. Raises ValueError.");
   module.def("cuda_find_non_finite", &find_non_finite, py::arg("values"), py::arg("found"),

@@ -1,5 +1,5 @@
-// A torch.futures.Future that fails with a Python exception, and is waited for in C++: whoever waits raises that very
-// object, in backward() too. (Future.set_exception is Python's alone; Future.then makes a RuntimeError of its text.)
+// A torch.futures.Future that fails with a Python exception, also where C++ waits for it: the wait raises that very object,
+// in backward() too. (Future.set_exception works in Python alone; Future.then makes a RuntimeError of its text.)
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -7,7 +7,8 @@
 #include <memory>
 #include <utility>
 
-#include "torch/bindings.h"
+#include "torch/bindings/bindings.h"
+#include "torch/bindings/kept_error.h"
 
 namespace ringdp {
 namespace {
@@ -15,8 +16,15 @@ namespace {
 namespace py = pybind11;
 using torch::jit::PythonFutureWrapper;
 
-// It can be thrown more than once, on any thread, and is given back under the GIL.
-std::exception_ptr kept(const py::object& exception) {
+void fail_future(const std::shared_ptr<PythonFutureWrapper>& future, const py::object& exception) {
+  std::exception_ptr error = kept_error(exception);
+  const py::gil_scoped_release without_gil;
+  future->fut->setError(std::move(error));
+}
+
+}  // namespace
+
+std::exception_ptr kept_error(const py::object& exception) {
   python_error error;
   error.type = py::type::of(exception).release().ptr();
   error.value = py::object(exception).release().ptr();
@@ -24,14 +32,6 @@ std::exception_ptr kept(const py::object& exception) {
   error.build_message();
   return std::make_exception_ptr(std::move(error));
 }
-
-void fail_future(const std::shared_ptr<PythonFutureWrapper>& future, const py::object& exception) {
-  std::exception_ptr error = kept(exception);
-  const py::gil_scoped_release without_gil;
-  future->fut->setError(std::move(error));
-}
-
-}  // namespace
 
 void bind_failed_future(py::module_& module) {
   py::register_exception_translator([](std::exception_ptr pointer) {
@@ -42,7 +42,7 @@ void bind_failed_future(py::module_& module) {
     }
   });
   module.def("fail_future", &fail_future, py::arg("future"), py::arg("exception"),
-             "Complete the future with the exception, which whoever waits for it raises, C++ too.");
+             "Complete the future with the exception, which is raised where the future is waited for, in C++ too.");
 }
 
 }  // namespace ringdp

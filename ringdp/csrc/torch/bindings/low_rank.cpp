@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "base/error.h"
-#include "torch/bindings.h"
-#include "torch/flat_tensors.h"
+#include "torch/bindings/bindings.h"
+#include "torch/bindings/flat_tensors.h"
 
 namespace ringdp {
 namespace {
@@ -16,18 +16,21 @@ namespace py = pybind11;
 using Tensors = std::vector<at::Tensor>;
 using MaybeTensors = std::vector<std::optional<at::Tensor>>;
 
-[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kValue, "a low-rank product: " + why); }
+[[noreturn]] void refuse_product(const std::string& why) {
+  throw Error(ErrorKind::kValue, "a low-rank product: " + why);
+}
 
 void require_factor(const at::Tensor& factor, const std::string& name) {
   require_flat(factor, at::kFloat, name);
-  if (factor.dim() != 2) refuse(name + " has " + std::to_string(factor.dim()) + " dimensions, not [rank, length]");
+  if (factor.dim() != 2)
+    refuse_product(name + " has " + std::to_string(factor.dim()) + " dimensions, not [rank, length]");
 }
 
 low_rank::Shape shape_of(const at::Tensor& left, const at::Tensor& right) {
   require_factor(left, "a left factor");
   require_factor(right, "a right factor");
   if (left.size(0) != right.size(0) || left.size(0) < 1)
-    refuse("factors of rank " + std::to_string(left.size(0)) + " and " + std::to_string(right.size(0)));
+    refuse_product("factors of rank " + std::to_string(left.size(0)) + " and " + std::to_string(right.size(0)));
   return {.rows = static_cast<std::size_t>(left.size(1)),
           .columns = static_cast<std::size_t>(right.size(1)),
           .rank = static_cast<std::size_t>(left.size(0))};
@@ -36,13 +39,14 @@ low_rank::Shape shape_of(const at::Tensor& left, const at::Tensor& right) {
 void require_matrix(const at::Tensor& matrix, const low_rank::Shape& shape, const std::string& name) {
   require_flat(matrix, at::kFloat, name);
   if (static_cast<std::size_t>(matrix.numel()) != shape.rows * shape.columns)
-    refuse(name + " has " + std::to_string(matrix.numel()) + " elements, not " + std::to_string(shape.rows) + " x " +
-           std::to_string(shape.columns));
+    refuse_product(name + " has " + std::to_string(matrix.numel()) + " elements, not " + std::to_string(shape.rows) +
+                   " x " + std::to_string(shape.columns));
 }
 
 void require_as_many(std::size_t count, std::initializer_list<std::size_t> others) {
   for (const std::size_t other : others)
-    if (other != count) refuse("lists of " + std::to_string(count) + " and " + std::to_string(other) + " tensors");
+    if (other != count)
+      refuse_product("lists of " + std::to_string(count) + " and " + std::to_string(other) + " tensors");
 }
 
 float* floats(const at::Tensor& tensor) { return tensor.mutable_data_ptr<float>(); }

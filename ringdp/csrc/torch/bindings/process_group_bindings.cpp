@@ -12,23 +12,17 @@
 #include "collective/tuning.h"
 #include "mesh/lobby.h"
 #include "python_naming.h"
-#include "torch/bindings.h"
-#include "torch/device_side.h"
-#include "torch/process_group.h"
-#include "torch/ring_of.h"
-#include "torch/store_adapter.h"
+#include "python_transports.h"
+#include "torch/backend/future_wait.h"
+#include "torch/backend/process_group.h"
+#include "torch/backend/store_adapter.h"
+#include "torch/bindings/bindings.h"
+#include "torch/device/device_side.h"
 
 namespace ringdp {
 namespace {
 
 namespace py = pybind11;
-
-// Runs Python's signal handlers (on the main thread; elsewhere this does nothing) and throws what they raise.
-void check_python_signals() {
-  if (Py_IsInitialized() == 0) return;
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
 
 // The Runtime of the default group, for the groups made from it. Weak: the groups own it.
 std::mutex runtime_mutex;
@@ -46,7 +40,8 @@ std::string store_prefix(const std::string& group_id) {
 std::shared_ptr<Runtime> runtime_for(const std::vector<int>& global_ranks, int rank) {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
-  if (!runtime || global_ranks.empty()) return nullptr;
+  // An exception's traceback or a module may keep a group, and its Runtime, beyond its end.
+  if (!runtime || runtime->ended() || global_ranks.empty()) return nullptr;
   for (int member : global_ranks)
     if (member < 0 || member >= runtime->engine().world()) return nullptr;
   return global_ranks[static_cast<std::size_t>(rank)] == runtime->engine().rank() ? runtime : nullptr;
@@ -63,7 +58,9 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.host_id = config["host_id"].cast<std::string>();
   options.interface = config["iface"].cast<std::string>();
   options.advertise = config["advertise"].cast<std::string>();
-  options.transport = transport_choice(config["transport"].cast<std::string>());
+  options.transport = transport_named(config["transport"].cast<std::string>());
+  options.checksums = config["checksum"].cast<bool>();
+  options.full_mesh_ranks = config["full_mesh_ranks"].cast<int>();
   options.several_hosts = config["several_hosts"].cast<bool>();
   options.tables = tables_text(tables_of(config));
   options.tables_source = config["table_source"].cast<std::string>();
@@ -152,7 +149,7 @@ std::vector<std::shared_ptr<Runtime>> all_runtimes() {
   return all;
 }
 
-// What the other ranks are told when this one leaves.
+// Sets the reason that the other ranks get when this one leaves.
 void set_farewell(const std::string& reason) {
   for (const auto& runtime : all_runtimes()) runtime->engine().set_farewell(reason);
 }
@@ -169,7 +166,7 @@ std::pair<uint64_t, uint64_t> traffic() {
   return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
 }
 
-std::map<int, std::string> transports() {
+std::map<int, std::string> default_transports() {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
   return runtime ? runtime->transports() : std::map<int, std::string>();
@@ -178,26 +175,28 @@ std::map<int, std::string> transports() {
 }  // namespace
 
 void bind_process_group(py::module_& module) {
-  module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
-             py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
-             py::arg("lobby").none(true) = nullptr);
   py::class_<Lobby>(module, "Lobby", "The ranks have met and are connected; each has the words of all others.")
       .def(py::init(&make_lobby), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("hello"),
            py::arg("timeout"), py::arg("first_notice_s"), py::arg("config"))
       .def("hellos", &Lobby::hellos)
-      .def("close", &Lobby::close, "Leave, unless a process group has taken the connections over; idempotent.");
+      .def("close", &Lobby::close, py::arg("reason") = "",
+           "Leave, unless a process group has taken the connections over, and tell the others why; idempotent.");
+  module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
+             py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
+             py::arg("lobby").none(true) = nullptr);
   module.def("shut_down_all", &shut_down_all, py::call_guard<py::gil_scoped_release>(),
              "Leave all jobs and end the threads; for the end of the process.");
-  module.def("set_farewell", &set_farewell, py::call_guard<py::gil_scoped_release>(),
+  module.def("set_farewell", &set_farewell, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
              "Why this process leaves its jobs: the other ranks' errors say so.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
   bind_named_scope(module);
+  bind_transports(module);
   module.def("stage_cpu_tensors", &DeviceSide::stage_cpu_tensors, py::arg("seed").none(true),
              "For tests: treat CPU tensors as if they were on a device whose copies are late and out of order.");
   module.def("hold_staged_copies", &DeviceSide::hold_copies, py::arg("still"),
              "For tests: while true, no copy of stage_cpu_tensors gets done.");
-  module.def("transports", &transports,
-             "What carries bytes to each other rank of the default group, {rank: \"shm\" or \"tcp\"}; {} without one.");
+  module.def("transports", &default_transports,
+             "What carries bytes to each other rank of the default group, {rank: name}; {} without one.");
   module.def(
       "group_transports",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -206,14 +205,17 @@ void bind_process_group(py::module_& module) {
       },
       py::arg("process_group"),
       "The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's.");
-  module.def("set_log_sink", [](py::function sink) {
-    auto shared = std::make_shared<py::function>(std::move(sink));
-    set_log_sink([shared](LogLevel level, const std::string& text) {
-      if (Py_IsInitialized() == 0) return;
-      py::gil_scoped_acquire gil;
-      (*shared)(static_cast<int>(level), text);
-    });
-  });
+  module.def(
+      "set_log_sink",
+      [](py::function sink) {
+        auto shared = std::make_shared<py::function>(std::move(sink));
+        set_log_sink([shared](LogLevel level, const std::string& text) {
+          if (Py_IsInitialized() == 0) return;
+          py::gil_scoped_acquire gil;
+          (*shared)(static_cast<int>(level), text);
+        });
+      },
+      py::arg("sink"), "Where log lines go, called with (level, text) and levels 0 to 3 for debug to error.");
 }
 
 }  // namespace ringdp

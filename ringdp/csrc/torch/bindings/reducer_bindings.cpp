@@ -8,10 +8,10 @@
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <vector>
 
-#include "torch/bindings.h"
-#include "torch/reducer.h"
-#include "torch/reducer_errors.h"
-#include "torch/without_python_lock.h"
+#include "torch/bindings/bindings.h"
+#include "torch/bindings/without_python_lock.h"
+#include "torch/reducer/reducer.h"
+#include "torch/reducer/reducer_errors.h"
 
 namespace ringdp {
 namespace {
@@ -21,20 +21,32 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using GroupPointer = c10::intrusive_ptr<c10d::ProcessGroup>;
 using PythonFuture = torch::jit::PythonFutureWrapper;
 
+std::vector<ModuleParameter> module_parameters(const std::vector<at::Tensor>& parameters,
+                                               std::vector<std::string> names, std::vector<std::string> used_in,
+                                               const std::vector<bool>& sparse) {
+  TORCH_CHECK(
+      names.size() == parameters.size() && used_in.size() == parameters.size() && sparse.size() == parameters.size(),
+      "one name, one place and one sparse flag per parameter");
+  std::vector<ModuleParameter> described;
+  described.reserve(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    described.push_back({parameters[i], std::move(names[i]), std::move(used_in[i]), sparse[i]});
+  }
+  return described;
+}
+
+void replace_parameters(Reducer& reducer, const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
+                        std::vector<std::string> used_in, const std::vector<bool>& sparse) {
+  reducer.replace_parameters(module_parameters(parameters, std::move(names), std::move(used_in), sparse));
+}
+
 std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                                       std::vector<std::string> used_in, const std::vector<bool>& sparse,
                                       GroupPointer group, std::vector<std::size_t> caps_bytes,
                                       const std::optional<bool>& find_unused, bool average, bool own_gradients,
                                       bool skip_unused, bool names_compared, bool graph_shows_unused,
                                       const std::optional<at::ScalarType>& reduce_dtype, bool host_control) {
-  TORCH_CHECK(
-      names.size() == parameters.size() && used_in.size() == parameters.size() && sparse.size() == parameters.size(),
-      "one name, one place and one sparse flag per parameter");
-  std::vector<WatchedParameter> watched;
-  watched.reserve(parameters.size());
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    watched.push_back({parameters[i], std::move(names[i]), std::move(used_in[i]), sparse[i]});
-  }
+  std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
   options.average = average;
@@ -47,7 +59,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
-  return make_shared_without_python_lock<Reducer>(std::move(watched), std::move(group), std::move(options));
+  return make_shared_without_python_lock<Reducer>(std::move(described), std::move(group), std::move(options));
 }
 
 // From torch's pipeline stages, Lightning's manual optimization and Accelerate's trigger_sync_in_backward, between forward
@@ -58,7 +70,7 @@ void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outpu
   const auto in_graph = [](const at::Tensor& output) { return output.requires_grad(); };
   TORCH_CHECK(sync || outputs.empty() || std::any_of(outputs.begin(), outputs.end(), in_graph),
               "RingDP cannot average the gradients of a pipeline stage whose backward is split in two halves (inputs "
-              "first, weights later): autograd tells nobody about those of the weights. Use a schedule with whole "
+              "first, weights later): autograd does not report those of the weights. Use a schedule with whole "
               "backwards: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS.");
   if (!sync) reducer.demand_sync();
   reducer.prepare_for_backward(outputs, sync.value_or(true));
@@ -81,9 +93,9 @@ py::dict stats_as_dict(Reducer& reducer) {
   return result;
 }
 
-void set_methods(Reducer& reducer, std::vector<std::shared_ptr<Method>> methods, std::vector<int> method_of,
-                 std::vector<uint32_t> turns, bool exchange_codes) {
-  reducer.set_methods({std::move(methods), std::move(method_of), std::move(turns), exchange_codes});
+void set_reductions(Reducer& reducer, std::vector<std::shared_ptr<Reduction>> reductions, std::vector<int> reduction_of,
+                    std::vector<uint32_t> owner_offsets, bool exchange_codes) {
+  reducer.set_reductions({std::move(reductions), std::move(reduction_of), std::move(owner_offsets), exchange_codes});
 }
 
 py::list rows_as_dicts(Reducer& reducer) {
@@ -97,7 +109,7 @@ py::list rows_as_dicts(Reducer& reducer) {
     py::dict one;
     one["index"] = row.index;
     one["name"] = row.name;
-    one["method"] = row.method;
+    one["reduction"] = row.reduction;
     one["numel"] = row.numel;
     one["bytes_before"] = row.bytes_before;
     one["bytes_after"] = row.bytes_after;
@@ -128,7 +140,7 @@ py::dict times_as_dict(Reducer& reducer) {
   return result;
 }
 
-// Keeps the text of what the method throws, for DDP's logging data.
+// Keeps the text of what a method of the reducer throws, for DDP's logging data.
 template <auto Method>
 auto noting(Reducer& reducer) {
   try {
@@ -139,8 +151,18 @@ auto noting(Reducer& reducer) {
   }
 }
 
+// torch's PythonCommHook takes None for a future, and crashes.
+py::object without_none(py::object hook) {
+  return py::cpp_function([hook = std::move(hook)](const py::object& state, const py::object& bucket) {
+    py::object future = hook(state, bucket);
+    if (future.is_none())
+      throw py::type_error("the communication hook returned None: it has to return a torch.futures.Future");
+    return future;
+  });
+}
+
 void register_python_hook(Reducer& reducer, py::object state, py::object hook) {
-  auto owned = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+  auto owned = std::make_unique<c10d::PythonCommHook>(std::move(state), without_none(std::move(hook)));
   py::gil_scoped_release no_gil;
   reducer.register_hook(std::move(owned));
 }
@@ -174,14 +196,17 @@ void bind_reducer(py::module_& module) {
            py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
            py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
+      .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
+           py::arg("sparse"), NoGil())
+      .def("find", &Reducer::find, py::arg("tensors"), NoGil())
       .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
-      .def("register_builtin_comm_hook", &register_builtin_hook, NoGil())
-      .def("set_methods", &set_methods, py::arg("methods"), py::arg("method_of"), py::arg("turns"),
+      .def("register_builtin_comm_hook", &register_builtin_hook, py::arg("hook"), NoGil())
+      .def("set_reductions", &set_reductions, py::arg("reductions"), py::arg("reduction_of"), py::arg("owner_offsets"),
            py::arg("exchange_codes") = false, NoGil())
-      .def("choose", &Reducer::choose, py::arg("method_of_bucket"), NoGil())
-      .def("take_owed", &Reducer::take_owed, py::arg("watched"), NoGil())
-      .def("give_owed", &Reducer::give_owed, py::arg("owed"), NoGil())
+      .def("choose", &Reducer::choose, py::arg("reduction_of_bucket"), NoGil())
+      .def("take_residuals", &Reducer::take_residuals, py::arg("parameters"), NoGil())
+      .def("give_residuals", &Reducer::give_residuals, py::arg("residuals"), NoGil())
       .def("watch_finite", &Reducer::watch_finite, py::arg("watch"), NoGil())
       .def("set_loss_scale", &Reducer::set_loss_scale, py::arg("scale"), NoGil())
       .def("finite", &Reducer::finite, NoGil())
@@ -204,16 +229,17 @@ void bind_reducer(py::module_& module) {
       .def("error", &Reducer::error, NoGil())
       // The names torch's DistributedDataParallel uses.
       .def("_rebuild_buckets", &noting<&Reducer::rebuild_buckets>, NoGil())
-      .def("_autograd_hook", &Reducer::gradient_arrived_at, NoGil())
+      .def("_autograd_hook", &Reducer::gradient_arrived_at, py::arg("index"), NoGil())
       .def("_check_reducer_finalized", &noting<&Reducer::check_finalized>, NoGil())
       .def("_get_zeros_like_grad_buckets", &Reducer::zero_buckets, NoGil())
-      .def("_run_comm_hook", &run_hook, NoGil())
-      .def("_run_allreduce_hook", &run_sum, NoGil())
-      .def("_install_post_backward_futures", &install_futures)
+      .def("_run_comm_hook", &run_hook, py::arg("bucket"), NoGil())
+      .def("_run_allreduce_hook", &run_sum, py::arg("bucket"), NoGil())
+      .def("_install_post_backward_futures", &install_futures, py::arg("futures"))
       .def("_push_all_rebuilt_params", &Reducer::shadow_end_of_backward, NoGil())
       .def("_remove_autograd_hooks", &Reducer::remove_hooks, NoGil())
       .def("_reset_state", &Reducer::reset, NoGil())
-      .def("_set_forward_pass_work_handle", &Reducer::set_forward_work, NoGil())
+      .def("_set_forward_pass_work_handle", &Reducer::set_forward_work, py::arg("work"),
+           py::arg("use_static_world_size"), NoGil())
       .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward)
       .def("_set_static_graph", &noting<&Reducer::set_static_graph>, NoGil())
       .def("_update_process_group", &Reducer::set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),

@@ -4,8 +4,8 @@
 #include <ATen/ops/empty_like.h>
 
 #include "base/error.h"
-#include "torch/bindings.h"
-#include "torch/flat_tensors.h"
+#include "torch/bindings/bindings.h"
+#include "torch/bindings/flat_tensors.h"
 
 namespace ringdp {
 namespace {

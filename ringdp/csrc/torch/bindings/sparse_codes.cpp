@@ -9,8 +9,8 @@
 #include "base/error.h"
 #include "codec/sparse.h"
 #include "codec/sparse_threshold.h"
-#include "torch/bindings.h"
-#include "torch/flat_tensors.h"
+#include "torch/bindings/bindings.h"
+#include "torch/bindings/flat_tensors.h"
 
 namespace ringdp {
 namespace {
@@ -45,33 +45,36 @@ std::size_t count_of(const at::Tensor& x, const MaybeTensor& residual, float fac
   return static_cast<std::size_t>(x.numel());
 }
 
-const float* floats(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<float>() : nullptr; }
+const float* floats_or_null(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<float>() : nullptr; }
 
-std::tuple<at::Tensor, MaybeTensor, std::size_t> select(const at::Tensor& x, const MaybeTensor& residual, float factor,
-                                                        float threshold, std::size_t most, MaybeTensor left,
-                                                        std::optional<std::size_t> equals) {
+std::tuple<at::Tensor, MaybeTensor, std::size_t> sparse_select(const at::Tensor& x, const MaybeTensor& residual,
+                                                               float factor, float threshold, std::size_t most,
+                                                               MaybeTensor left, std::optional<std::size_t> equals) {
   const std::size_t count = count_of(x, residual, factor);
-  if (left) require_flat(*left, at::kFloat, "what is left");
+  if (left) require_flat(*left, at::kFloat, "the new residual");
   if (left && left->numel() != x.numel())
-    throw Error(ErrorKind::kValue, "room for what " + std::to_string(left->numel()) + " of " +
+    throw Error(ErrorKind::kValue, "room for the residual of " + std::to_string(left->numel()) + " of " +
                                        std::to_string(x.numel()) + " elements leave");
   py::gil_scoped_release no_gil;
   if (!residual) left.reset();
   if (residual && !left) left = at::empty_like(*residual);
-  const sparse::Selected it =
-      sparse::select(x.const_data_ptr<float>(), floats(residual), left ? left->mutable_data_ptr<float>() : nullptr,
-                     factor, threshold, most, count, equals.value_or(SIZE_MAX));
+  const sparse::Selected it = sparse::select(x.const_data_ptr<float>(), floats_or_null(residual),
+                                             left ? left->mutable_data_ptr<float>() : nullptr, factor, threshold, most,
+                                             count, equals.value_or(SIZE_MAX));
   return {tensor_of(it.code), left, it.found};
 }
 
-float estimate(const at::Tensor& x, const MaybeTensor& residual, float factor, std::size_t wanted) {
-  const sparse::Looked looked{x.const_data_ptr<float>(), floats(residual), factor, count_of(x, residual, factor)};
+float sparse_threshold(const at::Tensor& x, const MaybeTensor& residual, float factor, std::size_t wanted) {
+  const sparse::Looked looked{x.const_data_ptr<float>(), floats_or_null(residual), factor,
+                              count_of(x, residual, factor)};
   py::gil_scoped_release no_gil;
   return sparse::estimate_threshold(looked, wanted);
 }
 
-std::tuple<float, std::size_t> cut(const at::Tensor& x, const MaybeTensor& residual, float factor, std::size_t wanted) {
-  const sparse::Looked looked{x.const_data_ptr<float>(), floats(residual), factor, count_of(x, residual, factor)};
+std::tuple<float, std::size_t> sparse_cut(const at::Tensor& x, const MaybeTensor& residual, float factor,
+                                          std::size_t wanted) {
+  const sparse::Looked looked{x.const_data_ptr<float>(), floats_or_null(residual), factor,
+                              count_of(x, residual, factor)};
   if (wanted == 0 || wanted > looked.count)
     throw Error(ErrorKind::kValue, "the " + std::to_string(wanted) + " largest of " + std::to_string(looked.count));
   py::gil_scoped_release no_gil;
@@ -79,7 +82,7 @@ std::tuple<float, std::size_t> cut(const at::Tensor& x, const MaybeTensor& resid
   return {found.threshold, found.equals};
 }
 
-at::Tensor decode(const at::Tensor& code, std::size_t numel) {
+at::Tensor sparse_decode(const at::Tensor& code, std::size_t numel) {
   const auto bytes = checked(code, numel);
   py::gil_scoped_release no_gil;
   at::Tensor out = at::empty(static_cast<int64_t>(numel), at::kFloat);
@@ -87,14 +90,14 @@ at::Tensor decode(const at::Tensor& code, std::size_t numel) {
   return out;
 }
 
-at::Tensor merge(const std::vector<at::Tensor>& codes, std::size_t numel, float divisor, const MaybeTensor& lost,
-                 float back) {
+at::Tensor sparse_merge(const std::vector<at::Tensor>& codes, std::size_t numel, float divisor, const MaybeTensor& lost,
+                        float back) {
   std::vector<std::span<const std::byte>> views;
   for (const at::Tensor& code : codes) views.push_back(checked(code, numel));
-  if (lost) require_flat(*lost, at::kFloat, "what is lost");
+  if (lost) require_flat(*lost, at::kFloat, "the residual");
   if (lost && static_cast<std::size_t>(lost->numel()) != numel)
-    throw Error(ErrorKind::kValue,
-                "room for what " + std::to_string(lost->numel()) + " of " + std::to_string(numel) + " elements lose");
+    throw Error(ErrorKind::kValue, "room for the residual of " + std::to_string(lost->numel()) + " of " +
+                                       std::to_string(numel) + " elements");
   py::gil_scoped_release no_gil;
   return tensor_of(sparse::merge(views, divisor, lost ? lost->mutable_data_ptr<float>() : nullptr, back, numel));
 }
@@ -103,21 +106,23 @@ at::Tensor merge(const std::vector<at::Tensor>& codes, std::size_t numel, float 
 
 void bind_sparse_codes(py::module_& module) {
   module.def(
-      "sparse_select", &select, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("threshold"),
+      "sparse_select", &sparse_select, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("threshold"),
       py::arg("most"), py::arg("left") = py::none(), py::arg("equals") = py::none(),
       "(code, new residual, found) of v = x + factor * residual: the code has the first `most` elements of\n"
       "magnitude `threshold` or more, of those that equal it the first `equals`; `found` is how many there are.\n"
       "float32 [numel]; the residuals may be None. `left`: where to put the new one; may be the old one.");
-  module.def("sparse_threshold", &estimate, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("wanted"),
+  module.def("sparse_threshold", &sparse_threshold, py::arg("x"), py::arg("residual"), py::arg("factor"),
+             py::arg("wanted"),
              "A magnitude that about `wanted` elements of x + factor * residual reach, by a sample; 0 where none is.");
-  module.def("sparse_cut", &cut, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("wanted"),
+  module.def("sparse_cut", &sparse_cut, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("wanted"),
              "(threshold, equals): the `wanted` largest of x + factor * residual are those above the threshold and so\n"
              "many of those that equal it.");
-  module.def("sparse_decode", &decode, py::arg("code"), py::arg("numel"),
-             "float32 [numel]. Raises ValueError for what is no code of so many elements, an index out of range.");
   module.def(
-      "sparse_merge", &merge, py::arg("codes"), py::arg("numel"), py::arg("divisor"), py::arg("lost") = py::none(),
-      py::arg("back") = 1.0F,
+      "sparse_decode", &sparse_decode, py::arg("code"), py::arg("numel"),
+      "float32 [numel]. Raises ValueError for bytes that are not a code of so many elements, an index out of range.");
+  module.def(
+      "sparse_merge", &sparse_merge, py::arg("codes"), py::arg("numel"), py::arg("divisor"),
+      py::arg("lost") = py::none(), py::arg("back") = 1.0F,
       "The code of the sum of what the codes hold, added in order, by `divisor`. What its rounding loses, times\n"
       "`back`, is added to `lost`, float32 [numel]. Raises ValueError as sparse_decode.");
   module.def(

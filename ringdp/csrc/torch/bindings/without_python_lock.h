@@ -1,4 +1,4 @@
-// WithoutPythonLock: what a thread does that waits for other threads, which may need Python's lock. Any thread.
+// WithoutPythonLock: releases the GIL while a thread waits for others that may need it. A local variable; any thread.
 #pragma once
 
 #include <Python.h>  // first, as Python asks
@@ -8,7 +8,7 @@
 
 namespace ringdp {
 
-// Gives Python's lock away for a while, if this thread has it.
+// Releases the GIL for its lifetime, if this thread holds it.
 class WithoutPythonLock {
  public:
   WithoutPythonLock() : state_(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
@@ -22,8 +22,8 @@ class WithoutPythonLock {
   PyThreadState* state_;
 };
 
-// Shared, and destroyed without it: for what may hold the last reference to a backend, whose destructor joins threads that
-// may be letting go of Python's tensors.
+// A shared object that is destroyed without the GIL: it may hold the last reference to a backend, whose destructor joins
+// threads that may be releasing Python's tensors.
 template <typename T, typename... Arguments>
 std::shared_ptr<T> make_shared_without_python_lock(Arguments&&... arguments) {
   return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...), [](T* it) {

@@ -1,17 +1,21 @@
-// What Python gets of a RingWork: a Work whose future knows which operation it follows, so that collectives issued in its
-// callbacks find each other on all ranks, whether a callback runs at once, where it is attached to a future that is
-// complete already, or later on a completion thread. (torch's own future has no place for that: it cannot be derived from.)
+// RingWork for Python: a Work whose future knows which operation it follows, so that collectives issued in its callbacks are
+// matched on all ranks, whether a callback runs at once (attached to a future that is already complete) or later on a
+// completion thread. (torch's own future cannot hold that: it cannot be derived from.)
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "base/bytes.h"
-#include "torch/bindings.h"
-#include "torch/work.h"
+#include "torch/backend/work.h"
+#include "torch/bindings/bindings.h"
+#include "torch/bindings/kept_error.h"
 
 namespace ringdp {
 namespace {
@@ -36,11 +40,29 @@ class RingFuture : public PythonFutureWrapper, public NoSharedFromThis {
     return std::shared_ptr<RingFuture>(owner, made);
   }
 
+  // torch's own makes a RuntimeError of the text of whatever the callback raises. Here a RuntimeError, ringdp's among them, and
+  // what ends a program stay what they are.
   std::shared_ptr<RingFuture> then_in_scope(py::function callback) {
     const uint64_t path = next_path();
-    auto following = then(in_scope(std::move(callback), path));
+    auto scoped = std::make_shared<torch::jit::PythonFunctionGuard>(in_scope(std::move(callback), path));
+    auto self = PythonFutureWrapper::shared_from_this();
+    auto following = fut->then(
+        [self = std::move(self), scoped = std::move(scoped)](c10::ivalue::Future&) -> c10::IValue {
+          const py::gil_scoped_acquire gil;
+          try {
+            return torch::jit::toIValue(scoped->func_(self), c10::PyObjectType::get());
+          } catch (py::error_already_set& error) {
+            const py::object value = error.value();
+            if (error.matches(PyExc_Exception) && !error.matches(PyExc_RuntimeError))
+              throw std::runtime_error(std::string("Got the following error when running the callback: ") +
+                                       error.what());
+            if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());
+            std::rethrow_exception(kept_error(value));
+          }
+        },
+        c10::PyObjectType::get());
     auto attached = std::make_shared<std::atomic<uint64_t>>(0);
-    return make(following->fut, path, lane_, [attached] { return attached->fetch_add(1); });
+    return make(std::move(following), path, lane_, [attached] { return attached->fetch_add(1); });
   }
 
   void add_in_scope(py::function callback) {

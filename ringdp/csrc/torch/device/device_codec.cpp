@@ -1,4 +1,4 @@
-#include "torch/device_codec.h"
+#include "torch/device/device_codec.h"
 
 #include <algorithm>
 #include <vector>
@@ -6,7 +6,7 @@
 #include "codec/codec.h"
 #include "kernels/float_mode.h"
 #include "kernels/kernels.h"
-#include "torch/buffers.h"
+#include "torch/backend/buffers.h"
 
 namespace ringdp {
 namespace {
@@ -16,29 +16,29 @@ void note(Encoded seen, int32_t* non_finite) {
 }
 
 Encoded compress(const Codec& codec, std::byte* code, const float* values, std::size_t count,
-                 const cuda::Feedback& feedback, float factor) {
+                 const cuda::Feedback& feedback, float loss_scale) {
   if (feedback.which == nullptr) return codec.compress(code, values, count);
   const int32_t now = *feedback.which;
-  return codec.compress_with_feedback(code, values, feedback.both[now], feedback.both[1 - now], factor, count);
+  return codec.compress_with_feedback(code, values, feedback.both[now], feedback.both[1 - now], loss_scale, count);
 }
 
 // Torch's threads may flush denormals; the codecs' bits are those of the default mode.
 class HostCodec final : public DeviceCodec {
  public:
-  void encode(CodecId id, std::span<const cuda::EncodeRun> runs, float factor, int32_t* non_finite,
+  void encode(CodecId id, std::span<const cuda::EncodeRun> runs, float loss_scale, int32_t* non_finite,
               const c10::Stream&) const override {
     const FloatModeScope float_mode;
     for (const cuda::EncodeRun& run : runs)
-      note(compress(codec(id), run.code, run.x, run.count, run.feedback, factor), non_finite);
+      note(compress(codec(id), run.code, run.x, run.count, run.feedback, loss_scale), non_finite);
   }
 
-  void fold(CodecId id, std::span<const cuda::FoldRun> runs, int sources, int own, float divisor, float factor,
-            int32_t* non_finite, const c10::Stream&) const override {
+  void reduce_codes(CodecId id, std::span<const cuda::ReduceRun> runs, int sources, int own, float divisor,
+                    float loss_scale, int32_t* non_finite, const c10::Stream&) const override {
     const FloatModeScope float_mode;
     const Codec& it = codec(id);
     const ReduceKernels& kernels = reduce_kernels(DType::kFloat32, ReduceOp::kAvg);
     std::vector<float> sum;
-    for (const cuda::FoldRun& run : runs) {
+    for (const cuda::ReduceRun& run : runs) {
       sum.resize(std::max(sum.size(), run.count));
       for (int source = 0; source < sources; ++source) {
         const std::byte* code = run.codes + static_cast<std::size_t>(source) * run.stride;
@@ -52,7 +52,7 @@ class HostCodec final : public DeviceCodec {
           it.decode_add(sum.data(), code, run.count);
       }
       if (divisor > 1) kernels.divide(sum.data(), static_cast<std::size_t>(divisor), run.count);
-      note(compress(it, run.code, sum.data(), run.count, run.feedback, factor), non_finite);
+      note(compress(it, run.code, sum.data(), run.count, run.feedback, loss_scale), non_finite);
     }
   }
 

@@ -17,11 +17,11 @@ class DeviceCodec {
  public:
   virtual ~DeviceCodec() = default;
 
-  // What these do, and what becomes of *non_finite: see cuda/kernels.h.
-  virtual void encode(CodecId codec, std::span<const cuda::EncodeRun> runs, float factor, int32_t* non_finite,
+  // Contracts, also of *non_finite: see cuda/kernels.h.
+  virtual void encode(CodecId codec, std::span<const cuda::EncodeRun> runs, float loss_scale, int32_t* non_finite,
                       const c10::Stream& stream) const = 0;
-  virtual void fold(CodecId codec, std::span<const cuda::FoldRun> runs, int sources, int own, float divisor,
-                    float factor, int32_t* non_finite, const c10::Stream& stream) const = 0;
+  virtual void reduce_codes(CodecId codec, std::span<const cuda::ReduceRun> runs, int sources, int own, float divisor,
+                            float loss_scale, int32_t* non_finite, const c10::Stream& stream) const = 0;
   virtual void decode_set(CodecId codec, std::span<const cuda::DecodeRun> runs, int32_t* non_finite,
                           const c10::Stream& stream) const = 0;
   virtual void commit(std::span<int32_t* const> which, const int32_t* non_finite, const c10::Stream& stream) const = 0;
@@ -29,10 +29,10 @@ class DeviceCodec {
   virtual void find_non_finite(const at::Tensor& values, int32_t* found, const c10::Stream& stream) const = 0;
 };
 
-// Null where there is none: no kernels were built for it.
+// Null if this build has no kernels for that device.
 const DeviceCodec* device_codec(c10::DeviceType device);
 
-// Of CUDA devices: torch/cuda/ or torch/no_cuda/, whichever is built.
+// Of CUDA devices: torch/device/cuda/ or torch/device/no_cuda/, whichever is built.
 const DeviceCodec* cuda_codec();
 
 }  // namespace ringdp

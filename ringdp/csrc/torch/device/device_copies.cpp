@@ -1,4 +1,4 @@
-#include "torch/device_copies.h"
+#include "torch/device/device_copies.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
@@ -7,7 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "torch/native_stream.h"
+#include "torch/device/native_stream.h"
 
 namespace ringdp {
 namespace {
@@ -56,7 +56,7 @@ CopyQueue::Ticket DeviceCopies::to_host(std::byte* host, const std::byte* device
   return record(streams_.in);
 }
 
-// Not earlier: the stream may still have results of earlier operations before it, which need not wait for this caller.
+// Ordered only now: the stream may still hold results of earlier operations, which need not wait for this caller.
 void DeviceCopies::order_results() {
   if (!results_ordered_) called_->block(streams_.out);
   results_ordered_ = true;

@@ -1,4 +1,4 @@
-#include "torch/device_side.h"
+#include "torch/device/device_side.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 #include "device/slow_device.h"
-#include "torch/native_stream.h"
+#include "torch/device/native_stream.h"
 
 namespace ringdp {
 namespace {
@@ -60,7 +60,7 @@ at::Tensor DeviceSide::make_mirror(std::size_t bytes, c10::Device device) {
   return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).pinned_memory(!device.is_cpu()));
 }
 
-void DeviceSide::settle(const DeviceUse& use) {
+void DeviceSide::wait_for_earlier(const DeviceUse& use) {
   std::vector<c10::intrusive_ptr<RingWork>> earlier;
   {
     const std::lock_guard lock(mutex_);

@@ -1,9 +1,9 @@
-// DeviceSide: what a process group has on devices: the streams for its copies, pinned memory, and which calls still use
-// which of a device's memory. One per process group, shared with calls of several stages, which may outlive it.
-// Any thread. Nothing of it blocks, except a call on memory that an earlier one has not given back.
+// DeviceSide: a process group's resources on devices: the streams for its copies, pinned memory, and the list of calls that
+// still use a device's memory. Owned by the process group, shared with calls of several stages, which may outlive it.
+// Any thread. Nothing blocks, except wait_for_earlier on memory that an earlier call has not given back.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <map>
 #include <memory>
@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "device/staging.h"
-#include "torch/device_copies.h"
-#include "torch/work.h"
+#include "torch/backend/work.h"
+#include "torch/device/device_copies.h"
 
 namespace ringdp {
 
@@ -39,7 +39,7 @@ class DeviceSide {
 
   // Waits for earlier calls that still write this memory of a device, or, with `writes`, use it in any way, and orders the
   // current stream after them: as if all were on one stream, though callers must not count on that.
-  void settle(const DeviceUse& use);
+  void wait_for_earlier(const DeviceUse& use);
   void remember(const c10::intrusive_ptr<RingWork>& work, const DeviceUse& use);
 
  private:

@@ -1,5 +1,5 @@
-// What torch keeps to itself about a CUDA stream. Implemented in cuda/native_stream.cpp for a torch with CUDA, in
-// no_cuda/native_stream.cpp for one without. Any thread.
+// Properties of a CUDA stream to which torch gives no device-independent access. Implemented in cuda/native_stream.cpp for a
+// torch with CUDA, in no_cuda/native_stream.cpp for one without. Any thread.
 #pragma once
 
 #include <c10/core/Stream.h>

@@ -1,4 +1,4 @@
-#include "torch/bucket_layout.h"
+#include "torch/reducer/bucket_layout.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -1,4 +1,4 @@
-#include "torch/reducer_exchange.h"
+#include "torch/reducer/bucket_reducer.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/view_as_real.h>
@@ -7,21 +7,24 @@
 #include <utility>
 
 #include "base/bytes.h"
+#include "base/error.h"
 #include "base/naming.h"
 #include "codec/plugin.h"
-#include "engine/hold.h"
-#include "torch/code_exchange.h"
-#include "torch/guard.h"
-#include "torch/ring_of.h"
+#include "engine/callback_gate.h"
+#include "torch/backend/future_wait.h"
+#include "torch/backend/process_group.h"
+#include "torch/backend/watchdog.h"
+#include "torch/reducer/c10d_compressed_all_reduce.h"
 
 namespace ringdp {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+constexpr std::chrono::milliseconds kHookGrace{500};
 
-// `begin`: when the end of backward began to wait. What nobody was told about ends when that wait does.
+// `begin`: when the end of backward began to wait. A bucket whose future has not noted its end counts as done when the wait
+// ends.
 void note_end(BucketTimes& times, Clock::time_point begin, const c10d::Work* work) {
   const auto now = Clock::now();
   const auto* ring_work = dynamic_cast<const RingWork*>(work);
@@ -29,6 +32,27 @@ void note_end(BucketTimes& times, Clock::time_point begin, const c10d::Work* wor
   if (done == Clock::time_point()) done = now;
   times.seconds = seconds(done - times.launched);
   times.exposed_s = seconds(now - begin);
+}
+
+void check_result(const at::Tensor& result, const Bucket& bucket) {
+  if (!result.defined())
+    throw Error(ErrorKind::kValue, "the communication hook completed its future with None, not with the bucket's mean");
+  if (!bucket.sparse && result.numel() != bucket.gradients.numel())
+    throw Error(ErrorKind::kValue, "the communication hook completed its future with " +
+                                       std::to_string(result.numel()) + " elements for a bucket of " +
+                                       std::to_string(bucket.gradients.numel()));
+}
+
+// ring's own works look at them while they wait; gloo's would wait to their end.
+void look_at_signals_until_done(c10d::Work& work) {
+  if (dynamic_cast<RingWork*>(&work) != nullptr) return;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    future = work.getFuture();
+  } catch (const c10::Error&) {  // not every backend's works have one
+    return;
+  }
+  if (future) wait_until_complete(*future, std::chrono::milliseconds(0));
 }
 
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
@@ -72,25 +96,25 @@ class Builtin final : public c10d::CommHookInterface {
 
 }  // namespace
 
-BucketExchange::BucketExchange(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average)
+BucketReducer::BucketReducer(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average)
     : group_(std::move(group)), average_(average) {}
 
-void BucketExchange::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+void BucketReducer::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   TORCH_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
   hook_ = std::move(hook);
 }
 
-void BucketExchange::set_builtin_hook(BuiltinHook which) { set_hook(std::make_unique<Builtin>(group_, which)); }
+void BucketReducer::set_builtin_hook(BuiltinHook which) { set_hook(std::make_unique<Builtin>(group_, which)); }
 
-void BucketExchange::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average) {
+void BucketReducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average) {
   group_ = std::move(group);
   average_ = average;
   announced_.clear();
-  guards_.clear();
+  watchdogs_.clear();
 }
 
-c10d::GradBucket BucketExchange::describe(const Bucket& bucket, at::Tensor buffer, std::size_t bucket_count,
-                                          const std::vector<at::Tensor>& parameters) const {
+c10d::GradBucket BucketReducer::describe(const Bucket& bucket, at::Tensor buffer, std::size_t bucket_count,
+                                         const std::vector<at::Tensor>& parameters) const {
   std::vector<c10::IntArrayRef> shapes;
   std::vector<at::Tensor> members;
   shapes.reserve(bucket.members.size());
@@ -103,65 +127,65 @@ c10d::GradBucket BucketExchange::describe(const Bucket& bucket, at::Tensor buffe
                           std::move(shapes), std::move(members), std::nullopt);
 }
 
-bool BucketExchange::has_codecs(c10::Device device, bool exchanging) const {
+bool BucketReducer::has_codecs(c10::Device device, bool exchanging) const {
   if (exchanging) return device_codec(device.type()) != nullptr;
   return device.is_cpu() && ring_of(*group_, device.type()) != nullptr;
 }
 
-const NativeMethod* BucketExchange::native(const Bucket& bucket) {
-  const auto* native = dynamic_cast<const NativeMethod*>(bucket.method);
+const CodecReduction* BucketReducer::native(const Bucket& bucket) {
+  const auto* native = dynamic_cast<const CodecReduction*>(bucket.reduction);
   return native != nullptr && native->enabled() ? native : nullptr;
 }
 
-c10d::CommHookInterface* BucketExchange::hook_of(const Bucket& bucket) const {
-  if (bucket.method == nullptr) return hook_.get();
-  auto* method = dynamic_cast<HookMethod*>(bucket.method);
-  return method != nullptr && method->enabled() ? &method->hook() : nullptr;
+c10d::CommHookInterface* BucketReducer::hook_of(const Bucket& bucket) const {
+  if (bucket.reduction == nullptr) return hook_.get();
+  auto* reduction = dynamic_cast<HookReduction*>(bucket.reduction);
+  return reduction != nullptr && reduction->enabled() ? &reduction->hook() : nullptr;
 }
 
-std::shared_ptr<FiniteReport> BucketExchange::report_for(const at::Tensor& buffer) const {
+std::shared_ptr<FiniteReport> BucketReducer::report_for(const at::Tensor& buffer) const {
   const bool floating = buffer.is_floating_point() || buffer.is_complex();
   if (!watching_ || buffer.is_sparse() || !floating || !ring_of(*group_, buffer.device().type())) return nullptr;
   return std::make_shared<FiniteReport>();
 }
 
-DeviceGuard* BucketExchange::guard(c10::DeviceType device) {
-  auto found = guards_.find(device);
-  if (found == guards_.end()) found = guards_.emplace(device, guard_of(*group_, device)).first;
+BackendWatchdog* BucketReducer::watchdog(c10::DeviceType device) {
+  auto found = watchdogs_.find(device);
+  if (found == watchdogs_.end()) found = watchdogs_.emplace(device, watchdog_of(*group_, device)).first;
   return found->second.get();
 }
 
-// As what the bucket is to be reduced by. A hook's operations are its own: they are announced as the sum they stand for.
-void BucketExchange::announce(const Bucket& bucket, const at::Tensor& buffer, c10d::ReduceOp::RedOpType op) {
-  DeviceGuard* guard = this->guard(buffer.device().type());
-  if (guard == nullptr) return;
+// Announces the bucket as the operation that reduces it. A hook's bucket is announced as a sum, whatever the hook issues.
+void BucketReducer::announce(const Bucket& bucket, const at::Tensor& buffer, c10d::ReduceOp::RedOpType op) {
+  BackendWatchdog* watchdog = this->watchdog(buffer.device().type());
+  if (watchdog == nullptr) return;
   Announcement what;
   what.dtype = element_type(buffer.scalar_type(), "all_reduce");
   what.op = reduce_op_of(op, "all_reduce");
   what.count = static_cast<uint64_t>(buffer.numel());
   for (const CompressedSection& section : bucket.sections)
-    what.layout_hash = hash_mix(hash_mix(what.layout_hash, section.count), section.turn);
-  if (const NativeMethod* method = native(bucket))
-    what.layout_hash = hash_mix(hash_mix(what.layout_hash, codec_identity(method->codec())),
+    what.layout_hash = hash_mix(hash_mix(what.layout_hash, section.count), section.owner_offset);
+  if (const CodecReduction* reduction = native(bucket))
+    what.layout_hash = hash_mix(hash_mix(what.layout_hash, codec_identity(reduction->codec())),
                                 static_cast<uint64_t>(divisor_ == 0 ? ranks() : divisor_));
-  announced_.push_back({bucket.sent_in, guard, guard->announce(what)});
+  announced_.push_back({bucket.sent_in, watchdog, watchdog->announce(what)});
 }
 
-void BucketExchange::follow_announcements(int64_t step) {
+void BucketReducer::follow_announcements(int64_t step) {
   while (!announced_.empty()) {
     const Announced& first = announced_.front();
     if (!first.work->finished() && first.step > step - kLag) return;
     const Announced oldest = first;
     announced_.pop_front();
-    oldest.guard->wait(*oldest.work);
+    oldest.watchdog->wait(*oldest.work);
   }
 }
 
-void BucketExchange::throw_if_failed(c10::DeviceType device) {
-  if (const DeviceGuard* guard = this->guard(device)) guard->throw_if_failed();
+void BucketReducer::throw_if_failed(c10::DeviceType device) {
+  if (const BackendWatchdog* watchdog = this->watchdog(device)) watchdog->throw_if_failed();
 }
 
-c10::intrusive_ptr<c10d::Work> BucketExchange::mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report) {
+c10::intrusive_ptr<c10d::Work> BucketReducer::mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool average = averages(buffer);
   if (!average) {
@@ -172,49 +196,50 @@ c10::intrusive_ptr<c10d::Work> BucketExchange::mean(at::Tensor buffer, const std
   return all_reduce(buffer, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, report);
 }
 
-c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
-                                                          const std::shared_ptr<FiniteReport>& report) {
+c10::intrusive_ptr<c10d::Work> BucketReducer::all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
+                                                         const std::shared_ptr<FiniteReport>& report) {
   std::vector<at::Tensor> tensors{as_real(buffer)};
   if (report) return ring_of(*group_, buffer.device().type())->all_reduce_watched(tensors[0], op, report);
   return group_->allreduce(tensors, with_op(op));
 }
 
-c10::intrusive_ptr<c10d::Work> BucketExchange::all_reduce_compressed(Bucket& bucket, at::Tensor buffer, CodecId codec) {
+c10::intrusive_ptr<c10d::Work> BucketReducer::all_reduce_compressed(Bucket& bucket, at::Tensor buffer, CodecId codec) {
   bucket.report = exchanging_codes_ && !buffer.is_cpu() ? nullptr : std::make_shared<FiniteReport>();
   Compression compression;
   compression.codec = codec;
-  compression.factor = factor_;
+  compression.loss_scale = loss_scale_;
   compression.divisor = static_cast<std::size_t>(divisor_ == 0 ? ranks() : divisor_);
-  if (exchanging_codes_) return exchange_codes(bucket, std::move(buffer), compression);
+  if (exchanging_codes_) return all_reduce_over_c10d(bucket, std::move(buffer), compression);
   ProcessGroupRing* ring = ring_of(*group_, buffer.device().type());
   return ring->all_reduce_compressed(std::move(buffer), bucket.sections, compression, bucket.report, bucket.residuals);
 }
 
-c10::intrusive_ptr<c10d::Work> BucketExchange::exchange_codes(Bucket& bucket, at::Tensor buffer,
-                                                              const Compression& compression) {
-  CodeExchange::Call call;
+c10::intrusive_ptr<c10d::Work> BucketReducer::all_reduce_over_c10d(Bucket& bucket, at::Tensor buffer,
+                                                                   const Compression& compression) {
+  C10dCompressedAllReduce::Call call;
   call.group = group_;
   call.buffer = std::move(buffer);
   for (std::size_t i = 0; i < bucket.sections.size(); ++i) {
     const CompressedSection& section = bucket.sections[i];
-    call.sections.push_back({section.x, section.count, section.turn, {}});
+    call.sections.push_back({section.x, section.count, section.owner_offset, {}});
     if (i < bucket.feedback.size()) call.sections.back().feedback = bucket.feedback[i];
   }
   call.compression = compression;
   call.kept = bucket.residuals;
   call.non_finite = bucket.non_finite;
   call.report = bucket.report;
-  last_codes_ = CodeExchange::begin(std::move(call));
+  last_codes_ = C10dCompressedAllReduce::begin(std::move(call));
   return last_codes_->work();
 }
 
-// What callbacks issue must not come at another place among this rank's operations than among the others'.
-void BucketExchange::keep_order(const at::Tensor& buffer) {
+// The last bucket's operations are issued before this one: backends that match operations by their order need the same order
+// on all ranks, and callbacks would issue theirs at different moments.
+void BucketReducer::keep_order(const at::Tensor& buffer) {
   const auto before = std::exchange(last_codes_, nullptr);
   if (before && ring_of(*group_, buffer.device().type()) == nullptr) before->wait_until_issued();
 }
 
-void BucketExchange::launch(Bucket& bucket, std::size_t bucket_count, const std::vector<at::Tensor>& parameters) {
+void BucketReducer::launch(Bucket& bucket, std::size_t bucket_count, const std::vector<at::Tensor>& parameters) {
   if (!bucket.sparse) wait_for_streams(bucket);
   bucket.report = nullptr;
   if (ranks() == 1 && !has_hook()) return;
@@ -227,32 +252,35 @@ void BucketExchange::launch(Bucket& bucket, std::size_t bucket_count, const std:
   if (bucket.hook != nullptr) {
     at::Tensor buffer = bucket.sparse ? bucket.buffer : bucket.gradients;
     c10d::GradBucket described = describe(bucket, std::move(buffer), bucket_count, parameters);
-    const CallbackHold hold;  // until the hook has attached what follows
+    const CallbackGate gate;  // until the hook has attached what follows
     bucket.future = bucket.hook->runHook(described);
     bucket.future->addCallback([done = bucket.times.done](c10::ivalue::Future&) { *done = Clock::now(); });
-  } else if (const NativeMethod* method = native(bucket)) {
-    bucket.work = all_reduce_compressed(bucket, bucket.buffer, method->codec());
+  } else if (const CodecReduction* reduction = native(bucket)) {
+    bucket.work = all_reduce_compressed(bucket, bucket.buffer, reduction->codec());
   } else {
     bucket.report = report_for(bucket.buffer);
     bucket.work = mean(bucket.buffer, bucket.report);
   }
 }
 
-void BucketExchange::wait(Bucket& bucket) {
+void BucketReducer::wait(Bucket& bucket) {
   const auto begin = Clock::now();
   auto work = std::exchange(bucket.work, nullptr);
   auto future = std::exchange(bucket.future, nullptr);
   if (!work && !future) return;
-  if (DeviceGuard* guard = this->guard(bucket.buffer.device().type())) {
+  BackendWatchdog* const watchdog = this->watchdog(bucket.buffer.device().type());
+  if (future) wait_for_future(bucket, *future, watchdog);
+  if (work && bucket.buffer.is_cpu()) look_at_signals_until_done(*work);
+  if (watchdog != nullptr) {
     try {
       const auto what = work ? work->getFuture() : future;
-      guard->wait_for(*what);
+      watchdog->wait_for(*what);
       if (what->hasError()) std::rethrow_exception(what->exception_ptr());
     } catch (...) {
-      guard->throw_first_cause();
+      watchdog->throw_first_cause();
       throw;
     }
-    guard->throw_if_failed();
+    watchdog->throw_if_failed();
   }
   if (work) work->wait();
   if (future) future->wait();
@@ -261,6 +289,7 @@ void BucketExchange::wait(Bucket& bucket) {
   if (future->hasError()) std::rethrow_exception(future->exception_ptr());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor result = bucket.hook->parseHookResult(future->value());
+  check_result(result, bucket);
   if (bucket.sparse) {
     bucket.buffer = result;
   } else if (result.data_ptr() != bucket.gradients.data_ptr() ||
@@ -269,28 +298,53 @@ void BucketExchange::wait(Bucket& bucket) {
   }
 }
 
-void BucketExchange::average(at::Tensor buffer) {
+// The operations of the hook time out first, because their errors name the ranks that are missing.
+void BucketReducer::wait_for_future(const Bucket& bucket, c10::ivalue::Future& future,
+                                    const BackendWatchdog* watchdog) const {
+  const std::chrono::milliseconds limit = timeout_of(*group_, bucket.buffer.device().type());
+  const auto look = [&] {
+    if (watchdog != nullptr) watchdog->throw_if_failed();
+  };
+  if (!wait_until_complete(future, limit.count() > 0 ? limit + kHookGrace : limit, look))
+    throw_late_hook(bucket, limit);
+}
+
+void BucketReducer::throw_late_hook(const Bucket& bucket, std::chrono::milliseconds limit) const {
+  const bool users = bucket.reduction == nullptr;
+  ErrorContext context;
+  context.rank = group_->getRank();
+  context.cause = users ? "the communication hook did not complete its future" : "the compressor did not end";
+  context.advice = users ? "a hook has to call set_result or set_exception on every path, also in callbacks and "
+                           "threads that raise; if it is only slow, give a longer timeout"
+                         : "check what compress and decompress are doing; if they are only slow, give a longer timeout";
+  throw Error(ErrorKind::kTimeout,
+              context.cause + " on rank " + std::to_string(context.rank) + ": Timed out after " +
+                  std::to_string(limit.count()) + " ms; " + context.advice,
+              context);
+}
+
+void BucketReducer::average(at::Tensor buffer) {
   set_divisor(0);
   mean(std::move(buffer), nullptr)->wait();
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::shadow(Bucket& bucket, c10d::GradBucket& zeros) {
+c10::intrusive_ptr<c10::ivalue::Future> BucketReducer::shadow(Bucket& bucket, c10d::GradBucket& zeros) {
   keep_order(zeros.getBuffer());
   auto* const hook = hook_of(bucket);
   const bool summed = hook != nullptr || (native(bucket) == nullptr && !averages(zeros.getBuffer()));
   announce(bucket, zeros.getBuffer(), summed ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG);
   if (hook != nullptr) {
-    const CallbackHold hold;
+    const CallbackGate gate;
     return hook->runHook(zeros);
   }
-  if (const NativeMethod* method = native(bucket)) {
-    return all_reduce_compressed(bucket, zeros.getBuffer(), method->codec())->getFuture();
+  if (const CodecReduction* reduction = native(bucket)) {
+    return all_reduce_compressed(bucket, zeros.getBuffer(), reduction->codec())->getFuture();
   }
   bucket.report = report_for(zeros.getBuffer());
   return all_reduce(zeros.getBuffer(), c10d::ReduceOp::SUM, bucket.report)->getFuture();
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> BucketExchange::sum(const c10d::GradBucket& bucket) {
+c10::intrusive_ptr<c10::ivalue::Future> BucketReducer::sum(const c10d::GradBucket& bucket) {
   return all_reduce(bucket.getBuffer(), c10d::ReduceOp::SUM, nullptr)->getFuture();
 }
 

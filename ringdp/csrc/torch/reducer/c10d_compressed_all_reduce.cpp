@@ -1,4 +1,4 @@
-#include "torch/code_exchange.h"
+#include "torch/reducer/c10d_compressed_all_reduce.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -14,9 +14,9 @@
 #include "base/error.h"
 #include "base/naming.h"
 #include "collective/compressed_plan.h"
-#include "engine/hold.h"
+#include "engine/callback_gate.h"
 #include "kernels/kernels.h"
-#include "torch/ring_of.h"
+#include "torch/backend/process_group.h"
 
 namespace ringdp {
 namespace {
@@ -37,7 +37,7 @@ c10::Stream stream_for(const at::Tensor& buffer) {
   return c10::impl::VirtualGuardImpl(buffer.device().type()).getStreamFromGlobalPool(buffer.device());
 }
 
-// While it lives, this exchange's stream is the current one, behind what the current one has been given.
+// While it lives, this operation's stream is the current one, ordered after the work already queued on the one before.
 class OnStream {
  public:
   OnStream(const c10::Stream& stream, const c10::Device& device) {
@@ -63,14 +63,14 @@ cuda::Feedback from(cuda::Feedback feedback, std::size_t begin) {
 
 }  // namespace
 
-std::shared_ptr<CodeExchange> CodeExchange::begin(Call call) {
-  std::shared_ptr<CodeExchange> it(new CodeExchange(std::move(call)));
-  const CallbackHold hold;  // until `follow` has attached what comes next
-  it->run(&CodeExchange::send_parts);
+std::shared_ptr<C10dCompressedAllReduce> C10dCompressedAllReduce::begin(Call call) {
+  std::shared_ptr<C10dCompressedAllReduce> it(new C10dCompressedAllReduce(std::move(call)));
+  const CallbackGate gate;  // until `follow` has attached what comes next
+  it->run(&C10dCompressedAllReduce::send_parts);
   return it;
 }
 
-CodeExchange::CodeExchange(Call call)
+C10dCompressedAllReduce::C10dCompressedAllReduce(Call call)
     : call_(std::move(call)),
       name_(current_name()),
       rank_(call_.group->getRank()),
@@ -81,13 +81,13 @@ CodeExchange::CodeExchange(Call call)
       work_(c10::make_intrusive<StagedWork>(engine_of(*call_.group), rank_, c10d::OpType::ALLREDUCE,
                                             "ring:all_reduce_compressed", std::vector<at::Tensor>{call_.buffer})) {}
 
-void CodeExchange::plan() {
+void C10dCompressedAllReduce::plan() {
   const Codec& codec = ringdp::codec(call_.compression.codec);
   parts_.resize(static_cast<std::size_t>(ranks_));
   std::vector<std::size_t> bytes(parts_.size(), 0);
   for (std::size_t i = 0; i < call_.sections.size(); ++i) {
     const Section& section = call_.sections[i];
-    const std::vector<std::size_t> bounds = part_bounds(section.count, ranks_, section.turn);
+    const std::vector<std::size_t> bounds = part_bounds(section.count, ranks_, section.owner_offset);
     for (std::size_t part = 0; part < parts_.size(); ++part) {
       const std::size_t count = bounds[part + 1] - bounds[part];
       if (count == 0) continue;
@@ -98,8 +98,8 @@ void CodeExchange::plan() {
   capacity_ = *std::max_element(bytes.begin(), bytes.end());
 }
 
-// Every step: under this exchange's name and stream, not seen by autograd.
-void CodeExchange::run(Step step) {
+// Runs a step under this operation's name and stream, hidden from autograd.
+void C10dCompressedAllReduce::run(Step step) {
   try {
     const NamedScope name(name_);
     const OnStream on_stream(stream_, call_.buffer.device());
@@ -111,7 +111,7 @@ void CodeExchange::run(Step step) {
 }
 
 // `collective` may be complete already, and its callback run at once.
-void CodeExchange::follow(c10d::Work& collective, Step next) {
+void C10dCompressedAllReduce::follow(c10d::Work& collective, Step next) {
   collective.getFuture()->addCallback([self = shared_from_this(), next](c10::ivalue::Future& done) {
     if (done.hasError())
       self->end(done.exception_ptr());
@@ -120,19 +120,18 @@ void CodeExchange::follow(c10d::Work& collective, Step next) {
   });
 }
 
-std::byte* CodeExchange::code_at(const at::Tensor& memory, int part) const {
+std::byte* C10dCompressedAllReduce::code_at(const at::Tensor& memory, int part) const {
   return static_cast<std::byte*>(memory.mutable_data_ptr()) + static_cast<std::size_t>(part) * capacity_;
 }
 
-void CodeExchange::send_parts() {
+void C10dCompressedAllReduce::send_parts() {
   if (codec_ == nullptr)
-    throw Error(ErrorKind::kState,
-                "there are no kernels for codes on " + call_.buffer.device().str() +
-                    " in this build: build ringdp with a CUDA torch and its nvcc, or compress nothing");
+    throw Error(ErrorKind::kState, "this build has no kernels for codes on " + call_.buffer.device().str() +
+                                       ": build ringdp with a CUDA torch and its nvcc, or compress nothing");
   plan();
   if (capacity_ == 0) return end(nullptr);
   if (!call_.buffer.is_cpu()) {
-    // Its memory may be let go, by whoever has it, before this stream is done.
+    // The owner of this memory may release it before this stream is done.
     const c10::impl::VirtualGuardImpl device(call_.buffer.device().type());
     device.recordDataPtrOnStream(call_.buffer.storage().data_ptr(), stream_);
     for (const at::Tensor& tensor : call_.kept) device.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
@@ -153,18 +152,18 @@ void CodeExchange::send_parts() {
       one.feedback = from(section.feedback, run.begin);
     }
   }
-  // What this rank brings is seen in the mean by all; here it would be known to this rank alone.
-  codec_->encode(call_.compression.codec, runs, call_.compression.factor, nullptr, stream_);
+  // A non-finite value of this rank shows in the mean, on all ranks; here only this rank would know of it.
+  codec_->encode(call_.compression.codec, runs, call_.compression.loss_scale, nullptr, stream_);
   std::vector<int64_t> equal;
   collectives_.push_back(backend_->alltoall_base(received_, sent_, equal, equal));
-  follow(*collectives_.back(), &CodeExchange::send_mean);
+  follow(*collectives_.back(), &C10dCompressedAllReduce::send_mean);
 }
 
-void CodeExchange::send_mean() {
-  std::vector<cuda::FoldRun> runs;
+void C10dCompressedAllReduce::send_mean() {
+  std::vector<cuda::ReduceRun> runs;
   for (const Run& run : parts_[static_cast<std::size_t>(rank_)]) {
     const Section& section = call_.sections[run.section];
-    cuda::FoldRun& one = runs.emplace_back();
+    cuda::ReduceRun& one = runs.emplace_back();
     one.x = section.x + run.begin;
     one.codes = code_at(received_, 0) + run.code;
     one.stride = capacity_;
@@ -172,16 +171,16 @@ void CodeExchange::send_mean() {
     one.count = run.count;
     one.feedback = from(section.feedback, run.begin);
   }
-  codec_->fold(call_.compression.codec, runs, ranks_, rank_, static_cast<float>(call_.compression.divisor),
-               call_.compression.factor, nullptr, stream_);
+  codec_->reduce_codes(call_.compression.codec, runs, ranks_, rank_, static_cast<float>(call_.compression.divisor),
+                       call_.compression.loss_scale, nullptr, stream_);
   collectives_.push_back(backend_->_allgather_base(sent_, mean_));
-  follow(*collectives_.back(), &CodeExchange::take_mean);
+  follow(*collectives_.back(), &C10dCompressedAllReduce::take_mean);
   const std::lock_guard lock(issued_mutex_);
   issued_ = true;
   issued_changed_.notify_all();
 }
 
-void CodeExchange::take_mean() {
+void C10dCompressedAllReduce::take_mean() {
   auto* flag = call_.non_finite.defined() ? call_.non_finite.mutable_data_ptr<int32_t>() : nullptr;
   int32_t seen = 0;
   const bool on_host = call_.buffer.is_cpu();
@@ -198,8 +197,8 @@ void CodeExchange::take_mean() {
   end(nullptr);
 }
 
-// Only where the mean is not finite is it worth a pass over this rank's input, which is still there.
-void CodeExchange::look_for_own() {
+// A pass over this rank's input, which is still there, is worth its time only if the mean is not finite.
+void C10dCompressedAllReduce::look_for_own() {
   if (!call_.report) return;
   const Codec& codec = ringdp::codec(call_.compression.codec);
   bool finite = true;
@@ -215,14 +214,14 @@ void CodeExchange::look_for_own() {
   }
 }
 
-void CodeExchange::end(std::exception_ptr error) {
+void C10dCompressedAllReduce::end(std::exception_ptr error) {
   {
     const std::lock_guard lock(issued_mutex_);
     issued_ = true;
     issued_changed_.notify_all();
   }
   const OnStream on_stream(stream_, call_.buffer.device());  // which the Work's future then stands for
-  // Before anybody hears of the end: a backend must not be destroyed by a thread of its own.
+  // Released before the end is reported: a thread of the backend must not drop the last reference to it.
   collectives_.clear();
   backend_.reset();
   call_.group.reset();
@@ -232,7 +231,7 @@ void CodeExchange::end(std::exception_ptr error) {
   work_->end(std::move(error));
 }
 
-void CodeExchange::wait_until_issued() {
+void C10dCompressedAllReduce::wait_until_issued() {
   std::unique_lock lock(issued_mutex_);
   issued_changed_.wait(lock, [this] { return issued_; });
 }

@@ -1,10 +1,10 @@
-// CodeExchange: one compressed all-reduce by whatever backend a group has, in three collectives' steps: every rank encodes
-// the others' parts and sends them (all-to-all), decodes and adds what came for its own part, encodes the mean and sends it
-// to all (all-gather), and everybody decodes. Same arithmetic and order as collective/compressed_all_reduce.h where every
-// rank is a host of its own, so the same bits; parts are padded to the longest one, whose size all ranks know.
+// C10dCompressedAllReduce: one compressed all-reduce over any c10d backend, in three steps: every rank encodes the others'
+// parts and sends them (all-to-all), decodes and adds the codes of its own part, encodes the mean and sends it to all
+// (all-gather), and all ranks decode. Same arithmetic and order as collective/compressed_all_reduce.h where every rank is a
+// host of its own, so the same bits; parts are padded to the longest one, whose size all ranks know.
 // On a device everything is queued on a stream of its own, and nothing waits on the host: over NCCL all of it within the
 // constructor's call, over ring each step in the callback of the one before.
-// Shared by its Work and by those callbacks; any thread.
+// Owned by its Work and by those callbacks together; any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,17 +19,17 @@
 
 #include "collective/compressed.h"
 #include "collective/finite.h"
-#include "torch/device_codec.h"
-#include "torch/staged_work.h"
+#include "torch/backend/staged_work.h"
+#include "torch/device/device_codec.h"
 
 namespace ringdp {
 
-class CodeExchange : public std::enable_shared_from_this<CodeExchange> {
+class C10dCompressedAllReduce : public std::enable_shared_from_this<C10dCompressedAllReduce> {
  public:
   struct Section {
     float* x = nullptr;  // [count], in `buffer`
     std::size_t count = 0;
-    uint32_t turn = 0;
+    uint32_t owner_offset = 0;
     cuda::Feedback feedback;
   };
   struct Call {
@@ -42,18 +42,18 @@ class CodeExchange : public std::enable_shared_from_this<CodeExchange> {
     std::shared_ptr<FiniteReport> report;  // of memory on the CPU; may be null
   };
 
-  // Begins it, under the current name. What goes wrong, here too, is the Work's error. The bytes of any rank that has other
-  // sections are not understood: names tell.
-  static std::shared_ptr<CodeExchange> begin(Call call);
+  // Begins it, under the current name. Any error, also one in this call, is the Work's. Ranks with different sections would
+  // misread each other's bytes; the operations' names tell them apart.
+  static std::shared_ptr<C10dCompressedAllReduce> begin(Call call);
 
   const c10::intrusive_ptr<StagedWork>& work() const { return work_; }
-  // Until this rank has issued the last collective: others on the same group may follow then, where the backend matches them
-  // by the order of calls. At once over NCCL; ring needs no such order.
+  // Waits until this rank has issued the last collective: where the backend matches operations by the order of calls, others
+  // on the same group may only follow then. Returns at once over NCCL; ring needs no such order.
   void wait_until_issued();
 
  private:
-  explicit CodeExchange(Call call);
-  using Step = void (CodeExchange::*)();
+  explicit C10dCompressedAllReduce(Call call);
+  using Step = void (C10dCompressedAllReduce::*)();
 
   void plan();
   void send_parts();

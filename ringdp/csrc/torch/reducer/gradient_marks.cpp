@@ -1,10 +1,10 @@
-#include "torch/gradient_marks.h"
+#include "torch/reducer/gradient_marks.h"
 
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>
 
-#include "torch/bindings.h"
+#include "torch/bindings/bindings.h"
 
 namespace ringdp {
 

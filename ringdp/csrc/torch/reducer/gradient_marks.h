@@ -1,5 +1,6 @@
-// GradientMarks: which gradients are still what a backward left, by the tensor and its version: whoever writes into a
-// gradient through torch, or puts another one in its place, changes one of the two. Belongs to Python; under the GIL.
+// GradientMarks: which gradients are unchanged since a backward, judged by the tensor and its version: a write into a
+// gradient through torch, or another tensor in its place, changes one of the two.
+// Owned by Python (ringdp/ddp/overflow.py), called under the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,17 +15,17 @@ class GradientMarks {
  public:
   explicit GradientMarks(std::vector<at::Tensor> parameters);
 
-  // After a backward that reduced gradients: are they finite? Then those it did not touch keep the verdict they had.
+  // After a backward that reduced gradients: whether they are finite. Gradients that it did not touch keep their verdict.
   void note(bool finite);
   // By parameter: its gradient is what was noted, and finite.
   std::vector<bool> finite() const;
-  // These gradients are as they are now by intention, and finite; about all others nothing is known any more.
+  // These gradients were changed by intention, and are finite; all other verdicts are dropped.
   void renew(const std::vector<std::size_t>& parameters);
 
  private:
   struct Mark {
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> gradient{
-        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};  // weak: its address is nobody else's
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};  // weak: keeps its address unique
     uint32_t version = 0;
     bool finite = false;
   };

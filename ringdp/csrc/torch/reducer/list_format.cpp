@@ -1,4 +1,4 @@
-#include "torch/reducer_text.h"
+#include "torch/reducer/list_format.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -1,4 +1,4 @@
-#include "torch/loss_scale.h"
+#include "torch/reducer/loss_scale.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <mutex>
 
-#include "torch/bindings.h"
+#include "torch/bindings/bindings.h"
 
 namespace ringdp {
 namespace {
@@ -68,7 +68,7 @@ void bind_loss_scale(pybind11::module_& module) {
   module.def("note_loss_scale", &note_loss_scale, pybind11::arg("scale"),
              "Inside a backward: its loss was multiplied by `scale`.");
   module.def("loss_scale_of_backward", &loss_scale_of_backward,
-             "By how much the loss of the backward under way was multiplied; 1 if nobody said.");
+             "The loss scale of the backward under way; 1 where none was noted.");
 }
 
 }  // namespace ringdp

@@ -1,4 +1,4 @@
-#include "torch/reducer.h"
+#include "torch/reducer/reducer.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/sparse_coo_tensor.h>
@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "torch/reducer_errors.h"
+#include "torch/reducer/reducer_errors.h"
 
 namespace ringdp {
 namespace {
@@ -30,12 +30,12 @@ bool any_accumulator_needed(const GradientHooks& hooks, std::size_t count) {
 
 }  // namespace
 
-Reducer::Reducer(std::vector<WatchedParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
+Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
-    : watch_(std::move(parameters)),
+    : module_parameters_(std::move(parameters)),
       options_(std::move(options)),
-      exchange_(std::move(group), options_.average),
-      group_size_(exchange_.ranks()) {
+      bucket_reducer_(std::move(group), options_.average),
+      group_size_(bucket_reducer_.ranks()) {
   take_trainable();
   plan_in_reverse();
   set_hooks();
@@ -43,7 +43,7 @@ Reducer::Reducer(std::vector<WatchedParameter> parameters, c10::intrusive_ptr<c1
 
 Reducer::~Reducer() = default;
 
-// A forward that checkpointing repeats inside the backward it belongs to: nothing begins with it.
+// A forward that checkpointing repeats inside its backward: it does not begin a step.
 bool Reducer::recomputing() const { return active_ && torch::autograd::get_current_graph_task_id() != -1; }
 
 void Reducer::prepare_for_forward() {
@@ -51,25 +51,25 @@ void Reducer::prepare_for_forward() {
   if (recomputing()) return;
   throw_if_failed();
   try {
-    if (!local() && !parameters_.empty()) exchange_.throw_if_failed(parameters_.front().device().type());
+    if (!local() && !parameters_.empty()) bucket_reducer_.throw_if_failed(parameters_.front().device().type());
   } catch (...) {
     failed_ = current_error_text();
     throw;
   }
-  throw_if_unfinished(/*tell=*/true);
+  throw_if_unfinished(/*notify=*/true);
   follow_requires_grad();
 }
 
 void Reducer::check_finalized() {
   const Lock lock(mutex_);
   throw_if_failed();
-  throw_if_unfinished(/*tell=*/false);
+  throw_if_unfinished(/*notify=*/false);
 }
 
 bool Reducer::rebuild_buckets() {
   const Lock lock(mutex_);
   if (recomputing()) return false;
-  if (active_) throw_if_unfinished(/*tell=*/false);
+  if (active_) throw_if_unfinished(/*notify=*/false);
   if (!next_order_) return false;
   const std::vector<std::size_t> order = *std::exchange(next_order_, std::nullopt);
   const auto before = std::exchange(layout_, {});
@@ -80,7 +80,7 @@ bool Reducer::rebuild_buckets() {
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync) {
-  if (hooks_ == nullptr || slots_.empty()) return;
+  if (hooks_ == nullptr || gradient_states_.empty()) return;
   const std::shared_ptr<void> due = std::make_shared<int>();
   {
     const Lock lock(mutex_);
@@ -97,7 +97,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
 
 void Reducer::demand_sync() {
   const Lock lock(mutex_);
-  if (hooks_ == nullptr || slots_.empty()) return;
+  if (hooks_ == nullptr || gradient_states_.empty()) return;
   throw_if_failed();
   allocate();
   armed_ = demanded_ = true;
@@ -105,7 +105,8 @@ void Reducer::demand_sync() {
 
 void Reducer::backward_began(bool sync) {
   const Lock lock(mutex_);
-  if (hooks_ == nullptr || slots_.empty() || !any_accumulator_needed(*hooks_, slots_.size())) return;
+  if (hooks_ == nullptr || gradient_states_.empty() || !any_accumulator_needed(*hooks_, gradient_states_.size()))
+    return;
   if (!sync && !demanded_) {
     quiet_task_ = torch::autograd::get_current_graph_task_id();
     return;
@@ -117,6 +118,7 @@ void Reducer::begin() {
   throw_if_failed();
   allocate();
   active_ = true;
+  ended_short_ = false;
   armed_ = demanded_ = false;
   ++step_;
   next_bucket_ = 0;
@@ -128,28 +130,28 @@ void Reducer::begin() {
   own_non_finite_ = -1;
   arrival_order_.clear();
   for (Bucket& bucket : buckets_) bucket.pending = bucket.members.size();
-  for (Slot& slot : slots_) {
-    slot.ready = slot.used = slot.copy_back = false;
-    slot.arrivals_left = slot.arrivals;
+  for (GradientState& gradient_state : gradient_states_) {
+    gradient_state.ready = gradient_state.used = gradient_state.copy_back = false;
+    gradient_state.arrivals_left = gradient_state.arrivals;
   }
   auto work = std::exchange(forward_work_, nullptr);
   joining_ = work != nullptr;
   sending_ = joining_ ? buckets_.size() : kept_;
-  exchange_.set_factor(residual_factor());
+  bucket_reducer_.set_loss_scale(residual_scale());
   if (work) {
     work->wait();
     divide_by(divide_by_all_ranks_ ? group_size_ : work->result()[0].item<int64_t>());
   } else {
     divide_by(0);
   }
-  // A graph that is destroyed with its wrapper must not find it gone.
+  // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (auto reducer = std::static_pointer_cast<Reducer>(self.lock())) reducer->end_backward();
   });
   if (learned_graph_) {
-    for (std::size_t i = 0; i < slots_.size(); ++i) {
-      if (slots_[i].arrivals > 0) continue;
-      settle(i);
+    for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+      if (gradient_states_[i].arrivals > 0) continue;
+      write_to_bucket(i);
       mark_ready(i);
     }
   } else if (options_.unused == UnusedParameters::kExpected && options_.graph_shows_unused && !static_graph_) {
@@ -161,146 +163,151 @@ void Reducer::begin() {
 void Reducer::expect_only_what_the_graph_has() {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (nodes == nullptr) return;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
     if (nodes->count(hooks_->accumulator(i)) == 0) {
-      settle(i);
+      write_to_bucket(i);
       mark_ready(i);
     }
   }
 }
 
 bool Reducer::take_gradient(std::size_t parameter, const at::Tensor& gradient) {
-  Slot& slot = slots_[parameter];
-  if ((!slot.view.defined() && !slot.direct) || slot.cast || !gradient.defined() || c10::GradMode::is_enabled()) {
+  GradientState& gradient_state = gradient_states_[parameter];
+  if ((!gradient_state.view.defined() && !gradient_state.direct) || gradient_state.cast || !gradient.defined() ||
+      c10::GradMode::is_enabled()) {
     return false;
   }
   if (gradient.layout() != at::kStrided || gradient.unsafeGetTensorImpl()->is_python_dispatch() ||
-      gradient.scalar_type() != slot.parameter.scalar_type()) {
+      gradient.scalar_type() != gradient_state.parameter.scalar_type()) {
     return false;
   }
-  at::Tensor& grad = slot.parameter.mutable_grad();
-  if (grad.defined() || !slot.parameter.requires_grad() || owns_gradient(parameter)) return false;
-  if (torch::autograd::impl::post_acc_grad_hooks(slot.parameter) != nullptr)
+  at::Tensor& grad = gradient_state.parameter.mutable_grad();
+  if (grad.defined() || !gradient_state.parameter.requires_grad() || owns_gradient(parameter)) return false;
+  if (torch::autograd::impl::post_acc_grad_hooks(gradient_state.parameter) != nullptr)
     return false;  // they want autograd to do it
-  if (slot.direct) {
+  if (gradient_state.direct) {
     // As autograd would, but without the reference it keeps for the hooks that follow.
-    if (held_elsewhere(gradient) || !torch::autograd::utils::obeys_layout_contract(gradient, slot.parameter))
+    if (held_elsewhere(gradient) || !torch::autograd::utils::obeys_layout_contract(gradient, gradient_state.parameter))
       return false;
     grad = gradient.detach();
     return true;
   }
-  if (held_elsewhere(slot.view)) renew_view(slot);
-  copy_gradient(slot.view, gradient);
-  grad = slot.view;
+  if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
+  copy_gradient(gradient_state.view, gradient);
+  grad = gradient_state.view;
   return true;
 }
 
-// Whether .grad has memory of its own: asked for, or another wrapper reduces it too, at the same time.
+// Whether .grad has memory of its own: by option, or because another wrapper reduces the same parameter at the same time.
 bool Reducer::owns_gradient(std::size_t parameter) const { return options_.own_gradients || hooks_->shared(parameter); }
 
-// Somebody kept the last .grad: it stays theirs, with its values.
-void Reducer::renew_view(Slot& slot) {
-  at::Tensor kept = slot.view;
-  const Bucket& bucket = buckets_[slot.bucket];
+// The program has kept the last .grad: that tensor keeps its memory and its values, and the bucket gets a new view.
+void Reducer::renew_view(GradientState& gradient_state) {
+  at::Tensor kept = gradient_state.view;
+  const Bucket& bucket = buckets_[gradient_state.bucket];
   const auto position = std::find_if(bucket.members.begin(), bucket.members.end(),
-                                     [&](std::size_t member) { return &slots_[member] == &slot; });
-  slot.view = gradient_view(bucket, static_cast<std::size_t>(position - bucket.members.begin()), slot.parameter);
+                                     [&](std::size_t member) { return &gradient_states_[member] == &gradient_state; });
+  gradient_state.view =
+      gradient_view(bucket, static_cast<std::size_t>(position - bucket.members.begin()), gradient_state.parameter);
   leave_bucket(kept);
 }
 
 void Reducer::gradient_arrived_at(std::size_t parameter) {
   const Lock lock(mutex_);
-  const std::size_t watched = watch_.at_construction(parameter);
-  const auto slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.watched == watched; });
-  if (slot != slots_.end()) gradient_arrived(static_cast<std::size_t>(slot - slots_.begin()));
+  const std::size_t param_index = module_parameters_.at_construction(parameter);
+  const auto gradient_state = std::find_if(gradient_states_.begin(), gradient_states_.end(),
+                                           [&](const GradientState& s) { return s.param_index == param_index; });
+  if (gradient_state != gradient_states_.end())
+    gradient_arrived(static_cast<std::size_t>(gradient_state - gradient_states_.begin()));
 }
 
 void Reducer::gradient_arrived(std::size_t parameter) {
   const Lock lock(mutex_);
   if (!active_) {
     if (!armed_ || torch::autograd::get_current_graph_task_id() == quiet_task_) {
-      slots_[parameter].local = true;
+      gradient_states_[parameter].local = true;
       return;
     }
     begin();
   }
-  Slot& slot = slots_[parameter];
+  GradientState& gradient_state = gradient_states_[parameter];
   if (learning_graph()) {
-    if (slot.arrivals++ == 0) arrival_order_.push_back(parameter);
+    if (gradient_state.arrivals++ == 0) arrival_order_.push_back(parameter);
     return;
   }
   if (learned_graph_) {
-    TORCH_CHECK(slot.arrivals_left > 0,
+    TORCH_CHECK(gradient_state.arrivals_left > 0,
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
                 "but then got used in the second iteration. this is not compatible with static_graph set to True. "
                 "Parameter: ",
                 names_[parameter]);
-    if (--slot.arrivals_left > 0) return;
+    if (--gradient_state.arrivals_left > 0) return;
   }
-  if (slot.ready) throw_marked_twice(parameter);
+  if (gradient_state.ready) throw_marked_twice(parameter);
   arrival_order_.push_back(parameter);
-  settle(parameter);
+  write_to_bucket(parameter);
   mark_ready(parameter);
 }
 
-// The parameter's part of the bucket holds what this rank has to give.
-void Reducer::settle(std::size_t parameter, bool late) {
-  Slot& slot = slots_[parameter];
-  at::Tensor& grad = slot.parameter.mutable_grad();
-  slot.used = grad.defined();
-  slot.local = false;
+// Writes this rank's gradient to its part of the bucket: zeros if it has none, nothing where .grad already is that part.
+void Reducer::write_to_bucket(std::size_t parameter, bool late) {
+  GradientState& gradient_state = gradient_states_[parameter];
+  at::Tensor& grad = gradient_state.parameter.mutable_grad();
+  gradient_state.used = grad.defined();
+  gradient_state.local = false;
   if (local()) return;
-  Bucket& bucket = buckets_[slot.bucket];
-  if (!slot.used && bucket.index >= sending_ && !late) return;  // the bucket may stay at home
-  if (slot.sparse) {
+  Bucket& bucket = buckets_[gradient_state.bucket];
+  if (!gradient_state.used && bucket.index >= sending_ && !late) return;  // the bucket may stay at home
+  if (gradient_state.sparse) {
     if (grad.defined()) {
       TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", names_[parameter]);
       bucket.buffer = owns_gradient(parameter) ? grad.clone() : grad;
     } else {
-      bucket.buffer = at::sparse_coo_tensor(slot.parameter.sizes(), slot.parameter.options().layout(at::kSparse));
+      bucket.buffer = at::sparse_coo_tensor(gradient_state.parameter.sizes(),
+                                            gradient_state.parameter.options().layout(at::kSparse));
     }
     return;
   }
   give_memory(bucket);
   if (bucket.direct) {
-    settle_direct(parameter, bucket);
+    write_direct(parameter, bucket);
   } else if (!grad.defined()) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (held_elsewhere(slot.view)) renew_view(slot);
-    slot.view.zero_();
-  } else if (grad.unsafeGetTensorImpl() != slot.view.unsafeGetTensorImpl() || owns_gradient(parameter)) {
+    if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
+    gradient_state.view.zero_();
+  } else if (grad.unsafeGetTensorImpl() != gradient_state.view.unsafeGetTensorImpl() || owns_gradient(parameter)) {
     adopt(parameter, grad);
   }
   remember_stream(bucket);
 }
 
-void Reducer::settle_direct(std::size_t parameter, Bucket& bucket) {
-  Slot& slot = slots_[parameter];
-  at::Tensor& grad = slot.parameter.mutable_grad();
+void Reducer::write_direct(std::size_t parameter, Bucket& bucket) {
+  GradientState& gradient_state = gradient_states_[parameter];
+  at::Tensor& grad = gradient_state.parameter.mutable_grad();
   const bool in_place = !hooks_->shared(parameter);
-  bucket.buffer = bucket.gradients = in_place ? as_buffer(grad, slot.parameter) : at::Tensor();
+  bucket.buffer = bucket.gradients = in_place ? as_buffer(grad, gradient_state.parameter) : at::Tensor();
   if (bucket.buffer.defined()) return;
-  allocate_bucket(bucket, slot.parameter.device(), 0);
-  slot.view = gradient_view(bucket, 0, slot.parameter);
+  allocate_bucket(bucket, gradient_state.parameter.device(), 0);
+  gradient_state.view = gradient_view(bucket, 0, gradient_state.parameter);
   if (grad.defined()) adopt(parameter, grad);
 }
 
 void Reducer::adopt(std::size_t parameter, at::Tensor& gradient) {
-  Slot& slot = slots_[parameter];
-  if (held_elsewhere(slot.view)) renew_view(slot);
-  copy_gradient(slot.view, gradient);
-  if (gradient.requires_grad() || slot.cast || owns_gradient(parameter)) {
-    slot.copy_back = true;  // create_graph: what comes later differentiates through it
+  GradientState& gradient_state = gradient_states_[parameter];
+  if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
+  copy_gradient(gradient_state.view, gradient);
+  if (gradient.requires_grad() || gradient_state.cast || owns_gradient(parameter)) {
+    gradient_state.copy_back = true;  // create_graph: what comes later differentiates through it
   } else {
-    gradient = slot.view;
+    gradient = gradient_state.view;
   }
 }
 
 void Reducer::mark_ready(std::size_t parameter) {
-  Slot& slot = slots_[parameter];
-  slot.ready = true;
+  GradientState& gradient_state = gradient_states_[parameter];
+  gradient_state.ready = true;
   if (local()) return;
-  Bucket& bucket = buckets_[slot.bucket];
+  Bucket& bucket = buckets_[gradient_state.bucket];
   if (--bucket.pending == 0 && !learning_graph()) launch_full_buckets();
 }
 
@@ -316,10 +323,10 @@ void Reducer::launch(Bucket& bucket) {
       next_bucket_ = bucket.index + 1;  // also where it fails: the others have seen this rank's part of it, or its end
       bucket.sent_in = step_;
       list_sections(bucket, bucket.buffer, /*with_residuals=*/true);
-      if (owes(bucket)) pay(bucket);
+      if (has_residual(bucket)) add_residual(bucket);
       take_flag(bucket);
-      exchange_.launch(bucket, sending_, parameters_);
-      // A hook's callbacks may have operations of their own still to come, at another time on every rank.
+      bucket_reducer_.launch(bucket, sending_, parameters_);
+      // A hook's callbacks may issue further operations, at a different time on every rank.
       const bool last = bucket.index + 1 == sending_;
       if (last && !calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
     });

@@ -1,9 +1,15 @@
-// Decides when gradients leave: counts them ready, launches buckets in index order, waits at the end of backward.
-// A gradient is copied into its bucket when it arrives, and .grad becomes that part of the bucket: no pass to zero the
-// bucket, no addition, no copy back. A large gradient is a bucket by itself, reduced where autograd left it.
-// What already has a .grad is accumulated there by autograd as ever.
-// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward; everything that can block
-// runs without the GIL.
+// Reducer: decides when gradients leave. It counts the gradients that have arrived, launches buckets in index order, and waits
+// for them at the end of backward. A gradient is copied into its bucket when it arrives, and .grad becomes that part of the
+// bucket: no pass to zero the bucket, no addition, no copy back. A large gradient is a bucket by itself, reduced where
+// autograd left it. Where a parameter already has a .grad, autograd accumulates into it as ever.
+//
+// One step: prepare_for_forward and prepare_for_backward arm it; backward_began begins; for each gradient take_gradient, then
+// gradient_arrived, which writes it to its bucket and launches the buckets that are full, in order; end_backward waits, reads
+// which parameters were used, commits residuals and hands the results out. BucketReducer reduces one bucket; its memory is
+// reducer_bucket.h; the layout is reducer_layout.cpp; compression is reducer_reductions.cpp and reducer_choice.cpp.
+//
+// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward, under one recursive lock;
+// everything that can block runs without the GIL.
 #pragma once
 
 #include <chrono>
@@ -16,33 +22,33 @@
 #include <unordered_map>
 #include <vector>
 
-#include "torch/reducer_exchange.h"
-#include "torch/reducer_hooks.h"
-#include "torch/reducer_watch.h"
-#include "torch/residuals.h"
+#include "torch/reducer/bucket_reducer.h"
+#include "torch/reducer/reducer_hooks.h"
+#include "torch/reducer/residuals.h"
+#include "torch/reducer/trainable_parameters.h"
 
 namespace ringdp {
 
-// What a parameter without gradient means at the end of backward.
+// The treatment of a parameter without gradient at the end of backward.
 enum class UnusedParameters {
-  kFinish,    // zeros are sent for it, a warning names it once
-  kExpected,  // the same without warning, and its bucket may leave as soon as the graph shows that nothing will come
+  kFinish,    // zeros are sent for it, and one warning names it
+  kExpected,  // the same without warning; its bucket may leave as soon as the graph shows that no gradient will come
   kForbidden  // DDP's error at the next forward
 };
 
 struct ReducerOptions {
   std::vector<std::size_t> caps_bytes;  // see assign_buckets
   UnusedParameters unused = UnusedParameters::kFinish;
-  bool average = false;            // see BucketExchange
-  bool graph_shows_unused = true;  // false where they are no leaves of the graph: _autograd_hook tells of them
+  bool average = false;            // see BucketReducer
+  bool graph_shows_unused = true;  // false where parameters are not leaves of the graph: _autograd_hook reports them
   bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
-  bool skip_unused = false;        // buckets that no rank has gradients for stay at home
-  bool host_control = false;  // what is not gradients goes over the group's ring, from the CPU: no device is waited for
-  bool names_compared = false;                  // the backend raises on all ranks where an operation's names differ
+  bool skip_unused = false;        // buckets for which no rank has gradients are not sent
+  bool host_control = false;    // control data goes over the group's ring, from the CPU, without waiting for a device
+  bool names_compared = false;  // the backend raises on all ranks where an operation's names differ
   std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
 };
 
-// Of the last backward that synchronised, and sums over all of them. Clock readings only.
+// Timings of the last synchronised backward, and running totals. Host clock only, no device sync.
 struct ReducerStats {
   int64_t steps = 0;
   int64_t buckets = 0;
@@ -51,7 +57,7 @@ struct ReducerStats {
   double exposed_wait_s = 0;  // the end of backward waited for communication
   double total_backward_s = 0;
   double total_exposed_wait_s = 0;
-  // Of that backward, in ns of the steady clock: its begin, its first bucket, its last gradient, its end.
+  // When that backward began, launched its first bucket, had its last gradient, and ended: ns of the steady clock.
   int64_t began_ns = 0;
   int64_t launched_ns = 0;
   int64_t computed_ns = 0;
@@ -59,43 +65,49 @@ struct ReducerStats {
   int64_t unused_bytes = 0;  // of parameters without gradient on this rank
 };
 
-// What one bucket cost the last time it was sent.
+// The cost of one bucket the last time it was sent.
 struct BucketRow {
   std::size_t index = 0;
   std::string name;
-  int method = -1;                      // -1: exact
+  int reduction = -1;                   // -1: exact
   bool free = false;                    // `choose` may give it another
-  std::vector<std::size_t> parameters;  // watched ones, in the order of the buffer
+  std::vector<std::size_t> parameters;  // of the module, in the order of the buffer
   std::size_t numel = 0;                // gradients
   std::size_t bytes_before = 0;         // of the gradients in the bucket's dtype
-  std::size_t bytes_after = 0;          // of the codes of one rank's gradients; for methods that are hooks as before
+  std::size_t bytes_after = 0;          // of the codes of one rank's gradients; for reductions that are hooks as before
   double launched_s = 0;                // when it was launched, from the first bucket of that backward on
   double coding_s = 0;                  // spent on encoding and decoding in the core
   double seconds = 0;                   // from launch until it was reduced
-  double exposed_s = 0;                 // what the end of backward waited for it
+  double exposed_s = 0;                 // for which the end of backward waited for it
 };
 
-// How gradients are reduced where not exactly, all by watched parameter. See Method.
-struct MethodPlan {
-  std::vector<std::shared_ptr<Method>> methods;
-  std::vector<int> method_of;   // -1: exact
-  std::vector<uint32_t> turns;  // see CompressedSection
-  bool exchange_codes = false;  // see BucketExchange::set_exchanging_codes; the same on all ranks
+// The reductions of parameters that are not reduced exactly; the vectors are indexed by parameter of the module.
+struct ReductionPlan {
+  std::vector<std::shared_ptr<Reduction>> reductions;
+  std::vector<int> reduction_of;        // -1: exact
+  std::vector<uint32_t> owner_offsets;  // which rank owns which part of a parameter: CompressedSection::owner_offset
+  bool exchange_codes = false;          // codes go over c10d (c10d_compressed_all_reduce.h); the same on all ranks
 };
 
 class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
  public:
   // `parameters`: all of the module's, also those that do not require grad now.
-  Reducer(std::vector<WatchedParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
+  Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options);
   ~Reducer() override;
 
-  // Forward. Throws where the last backward did not finish. Lays everything out anew where parameters were frozen or
-  // unfrozen since; throws on all ranks where they do not agree about that.
+  // Forward. Throws if the last backward did not finish. Makes the layout anew if parameters were frozen or unfrozen since;
+  // throws on all ranks if they do not agree about that.
   void prepare_for_forward();
+  // The module has other parameters from now on; called between steps by all ranks, which have agreed about it. Hooks
+  // and buckets are made anew, as where parameters were unfrozen. Reductions and residuals belong to the old ones' numbers
+  // and are dropped: the caller sets them again.
+  void replace_parameters(std::vector<ModuleParameter> parameters);
+  // By tensor: the number of the parameter of the module that it is, or -1.
+  std::vector<int64_t> find(const std::vector<at::Tensor>& tensors);
   bool rebuild_buckets();  // once, after the first backward: true
   void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync);
-  // The next backward synchronises even if its forward was told not to.
+  // The next backward synchronises even if its forward ran with sync = false.
   void demand_sync();
   void check_finalized();
 
@@ -103,7 +115,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool take_gradient(std::size_t parameter, const at::Tensor& gradient) override;
   void gradient_arrived(std::size_t parameter) override;
   void backward_began(bool sync) override;
-  // gradient_arrived, told by Python: `parameter` counts those that required grad at construction.
+  // gradient_arrived, called by Python: `parameter` counts those that required grad at construction.
   void gradient_arrived_at(std::size_t parameter);
   void hook_failed(const std::string& text) override;
 
@@ -114,24 +126,25 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
   void remove_hooks();
 
-  // Methods: see reducer_methods.cpp. Residuals of parameters whose method stays the same are kept.
-  void set_methods(MethodPlan plan);
-  // By bucket, in the order of the layout: one of the plan's methods in place of ChosenMethod, or -1. Until the next layout.
-  void choose(const std::vector<int>& method_of_bucket);
-  // What error feedback owes a parameter, in units of this rank's gradient: float32 [numel], in the order of its memory. Taking it leaves
-  // nothing behind; giving it replaces what there was.
-  std::map<std::size_t, at::Tensor> take_owed(const std::vector<std::size_t>& watched);
-  void give_owed(const std::map<std::size_t, at::Tensor>& owed);
+  // Reductions: see reducer_reductions.cpp. Residuals of parameters whose reduction stays the same are kept.
+  void set_reductions(ReductionPlan plan);
+  // By bucket, in the order of the layout: one of the plan's reductions in place of AutoReduction, or -1. Until the next layout.
+  void choose(const std::vector<int>& reduction_of_bucket);
+  // Residuals by parameter of the module, in units of this rank's gradient: float32 [numel], in the order of its memory.
+  // take_residuals removes them; give_residuals overwrites them.
+  std::map<std::size_t, at::Tensor> take_residuals(const std::vector<std::size_t>& parameters);
+  void give_residuals(const std::map<std::size_t, at::Tensor>& residuals);
   void watch_finite(bool watch);
-  // Of torch's scaler; one that calls note_loss_scale needs none.
+  // For torch's scaler; ringdp's calls note_loss_scale instead.
   void set_loss_scale(double scale);
-  // Ranks that have input, for one that has none and repeats the others' collectives.
+  // This rank has no input and repeats the other ranks' collectives; so many ranks have input.
   void shadow_with(int64_t ranks_with_input);
-  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nothing where nobody looked.
+  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nullopt if it was not checked.
   std::optional<bool> finite();
-  std::vector<std::size_t> non_finite();  // watched parameters whose .grad is not finite; looks at all of them
-  int64_t own_non_finite();  // in that backward, the first watched parameter whose own gradient was not finite, -1
-  // By watched parameter, float32 [numel] in the parameter's row-major order. Copies.
+  std::vector<std::size_t> non_finite();  // parameters of the module whose .grad is not finite; looks at all of them
+  // In that backward, the first parameter of the module whose gradient on this rank was not finite; -1: none.
+  int64_t own_non_finite();
+  // By parameter of the module, float32 [numel] in the parameter's row-major order. Copies.
   std::map<std::size_t, at::Tensor> residuals();
   void set_residuals(const std::map<std::size_t, at::Tensor>& residuals);
   std::vector<BucketRow> bucket_rows();
@@ -143,7 +156,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks);
   std::vector<c10d::GradBucket> zero_buckets();
   c10::intrusive_ptr<c10::ivalue::Future> shadow(c10d::GradBucket& bucket);
-  c10::intrusive_ptr<c10::ivalue::Future> sum(const c10d::GradBucket& bucket) { return exchange_.sum(bucket); }
+  c10::intrusive_ptr<c10::ivalue::Future> sum(const c10d::GradBucket& bucket) { return bucket_reducer_.sum(bucket); }
   void shadow_used_map();         // where the ranks send it in an operation of its own
   void shadow_end_of_backward();  // the collectives that follow the buckets
 
@@ -161,14 +174,14 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool graph_static() const { return unused_names_.empty(); }
 
  private:
-  struct Slot {  // one parameter that requires grad
+  struct GradientState {  // one parameter that requires grad
     at::Tensor parameter;
-    std::size_t watched = 0;  // its index among all parameters
-    at::Tensor view;          // its part of the bucket, which .grad becomes
+    std::size_t param_index = 0;  // its index among all parameters
+    at::Tensor view;              // its part of the bucket, which .grad becomes
     std::size_t bucket = 0;
     bool sparse = false;
     bool direct = false;
-    Method* method = nullptr;            // null: exact
+    Reduction* reduction = nullptr;      // null: exact
     c10::ScalarType dtype = at::kFloat;  // its own when the buckets were laid out
     bool cast = false;                   // the bucket has another
     bool copy_back = false;              // .grad stays as it is; the result is copied into it
@@ -181,7 +194,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   using Clock = std::chrono::steady_clock;
   using Lock = std::unique_lock<std::recursive_mutex>;
 
-  bool local() const { return group_size_ == 1 && !exchange_.has_hook(); }
+  bool local() const { return group_size_ == 1 && !bucket_reducer_.has_hook(); }
   bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
   bool recomputing() const;
   static int64_t nanoseconds(Clock::time_point time) {
@@ -189,27 +202,30 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   }
   bool learning_graph() const { return static_graph_ && !learned_graph_; }
   void throw_if_failed() const;
-  void throw_if_unfinished(bool tell);
+  void throw_if_unfinished(bool notify);
   std::vector<std::size_t> unfinished() const;
   std::string missing_text() const;
-  std::string tell_others(const std::string& what);
+  std::string left_text() const;
+  std::string notify_others(const std::string& what);
 
   void follow_requires_grad();
+  void release_gradients(const std::vector<std::size_t>& leaving);
+  void start_over();
   std::vector<std::size_t> agree_about(const std::vector<std::size_t>& frozen);
   void throw_where_they_differ(const std::vector<std::vector<uint8_t>>& all) const;
-  void average_left_over(const std::vector<std::size_t>& watched);
+  void average_left_over(const std::vector<std::size_t>& indices);
   void take_trainable();
-  Method* method_of(std::size_t watched) const;
-  LayoutItem layout_item(std::size_t watched) const;
-  c10::ScalarType bucket_dtype(std::size_t watched) const;
+  Reduction* reduction_of(std::size_t param_index) const;
+  LayoutItem layout_item(std::size_t param_index) const;
+  c10::ScalarType bucket_dtype(std::size_t param_index) const;
   void describe_items();
   void lay_out_again();
-  bool compressed(std::size_t bucket) const { return slots_[layout_[bucket].front()].method != nullptr; }
-  int method_of_bucket(std::size_t bucket) const;
-  Method* bucket_method(std::size_t bucket) const;
-  bool owes(const Bucket& bucket) const;
-  void pay(Bucket& bucket);
-  void turn_owed(std::size_t watched, const at::Tensor& owed, float owned_by) const;
+  bool compressed(std::size_t bucket) const { return gradient_states_[layout_[bucket].front()].reduction != nullptr; }
+  int reduction_of_bucket(std::size_t bucket) const;
+  Reduction* bucket_reduction(std::size_t bucket) const;
+  bool has_residual(const Bucket& bucket) const;
+  void add_residual(Bucket& bucket);
+  void scale_owned_part(std::size_t param_index, const at::Tensor& residual, float factor) const;
   bool calls_back() const;
 
   void plan(std::span<const std::size_t> order);
@@ -225,23 +241,23 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
   void begin();
   void expect_only_what_the_graph_has();
-  void settle(std::size_t parameter, bool late = false);
-  void settle_direct(std::size_t parameter, Bucket& bucket);
+  void write_to_bucket(std::size_t parameter, bool late = false);
+  void write_direct(std::size_t parameter, Bucket& bucket);
   void adopt(std::size_t parameter, at::Tensor& gradient);
-  void renew_view(Slot& slot);
+  void renew_view(GradientState& gradient_state);
   void mark_ready(std::size_t parameter);
   void launch_full_buckets();
   void launch(Bucket& bucket);
   void list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_residuals);
-  void refuse_hook_with_methods() const;
-  void check_methods(const MethodPlan& plan);
+  void refuse_hook_with_compression() const;
+  void check_reductions(const ReductionPlan& plan);
   bool looks_for_non_finite() const;
-  float residual_factor() const;
-  using HookMethods = std::map<HookMethod*, std::optional<bool>>;  // whether each found its results finite
-  HookMethods ask_hook_methods();
-  void finish_hook_methods(const HookMethods& used);
+  float residual_scale() const;
+  using HookReductions = std::map<HookReduction*, std::optional<bool>>;  // whether each found its results finite
+  HookReductions ask_hook_reductions();
+  void finish_hook_reductions(const HookReductions& used);
   void divide_by(int64_t ranks_with_input);
-  void look_at_reports(const HookMethods& hook_methods);
+  void look_at_reports(const HookReductions& hook_reductions);
   std::optional<bool> look_at_result(const Bucket& bucket);
   bool flag_result(const at::Tensor& result);
   void take_flag(Bucket& bucket);
@@ -251,7 +267,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     return options_.host_control ? c10::Device(c10::kCPU) : parameters_.front().device();
   }
   bool used_somewhere(std::size_t parameter) const;
-  int64_t watched_at(const Bucket& bucket, const std::byte* address) const;
+  int64_t parameter_at(const Bucket& bucket, const std::byte* address) const;
   bool backward_due() const;
   void write_marks(const at::Tensor& marks) const;
   bool owns_gradient(std::size_t parameter) const;
@@ -265,13 +281,13 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void send_late_buckets();
   void hand_out();
   struct UsedMap {
-    std::vector<bool> somewhere;  // by parameter
-    bool somebody_lacks = false;  // some rank has no gradient for some parameter
+    std::vector<bool> somewhere;   // by parameter
+    bool some_rank_lacks = false;  // some rank has no gradient for some parameter
   };
   void read_used_map();
   bool reads_used_map(bool lacking) const;
   bool looks_for_others() const;
-  void tell_unused(const std::vector<std::size_t>& missing);
+  void warn_unused(const std::vector<std::size_t>& missing);
   std::string unused_here(const std::vector<std::size_t>& missing) const;
   std::string unused_by_ranks(const std::vector<std::vector<uint8_t>>& used) const;
   void exchange_order();
@@ -279,17 +295,17 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats()
-  ParameterWatch watch_;
+  TrainableParameters module_parameters_;
   // Those that require grad, one entry each.
   std::vector<at::Tensor> parameters_;
   std::vector<std::string> names_;
-  std::vector<Slot> slots_;
+  std::vector<GradientState> gradient_states_;
   std::vector<LayoutItem> items_;
   std::vector<std::size_t> order_;  // that the buckets are laid out by
   std::vector<bool> idle_;          // no rank had a gradient for it when the order was learned; only with skip_unused
   ReducerOptions options_;
-  BucketExchange exchange_;
-  MethodPlan methods_;
+  BucketReducer bucket_reducer_;
+  ReductionPlan reduction_plan_;
   std::vector<int> chosen_;  // see choose; empty: nothing
   Residuals residuals_;
   double loss_scale_ = 1.0;
@@ -325,14 +341,15 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::vector<std::size_t> arrival_order_;
   std::string failed_;
   std::string error_;
-  std::string told_;  // what the other ranks said to an unfinished backward
+  std::string peer_report_;   // what the other ranks said to an unfinished backward
+  bool ended_short_ = false;  // that backward ran to its end, and gradients were missing
   bool static_graph_ = false;
   bool learned_graph_ = false;
   bool optimizer_in_backward_ = false;
 
   at::Tensor used_map_;  // where it is sent on its own
   c10::intrusive_ptr<c10d::Work> used_work_;
-  c10::intrusive_ptr<c10d::Work> used_before_;  // of the last backward, where nobody waits for it in its own
+  c10::intrusive_ptr<c10d::Work> used_before_;  // of the last backward, if that did not wait for it
   UsedMap used_;
   std::vector<std::string> unused_names_;
   bool warned_ = false;

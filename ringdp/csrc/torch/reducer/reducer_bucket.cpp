@@ -1,4 +1,4 @@
-#include "torch/reducer_bucket.h"
+#include "torch/reducer/reducer_bucket.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -35,20 +35,20 @@ bool plain_memory(const at::Tensor& tensor) {
          !tensor._is_zerotensor() && !impl->is_python_dispatch();
 }
 
-// Since torch 2.13 a Python object has a reference of its own to its tensor or storage, and lives as long as anybody else
-// has one.
-template <class Slot>
-bool python_only_preserves(Slot* slot) {
-  if constexpr (requires { slot->has_unique_reference(); }) {
-    return slot->has_unique_reference();
+// Since torch 2.13 a Python object has a reference of its own to its tensor or storage, and lives as long as another
+// reference does.
+template <class GradientState>
+bool python_only_preserves(GradientState* gradient_state) {
+  if constexpr (requires { gradient_state->has_unique_reference(); }) {
+    return gradient_state->has_unique_reference();
   } else {
     return false;
   }
 }
 
-template <class Slot>
-bool used_elsewhere(std::size_t references, Slot* slot) {
-  return references > 1 && (references > 2 || !python_only_preserves(slot));
+template <class GradientState>
+bool used_elsewhere(std::size_t references, GradientState* gradient_state) {
+  return references > 1 && (references > 2 || !python_only_preserves(gradient_state));
 }
 
 at::Tensor view_like(const at::Tensor& parameter, const at::Tensor& memory, int64_t offset) {

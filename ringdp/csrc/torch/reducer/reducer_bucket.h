@@ -19,17 +19,21 @@
 #include "collective/compressed.h"
 #include "collective/finite.h"
 #include "cuda/kernels.h"
-#include "torch/bucket_layout.h"
-#include "torch/method.h"
+#include "torch/reducer/bucket_layout.h"
+#include "torch/reducer/reduction.h"
 
 namespace ringdp {
+
+inline double seconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
 
 struct BucketTimes {
   using Clock = std::chrono::steady_clock;
   Clock::time_point launched;
   std::shared_ptr<std::atomic<Clock::time_point>> done;  // shared with the future that sets it
   double seconds = 0;                                    // from its launch until it was reduced
-  double exposed_s = 0;                                  // what the end of backward waited for it
+  double exposed_s = 0;                                  // for which the end of backward waited for it
 };
 
 struct Bucket {
@@ -39,25 +43,26 @@ struct Bucket {
   std::string name;                    // "bucket 3: layer1.weight, layer1.bias"
   bool sparse = false;                 // one sparse gradient, which is then `buffer` itself
   bool direct = false;                 // one large gradient, reduced where autograd left it: no memory between steps
-  Method* method = nullptr;            // null: exactly
+  Reduction* reduction = nullptr;      // null: exactly
   c10::ScalarType dtype = at::kFloat;  // of the buffer; a gradient of another one is cast in, and the result back
   at::Tensor buffer;                   // [plan.numel + marks]: what is sent
   at::Tensor gradients;                // [plan.numel]: the same memory without the marks
-  at::Tensor marks;  // [parameters + 1]: above zero where some rank had a gradient, and, at the end, where some rank
-                     // lacked one; undefined in all but one bucket
+  at::Tensor marks;  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if
+                     // some rank lacked one; undefined in all but one bucket
 
   std::size_t pending = 0;           // gradients still to come in this backward
   std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> future;
   c10d::CommHookInterface* hook = nullptr;  // whose result `future` is
-  // Of the last time it was sent, which was in that step.
+  // The last time it was sent, in step `sent_in`.
   int64_t sent_in = 0;
   std::vector<CompressedSection> sections;  // of a codec's
-  std::vector<cuda::Feedback> feedback;     // of each section, where codes are exchanged (torch/code_exchange.h)
-  std::vector<at::Tensor> residuals;        // the memory they point to
-  at::Tensor non_finite;                    // int32 [1] on a device, of all buckets there: see CodeExchange
-  std::shared_ptr<FiniteReport> report;     // null where nobody looked
+  std::vector<cuda::Feedback>
+      feedback;  // of each section, where codes are exchanged (torch/reducer/c10d_compressed_all_reduce.h)
+  std::vector<at::Tensor> residuals;     // the memory they point to
+  at::Tensor non_finite;                 // int32 [1] on a device, of all buckets there: see C10dCompressedAllReduce
+  std::shared_ptr<FiniteReport> report;  // null: not checked
   BucketTimes times;
 };
 
@@ -72,12 +77,11 @@ at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::T
 // The memory of [numel] elements as a gradient lies in it: the shape of `parameter`, its strides where it is dense.
 at::Tensor as_parameter(const at::Tensor& flat, const at::Tensor& parameter);
 
-// `gradient` as a buffer of a direct bucket, sharing its memory. Undefined where that cannot be: other strides than all
-// ranks use for `parameter`, memory that somebody else uses too, a graph of its own.
+// `gradient` as the buffer of a direct bucket, sharing its memory. Undefined where that is impossible: other strides than
+// all ranks use for `parameter`, memory that another tensor uses too, a graph of its own.
 at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter);
 
-// Whether anybody but the holder of this reference has the tensor. Its Python object, where there is one, does not count
-// unless Python uses it.
+// Whether the tensor has references beside this one. Its Python object, if there is one, counts only if Python uses it.
 bool held_elsewhere(const at::Tensor& tensor);
 
 // `gradient` stays the same tensor, with the same values, in memory of its own.

@@ -1,4 +1,4 @@
-// The reducer's settings and what Join needs.
+// The reducer's settings, and the calls of torch's Join.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -8,28 +8,28 @@
 
 #include "base/error.h"
 #include "base/naming.h"
-#include "torch/reducer.h"
-#include "torch/ring_of.h"
+#include "torch/backend/process_group.h"
+#include "torch/reducer/reducer.h"
 
 namespace ringdp {
 
 void Reducer::register_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   const Lock lock(mutex_);
-  refuse_hook_with_methods();
-  exchange_.set_hook(std::move(hook));
+  refuse_hook_with_compression();
+  bucket_reducer_.set_hook(std::move(hook));
   hook_was_set();
 }
 
 void Reducer::register_builtin_hook(BuiltinHook which) {
   const Lock lock(mutex_);
-  refuse_hook_with_methods();
-  exchange_.set_builtin_hook(which);
+  refuse_hook_with_compression();
+  bucket_reducer_.set_builtin_hook(which);
   hook_was_set();
 }
 
 // Also of hooks that RingDP itself registers, for mixed precision and optimizers in backward.
-void Reducer::refuse_hook_with_methods() const {
-  if (!methods_.methods.empty()) throw Error(ErrorKind::kState, BucketExchange::kHookAndMethods);
+void Reducer::refuse_hook_with_compression() const {
+  if (!reduction_plan_.reductions.empty()) throw Error(ErrorKind::kState, BucketReducer::kHookAndCompression);
 }
 
 // Buckets for hooks are laid out without marks, and a world of one has had none.
@@ -66,17 +66,17 @@ void Reducer::zero_gradients() {
   const Lock lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto is_view = [&](std::size_t i) {
-    const at::Tensor& grad = slots_[i].parameter.grad();
-    return grad.defined() && grad.is_same(slots_[i].view);
+    const at::Tensor& grad = gradient_states_[i].parameter.grad();
+    return grad.defined() && grad.is_same(gradient_states_[i].view);
   };
-  std::vector<bool> done(slots_.size(), false);
+  std::vector<bool> done(gradient_states_.size(), false);
   for (Bucket& bucket : buckets_) {
     if (bucket.sparse || !std::all_of(bucket.members.begin(), bucket.members.end(), is_view)) continue;
     bucket.gradients.zero_();
     for (std::size_t member : bucket.members) done[member] = true;
   }
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    at::Tensor& grad = slots_[i].parameter.mutable_grad();
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+    at::Tensor& grad = gradient_states_[i].parameter.mutable_grad();
     if (!done[i] && grad.defined()) {
       if (grad.requires_grad()) grad = grad.detach();
       grad.zero_();
@@ -103,22 +103,23 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
     } else if (bucket.direct) {
       zeros = at::zeros({parameter.numel()}, parameter.options());
     } else {
-      zeros = at::zeros_like(exchange_.hook_of(bucket) != nullptr ? bucket.gradients : bucket.buffer);
+      zeros = at::zeros_like(bucket_reducer_.hook_of(bucket) != nullptr ? bucket.gradients : bucket.buffer);
     }
-    result.push_back(exchange_.describe(bucket, std::move(zeros), buckets_.size(), parameters_));
+    result.push_back(bucket_reducer_.describe(bucket, std::move(zeros), buckets_.size(), parameters_));
   }
   return result;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket) {
   const Lock lock(mutex_);
-  TORCH_CHECK(bucket.getIndex() < buckets_.size(), "there is no bucket ", bucket.getIndex());
+  TORCH_CHECK(bucket.getIndex() < buckets_.size(), "bucket ", bucket.getIndex(), " is out of range: there are ",
+              buckets_.size());
   Bucket& shadowed = buckets_[bucket.getIndex()];
   const NamedScope scope(shadowed.name);  // the other ranks' operation has this name
-  // Zeros, and no error feedback: what this rank has left out waits until it has input again.
+  // Zeros, and no error feedback: this rank's residuals wait until it has input again.
   list_sections(shadowed, bucket.getBuffer(), /*with_residuals=*/false);
   shadowed.sent_in = step_;
-  return exchange_.shadow(shadowed, bucket);
+  return bucket_reducer_.shadow(shadowed, bucket);
 }
 
 void Reducer::shadow_used_map() {
@@ -130,24 +131,24 @@ void Reducer::shadow_used_map() {
 }
 
 void Reducer::shadow_end_of_backward() {
-  const HookMethods hook_methods = ask_hook_methods();
+  const HookReductions hook_reductions = ask_hook_reductions();
   {
     const Lock lock(mutex_);
     used_ = {};
-    look_at_reports(hook_methods);
+    look_at_reports(hook_reductions);
     if (!order_known_ && !local()) exchange_order();
   }
-  finish_hook_methods(hook_methods);
+  finish_hook_reductions(hook_reductions);
 }
 
 void Reducer::reset() {
   const Lock lock(mutex_);
   failed_.clear();
-  told_.clear();
+  peer_report_.clear();
   active_ = armed_ = demanded_ = false;
   order_known_ = rebuilt_ = false;
   learned_graph_ = false;
-  for (Slot& slot : slots_) slot.arrivals = 0;
+  for (GradientState& gradient_state : gradient_states_) gradient_state.arrivals = 0;
   next_order_.reset();
   forward_work_ = nullptr;
   used_work_ = used_before_ = nullptr;
@@ -160,12 +161,12 @@ void Reducer::reset() {
 
 void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
   const Lock lock(mutex_);
-  exchange_.set_group(std::move(group), average);
-  const bool other_size = std::exchange(group_size_, exchange_.ranks()) != exchange_.ranks();
+  bucket_reducer_.set_group(std::move(group), average);
+  const bool other_size = std::exchange(group_size_, bucket_reducer_.ranks()) != bucket_reducer_.ranks();
   options_.names_compared = names_compared;
-  options_.host_control = options_.host_control && ring_of(*exchange_.group(), c10::kCPU) != nullptr;
-  if (!methods_.methods.empty()) {
-    check_methods(methods_);
+  options_.host_control = options_.host_control && ring_of(*bucket_reducer_.group(), c10::kCPU) != nullptr;
+  if (!reduction_plan_.reductions.empty()) {
+    check_reductions(reduction_plan_);
     if (other_size) residuals_.clear();  // other ranks own their parts
     lay_out_again();
   }

@@ -1,4 +1,4 @@
-#include "torch/reducer_errors.h"
+#include "torch/reducer/reducer_errors.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
@@ -31,8 +31,9 @@ void set_int_field(PyObject* exception, const char* field, int64_t value) {
   throw exception;
 }
 
-// Of an exception that came through Python: ringdp's, where nobody did so before, or another backend's.
-void tell_bucket(python_error& error, const std::string& where, const std::string& name, int64_t bucket, int64_t step) {
+// Adds the bucket to an exception that came through Python: ringdp's, if it has none yet, or another backend's.
+void add_bucket_note(python_error& error, const std::string& where, const std::string& name, int64_t bucket,
+                     int64_t step) {
   namespace py = pybind11;
   const py::gil_scoped_acquire gil;
   const py::handle exception(error.value);
@@ -56,7 +57,7 @@ void rethrow_from_bucket(int64_t bucket, const std::string& name, int64_t step) 
   } catch (const Error& error) {
     throw_as_python(error, where, name, bucket, step);
   } catch (python_error& error) {
-    tell_bucket(error, where, name, bucket, step);
+    add_bucket_note(error, where, name, bucket, step);
     throw;
   } catch (const pybind11::error_already_set&) {
     throw;

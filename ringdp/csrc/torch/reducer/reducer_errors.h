@@ -1,4 +1,5 @@
-// What went wrong in which bucket: adds the bucket's number and parameter names to whatever an operation throws.
+// Errors of buckets: adds the bucket's number and parameter names to any exception that an operation throws.
+// Used by the Reducer, on the threads that run backward, without the GIL; it takes the GIL for Python exceptions.
 #pragma once
 
 #include <cstdint>

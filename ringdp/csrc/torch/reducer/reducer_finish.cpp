@@ -1,4 +1,5 @@
-// The end of backward: what is missing, waiting, handing out, and the order for the next layout.
+// The end of backward: it completes the missing gradients, waits for the buckets, hands the results out, and learns the order
+// for the next layout.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/tensor.h>
 
@@ -7,13 +8,23 @@
 
 #include "base/error.h"
 #include "base/naming.h"
-#include "torch/reducer.h"
-#include "torch/reducer_errors.h"
+#include "torch/backend/future_wait.h"
+#include "torch/reducer/reducer.h"
+#include "torch/reducer/reducer_errors.h"
 
 namespace ringdp {
 namespace {
 
-double seconds(std::chrono::steady_clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+// Runs `action`; its exception gets the operation's name, and `failed` keeps the text for the next forward.
+template <class Action>
+void noting_failure(std::string& failed, int64_t bucket, const std::string& name, int64_t step, Action&& action) {
+  try {
+    in_bucket(bucket, name, step, std::forward<Action>(action));
+  } catch (...) {
+    if (failed.empty()) failed = current_error_text();
+    throw;
+  }
+}
 
 }  // namespace
 
@@ -22,30 +33,35 @@ void Reducer::end_backward() {
   if (!active_) return;
   const auto gradients_done = Clock::now();
   std::vector<std::size_t> missing;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    Slot& slot = slots_[i];
-    if (!slot.ready && !learning_graph() && options_.unused == UnusedParameters::kForbidden && !static_graph_) {
-      return;  // the next forward says so
+  ended_short_ = true;  // where it returns below, the next forward says so
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+    GradientState& gradient_state = gradient_states_[i];
+    if (!gradient_state.ready && !learning_graph() && options_.unused == UnusedParameters::kForbidden &&
+        !static_graph_) {
+      return;
     }
-    if (learned_graph_ && slot.arrivals_left > 0) return;
-    if (!slot.ready) settle(i);
-    if (!slot.used) missing.push_back(i);
+    if (learned_graph_ && gradient_state.arrivals_left > 0) return;
+    if (!gradient_state.ready) write_to_bucket(i);
+    if (!gradient_state.used) missing.push_back(i);
   }
+  ended_short_ = false;
   if (learning_graph()) learned_graph_ = true;
-  HookMethods hook_methods;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].ready) mark_ready(i);
+  HookReductions hook_reductions;
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+    if (!gradient_states_[i].ready) mark_ready(i);
   }
   if (!local()) {
     lock.unlock();  // callbacks of hooks may ask this reducer something
     wait_for_buckets(0, sending_);
     lock.lock();
     used_ = {};
-    if (calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
-    if (reads_used_map(!missing.empty())) read_used_map();
-    // From the CPU it is waited for only where it is read, or a backward later: the device is not done, why should this be.
-    if (options_.host_control) std::swap(used_work_, used_before_);
-    if (auto work = std::exchange(used_work_, nullptr)) work->wait();
+    noting_failure(failed_, -1, "which parameters were used", step_, [&] {
+      if (calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
+      if (reads_used_map(!missing.empty())) read_used_map();
+      // The host waits for it only where it reads it, or one backward later: the device's buckets are not done either.
+      if (options_.host_control) std::swap(used_work_, used_before_);
+      if (auto work = std::exchange(used_work_, nullptr)) work->wait();
+    });
     if (kept_ < buckets_.size()) {
       count_traffic();
       send_late_buckets();
@@ -55,14 +71,17 @@ void Reducer::end_backward() {
     }
     lock.unlock();
     follow_announcements();
-    hook_methods = ask_hook_methods();
+    hook_reductions = ask_hook_reductions();
     lock.lock();
-    look_at_reports(hook_methods);
+    look_at_reports(hook_reductions);
     commit_residuals();
     hand_out();
-    tell_unused(missing);
+    noting_failure(failed_, -1, "which ranks lack gradients", step_, [&] { warn_unused(missing); });
   }
-  for (auto& future : std::exchange(futures_, {})) future->wait();
+  for (auto& future : std::exchange(futures_, {})) {
+    wait_until_complete(*future, std::chrono::milliseconds(0));
+    future->wait();
+  }
   ++stats_.steps;
   note_times(gradients_done, missing);
   stats_.backward_s = seconds(gradients_done - began_);
@@ -72,7 +91,7 @@ void Reducer::end_backward() {
   active_ = false;
   if (!order_known_ && !local()) exchange_order();
   lock.unlock();
-  finish_hook_methods(hook_methods);
+  finish_hook_reductions(hook_reductions);
 }
 
 void Reducer::note_times(Clock::time_point gradients_done, const std::vector<std::size_t>& missing) {
@@ -85,25 +104,16 @@ void Reducer::note_times(Clock::time_point gradients_done, const std::vector<std
 void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
   for (std::size_t index = first; index < end; ++index) {
     Bucket& bucket = buckets_[index];
-    try {
-      in_bucket(static_cast<int64_t>(bucket.index), bucket.name, step_, [&] { exchange_.wait(bucket); });
-    } catch (...) {
-      if (failed_.empty()) failed_ = current_error_text();
-      throw;
-    }
+    noting_failure(failed_, static_cast<int64_t>(bucket.index), bucket.name, step_,
+                   [&] { bucket_reducer_.wait(bucket); });
   }
 }
 
 void Reducer::follow_announcements() {
-  try {
-    in_bucket(-1, "announced before", step_, [&] { exchange_.follow_announcements(step_); });
-  } catch (...) {
-    if (failed_.empty()) failed_ = current_error_text();
-    throw;
-  }
+  noting_failure(failed_, -1, "announced before", step_, [&] { bucket_reducer_.follow_announcements(step_); });
 }
 
-// Buckets that had stayed at home, where some rank has a gradient for them after all. All ranks have read the same map.
+// Sends the skipped buckets for which some rank has a gradient after all. All ranks have read the same map.
 void Reducer::send_late_buckets() {
   for (std::size_t index = kept_; index < buckets_.size(); ++index) {
     Bucket& bucket = buckets_[index];
@@ -113,7 +123,7 @@ void Reducer::send_late_buckets() {
     count_bucket(index);
     if (sent) continue;
     for (std::size_t member : bucket.members) {
-      if (!slots_[member].used) settle(member, /*late=*/true);
+      if (!gradient_states_[member].used) write_to_bucket(member, /*late=*/true);
     }
     launch(bucket);
   }
@@ -121,28 +131,29 @@ void Reducer::send_late_buckets() {
 
 void Reducer::hand_out() {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    Slot& slot = slots_[i];
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+    GradientState& gradient_state = gradient_states_[i];
     if (!used_somewhere(i)) continue;
-    at::Tensor& grad = slot.parameter.mutable_grad();
-    if (slot.sparse) {
-      grad = buckets_[slot.bucket].buffer;
-    } else if (slot.copy_back) {
-      if (grad.defined()) grad.copy_(slot.view);  // a hook may have applied it and let it go
-    } else if (!slot.used && !optimizer_in_backward_) {
-      const bool own = slot.cast || (owns_gradient(i) && !slot.direct);
-      grad = own ? slot.view.to(slot.dtype, /*non_blocking=*/false, /*copy=*/true) : slot.view;
+    at::Tensor& grad = gradient_state.parameter.mutable_grad();
+    if (gradient_state.sparse) {
+      grad = buckets_[gradient_state.bucket].buffer;
+    } else if (gradient_state.copy_back) {
+      if (grad.defined()) grad.copy_(gradient_state.view);  // a hook may have applied it and let it go
+    } else if (!gradient_state.used && !optimizer_in_backward_) {
+      const bool own = gradient_state.cast || (owns_gradient(i) && !gradient_state.direct);
+      grad = own ? gradient_state.view.to(gradient_state.dtype, /*non_blocking=*/false, /*copy=*/true)
+                 : gradient_state.view;
     }
   }
   for (Bucket& bucket : buckets_) {
     if (!bucket.direct) continue;
     bucket.buffer.reset();
     bucket.gradients.reset();
-    slots_[bucket.members.front()].view.reset();
+    gradient_states_[bucket.members.front()].view.reset();
   }
 }
 
-// On a device it waits for the device: there a rank that has all its gradients looks only now and then.
+// Reading the map waits for the device: so a rank that has all its gradients reads it only now and then.
 bool Reducer::reads_used_map(bool lacking) const {
   if (options_.unused == UnusedParameters::kForbidden) return false;
   return lacking || (options_.skip_unused && (kept_ < buckets_.size() || !order_known_)) || looks_for_others();
@@ -166,20 +177,20 @@ void Reducer::read_used_map() {
   }
   const at::Tensor flags = counts.gt(0).cpu().contiguous();
   const bool* flag = flags.const_data_ptr<bool>();
-  used_.somewhere.assign(flag, flag + slots_.size());
-  used_.somebody_lacks = flag[slots_.size()];
+  used_.somewhere.assign(flag, flag + gradient_states_.size());
+  used_.some_rank_lacks = flag[gradient_states_.size()];
 }
 
 void Reducer::write_marks(const at::Tensor& marks) const {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   marks.fill_(1);
   bool lacking = false;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].used) continue;
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+    if (gradient_states_[i].used) continue;
     marks.select(0, static_cast<int64_t>(i)).zero_();
     lacking = true;
   }
-  if (!lacking) marks.select(0, static_cast<int64_t>(slots_.size())).zero_();
+  if (!lacking) marks.select(0, static_cast<int64_t>(gradient_states_.size())).zero_();
 }
 
 bool Reducer::sends_used_map() const {
@@ -188,26 +199,27 @@ bool Reducer::sends_used_map() const {
 }
 
 void Reducer::launch_used_map(bool with_input) {
-  std::vector<int32_t> used(slots_.size() + 1, 0);
-  for (std::size_t i = 0; with_input && i < slots_.size(); ++i) (slots_[i].used ? used[i] : used.back()) = 1;
+  std::vector<int32_t> used(gradient_states_.size() + 1, 0);
+  for (std::size_t i = 0; with_input && i < gradient_states_.size(); ++i)
+    (gradient_states_[i].used ? used[i] : used.back()) = 1;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   used_map_ = at::tensor(used, at::kInt).to(control_device());
   const NamedScope scope("which parameters were used");
   std::vector<at::Tensor> tensors{used_map_};
-  used_work_ = exchange_.group()->allreduce(tensors);
+  used_work_ = bucket_reducer_.group()->allreduce(tensors);
 }
 
-// Rank 0's order of arrival becomes everybody's, so that buckets fill up one after the other.
+// All ranks take rank 0's order of arrival for the next layout, so that buckets fill up one after the other.
 void Reducer::exchange_order() {
   order_known_ = true;
-  if (slots_.empty()) return;
-  std::vector<bool> seen(slots_.size(), false);
+  if (gradient_states_.empty()) return;
+  std::vector<bool> seen(gradient_states_.size(), false);
   std::vector<int32_t> order;
   for (std::size_t i : arrival_order_) {
     if (!seen[i]) order.push_back(static_cast<int32_t>(i));
     seen[i] = true;
   }
-  for (std::size_t i = slots_.size(); i-- > 0;) {
+  for (std::size_t i = gradient_states_.size(); i-- > 0;) {
     if (!seen[i]) order.push_back(static_cast<int32_t>(i));
   }
   if (options_.skip_unused && !used_.somewhere.empty()) {
@@ -217,20 +229,15 @@ void Reducer::exchange_order() {
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor sent = at::tensor(order, at::kInt).to(control_device());
-  try {
-    in_bucket(-1, "order of the gradients", step_, [&] {
-      const NamedScope scope("order of the gradients");
-      std::vector<at::Tensor> tensors{sent};
-      exchange_.group()->broadcast(tensors)->wait();
-    });
-  } catch (...) {
-    failed_ = current_error_text();
-    throw;
-  }
+  noting_failure(failed_, -1, "order of the gradients", step_, [&] {
+    const NamedScope scope("order of the gradients");
+    std::vector<at::Tensor> tensors{sent};
+    bucket_reducer_.group()->broadcast(tensors)->wait();
+  });
   const at::Tensor received = sent.cpu().contiguous();
   const int32_t* first = received.const_data_ptr<int32_t>();
   std::vector<std::size_t> next;
-  std::vector<bool> idle(slots_.size(), false);
+  std::vector<bool> idle(gradient_states_.size(), false);
   for (std::size_t position = 0; position < order.size(); ++position) {
     const int32_t entry = first[position];
     next.push_back(static_cast<std::size_t>(entry < 0 ? ~entry : entry));
@@ -239,7 +246,9 @@ void Reducer::exchange_order() {
   std::vector<std::size_t> sorted = next;
   std::sort(sorted.begin(), sorted.end());
   for (std::size_t i = 0; i < sorted.size(); ++i) {
-    if (sorted[i] != i) throw Error(ErrorKind::kMismatch, "rank 0 sent an order of gradients that is no permutation");
+    if (sorted[i] != i)
+      throw Error(ErrorKind::kMismatch,
+                  "rank 0 sent an order of gradients that is not a permutation of the parameters");
   }
   set_idle(std::move(idle));
   next_order_ = std::move(next);

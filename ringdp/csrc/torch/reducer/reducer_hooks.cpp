@@ -1,4 +1,4 @@
-#include "torch/reducer_hooks.h"
+#include "torch/reducer/reducer_hooks.h"
 
 #include <torch/csrc/autograd/function_hook.h>
 
@@ -6,7 +6,7 @@
 #include <atomic>
 #include <utility>
 
-#include "torch/reducer_errors.h"
+#include "torch/reducer/reducer_errors.h"
 
 namespace ringdp {
 namespace {

@@ -1,5 +1,5 @@
-// Where autograd tells us that a gradient exists. Owns the hooks on the parameters' gradient accumulators.
-// Called by the threads that run backward, without the GIL.
+// GradientHooks: the hooks on the parameters' gradient accumulators, by which autograd reports each gradient to a
+// GradientListener (the Reducer). Owned by the Reducer. Called by the threads that run backward, without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ class GradientListener {
 
   // Before autograd adds `gradient` to the parameter's .grad. True: the listener has put it there itself.
   virtual bool take_gradient(std::size_t parameter, const at::Tensor& gradient) = 0;
-  // After that, whoever did it.
+  // After the gradient was put into .grad, by autograd or by take_gradient.
   virtual void gradient_arrived(std::size_t parameter) = 0;
   // Backward reached an output of a forward; `sync` as that forward said.
   virtual void backward_began(bool sync) = 0;

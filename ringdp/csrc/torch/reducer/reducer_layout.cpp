@@ -1,9 +1,10 @@
 // Which gradient lies where: the parameters that require grad, their buckets, and the buckets' memory.
 #include <algorithm>
 #include <numeric>
+#include <unordered_set>
 #include <utility>
 
-#include "torch/reducer.h"
+#include "torch/reducer/reducer.h"
 
 namespace ringdp {
 namespace {
@@ -16,20 +17,22 @@ constexpr uint64_t kIdleGroup = uint64_t{1} << 63;
 }  // namespace
 
 // Sparse, integer and complex gradients are always exact.
-Method* Reducer::method_of(std::size_t watched) const {
-  if (methods_.methods.empty()) return nullptr;
-  const int index = methods_.method_of[watched];
-  const bool plain = !watch_[watched].sparse && watch_[watched].tensor.is_floating_point();
-  return index < 0 || !plain ? nullptr : methods_.methods[static_cast<std::size_t>(index)].get();
+Reduction* Reducer::reduction_of(std::size_t param_index) const {
+  if (reduction_plan_.reductions.empty()) return nullptr;
+  const int index = reduction_plan_.reduction_of[param_index];
+  const bool plain =
+      !module_parameters_[param_index].sparse && module_parameters_[param_index].tensor.is_floating_point();
+  return index < 0 || !plain ? nullptr : reduction_plan_.reductions[static_cast<std::size_t>(index)].get();
 }
 
-LayoutItem Reducer::layout_item(std::size_t watched) const {
-  const WatchedParameter& parameter = watch_[watched];
+LayoutItem Reducer::layout_item(std::size_t param_index) const {
+  const ModuleParameter& parameter = module_parameters_[param_index];
   const c10::Device device = parameter.tensor.device();
-  const c10::ScalarType dtype = bucket_dtype(watched);
-  const uint64_t method = method_of(watched) == nullptr ? 0 : static_cast<uint64_t>(methods_.method_of[watched]) + 1;
+  const c10::ScalarType dtype = bucket_dtype(param_index);
+  const uint64_t reduction =
+      reduction_of(param_index) == nullptr ? 0 : static_cast<uint64_t>(reduction_plan_.reduction_of[param_index]) + 1;
   LayoutItem item;
-  item.group = (method << 40) | (static_cast<uint64_t>(device.type()) << 32) |
+  item.group = (reduction << 40) | (static_cast<uint64_t>(device.type()) << 32) |
                (static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 16) | static_cast<uint64_t>(dtype);
   item.numel = static_cast<std::size_t>(parameter.tensor.numel());
   item.element_bytes = c10::elementSize(dtype);
@@ -38,50 +41,52 @@ LayoutItem Reducer::layout_item(std::size_t watched) const {
   return item;
 }
 
-c10::ScalarType Reducer::bucket_dtype(std::size_t watched) const {
-  const WatchedParameter& parameter = watch_[watched];
+c10::ScalarType Reducer::bucket_dtype(std::size_t param_index) const {
+  const ModuleParameter& parameter = module_parameters_[param_index];
   const c10::ScalarType own = parameter.tensor.scalar_type();
   if (parameter.sparse || !parameter.tensor.is_floating_point()) return own;
-  return method_of(watched) != nullptr ? at::kFloat : options_.reduce_dtype.value_or(own);
+  return reduction_of(param_index) != nullptr ? at::kFloat : options_.reduce_dtype.value_or(own);
 }
 
 void Reducer::take_trainable() {
-  std::vector<bool> local(watch_.size(), false);
-  for (const Slot& slot : slots_) local[slot.watched] = slot.local;
+  std::unordered_set<const c10::TensorImpl*> local;
+  for (const GradientState& gradient_state : gradient_states_) {
+    if (gradient_state.local) local.insert(gradient_state.parameter.unsafeGetTensorImpl());
+  }
   parameters_.clear();
   names_.clear();
-  slots_.clear();
+  gradient_states_.clear();
   items_.clear();
   idle_.clear();
-  for (std::size_t i = 0; i < watch_.size(); ++i) {
-    if (!watch_.trains(i)) continue;
-    parameters_.push_back(watch_[i].tensor);
-    names_.push_back(watch_[i].name);
-    Slot slot;
-    slot.parameter = watch_[i].tensor;
-    slot.watched = i;
-    slot.sparse = watch_[i].sparse;
-    slot.local = local[i];
-    slots_.push_back(std::move(slot));
+  for (std::size_t i = 0; i < module_parameters_.size(); ++i) {
+    if (!module_parameters_.trains(i)) continue;
+    parameters_.push_back(module_parameters_[i].tensor);
+    names_.push_back(module_parameters_[i].name);
+    GradientState gradient_state;
+    gradient_state.parameter = module_parameters_[i].tensor;
+    gradient_state.param_index = i;
+    gradient_state.sparse = module_parameters_[i].sparse;
+    gradient_state.local = local.contains(module_parameters_[i].tensor.unsafeGetTensorImpl());
+    gradient_states_.push_back(std::move(gradient_state));
   }
   describe_items();
 }
 
-// What the layout must know of each, which depends on its method.
+// Describes the parameters for the layout; this depends on their reductions.
 void Reducer::describe_items() {
   items_.clear();
-  for (Slot& slot : slots_) {
-    items_.push_back(layout_item(slot.watched));
-    slot.method = method_of(slot.watched);
-    slot.dtype = slot.parameter.scalar_type();
-    slot.cast = bucket_dtype(slot.watched) != slot.dtype;
+  for (GradientState& gradient_state : gradient_states_) {
+    items_.push_back(layout_item(gradient_state.param_index));
+    gradient_state.reduction = reduction_of(gradient_state.param_index);
+    gradient_state.dtype = gradient_state.parameter.scalar_type();
+    gradient_state.cast = bucket_dtype(gradient_state.param_index) != gradient_state.dtype;
   }
   set_idle(idle_);
 }
 
 // The reverse of registration, until the order in which gradients arrive is known.
 void Reducer::plan_in_reverse() {
-  std::vector<std::size_t> order(slots_.size());
+  std::vector<std::size_t> order(gradient_states_.size());
   std::iota(order.rbegin(), order.rend(), 0);
   plan(order);
 }
@@ -93,10 +98,10 @@ void Reducer::plan(std::span<const std::size_t> order) {
   const auto busy = [&](const auto& members) { return idle_.empty() || !idle_[members.front()]; };
   const auto end = std::stable_partition(layout_.begin(), layout_.end(), busy);
   kept_ = static_cast<std::size_t>(end - layout_.begin());
-  // Which parameters were used travels behind the gradients of the last bucket, so that is an exact one with memory of
-  // its own.
+  // The marks of used parameters are sent behind the gradients of the last bucket, so that must be an exact one with memory
+  // of its own.
   const auto shared = [&](const auto& members) {
-    return !items_[members.front()].alone && slots_[members.front()].method == nullptr;
+    return !items_[members.front()].alone && gradient_states_[members.front()].reduction == nullptr;
   };
   const auto last = std::find_if(std::make_reverse_iterator(end), layout_.rend(), shared);
   if (last != layout_.rend()) std::rotate(last.base() - 1, last.base(), end);
@@ -111,12 +116,12 @@ void Reducer::count_traffic() {
 void Reducer::count_bucket(std::size_t index) {
   ++stats_.buckets;
   for (std::size_t member : layout_[index]) {
-    if (!slots_[member].sparse)
+    if (!gradient_states_[member].sparse)
       stats_.bytes += static_cast<int64_t>(items_[member].numel * items_[member].element_bytes);
   }
 }
 
-// In the order that is known, where methods changed.
+// Makes the layout anew in the known order, because reductions have changed.
 void Reducer::lay_out_again() {
   describe_items();
   const std::vector<std::size_t> order = order_;
@@ -135,13 +140,13 @@ void Reducer::allocate() {
     bucket.plan = plan_bucket(items_, bucket.members);
     bucket.name = describe_bucket(index, bucket.members, names_);
     bucket.pending = bucket.members.size();
-    bucket.method = bucket_method(index);
-    bucket.dtype = bucket_dtype(slots_[bucket.members.front()].watched);
-    bucket.sparse = slots_[bucket.members.front()].sparse;
+    bucket.reduction = bucket_reduction(index);
+    bucket.dtype = bucket_dtype(gradient_states_[bucket.members.front()].param_index);
+    bucket.sparse = gradient_states_[bucket.members.front()].sparse;
     bucket.direct = !bucket.sparse && !carries_marks(index) && items_[bucket.members.front()].alone;
     for (std::size_t member : bucket.members) {
-      slots_[member].bucket = index;
-      slots_[member].direct = bucket.direct;
+      gradient_states_[member].bucket = index;
+      gradient_states_[member].direct = bucket.direct;
     }
   }
   buckets_ = std::move(buckets);
@@ -149,7 +154,7 @@ void Reducer::allocate() {
 }
 
 bool Reducer::carries_marks(std::size_t bucket) const {
-  return bucket + 1 == kept_ && options_.unused != UnusedParameters::kForbidden && !exchange_.has_hook() &&
+  return bucket + 1 == kept_ && options_.unused != UnusedParameters::kForbidden && !bucket_reducer_.has_hook() &&
          !compressed(bucket) && !options_.host_control;
 }
 
@@ -159,14 +164,14 @@ void Reducer::give_memory(Bucket& bucket) {
   const std::size_t marks = carries_marks(bucket.index) ? parameters_.size() + 1 : 0;
   allocate_bucket(bucket, parameters_[bucket.members.front()].device(), marks);
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
-    Slot& slot = slots_[bucket.members[position]];
-    slot.view = gradient_view(bucket, position, slot.parameter);
+    GradientState& gradient_state = gradient_states_[bucket.members[position]];
+    gradient_state.view = gradient_view(bucket, position, gradient_state.parameter);
   }
 }
 
 void Reducer::drop_memory() {
   buckets_.clear();
-  for (Slot& slot : slots_) slot.view.reset();
+  for (GradientState& gradient_state : gradient_states_) gradient_state.view.reset();
 }
 
 // From the next layout on they share no bucket with the others.

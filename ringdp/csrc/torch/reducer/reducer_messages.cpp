@@ -1,13 +1,13 @@
-// What the reducer says about parameters without gradient, with too many, and about a backward that did not end.
+// The reducer's messages about parameters with no gradient, with several, and about a backward that did not end.
 #include <ATen/ops/zeros.h>
 
 #include <utility>
 
 #include "base/error.h"
 #include "base/naming.h"
-#include "torch/reducer.h"
-#include "torch/reducer_errors.h"
-#include "torch/reducer_text.h"
+#include "torch/reducer/list_format.h"
+#include "torch/reducer/reducer.h"
+#include "torch/reducer/reducer_errors.h"
 
 namespace ringdp {
 namespace {
@@ -25,21 +25,22 @@ void Reducer::throw_if_failed() const {
               context);
 }
 
-// The ranks look together, once, at who lacks what; a rank that lacks something says it all.
-void Reducer::tell_unused(const std::vector<std::size_t>& missing) {
+// The ranks exchange once which gradients each of them lacks; a rank that lacks some warns with the whole list.
+void Reducer::warn_unused(const std::vector<std::size_t>& missing) {
   if (options_.unused != UnusedParameters::kFinish || static_graph_) return;
   std::vector<std::vector<uint8_t>> ranks;
-  if (looks_for_others() && used_.somebody_lacks) {
+  if (looks_for_others() && used_.some_rank_lacks) {
     ranks_named_ = true;
     std::vector<uint8_t> mine;
-    for (const Slot& slot : slots_) mine.push_back(slot.used ? 1 : 0);
-    ranks = gather_bytes(*exchange_.group(), mine, control_device(), "which ranks lack gradients");
+    for (const GradientState& gradient_state : gradient_states_) mine.push_back(gradient_state.used ? 1 : 0);
+    ranks = gather_bytes(*bucket_reducer_.group(), mine, control_device(), "which ranks lack gradients");
   }
   if (missing.empty() || std::exchange(warned_, true)) return;
   for (std::size_t i : missing) unused_names_.push_back(names_[i]);
-  TORCH_WARN("parameters without gradient in step ", step_, " on rank ", exchange_.group()->getRank(), ". ",
-             ranks.empty() ? unused_here(missing) : unused_by_ranks(ranks),
-             " Said once; find_unused_parameters=True says that this is meant, False makes it an error.");
+  TORCH_WARN(
+      "parameters without gradient in step ", step_, " on rank ", bucket_reducer_.group()->getRank(), ". ",
+      ranks.empty() ? unused_here(missing) : unused_by_ranks(ranks),
+      " This warning appears once; find_unused_parameters=True declares that it is intended, False makes it an error.");
 }
 
 std::string Reducer::unused_here(const std::vector<std::size_t>& missing) const {
@@ -58,7 +59,7 @@ std::string Reducer::unused_here(const std::vector<std::size_t>& missing) const 
 
 std::string Reducer::unused_by_ranks(const std::vector<std::vector<uint8_t>>& used) const {
   RankTable table;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
     std::vector<bool> ranks;
     for (const auto& rank : used) ranks.push_back(rank[i] != 0);
     if (std::find(ranks.begin(), ranks.end(), false) != ranks.end()) table.add(ranks, names_[i]);
@@ -78,26 +79,27 @@ std::string Reducer::unused_by_ranks(const std::vector<std::vector<uint8_t>>& us
   return text;
 }
 
-// Whoever waits for buckets of this rank learns why they do not come: an operation with another name. What came of it.
-std::string Reducer::tell_others(const std::string& what) {
+// Ranks that wait for this one's buckets learn why they do not come: from an operation with another name, which fails there.
+// Returns a sentence on the result, for this rank's own error.
+std::string Reducer::notify_others(const std::string& what) {
   if (!options_.names_compared || group_size_ == 1) return {};
   try {
     const NamedScope scope(what);
     std::vector<at::Tensor> tensors{at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(control_device()))};
     c10d::AllreduceOptions options;
     options.timeout = kTellTimeout;
-    exchange_.group()->allreduce(tensors, options)->wait();
-    return "\nIt is the same on all ranks.";
+    bucket_reducer_.group()->allreduce(tensors, options)->wait();
+    return " The other ranks' backwards stopped at the same place, and none of them waits.";
   } catch (...) {
-    return "\n" + current_error_text();
+    return " The other ranks were notified, but are in another operation:\n" + current_error_text();
   }
 }
 
 std::vector<std::size_t> Reducer::unfinished() const {
   std::vector<std::size_t> result;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    const Slot& slot = slots_[i];
-    if (!slot.ready || (learned_graph_ && slot.arrivals_left > 0)) result.push_back(i);
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+    const GradientState& gradient_state = gradient_states_[i];
+    if (!gradient_state.ready || (learned_graph_ && gradient_state.arrivals_left > 0)) result.push_back(i);
   }
   return result;
 }
@@ -109,24 +111,43 @@ std::string Reducer::missing_text() const {
     indices.append(" ").append(std::to_string(i));
     names.push_back(names_[i]);
   }
-  const std::string rank = std::to_string(exchange_.group()->getRank());
+  const std::string rank = std::to_string(bucket_reducer_.group()->getRank());
   return "Parameter indices which did not receive grad for rank " + rank + ":" + indices +
          "\nParameters which did not receive grad for rank " + rank + ": " + listed(names);
 }
 
-void Reducer::throw_if_unfinished(bool tell) {
+// The message about a backward that did not come to its end.
+std::string Reducer::left_text() const {
+  const bool others_wait = peer_report_.empty() && group_size_ > 1 && next_bucket_ < sending_;
+  return "The backward of step " + std::to_string(step_) + " did not come to its end on rank " +
+         std::to_string(bucket_reducer_.group()->getRank()) +
+         ": an exception left it, or another thread is in it. It had sent " + std::to_string(next_bucket_) + " of " +
+         std::to_string(sending_) + " buckets." +
+         (others_wait ? " Ranks whose backward goes on wait for the others." : "") + peer_report_ +
+         "\nGradients are not averaged any more: leave the process group and restart from a checkpoint.";
+}
+
+void Reducer::throw_if_unfinished(bool notify) {
   if (!active_) return;
   const bool forbidden = options_.unused == UnusedParameters::kForbidden;
   if (!static_graph_ && !forbidden && next_bucket_ == 0) {
     active_ = false;  // nothing had left: as if it had never begun
     return;
   }
-  if (tell && told_.empty()) {
-    told_ = tell_others("backward of step " + std::to_string(step_) + " did not end: no gradient for " +
-                        describe_names(unfinished(), names_));
+  if (notify && peer_report_.empty()) {
+    const std::vector<std::size_t> missing = unfinished();
+    peer_report_ = notify_others("backward of step " + std::to_string(step_) + " did not end" +
+                                 (missing.empty() ? "" : ": no gradient for " + describe_names(missing, names_)));
   }
-  const std::string tail = missing_text() + told_;
   const std::string head = "Expected to have finished reduction in the prior iteration before starting a new one. ";
+  if (!ended_short_ && !static_graph_)
+    TORCH_CHECK(false, head, left_text(), unfinished().empty() ? "" : "\n" + missing_text());
+  std::string tail = missing_text();
+  if (!ended_short_) {
+    tail += "\n" + left_text();
+  } else if (!peer_report_.empty()) {
+    tail += "\n" + peer_report_.substr(1);
+  }
   if (static_graph_) {
     TORCH_CHECK(
         false, head,
@@ -135,24 +156,19 @@ void Reducer::throw_if_unfinished(bool tell) {
         "static_graph set to True.\n",
         tail);
   }
-  if (forbidden) {
-    TORCH_CHECK(
-        false, head,
-        "This error indicates that your module has parameters that were not used in producing loss. You can "
-        "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
-        "`torch.nn.parallel.DistributedDataParallel`, and by \nmaking sure all `forward` function outputs "
-        "participate in calculating loss. \nIf you already have done the above, then the distributed data "
-        "parallel module wasn't able to locate the output tensors in the return value of your module's `forward` "
-        "function. Please include the loss function and the structure of the return value of `forward` of your "
-        "module when reporting this issue (e.g. list, dict, iterable).\n",
-        tail);
-  }
-  TORCH_CHECK(false, head, "A backward was left by an exception after ", next_bucket_, " of ", buckets_.size(),
-              " buckets had been sent; the other ranks wait for the rest.\n", tail);
+  TORCH_CHECK(false, head,
+              "This error indicates that your module has parameters that were not used in producing loss. You can "
+              "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
+              "`torch.nn.parallel.DistributedDataParallel`, and by \nmaking sure all `forward` function outputs "
+              "participate in calculating loss. \nIf you already have done the above, then the distributed data "
+              "parallel module wasn't able to locate the output tensors in the return value of your module's `forward` "
+              "function. Please include the loss function and the structure of the return value of `forward` of your "
+              "module when reporting this issue (e.g. list, dict, iterable).\n",
+              tail);
 }
 
 void Reducer::throw_marked_twice(std::size_t parameter) const {
-  const WatchedParameter& watched = watch_[slots_[parameter].watched];
+  const ModuleParameter& described = module_parameters_[gradient_states_[parameter].param_index];
   TORCH_CHECK(
       false,
       "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
@@ -167,7 +183,7 @@ void Reducer::throw_marked_twice(std::size_t parameter) const {
       parameter, " with name ", names_[parameter],
       " has been marked as ready twice. This means that multiple autograd engine hooks have fired for this "
       "particular parameter during this iteration.",
-      watched.used_in.empty() ? "" : " It is used in ", watched.used_in, watched.used_in.empty() ? "" : ".");
+      described.used_in.empty() ? "" : " It is used in ", described.used_in, described.used_in.empty() ? "" : ".");
 }
 
 }  // namespace ringdp

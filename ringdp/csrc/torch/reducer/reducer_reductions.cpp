@@ -1,4 +1,4 @@
-// Buckets that are not reduced exactly: which parameters have which method, their residuals, and whether what came of a
+// Buckets that are not reduced exactly: which parameters have which reduction, their residuals, and whether what came of a
 // backward was finite.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -14,24 +14,24 @@
 
 #include "base/error.h"
 #include "codec/plugin.h"
-#include "torch/device_codec.h"
-#include "torch/loss_scale.h"
-#include "torch/reducer.h"
+#include "torch/device/device_codec.h"
+#include "torch/reducer/loss_scale.h"
+#include "torch/reducer/reducer.h"
 
 namespace ringdp {
 namespace {
 
-bool same_method(const Method* a, const Method* b) {
-  if (dynamic_cast<const ChosenMethod*>(a) != nullptr && dynamic_cast<const ChosenMethod*>(b) != nullptr) return true;
-  const auto* x = dynamic_cast<const NativeMethod*>(a);
-  const auto* y = dynamic_cast<const NativeMethod*>(b);
+bool same_reduction(const Reduction* a, const Reduction* b) {
+  if (dynamic_cast<const AutoReduction*>(a) != nullptr && dynamic_cast<const AutoReduction*>(b) != nullptr) return true;
+  const auto* x = dynamic_cast<const CodecReduction*>(a);
+  const auto* y = dynamic_cast<const CodecReduction*>(b);
   if (x == nullptr || y == nullptr) return a == b;
   return x->codec() == y->codec() && x->feedback() == y->feedback();
 }
 
-bool keeps_residuals(const Method* method) {
-  if (const auto* chosen = dynamic_cast<const ChosenMethod*>(method)) return chosen->feedback();
-  const auto* native = dynamic_cast<const NativeMethod*>(method);
+bool keeps_residuals(const Reduction* reduction) {
+  if (const auto* chosen = dynamic_cast<const AutoReduction*>(reduction)) return chosen->feedback();
+  const auto* native = dynamic_cast<const CodecReduction*>(reduction);
   return native != nullptr && native->feedback();
 }
 
@@ -42,25 +42,26 @@ bool all_finite(const at::Tensor& values) {
 
 }  // namespace
 
-void Reducer::set_methods(MethodPlan plan) {
-  MethodPlan before;  // goes when the lock is free: Python is told
+void Reducer::set_reductions(ReductionPlan plan) {
+  ReductionPlan before;  // goes when the lock is free: Python is told
   const Lock lock(mutex_);
-  check_methods(plan);
-  before = std::exchange(methods_, {});
-  const auto method_before = [&](std::size_t i) {
-    return before.methods.empty() || before.method_of[i] < 0 ? nullptr : before.methods[before.method_of[i]].get();
+  check_reductions(plan);
+  before = std::exchange(reduction_plan_, {});
+  const auto reduction_before = [&](std::size_t i) {
+    return before.reductions.empty() || before.reduction_of[i] < 0 ? nullptr
+                                                                   : before.reductions[before.reduction_of[i]].get();
   };
-  methods_ = std::move(plan);
-  for (std::size_t i = 0; i < watch_.size(); ++i) {
-    const Method* now = method_of(i);
-    if (!keeps_residuals(now) || !same_method(method_before(i), now)) residuals_.drop(i);
+  reduction_plan_ = std::move(plan);
+  for (std::size_t i = 0; i < module_parameters_.size(); ++i) {
+    const Reduction* now = reduction_of(i);
+    if (!keeps_residuals(now) || !same_reduction(reduction_before(i), now)) residuals_.drop(i);
   }
-  exchange_.set_watching(looks_for_non_finite());
-  exchange_.set_exchanging_codes(methods_.exchange_codes);
+  bucket_reducer_.set_watching(looks_for_non_finite());
+  bucket_reducer_.set_exchanging_codes(reduction_plan_.exchange_codes);
   lay_out_again();
 }
 
-void Reducer::check_methods(const MethodPlan& plan) {
+void Reducer::check_reductions(const ReductionPlan& plan) {
   const auto refuse = [](ErrorKind kind, const std::string& text) { throw Error(kind, text); };
   throw_if_failed();
   if (active_) {
@@ -73,31 +74,33 @@ void Reducer::check_methods(const MethodPlan& plan) {
            "compression cannot change between a forward and its backward: change it after backward, or let go of the "
            "forward's output");
   }
-  if (!plan.methods.empty() && exchange_.has_hook()) refuse(ErrorKind::kState, BucketExchange::kHookAndMethods);
-  if (plan.methods.empty()) return;
-  if (plan.method_of.size() != watch_.size() || plan.turns.size() != watch_.size()) {
-    refuse(ErrorKind::kValue, "one method and one turn for each of " + std::to_string(watch_.size()) + " parameters");
+  if (!plan.reductions.empty() && bucket_reducer_.has_hook())
+    refuse(ErrorKind::kState, BucketReducer::kHookAndCompression);
+  if (plan.reductions.empty()) return;
+  if (plan.reduction_of.size() != module_parameters_.size() || plan.owner_offsets.size() != module_parameters_.size()) {
+    refuse(ErrorKind::kValue, "one reduction and one owner offset for each of " +
+                                  std::to_string(module_parameters_.size()) + " parameters");
   }
-  for (std::size_t i = 0; i < watch_.size(); ++i) {
-    const int index = plan.method_of[i];
-    if (index >= static_cast<int>(plan.methods.size())) {
-      refuse(ErrorKind::kValue, "parameter " + watch_[i].name + " has method " + std::to_string(index) + " of " +
-                                    std::to_string(plan.methods.size()));
+  for (std::size_t i = 0; i < module_parameters_.size(); ++i) {
+    const int index = plan.reduction_of[i];
+    if (index >= static_cast<int>(plan.reductions.size())) {
+      refuse(ErrorKind::kValue, "parameter " + module_parameters_[i].name + " has reduction " + std::to_string(index) +
+                                    " of " + std::to_string(plan.reductions.size()));
     }
-    const auto* native = index < 0 ? nullptr : dynamic_cast<const NativeMethod*>(plan.methods[index].get());
+    const auto* native = index < 0 ? nullptr : dynamic_cast<const CodecReduction*>(plan.reductions[index].get());
     if (native == nullptr || group_size_ == 1) continue;
-    if (is_plugin(native->codec()) && !watch_[i].tensor.is_cpu()) {
-      refuse(ErrorKind::kValue, "the codec " + native->name() + " for parameter " + watch_[i].name +
+    if (is_plugin(native->codec()) && !module_parameters_[i].tensor.is_cpu()) {
+      refuse(ErrorKind::kValue, "the codec " + native->name() + " for parameter " + module_parameters_[i].name +
                                     " is a C library's, for tensors on the CPU; this one is on " +
-                                    watch_[i].tensor.device().str());
+                                    module_parameters_[i].tensor.device().str());
     }
-    if (!exchange_.has_codecs(watch_[i].tensor.device(), plan.exchange_codes)) {
+    if (!bucket_reducer_.has_codecs(module_parameters_[i].tensor.device(), plan.exchange_codes)) {
       refuse(ErrorKind::kValue,
-             "the codec " + plan.methods[index]->name() + " for parameter " + watch_[i].name +
+             "the codec " + plan.reductions[index]->name() + " for parameter " + module_parameters_[i].name +
                  (plan.exchange_codes ? " needs kernels for the parameter's device; this one is on "
                                       : " needs the backend ring and a parameter on the CPU; this one is on ") +
-                 watch_[i].tensor.device().str() + " and is reduced by " +
-                 exchange_.group()->getBackend(watch_[i].tensor.device().type())->getBackendName() +
+                 module_parameters_[i].tensor.device().str() + " and is reduced by " +
+                 bucket_reducer_.group()->getBackend(module_parameters_[i].tensor.device().type())->getBackendName() +
                  "; TORCH_DISTRIBUTED_DEBUG=DETAIL hides ring, too");
     }
   }
@@ -106,12 +109,12 @@ void Reducer::check_methods(const MethodPlan& plan) {
 // The graph of a forward that synchronises is still there, and no backward has gone through it.
 bool Reducer::backward_due() const { return armed_ && (demanded_ || !due_.expired()); }
 
-bool Reducer::looks_for_non_finite() const { return watching_ || !methods_.methods.empty(); }
+bool Reducer::looks_for_non_finite() const { return watching_ || !reduction_plan_.reductions.empty(); }
 
 void Reducer::watch_finite(bool watch) {
   const Lock lock(mutex_);
   watching_ = watch;
-  exchange_.set_watching(looks_for_non_finite());
+  bucket_reducer_.set_watching(looks_for_non_finite());
 }
 
 void Reducer::set_loss_scale(double scale) {
@@ -120,17 +123,17 @@ void Reducer::set_loss_scale(double scale) {
 }
 
 // A power of two, so that residuals keep their bits when the scale changes; torch's scales are powers of two as a rule.
-float Reducer::residual_factor() const {
+float Reducer::residual_scale() const {
   double scale = loss_scale_of_backward();
   if (scale == 1.0) scale = loss_scale_;
   return std::isfinite(scale) && scale > 0 ? static_cast<float>(std::exp2(std::floor(std::log2(scale)))) : 1.0f;
 }
 
-// Hooks may have operations of their own still to come when their buckets have left.
+// Whether hooks may still issue operations after the last bucket was launched.
 bool Reducer::calls_back() const {
-  return exchange_.has_hook() || std::any_of(methods_.methods.begin(), methods_.methods.end(), [](const auto& method) {
-           return dynamic_cast<HookMethod*>(method.get()) != nullptr;
-         });
+  return bucket_reducer_.has_hook() ||
+         std::any_of(reduction_plan_.reductions.begin(), reduction_plan_.reductions.end(),
+                     [](const auto& reduction) { return dynamic_cast<HookReduction*>(reduction.get()) != nullptr; });
 }
 
 void Reducer::list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_residuals) {
@@ -138,20 +141,20 @@ void Reducer::list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_
   bucket.feedback.clear();
   bucket.residuals.clear();
   bucket.non_finite.reset();
-  const NativeMethod* method = BucketExchange::native(bucket);
-  if (method == nullptr) return;
+  const CodecReduction* reduction = BucketReducer::native(bucket);
+  if (reduction == nullptr) return;
   auto* memory = buffer.mutable_data_ptr<float>();
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
-    const std::size_t watched = slots_[bucket.members[position]].watched;
+    const std::size_t param_index = gradient_states_[bucket.members[position]].param_index;
     CompressedSection section;
     section.x = memory + bucket.plan.offsets[position];
     section.count = bucket.plan.lengths[position];
-    section.turn = methods_.turns[watched];
-    if (with_residuals && (method->feedback() || residuals_.all().contains(watched))) {
+    section.owner_offset = reduction_plan_.owner_offsets[param_index];
+    if (with_residuals && (reduction->feedback() || residuals_.all().contains(param_index))) {
       const auto numel = static_cast<int64_t>(section.count);
-      const Residuals::Pair& pair = residuals_.of(watched, numel, buffer.device());
+      const Residuals::Pair& pair = residuals_.of(param_index, numel, buffer.device());
       const cuda::Feedback feedback = pair.feedback();
-      if (exchange_.exchanges_codes()) {
+      if (bucket_reducer_.exchanges_codes()) {
         bucket.feedback.push_back(feedback);
       } else {
         section.residual = feedback.both[*feedback.which];
@@ -163,10 +166,10 @@ void Reducer::list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_
   }
 }
 
-// Codes on a device tell there whether they were finite.
+// The kernels that encode on a device set a flag there if a value was not finite.
 void Reducer::take_flag(Bucket& bucket) {
   const c10::Device device = bucket.buffer.device();
-  if (device.is_cpu() || BucketExchange::native(bucket) == nullptr) return;
+  if (device.is_cpu() || BucketReducer::native(bucket) == nullptr) return;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (!flags_.contains(device)) {
     const auto options = at::TensorOptions().dtype(at::kInt).device(device);
@@ -177,33 +180,34 @@ void Reducer::take_flag(Bucket& bucket) {
   bucket.streams.push_back(flag.made_on);
 }
 
-// Of the methods that are hooks and were used in this backward. Without the lock: Python answers.
-Reducer::HookMethods Reducer::ask_hook_methods() {
+// The verdicts of the reductions that are hooks and were used in this backward. Called without the lock, because they run
+// Python code.
+Reducer::HookReductions Reducer::ask_hook_reductions() {
   Lock lock(mutex_);
-  HookMethods used;
+  HookReductions used;
   for (const Bucket& bucket : buckets_) {
-    auto* method = dynamic_cast<HookMethod*>(bucket.method);
-    if (method != nullptr && method->enabled() && bucket.sent_in == step_) used.emplace(method, std::nullopt);
+    auto* reduction = dynamic_cast<HookReduction*>(bucket.reduction);
+    if (reduction != nullptr && reduction->enabled() && bucket.sent_in == step_) used.emplace(reduction, std::nullopt);
   }
   lock.unlock();
-  for (auto& [method, finite] : used) finite = method->finite();
+  for (auto& [reduction, finite] : used) finite = reduction->finite();
   return used;
 }
 
-void Reducer::look_at_reports(const HookMethods& hook_methods) {
+void Reducer::look_at_reports(const HookReductions& hook_reductions) {
   bool known = true;
   bool finite = true;
   own_non_finite_ = -1;
   for (const Bucket& bucket : buckets_) {
     if (bucket.sent_in != step_) continue;
     std::optional<bool> one;
-    const auto method = hook_methods.find(dynamic_cast<HookMethod*>(bucket.method));
+    const auto reduction = hook_reductions.find(dynamic_cast<HookReduction*>(bucket.reduction));
     if (bucket.report) {
       one = bucket.report->finite;
       if (own_non_finite_ < 0 && bucket.report->own != nullptr)
-        own_non_finite_ = watched_at(bucket, bucket.report->own);
-    } else if (method != hook_methods.end() && method->second) {
-      one = method->second;
+        own_non_finite_ = parameter_at(bucket, bucket.report->own);
+    } else if (reduction != hook_reductions.end() && reduction->second) {
+      one = reduction->second;
     } else if (bucket.non_finite.defined()) {
       continue;  // its device knows
     } else {
@@ -215,16 +219,16 @@ void Reducer::look_at_reports(const HookMethods& hook_methods) {
   finite_ = known || !finite ? std::optional(finite) : std::nullopt;
 }
 
-// Where nobody looked while it was reduced: sparse gradients, other backends. On a device that would wait for the device;
-// what the user's hook made of it need not be the same on all ranks.
+// Checks a result that was not checked while it was reduced (sparse gradients, other backends). Not on a device, where this
+// would wait for the device, and not for a user's hook, whose results may differ between ranks.
 std::optional<bool> Reducer::look_at_result(const Bucket& bucket) {
-  if (!active_ || !looks_for_non_finite() || exchange_.has_hook()) return std::nullopt;
+  if (!active_ || !looks_for_non_finite() || bucket_reducer_.has_hook()) return std::nullopt;
   const at::Tensor& result = bucket.sparse ? bucket.buffer._values() : bucket.gradients;
   if (result.is_cpu()) return all_finite(result);
   return flag_result(result) ? std::optional(true) : std::nullopt;
 }
 
-// Residuals on that device wait for the answer, there: true where it is in the flag.
+// The check of a result on a device sets the flag there, on which the residuals' commit depends. True if it does.
 bool Reducer::flag_result(const at::Tensor& result) {
   const auto flag = flags_.find(result.device());
   if (flag == flags_.end() || !(result.is_floating_point() || result.is_complex())) return false;
@@ -238,57 +242,57 @@ bool Reducer::flag_result(const at::Tensor& result) {
   return true;
 }
 
-int64_t Reducer::watched_at(const Bucket& bucket, const std::byte* address) const {
+int64_t Reducer::parameter_at(const Bucket& bucket, const std::byte* address) const {
   const auto* begin = static_cast<const std::byte*>(bucket.buffer.const_data_ptr());
   const auto element = static_cast<std::size_t>(address - begin) / bucket.buffer.element_size();
   const auto& offsets = bucket.plan.offsets;
   const auto behind = std::upper_bound(offsets.begin(), offsets.end(), element);
   if (behind == offsets.begin()) return -1;
   const auto position = static_cast<std::size_t>(behind - offsets.begin()) - 1;
-  return static_cast<int64_t>(slots_[bucket.members[position]].watched);
+  return static_cast<int64_t>(gradient_states_[bucket.members[position]].param_index);
 }
 
 // Parameters that no rank used keep what they had.
 void Reducer::commit_residuals() {
   if (!finite_.value_or(true)) return;
   std::vector<std::size_t> written;
-  std::vector<std::size_t> paid;
+  std::vector<std::size_t> exact;
   for (const Bucket& bucket : buckets_) {
     if (bucket.sent_in != step_ || bucket.residuals.empty()) continue;
-    auto& done = BucketExchange::native(bucket) == nullptr ? paid : written;
+    auto& done = BucketReducer::native(bucket) == nullptr ? exact : written;
     for (std::size_t member : bucket.members) {
-      if (used_somewhere(member)) done.push_back(slots_[member].watched);
+      if (used_somewhere(member)) done.push_back(gradient_states_[member].param_index);
     }
   }
-  for (const std::size_t watched : paid) residuals_.drop(watched);
+  for (const std::size_t param_index : exact) residuals_.drop(param_index);
   Residuals::Flags flags;
   for (const auto& [device, flag] : flags_) flags[device] = flag.seen;
   residuals_.commit(written, flags);
 }
 
 bool Reducer::used_somewhere(std::size_t parameter) const {
-  return slots_[parameter].used || used_.somewhere.empty() || used_.somewhere[parameter];
+  return gradient_states_[parameter].used || used_.somewhere.empty() || used_.somewhere[parameter];
 }
 
-void Reducer::finish_hook_methods(const HookMethods& used) {
+void Reducer::finish_hook_reductions(const HookReductions& used) {
   Lock lock(mutex_);
   if (used.empty()) return;
   const bool finite = finite_now().value_or(true);
-  std::map<HookMethod*, std::vector<std::string>> unused;
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    if (!used_somewhere(i)) unused[dynamic_cast<HookMethod*>(slots_[i].method)].push_back(names_[i]);
+  std::map<HookReduction*, std::vector<std::string>> unused;
+  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+    if (!used_somewhere(i)) unused[dynamic_cast<HookReduction*>(gradient_states_[i].reduction)].push_back(names_[i]);
   }
   lock.unlock();
-  for (const auto& [method, _] : used) method->commit(finite, unused[method]);
+  for (const auto& [reduction, _] : used) reduction->commit(finite, unused[reduction]);
 }
 
 // Of all ranks: 0.
 void Reducer::divide_by(int64_t ranks_with_input) {
-  const int64_t before = exchange_.divisor();
-  exchange_.set_divisor(ranks_with_input);
+  const int64_t before = bucket_reducer_.divisor();
+  bucket_reducer_.set_divisor(ranks_with_input);
   if (before == ranks_with_input) return;
-  for (const auto& method : methods_.methods) {
-    if (auto* hook = dynamic_cast<HookMethod*>(method.get())) hook->set_divisor(ranks_with_input);
+  for (const auto& reduction : reduction_plan_.reductions) {
+    if (auto* hook = dynamic_cast<HookReduction*>(reduction.get())) hook->set_divisor(ranks_with_input);
   }
 }
 
@@ -302,7 +306,7 @@ std::optional<bool> Reducer::finite() {
   return finite_now();
 }
 
-// Waits for the devices, where they know more than the host.
+// Waits for the devices if they have flags.
 std::optional<bool> Reducer::finite_now() {
   for (const auto& [device, flag] : flags_)
     if (flag.seen.item<int32_t>() != 0) finite_ = false;
@@ -312,9 +316,10 @@ std::optional<bool> Reducer::finite_now() {
 std::vector<std::size_t> Reducer::non_finite() {
   const Lock lock(mutex_);
   std::vector<std::size_t> result;
-  for (const Slot& slot : slots_) {
-    const at::Tensor& grad = slot.parameter.grad();
-    if (grad.defined() && !all_finite(grad.is_sparse() ? grad._values() : grad)) result.push_back(slot.watched);
+  for (const GradientState& gradient_state : gradient_states_) {
+    const at::Tensor& grad = gradient_state.parameter.grad();
+    if (grad.defined() && !all_finite(grad.is_sparse() ? grad._values() : grad))
+      result.push_back(gradient_state.param_index);
   }
   return result;
 }
@@ -329,8 +334,8 @@ std::map<std::size_t, at::Tensor> Reducer::residuals() {
   const Lock lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::map<std::size_t, at::Tensor> result;
-  for (const auto& [watched, pair] : residuals_.all()) {
-    result[watched] = as_parameter(pair.current(), watch_[watched].tensor).flatten().cpu().clone();
+  for (const auto& [param_index, pair] : residuals_.all()) {
+    result[param_index] = as_parameter(pair.current(), module_parameters_[param_index].tensor).flatten().cpu().clone();
   }
   return result;
 }
@@ -339,23 +344,23 @@ void Reducer::set_residuals(const std::map<std::size_t, at::Tensor>& residuals) 
   const Lock lock(mutex_);
   if (active_) throw Error(ErrorKind::kState, "residuals cannot be set during a backward");
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (const auto& [watched, values] : residuals) {
-    const bool known = watched < watch_.size() && keeps_residuals(method_of(watched));
-    if (!known || values.numel() != watch_[watched].tensor.numel()) {
-      throw Error(ErrorKind::kValue,
-                  "a residual of " + std::to_string(values.numel()) + " elements for parameter " +
-                      (watched < watch_.size()
-                           ? watch_[watched].name + ", which has " + std::to_string(watch_[watched].tensor.numel()) +
-                                 (known ? " elements" : " elements and no error feedback")
-                           : std::to_string(watched) + ", which does not exist"));
+  for (const auto& [param_index, values] : residuals) {
+    const bool known = param_index < module_parameters_.size() && keeps_residuals(reduction_of(param_index));
+    if (!known || values.numel() != module_parameters_[param_index].tensor.numel()) {
+      throw Error(ErrorKind::kValue, "a residual of " + std::to_string(values.numel()) + " elements for parameter " +
+                                         (param_index < module_parameters_.size()
+                                              ? module_parameters_[param_index].name + ", which has " +
+                                                    std::to_string(module_parameters_[param_index].tensor.numel()) +
+                                                    (known ? " elements" : " elements and no error feedback")
+                                              : std::to_string(param_index) + ", which does not exist"));
     }
   }
   residuals_.clear();
-  for (const auto& [watched, values] : residuals) {
-    const at::Tensor& parameter = watch_[watched].tensor;
+  for (const auto& [param_index, values] : residuals) {
+    const at::Tensor& parameter = module_parameters_[param_index].tensor;
     const at::Tensor current = at::empty({values.numel()}, parameter.options().dtype(at::kFloat));
     as_parameter(current, parameter).copy_(values.reshape(parameter.sizes()));
-    residuals_.set(watched, current);
+    residuals_.set(param_index, current);
   }
 }
 
@@ -366,12 +371,12 @@ std::vector<BucketRow> Reducer::bucket_rows() {
     BucketRow row;
     row.index = index;
     row.name = describe_bucket(index, layout_[index], names_);
-    row.method = method_of_bucket(index);
-    row.free = dynamic_cast<const ChosenMethod*>(slots_[layout_[index].front()].method) != nullptr;
-    const auto* native = dynamic_cast<const NativeMethod*>(bucket_method(index));
+    row.reduction = reduction_of_bucket(index);
+    row.free = dynamic_cast<const AutoReduction*>(gradient_states_[layout_[index].front()].reduction) != nullptr;
+    const auto* native = dynamic_cast<const CodecReduction*>(bucket_reduction(index));
     for (std::size_t member : layout_[index]) {
       const LayoutItem& item = items_[member];
-      row.parameters.push_back(slots_[member].watched);
+      row.parameters.push_back(gradient_states_[member].param_index);
       row.numel += item.numel;
       row.bytes_before += item.numel * item.element_bytes;
       row.bytes_after += native != nullptr && native->enabled() ? codec(native->codec()).encoded_bytes(item.numel)

@@ -1,6 +1,6 @@
-// Method: how the gradients of some parameters are reduced where that is not by an exact all-reduce.
-// Made by Python (method_bindings.cpp), which shares it with the reducers that use it. Any thread; what calls into Python
-// takes the GIL itself.
+// Reduction: how the gradients of some parameters are reduced other than by an exact all-reduce.
+// Owned by Python (reduction_bindings.cpp) and the reducers that use it. Any thread; methods that call into Python take the
+// GIL themselves.
 #pragma once
 
 #include <atomic>
@@ -15,12 +15,12 @@
 
 namespace ringdp {
 
-class Method {
+class Reduction {
  public:
-  explicit Method(std::string name) : name_(std::move(name)) {}
-  virtual ~Method() = default;
-  Method(const Method&) = delete;
-  Method& operator=(const Method&) = delete;
+  explicit Reduction(std::string name) : name_(std::move(name)) {}
+  virtual ~Reduction() = default;
+  Reduction(const Reduction&) = delete;
+  Reduction& operator=(const Reduction&) = delete;
 
   const std::string& name() const { return name_; }
   // Off: the same buckets are reduced exactly. Set between steps, on all ranks alike.
@@ -33,10 +33,10 @@ class Method {
 };
 
 // One of the core's codecs. See collective/compressed.h.
-class NativeMethod final : public Method {
+class CodecReduction final : public Reduction {
  public:
-  NativeMethod(CodecId codec, bool feedback)
-      : Method(std::string(ringdp::codec(codec).name)), codec_(codec), feedback_(feedback) {}
+  CodecReduction(CodecId codec, bool feedback)
+      : Reduction(std::string(ringdp::codec(codec).name)), codec_(codec), feedback_(feedback) {}
 
   CodecId codec() const { return codec_; }
   bool feedback() const { return feedback_; }
@@ -46,11 +46,11 @@ class NativeMethod final : public Method {
   const bool feedback_;
 };
 
-// Exactly, but where Reducer::choose gave a bucket another of the plan's methods. With `feedback` some of those keep
-// residuals: what they still owe is added to the gradients of the next step that is exact.
-class ChosenMethod final : public Method {
+// Reduces exactly, except buckets to which Reducer::choose gave another of the plan's reductions. With `feedback` some of
+// those keep residuals, which are added to the gradients of the next exact step.
+class AutoReduction final : public Reduction {
  public:
-  explicit ChosenMethod(bool feedback) : Method("chosen by bucket"), feedback_(feedback) {}
+  explicit AutoReduction(bool feedback) : Reduction("chosen by bucket"), feedback_(feedback) {}
 
   bool feedback() const { return feedback_; }
 
@@ -59,14 +59,14 @@ class ChosenMethod final : public Method {
 };
 
 // A communication hook for these parameters' buckets only.
-class HookMethod : public Method {
+class HookReduction : public Reduction {
  public:
-  using Method::Method;
+  using Reduction::Reduction;
 
   virtual c10d::CommHookInterface& hook() = 0;
-  // Whether everything this backward has reduced was finite, the same on all ranks; nothing where the method does not say.
+  // Whether all results of this backward were finite, the same on all ranks; nullopt if the reduction does not know.
   virtual std::optional<bool> finite() = 0;
-  // A backward has ended. What the method remembers of it counts only where all of it was finite, and not for the
+  // A backward has ended. The states that the reduction has kept count only if all results were finite, and not for the
   // parameters that no rank used.
   virtual void commit(bool finite, const std::vector<std::string>& unused) = 0;
   // How many ranks have input, where some have run out of it (torch's Join); 0: all of them.

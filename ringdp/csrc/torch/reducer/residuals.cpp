@@ -1,4 +1,4 @@
-#include "torch/residuals.h"
+#include "torch/reducer/residuals.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/maximum.h>
@@ -10,7 +10,7 @@
 #include <optional>
 #include <utility>
 
-#include "torch/device_codec.h"
+#include "torch/device/device_codec.h"
 
 namespace ringdp {
 namespace {
@@ -22,7 +22,7 @@ c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// All flags as one of that device; undefined where there is none.
+// All flags combined in one on that device; undefined if there are none.
 at::Tensor joined(const Residuals::Flags& flags, c10::Device device) {
   at::Tensor result;
   for (const auto& [where, flag] : flags) {

@@ -1,7 +1,8 @@
-// What compression has left out of each parameter's gradient, to be added the next time (error feedback).
-// Two buffers of a kind: a backward reads the one that counts and writes the other, which counts only when it has ended
-// well. Which one counts lies beside them, so on a device nobody has to wait to know. By watched parameter, so buckets may
-// change. Owned by the Reducer, used under its lock; operations in flight keep their tensors.
+// Residuals: the part of each parameter's gradient that compression has left out, to be added in the next step (error
+// feedback). Each has two buffers: a backward reads the current one and writes the other, which becomes current only if the
+// backward ended well. Their device keeps the index of the current one too, so that the host need not wait for it. They are
+// kept by parameter of the module, so buckets may change.
+// Owned by the Reducer, used under its lock; operations in flight keep their tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +24,7 @@ class Residuals {
         both;          // float32 [numel] on the parameter's device, in the order of the gradient's memory,
                        // without loss scale; zeros at first. In two levels only the parts that this rank
                        // carries are ever written
-    at::Tensor which;  // int32 [1], there: the one that counts
+    at::Tensor which;  // int32 [1], on the same device: the index of the current one
 
     at::Tensor current() const;  // waits for the device
     cuda::Feedback feedback() const;
@@ -32,12 +33,13 @@ class Residuals {
       std::unordered_map<c10::Device, at::Tensor>;  // int32 [1] on that device: not 0 where something was not finite
 
   const Pair& of(std::size_t parameter, int64_t numel, c10::Device device);
-  // Of these parameters what was written last counts, unless a flag says otherwise. Memory on a device: on the current stream.
+  // Publishes the residuals written last for these parameters, unless the device flag reports a non-finite value. On a
+  // device this is queued on the current stream.
   void commit(const std::vector<std::size_t>& parameters, const Flags& non_finite);
   void drop(std::size_t parameter) { pairs_.erase(parameter); }
   void clear() { pairs_.clear(); }
 
-  // Those there are. `set` copies.
+  // All residuals. `set` copies.
   const std::map<std::size_t, Pair>& all() const { return pairs_; }
   void set(std::size_t parameter, const at::Tensor& current);
 

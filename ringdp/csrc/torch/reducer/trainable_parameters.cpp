@@ -1,4 +1,4 @@
-#include "torch/reducer_watch.h"
+#include "torch/reducer/trainable_parameters.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "base/naming.h"
-#include "torch/bucket_layout.h"
+#include "torch/reducer/bucket_layout.h"
 
 namespace ringdp {
 
-ParameterWatch::ParameterWatch(std::vector<WatchedParameter> parameters)
+TrainableParameters::TrainableParameters(std::vector<ModuleParameter> parameters)
     : parameters_(std::move(parameters)), trains_(parameters_.size()) {
   accept();
   for (std::size_t i = 0; i < size(); ++i) {
@@ -19,14 +19,14 @@ ParameterWatch::ParameterWatch(std::vector<WatchedParameter> parameters)
   }
 }
 
-bool ParameterWatch::changed() const {
+bool TrainableParameters::changed() const {
   for (std::size_t i = 0; i < size(); ++i) {
     if (parameters_[i].tensor.requires_grad() != trains(i)) return true;
   }
   return false;
 }
 
-std::vector<std::size_t> ParameterWatch::flipped(bool now) const {
+std::vector<std::size_t> TrainableParameters::flipped(bool now) const {
   std::vector<std::size_t> result;
   for (std::size_t i = 0; i < size(); ++i) {
     if (parameters_[i].tensor.requires_grad() == now && trains(i) != now) result.push_back(i);
@@ -34,12 +34,12 @@ std::vector<std::size_t> ParameterWatch::flipped(bool now) const {
   return result;
 }
 
-std::vector<std::size_t> ParameterWatch::frozen() const { return flipped(false); }
+std::vector<std::size_t> TrainableParameters::frozen() const { return flipped(false); }
 
-std::string ParameterWatch::describe_change() const {
+std::string TrainableParameters::describe_change() const {
   std::vector<std::string> names;
   names.reserve(size());
-  for (const WatchedParameter& parameter : parameters_) names.push_back(parameter.name);
+  for (const ModuleParameter& parameter : parameters_) names.push_back(parameter.name);
   std::string text;
   for (bool now : {false, true}) {
     const std::vector<std::size_t> members = flipped(now);
@@ -51,7 +51,7 @@ std::string ParameterWatch::describe_change() const {
   return text;
 }
 
-void ParameterWatch::accept() {
+void TrainableParameters::accept() {
   for (std::size_t i = 0; i < size(); ++i) trains_[i] = parameters_[i].tensor.requires_grad() ? 1 : 0;
 }
 

@@ -1,20 +1,20 @@
-#include "torch/device_codec.h"
+#include "torch/device/device_codec.h"
 
-#include "torch/buffers.h"
-#include "torch/native_stream.h"
+#include "torch/backend/buffers.h"
+#include "torch/device/native_stream.h"
 
 namespace ringdp {
 namespace {
 
 class CudaCodec final : public DeviceCodec {
  public:
-  void encode(CodecId codec, std::span<const cuda::EncodeRun> runs, float factor, int32_t* non_finite,
+  void encode(CodecId codec, std::span<const cuda::EncodeRun> runs, float loss_scale, int32_t* non_finite,
               const c10::Stream& stream) const override {
-    cuda::encode(codec, runs, factor, non_finite, native_stream(stream));
+    cuda::encode(codec, runs, loss_scale, non_finite, native_stream(stream));
   }
-  void fold(CodecId codec, std::span<const cuda::FoldRun> runs, int sources, int own, float divisor, float factor,
-            int32_t* non_finite, const c10::Stream& stream) const override {
-    cuda::fold(codec, runs, sources, own, divisor, factor, non_finite, native_stream(stream));
+  void reduce_codes(CodecId codec, std::span<const cuda::ReduceRun> runs, int sources, int own, float divisor,
+                    float loss_scale, int32_t* non_finite, const c10::Stream& stream) const override {
+    cuda::reduce_codes(codec, runs, sources, own, divisor, loss_scale, non_finite, native_stream(stream));
   }
   void decode_set(CodecId codec, std::span<const cuda::DecodeRun> runs, int32_t* non_finite,
                   const c10::Stream& stream) const override {

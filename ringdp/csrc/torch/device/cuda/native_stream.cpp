@@ -1,4 +1,4 @@
-#include "torch/native_stream.h"
+#include "torch/device/native_stream.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>

@@ -1,0 +1,449 @@
+# Written by tools/stubs.py from the built module (make stubs); do not edit.
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.futures
+import torch.nn
+from torch._C._distributed_c10d import Backend, BuiltinCommHookType, GradBucket, ProcessGroup, Store, Work
+
+class RingFuture(torch.futures.Future[Any]):
+    def add_done_callback(self, callback: Callable[[RingFuture], object]) -> None: ...
+    def then(self, callback: Callable[[RingFuture], object]) -> RingFuture: ...
+
+class RingWork(Work):
+    def get_future(self) -> RingFuture: ...
+
+class Lobby:
+    """The ranks have met and are connected; each has the words of all others."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        rank: int,
+        size: int,
+        hello: str,
+        timeout: timedelta,
+        first_notice_s: float,
+        config: dict[str, Any],
+    ) -> None: ...
+    def close(self, reason: str = "") -> None:
+        """Leave, unless a process group has taken the connections over, and tell the others why; idempotent."""
+
+    def hellos(self) -> list[str]: ...
+
+class NamedScope:
+    """A name for the operations of this thread, see ringdp.named."""
+
+    def __init__(self) -> None: ...
+    def enter(self, name: str) -> None: ...
+    def exit(self) -> None: ...
+
+class BackendWatchdog:
+    """Aborts a backend that moves device tensors when the ring beside it fails."""
+
+    @property
+    def aborted(self) -> bool: ...
+    @property
+    def backend(self) -> str: ...
+
+class Reduction:
+    """How the gradients of some parameters are reduced."""
+
+    enabled: bool
+
+    @property
+    def name(self) -> str: ...
+
+class CodecReduction(Reduction):
+    """By one of the core's codecs."""
+
+    def __init__(self, codec: str, feedback: bool = False) -> None: ...
+    @property
+    def feedback(self) -> bool: ...
+
+class AutoReduction(Reduction):
+    """Exactly, or by the reduction that Reducer.choose gave the bucket; `feedback`: some of those keep
+    residuals.
+    """
+
+    def __init__(self, feedback: bool) -> None: ...
+    @property
+    def feedback(self) -> bool: ...
+
+class PythonReduction(Reduction):
+    """By a communication hook, hook(state, bucket) -> Future. Its state may have `finite` (a bool, or a method
+    that
+    returns one), commit(finite, unused=names), and `divisor`, which is set to the number of ranks with input.
+    """
+
+    def __init__(
+        self, state: Any, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]], name: str = "hook"
+    ) -> None: ...
+
+class Reducer:
+    """Averages gradients during backward; see RingDP."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        used_in: Sequence[str],
+        sparse: Sequence[bool],
+        process_group: ProcessGroup,
+        *,
+        caps_bytes: Sequence[int],
+        find_unused: bool | None,
+        average: bool,
+        own_gradients: bool,
+        skip_unused: bool,
+        names_compared: bool,
+        graph_shows_unused: bool,
+        reduce_dtype: torch.dtype | None = None,
+        host_control: bool = False,
+    ) -> None: ...
+    def _autograd_hook(self, index: int) -> None: ...
+    def _check_reducer_finalized(self) -> None: ...
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]: ...
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None: ...
+    def _push_all_rebuilt_params(self) -> None: ...
+    def _rebuild_buckets(self) -> bool: ...
+    def _remove_autograd_hooks(self) -> None: ...
+    def _reset_state(self) -> None: ...
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]: ...
+    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]: ...
+    def _set_forward_pass_work_handle(self, work: Work, use_static_world_size: bool) -> None: ...
+    def _set_optimizer_in_backward(self) -> None: ...
+    def _set_static_graph(self) -> None: ...
+    def _update_process_group(self, process_group: ProcessGroup, *, average: bool, names_compared: bool) -> None: ...
+    def arrivals(self) -> list[int]: ...
+    def bucket_bytes(self) -> list[int]: ...
+    def bucket_names(self) -> list[str]: ...
+    def bucket_rows(self) -> list[dict[str, Any]]: ...
+    def choose(self, reduction_of_bucket: Sequence[int]) -> None: ...
+    def error(self) -> str: ...
+    def find(self, tensors: Sequence[torch.Tensor]) -> list[int]: ...
+    def finite(self) -> bool | None: ...
+    def give_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None: ...
+    def layout(self) -> list[list[int]]: ...
+    def non_finite(self) -> list[int]: ...
+    def own_non_finite(self) -> int: ...
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor], sync: bool | None = None) -> None: ...
+    def prepare_for_forward(self) -> None: ...
+    def rebuilt(self) -> bool: ...
+    def register_builtin_comm_hook(self, hook: BuiltinCommHookType) -> None: ...
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]) -> None: ...
+    def replace_parameters(
+        self, parameters: Sequence[torch.Tensor], names: Sequence[str], used_in: Sequence[str], sparse: Sequence[bool]
+    ) -> None: ...
+    def residuals(self) -> dict[int, torch.Tensor]: ...
+    def set_loss_scale(self, scale: float) -> None: ...
+    def set_reductions(
+        self,
+        reductions: Sequence[Reduction],
+        reduction_of: Sequence[int],
+        owner_offsets: Sequence[int],
+        exchange_codes: bool = False,
+    ) -> None: ...
+    def set_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None: ...
+    def shadow_end_of_backward(self) -> None: ...
+    def shadow_used_map(self) -> None: ...
+    def shadow_with(self, ranks_with_input: int) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+    def take_residuals(self, parameters: Sequence[int]) -> dict[int, torch.Tensor]: ...
+    def times(self) -> dict[str, int]: ...
+    def watch_finite(self, watch: bool) -> None: ...
+    def zero_gradients(self) -> None: ...
+
+class FiniteReport:
+    """What an all-reduce saw of infinities and NaNs; read when its Work is done."""
+
+    @property
+    def finite(self) -> bool: ...
+    @property
+    def own(self) -> int:
+        """Element of the buffer: this rank's first input that was not finite; -1 where none was."""
+
+class CodecLibrary:
+    """A codec from a shared library, which stays loaded."""
+
+    @property
+    def abi_version(self) -> int: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+
+class GradientMarks:
+    """Which gradients are still what a backward left."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None: ...
+    def finite(self) -> list[bool]: ...
+    def note(self, finite: bool) -> None: ...
+    def renew(self, parameters: Sequence[int]) -> None: ...
+
+class ModuleSnapshot:
+    """Which parameters a module has where, to be compared later."""
+
+    def __init__(self, module: torch.nn.Module) -> None: ...
+    def differs(self, module: torch.nn.Module) -> bool: ...
+
+def all_reduce_compressed(
+    process_group: ProcessGroup,
+    buffer: torch.Tensor,
+    offsets: Sequence[int],
+    counts: Sequence[int],
+    owner_offsets: Sequence[int],
+    residuals: Sequence[torch.Tensor | None],
+    new_residuals: Sequence[torch.Tensor | None],
+    codec: str,
+    loss_scale: float,
+    divisor: int,
+    exchange: bool = False,
+) -> tuple[Work, FiniteReport]:
+    """Mean over all ranks of sections of a float32 buffer, in place, as codes on the wire: (Work, FiniteReport).
+    Section i is elements offsets[i] to offsets[i] + counts[i], one parameter; owner_offsets[i] is zlib.crc32
+    of its
+    name. residuals, new_residuals: float32 [counts[i]], or None in both for no error feedback. The buffer is
+    `loss_scale` times larger than residuals; the sum is divided by `divisor`. `exchange`: the
+    codes go by the group's all-to-all and all-gather, whatever its backend. Raises ValueError.
+    """
+
+def codec_broken_promises(codec: str) -> list[str]:
+    """What the codec does against its contract, a sentence each. It may be wild: nothing else should be tried
+    then.
+    """
+
+def codec_bytes(codec: str, numel: int) -> int:
+    """Bytes of the code of `numel` elements."""
+
+def codec_compress(codec: str, x: torch.Tensor) -> torch.Tensor:
+    """The code of float32 elements, uint8 [codec_bytes(codec, x.numel())]."""
+
+def codec_compress_with_feedback(
+    codec: str, x: torch.Tensor, residual: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(code, new residual) of x + factor * residual; what the code leaves out, divided by factor, is the new
+    one.
+    """
+
+def codec_decompress(codec: str, code: torch.Tensor, numel: int) -> torch.Tensor:
+    """float32 [numel]. Raises ValueError for a code of another length."""
+
+def create_process_group(
+    *,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group_id: str,
+    global_ranks: Sequence[int],
+    config: dict[str, Any],
+    lobby: Lobby | None = None,
+) -> Backend: ...
+def cuda_commit(which: Sequence[torch.Tensor], non_finite: torch.Tensor | None = None) -> None:
+    """which[i] = 1 - which[i] (int32 [1]), unless non_finite."""
+
+def cuda_decode_add(
+    codec: str, outs: Sequence[torch.Tensor], codes: Sequence[torch.Tensor], non_finite: torch.Tensor | None = None
+) -> None:
+    """outs[i] += decode(codes[i]). Raises ValueError."""
+
+def cuda_decode_set(
+    codec: str, outs: Sequence[torch.Tensor], codes: Sequence[torch.Tensor], non_finite: torch.Tensor | None = None
+) -> None:
+    """outs[i] = decode(codes[i]). Raises ValueError."""
+
+def cuda_encode(
+    codec: str,
+    xs: Sequence[torch.Tensor],
+    codes: Sequence[torch.Tensor],
+    feedback: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = ...,
+    loss_scale: float = 1.0,
+    non_finite: torch.Tensor | None = None,
+) -> None:
+    """codes[i] (uint8) = encode(xs[i] (float32)); feedback[i]: (residual, residual, which of them counts) or
+    None; non_finite (int32 [1]) becomes 1 where a block is not finite. Raises ValueError.
+    """
+
+def cuda_find_non_finite(values: torch.Tensor, found: torch.Tensor) -> None:
+    """found (int32 [1]) becomes 1 where a value is infinite or NaN. Raises ValueError."""
+
+def cuda_kernels() -> bool:
+    """Whether this build has kernels for CUDA devices."""
+
+def cuda_magnitude_histogram(x: torch.Tensor, histogram: torch.Tensor) -> None:
+    """Adds to histogram (int32 [2048]) how many |x| have which upper 11 bits behind the sign."""
+
+def cuda_reduce_codes(
+    codec: str,
+    xs: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    codes: Sequence[torch.Tensor],
+    own: int,
+    divisor: float,
+    feedback: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = ...,
+    loss_scale: float = 1.0,
+    non_finite: torch.Tensor | None = None,
+) -> None:
+    """codes[i] = encode((sum over ranks, in order, of decode(sources[i][rank]), xs[i] for `own`) / divisor);
+    sources[i]: uint8 [ranks, bytes of a code or more]. Raises ValueError.
+    """
+
+def cuda_select(
+    x: torch.Tensor,
+    threshold: torch.Tensor,
+    index: torch.Tensor,
+    value: torch.Tensor,
+    selected: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    """Elements with |x| >= threshold (float32 [1]), in order: index (int32) and value (float32), as many as fit;
+    selected (int32 [1]): how many there are. scratch: uint8 [cuda_select_scratch_bytes(x.numel())].
+    """
+
+def cuda_select_scratch_bytes(count: int) -> int: ...
+def cuda_unscale(x: torch.Tensor, inverse_scale: torch.Tensor, divisor: float, found_inf: torch.Tensor) -> None:
+    """x = x * inverse_scale / divisor in place; found_inf (float32 [1]) becomes 1 where x was not finite."""
+
+def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> None:
+    """Complete the future with the exception, which is raised where the future is waited for, in C++ too."""
+
+def find_codec(sha256: str) -> CodecLibrary | None:
+    """The one whose file had this digest; None where none is loaded."""
+
+def group_transports(process_group: ProcessGroup) -> dict[int, str]:
+    """The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's."""
+
+def has_device_codec(device_type: str) -> bool:
+    """Whether the core's codecs can be used on that kind of device."""
+
+def hold_staged_copies(still: bool) -> None:
+    """For tests: while true, no copy of stage_cpu_tensors gets done."""
+
+def load_codec(path: str) -> CodecLibrary:
+    """The codec of the shared library at `path`; every call of this module knows its name from now on.
+    Raises ValueError for a file that is not one.
+    """
+
+def loss_scale_of_backward() -> float:
+    """The loss scale of the backward under way; 1 where none was noted."""
+
+def low_rank_expand(
+    matrices: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor | None],
+    factor: float,
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+) -> None:
+    """matrix = leftᵀ right of each; `kept`, v before, is (v - matrix) / factor then, where it is not None."""
+
+def low_rank_orthonormalise(factors: Sequence[torch.Tensor]) -> None:
+    """The vectors of each factor, in place, from the first to the last."""
+
+def low_rank_project(
+    lefts: Sequence[torch.Tensor],
+    vs: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor | None],
+    factor: float,
+    rights: Sequence[torch.Tensor],
+) -> None:
+    """v = x + factor * residual and left = (v rightᵀ)ᵀ of each matrix. Matrices: float32, [rows * columns];
+    factors [rank, rows] and [rank, columns]; a residual may be None, and v may be x then.
+    """
+
+def low_rank_project_back(
+    rights: Sequence[torch.Tensor], vs: Sequence[torch.Tensor], lefts: Sequence[torch.Tensor]
+) -> None:
+    """right = left v of each."""
+
+def note_loss_scale(scale: float) -> None:
+    """Inside a backward: its loss was multiplied by `scale`."""
+
+def owned_elements(process_group: ProcessGroup, count: int, owner_offset: int) -> list[tuple[int, int]]:
+    """[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is
+    compressed.
+    """
+
+def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
+    """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
+    codes are exchanged and every rank is a host of its own.
+    """
+
+def registered_transports() -> list[dict[str, Any]]:
+    """All transports, in the order in which RINGDP_TRANSPORT=auto prefers them: a dict for each."""
+
+def rotate(x: torch.Tensor, signs: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Blocks of 256 floats times a Hadamard matrix with random signs (uint8 [32], a bit for each element), or
+    back.
+    """
+
+def set_farewell(reason: str) -> None:
+    """Why this process leaves its jobs: the other ranks' errors say so."""
+
+def set_log_sink(sink: Callable[[int, str], object]) -> None:
+    """Where log lines go, called with (level, text) and levels 0 to 3 for debug to error."""
+
+def shut_down_all() -> None:
+    """Leave all jobs and end the threads; for the end of the process."""
+
+def sparse_cut(x: torch.Tensor, residual: torch.Tensor | None, factor: float, wanted: int) -> tuple[float, int]:
+    """(threshold, equals): the `wanted` largest of x + factor * residual are those above the threshold and so
+    many of those that equal it.
+    """
+
+def sparse_decode(code: torch.Tensor, numel: int) -> torch.Tensor:
+    """float32 [numel]. Raises ValueError for bytes that are not a code of so many elements, an index out of
+    range.
+    """
+
+def sparse_entries(code: torch.Tensor, numel: int) -> int:
+    """How many elements the code has."""
+
+def sparse_merge(
+    codes: Sequence[torch.Tensor], numel: int, divisor: float, lost: torch.Tensor | None = None, back: float = 1.0
+) -> torch.Tensor:
+    """The code of the sum of what the codes hold, added in order, by `divisor`. What its rounding loses, times
+    `back`, is added to `lost`, float32 [numel]. Raises ValueError as sparse_decode.
+    """
+
+def sparse_select(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    factor: float,
+    threshold: float,
+    most: int,
+    left: torch.Tensor | None = None,
+    equals: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """(code, new residual, found) of v = x + factor * residual: the code has the first `most` elements of
+    magnitude `threshold` or more, of those that equal it the first `equals`; `found` is how many there are.
+    float32 [numel]; the residuals may be None. `left`: where to put the new one; may be the old one.
+    """
+
+def sparse_threshold(x: torch.Tensor, residual: torch.Tensor | None, factor: float, wanted: int) -> float:
+    """A magnitude that about `wanted` elements of x + factor * residual reach, by a sample; 0 where none is."""
+
+def stage_cpu_tensors(seed: int | None) -> None:
+    """For tests: treat CPU tensors as if they were on a device whose copies are late and out of order."""
+
+def traffic() -> tuple[int, int]:
+    """Bytes (sent, received) by this process over ring, all groups; (0, 0) without one."""
+
+def transports() -> dict[int, str]:
+    """What carries bytes to each other rank of the default group, {rank: name}; {} without one."""
+
+def watch_backend(ring: Backend, foreign: Backend) -> BackendWatchdog:
+    """The watchdog of one backend, beside another that is ring."""
+
+def watch_group(process_group: ProcessGroup) -> list[BackendWatchdog]:
+    """Watchdogs of the backends that move the group's tensors beside ring, one each; none where ring is not in
+    the group, or alone. They live as long as the group.
+    """

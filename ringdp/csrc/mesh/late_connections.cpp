@@ -1,0 +1,184 @@
+#include "mesh/late_connections.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "base/thread.h"
+#include "mesh/unreachable.h"
+
+namespace ringdp {
+namespace {
+
+constexpr int kBusyMs = 30;         // while something is under way: a dial may be due
+constexpr int kIdleMs = 60'000;     // a wish, or a rank that connects, ends it earlier
+constexpr int kChecksTogether = 8;  // that are under way at a time
+constexpr auto kCheckEvery = std::chrono::milliseconds(10);
+
+void ring(const Fd& bell) {
+  if (!bell) return;
+  uint64_t one = 1;
+  [[maybe_unused]] ssize_t written = ::write(bell.get(), &one, sizeof(one));
+}
+
+}  // namespace
+
+LateConnections::LateConnections(Start start)
+    : state_(std::move(start)), wakeup_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!wakeup_) throw_system("eventfd", errno);
+  for (int peer = 0; peer < state_->rank; ++peer)
+    if (state_->elsewhere[peer] != 0 && !state_->connector.connected(peer)) unchecked_.push_back(peer);
+}
+
+LateConnections::~LateConnections() {
+  if (fork_generation() == generation_) {
+    stop();
+    return;
+  }
+  [[maybe_unused]] auto* thread = thread_.release();  // it exists in the parent only
+}
+
+void LateConnections::start(Events events) {
+  events_ = std::move(events);
+  thread_ = start_thread("ringdp-conn", [this] { run(); });
+}
+
+void LateConnections::want(int peer) {
+  std::lock_guard lock(mutex_);
+  wishes_.push_back(peer);
+  ring(wakeup_);
+}
+
+void LateConnections::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    ring(wakeup_);
+  }
+  end_thread(thread_);
+  thread_.reset();
+  state_.reset();  // the listeners, and connections that were not taken
+  std::lock_guard lock(mutex_);
+  wakeup_.reset();
+}
+
+void LateConnections::run() {
+  try {
+    while (step()) {
+    }
+  } catch (const std::exception& error) {
+    give_up(error.what());
+  }
+  if (std::string text = state_->connector.turned_away_text(); !text.empty()) events_.notice(LogLevel::kWarning, text);
+}
+
+// False: it is to stop.
+bool LateConnections::step() {
+  {
+    std::lock_guard lock(mutex_);
+    if (stopping_) return false;
+  }
+  take_wishes();
+  start_checks(Clock::now());
+  bool busy = state_->connector.busy() || !unchecked_.empty();
+  std::vector<pollfd> also{{wakeup_.get(), POLLIN, 0}};
+  int wait_ms = state_->sharing.poll_for(also, busy ? kBusyMs : kIdleMs);
+  state_->connector.step(wait_ms, also);
+  for (Connector::Connected& it : state_->connector.take()) state_->sharing.add(it.peer, std::move(it.socket));
+  state_->sharing.step(0);
+  hand_over();
+  look_for_trouble();
+  if (std::string text = state_->connector.shortage(); !text.empty()) throw Error(ErrorKind::kSystem, text);
+  return true;
+}
+
+// No more connections: a later `want` gets the reason.
+void LateConnections::give_up(const std::string& why) {
+  events_.notice(LogLevel::kError, "rank " + std::to_string(state_->rank) + " makes no more connections: " + why);
+  for (const PeerInfo& peer : state_->peers) {
+    if (peer.rank == state_->rank) continue;
+    const std::string message = "rank " + std::to_string(state_->rank) + " cannot make connections any more: " + why;
+    events_.failed(
+        peer.rank,
+        error_of(peer.rank, ErrorKind::kSystem, message, "look at its limits (ulimit -n, -u) and its memory"), true);
+  }
+}
+
+void LateConnections::take_wishes() {
+  std::vector<int> wishes;
+  {
+    std::lock_guard lock(mutex_);
+    wishes.swap(wishes_);
+    uint64_t rung = 0;
+    [[maybe_unused]] ssize_t got = ::read(wakeup_.get(), &rung, sizeof(rung));
+  }
+  for (int peer : wishes) state_->connector.want(peer);
+}
+
+void LateConnections::start_checks(Clock::time_point now) {
+  if (unchecked_.empty() || now < check_after_) return;
+  int under_way = 0;
+  for (int peer = 0; peer < state_->rank; ++peer) under_way += state_->connector.checking(peer) ? 1 : 0;
+  if (under_way >= kChecksTogether) return;
+  check_after_ = now + kCheckEvery;
+  state_->connector.check(unchecked_.back());
+  unchecked_.pop_back();
+}
+
+void LateConnections::hand_over() {
+  for (int peer : state_->sharing.settled_now()) {
+    const std::string problem = state_->sharing.problem(peer);
+    const TransportChoice& choice = state_->sharing.plan().transports[peer];
+    if (!problem.empty() && choice.required) {
+      state_->connector.forget(peer);
+      state_->sharing.forget(peer);
+      const PeerInfo &self = state_->peers[state_->rank], &other = state_->peers[peer];
+      events_.failed(peer,
+                     error_of(peer, ErrorKind::kHandshake,
+                              self.text() + " and " + other.text() + " " + must_share_text(choice, problem),
+                              instead_text(choice) + "; if descriptors ran out: ulimit -n"),
+                     false);
+      continue;
+    }
+    if (!problem.empty())
+      events_.notice(LogLevel::kWarning, "rank " + std::to_string(state_->rank) + " cannot share memory with rank " +
+                                             std::to_string(peer) + " (" + problem + ") and uses " +
+                                             std::string(choice.fallback->title) + ", which is slower");
+    const bool checksums = state_->checksums && state_->sharing.transport(peer).checksums;
+    events_.connected(peer, state_->sharing.take(peer), checksums);
+  }
+}
+
+void LateConnections::look_for_trouble() {
+  while (auto trouble = state_->connector.trouble()) fail(*trouble);
+  while (const auto& found = state_->sharing.trouble()) {
+    Connector::Trouble trouble{.peer = found->peer, .lost = found->lost, .text = found->text};
+    fail(trouble);
+  }
+}
+
+// A rank that leaves in good order stops listening and closes half-made connections: not a failure unless one is needed.
+void LateConnections::fail(const Connector::Trouble& trouble) {
+  const bool only_checked = state_->connector.checking(trouble.peer);
+  const Error error = explain(trouble);
+  state_->connector.forget(trouble.peer);
+  state_->sharing.forget(trouble.peer);
+  const bool gone = trouble.refused || trouble.lost;
+  if (!only_checked || !gone) events_.failed(trouble.peer, error, gone);
+}
+
+Error LateConnections::explain(const Connector::Trouble& trouble) const {
+  UnreachableText text = unreachable_text(state_->peers[state_->rank], state_->peers[trouble.peer], trouble,
+                                          "while they were being connected");
+  return error_of(trouble.peer, text.kind, text.story, text.advice);
+}
+
+Error LateConnections::error_of(int peer, ErrorKind kind, const std::string& message, const std::string& advice) const {
+  ErrorContext context;
+  state_->peers[state_->rank].fill_self(context);
+  state_->peers[peer].fill_peer(context);
+  context.cause = message;
+  context.advice = advice;
+  return Error(kind, message + "; " + advice, context);
+}
+
+}  // namespace ringdp

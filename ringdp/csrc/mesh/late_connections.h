@@ -1,0 +1,77 @@
+// LateConnections: makes the connections of a large job that were not made when the ranks met: those that this rank needs,
+// and those that others need with it. It also checks once, a few at a time, whether the lower ranks of other hosts can be
+// reached, so that a broken path is known before it is needed.
+//
+// Owned by the Runtime. `want` is for any thread; everything else belongs to its own thread "ringdp-conn" from `start` on,
+// which also calls the events. It begins with the listeners, routes and memory plan of the Meeting, and never asks the store.
+// A process without that thread (a forked child) must only destroy it.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/fd.h"
+#include "base/log.h"
+#include "mesh/connector.h"
+#include "mesh/link.h"
+#include "mesh/shared_setup.h"
+
+namespace ringdp {
+
+class LateConnections {
+ public:
+  struct Start {
+    int rank = 0;
+    Connector connector;
+    SharedSetup sharing;
+    std::vector<PeerInfo> peers;
+    std::vector<char> elsewhere;  // per rank: in another network namespace or on another host
+    bool checksums = false;       // of the connections over transports that have them
+  };
+  struct Events {
+    std::function<void(int peer, std::unique_ptr<Channel> channel, bool checksums)> connected;
+    // `gone`: nothing listens at its address any more: it has ended, in good order or not.
+    std::function<void(int peer, const Error& error, bool gone)> failed;
+    std::function<void(LogLevel level, const std::string& line)> notice;
+  };
+
+  explicit LateConnections(Start start);
+  ~LateConnections();
+  LateConnections(const LateConnections&) = delete;
+  LateConnections& operator=(const LateConnections&) = delete;
+
+  void start(Events events);  // once
+  void want(int peer);        // no more than once counts
+  void stop();                // idempotent; no event comes after it
+
+ private:
+  void run();
+  bool step();
+  void give_up(const std::string& why);
+  void take_wishes();
+  void start_checks(Clock::time_point now);
+  void hand_over();
+  void look_for_trouble();
+  void fail(const Connector::Trouble& trouble);
+  Error explain(const Connector::Trouble& trouble) const;
+  Error error_of(int peer, ErrorKind kind, const std::string& message, const std::string& advice) const;
+
+  std::optional<Start> state_;  // until it is stopped
+  Events events_;
+  std::vector<int> unchecked_;  // lower ranks, the next one last
+  Clock::time_point check_after_{};
+  Fd wakeup_;  // eventfd(2)
+  const unsigned generation_ = fork_generation();
+  std::unique_ptr<std::thread> thread_;
+
+  std::mutex mutex_;  // of what follows
+  std::vector<int> wishes_;
+  bool stopping_ = false;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,61 @@
+#include "torch/backend/future_wait.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+#include "torch/backend/process_group.h"
+
+namespace ringdp {
+namespace {
+
+struct Completion {
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+
+}  // namespace
+
+void check_python_signals() {
+  if (Py_IsInitialized() == 0) return;
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+bool wait_until_complete(c10::ivalue::Future& future, std::chrono::milliseconds limit,
+                         const std::function<void()>& look) {
+  using Clock = std::chrono::steady_clock;
+  if (future.completed()) return true;
+  const auto completion = std::make_shared<Completion>();  // shared with the future, which may outlive this wait
+  future.addCallback(
+      [completion](c10::ivalue::Future&) {
+        const std::lock_guard lock(completion->mutex);
+        completion->changed.notify_all();
+      },
+      /*uses_future=*/false);
+  const auto begin = Clock::now();
+  std::unique_lock lock(completion->mutex);
+  while (!future.completed()) {
+    if (completion->changed.wait_for(lock, kInterruptPeriod) == std::cv_status::no_timeout) continue;
+    lock.unlock();
+    check_python_signals();
+    if (look) look();
+    if (limit.count() > 0 && Clock::now() - begin > limit) return future.completed();
+    lock.lock();
+  }
+  return true;
+}
+
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group, c10::DeviceType device) {
+  if (const ProcessGroupRing* ring = ring_of(group, device)) return ring->timeout();
+  try {
+    const auto options = group.getBackend(device)->getBackendOptions();
+    return options ? options->timeout : std::chrono::milliseconds(0);
+  } catch (const c10::Error&) {  // not every backend has any
+    return std::chrono::milliseconds(0);
+  }
+}
+
+}  // namespace ringdp

@@ -1,0 +1,117 @@
+// Buckets whose reduction changes while the layout stays: which one each has now, and what becomes of its residual.
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "collective/compressed_plan.h"
+#include "torch/backend/process_group.h"
+#include "torch/reducer/reducer.h"
+
+namespace ringdp {
+
+int Reducer::reduction_of_bucket(std::size_t bucket) const {
+  const GradientState& first = gradient_states_[layout_[bucket].front()];
+  if (first.reduction == nullptr) return -1;
+  if (dynamic_cast<const AutoReduction*>(first.reduction) == nullptr)
+    return reduction_plan_.reduction_of[first.param_index];
+  return chosen_.empty() ? -1 : chosen_[bucket];
+}
+
+// Of buckets with AutoReduction that one where nothing else was chosen.
+Reduction* Reducer::bucket_reduction(std::size_t bucket) const {
+  const int index = reduction_of_bucket(bucket);
+  return index < 0 ? gradient_states_[layout_[bucket].front()].reduction
+                   : reduction_plan_.reductions[static_cast<std::size_t>(index)].get();
+}
+
+void Reducer::choose(const std::vector<int>& reduction_of_bucket) {
+  const Lock lock(mutex_);
+  throw_if_failed();
+  if (active_) throw Error(ErrorKind::kState, "reductions of buckets cannot be chosen during a backward");
+  if (reduction_of_bucket.size() != layout_.size())
+    throw Error(ErrorKind::kValue, "reductions for " + std::to_string(reduction_of_bucket.size()) +
+                                       " buckets; there are " + std::to_string(layout_.size()));
+  for (std::size_t index = 0; index < layout_.size(); ++index) {
+    const int reduction = reduction_of_bucket[index];
+    if (reduction < 0) continue;
+    if (reduction >= static_cast<int>(reduction_plan_.reductions.size()))
+      throw Error(ErrorKind::kValue, "reduction " + std::to_string(reduction) + " is out of range: the plan has " +
+                                         std::to_string(reduction_plan_.reductions.size()));
+    if (dynamic_cast<const AutoReduction*>(gradient_states_[layout_[index].front()].reduction) == nullptr)
+      throw Error(ErrorKind::kValue, describe_bucket(index, layout_[index], names_) + " has a reduction of its own");
+  }
+  chosen_ = reduction_of_bucket;
+  for (Bucket& bucket : buckets_) bucket.reduction = bucket_reduction(bucket.index);
+}
+
+// ---- Residuals. Where this rank owns the mean, a residual holds what the mean lacks; elsewhere it holds what this rank's
+// gradient lacks (docs/reference/wire_format.md).
+
+// `residual` lies in memory as the gradient does.
+void Reducer::scale_owned_part(std::size_t param_index, const at::Tensor& residual, float factor) const {
+  ProcessGroupRing* ring = ring_of(*bucket_reducer_.group(), c10::DeviceType::CPU);
+  if (ring == nullptr) return;
+  const auto count = static_cast<std::size_t>(residual.numel());
+  for (const auto& [begin, end] : owned_elements(ring->view(), count, reduction_plan_.owner_offsets[param_index]))
+    residual.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin)).mul_(factor);
+}
+
+bool Reducer::has_residual(const Bucket& bucket) const {
+  if (dynamic_cast<const AutoReduction*>(bucket.reduction) == nullptr) return false;
+  return std::any_of(bucket.members.begin(), bucket.members.end(), [&](std::size_t member) {
+    return residuals_.all().contains(gradient_states_[member].param_index);
+  });
+}
+
+// An exact bucket sends what earlier codes left out. When the step counts, no residual remains.
+void Reducer::add_residual(Bucket& bucket) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const float scale = residual_scale();
+  const auto ranks = static_cast<float>(bucket_reducer_.divisor() == 0 ? group_size_ : bucket_reducer_.divisor());
+  for (std::size_t position = 0; position < bucket.members.size(); ++position) {
+    const std::size_t param_index = gradient_states_[bucket.members[position]].param_index;
+    const auto found = residuals_.all().find(param_index);
+    if (found == residuals_.all().end()) continue;
+    const Residuals::Pair& pair = found->second;
+    const at::Tensor residual = pair.current().clone();
+    scale_owned_part(param_index, residual, ranks);
+    const auto numel = static_cast<int64_t>(bucket.plan.lengths[position]);
+    bucket.gradients.flatten()
+        .narrow(0, static_cast<int64_t>(bucket.plan.offsets[position]), numel)
+        .add_(residual, scale);
+    bucket.residuals.push_back(residual);  // so that `commit_residuals` knows
+  }
+}
+
+std::map<std::size_t, at::Tensor> Reducer::take_residuals(const std::vector<std::size_t>& parameters) {
+  const Lock lock(mutex_);
+  if (active_) throw Error(ErrorKind::kState, "residuals cannot be taken during a backward");
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::map<std::size_t, at::Tensor> result;
+  for (const std::size_t index : parameters) {
+    const auto found = residuals_.all().find(index);
+    if (found == residuals_.all().end()) continue;
+    const at::Tensor residual = found->second.current().clone();
+    scale_owned_part(index, residual, static_cast<float>(group_size_));
+    result[index] = residual;
+    residuals_.drop(index);
+  }
+  return result;
+}
+
+void Reducer::give_residuals(const std::map<std::size_t, at::Tensor>& residuals) {
+  const Lock lock(mutex_);
+  if (active_) throw Error(ErrorKind::kState, "residuals cannot be set during a backward");
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto& [index, values] : residuals) {
+    if (index >= module_parameters_.size() || values.numel() != module_parameters_[index].tensor.numel())
+      throw Error(ErrorKind::kValue, "the residual of parameter " + std::to_string(index) + " has " +
+                                         std::to_string(values.numel()) + " elements");
+    const at::Tensor own = values.flatten().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+    scale_owned_part(index, own, 1.0f / static_cast<float>(group_size_));
+    residuals_.set(index, own);
+  }
+}
+
+}  // namespace ringdp

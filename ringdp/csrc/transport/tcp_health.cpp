@@ -1,0 +1,98 @@
+#include "transport/tcp_health.h"
+
+#include <linux/sockios.h>
+#include <linux/tcp.h>  // has more of tcp_info than netinet/tcp.h
+#include <netinet/in.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+
+namespace ringdp {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr uint32_t kProbesOwed = 2;        // one probe without an answer yet is everyday life
+constexpr milliseconds kAbsence{2000};     // between two looks: this process was stopped itself
+constexpr milliseconds kDoubt{1000};       // without an answer, or an advance
+constexpr milliseconds kAnswersNow{2000};  // what counts as answering
+constexpr uint32_t kSentAgain = 2;  // times, while the host answers: with the pauses between it is no chance loss
+
+constexpr uint8_t kClosed = 7;  // TCP_CLOSE of netinet/tcp.h
+
+int64_t ms_between(Clock::time_point from, Clock::time_point to) {
+  return std::chrono::duration_cast<milliseconds>(to - from).count();
+}
+
+}  // namespace
+
+std::optional<TcpHealth::Counters> TcpHealth::Counters::of(int fd) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  int queued = 0;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_state == kClosed ||
+      ioctl(fd, SIOCOUTQ, &queued) != 0)
+    return std::nullopt;
+  return Counters{
+      .unacknowledged = info.tcpi_unacked,
+      .probes = info.tcpi_probes,
+      .retransmitted = info.tcpi_total_retrans,
+      .sent = info.tcpi_data_segs_out,
+      .received = info.tcpi_segs_in,
+      .packet_bytes = info.tcpi_snd_mss,
+      .acknowledged = info.tcpi_bytes_acked,
+      .since_ack_ms = info.tcpi_last_ack_recv,
+      .under_way_bytes = static_cast<std::size_t>(std::max<int64_t>(0, int64_t{queued} - info.tcpi_notsent_bytes)),
+      .waiting_bytes = info.tcpi_notsent_bytes,
+      .window_bytes = info.tcpi_snd_wnd};  // 0 where the kernel is too old to tell
+}
+
+void TcpHealth::look(const Counters& counters, Clock::time_point now) {
+  const bool absent = now - looked_at_ > kAbsence;
+  const bool advanced = counters.acknowledged != last_.acknowledged || counters.packet_bytes != last_.packet_bytes;
+  const bool received = counters.received != last_.received;
+  owed_ = counters.unacknowledged > 0 || counters.probes >= kProbesOwed;
+  if (!owed_ || absent) silent_since_ = now;
+  silent_since_ = std::max(silent_since_, now - milliseconds(counters.since_ack_ms));
+  sent_again_ += counters.retransmitted - last_.retransmitted;
+  if (counters.refused() && last_.refused() && counters.sent != last_.sent) ++sent_again_;
+  if (!counters.pending() || advanced || absent) {  // a smaller packet_bytes: the kernel looks for what passes
+    held_up_since_ = now;
+    answers_ = false;
+  }
+  last_ = counters;
+  // Packets that acknowledge nothing are signs of life, too: the peer's keepalive.
+  if (received && !absent && counters.since_ack_ms > ms_between(looked_at_, now)) silent_since_ = now;
+  if (received && !advanced && !absent) note_answer(now);
+  looked_at_ = now;
+}
+
+void TcpHealth::heard_elsewhere(Clock::time_point now) {
+  silent_since_ = now;
+  note_answer(now);
+}
+
+void TcpHealth::note_answer(Clock::time_point now) {
+  if (!answers_) sent_again_before_ = sent_again_;
+  answers_ = true;
+  answered_at_ = now;
+}
+
+int64_t TcpHealth::silence_ms(Clock::time_point now) const { return owed_ ? ms_between(silent_since_, now) : 0; }
+
+int64_t TcpHealth::held_up_ms(Clock::time_point now) const {
+  if (reset_) return last_.pending() ? ms_between(held_up_since_, now) : 0;
+  if (!answers_ || now - answered_at_ > kAnswersNow || sent_again_ - sent_again_before_ < kSentAgain) return 0;
+  return ms_between(held_up_since_, now);
+}
+
+std::size_t TcpHealth::packet_bytes_under_way() const {
+  return std::min<std::size_t>(last_.refused() ? last_.waiting_bytes : last_.under_way_bytes, last_.packet_bytes);
+}
+
+bool TcpHealth::doubtful(Clock::time_point now) const {
+  return last_.pending() && now - held_up_since_ >= kDoubt && (!answers_ || now - answered_at_ >= kDoubt);
+}
+
+}  // namespace ringdp

@@ -1,0 +1,195 @@
+"""Threads that average buckets while backward goes on, each over a process group of its own.
+
+Bucket k goes to thread k modulo the number of threads, and a thread takes one bucket at a time: every group sees the
+same operations in the same order on all ranks, whatever the threads' timing. (Operations that callbacks issue on the
+caller's group would not keep an order on gloo.) While one thread waits for the wire, the other encodes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp.errors import InvalidStateError, SystemResourceError
+from ringdp.hooks.futures import Promise
+from ringdp.job.backend import BACKEND, backend_of, say_farewell, timeout_of
+from ringdp.job.byte_collectives import all_gather_bytes
+
+Job = Callable[[dist.ProcessGroup], Tensor]
+_NAME_BYTES = 32
+_MOMENT_S = 0.2  # for what a thread is doing when the process ends
+_LONGEST_END_S = 1.0  # for a thread whose group has ended
+
+
+class CommThreads:
+    """As many threads as there are threads; made by all ranks of the group together.
+
+    Args:
+        group: whose ranks, backend and timeout those groups get.
+        device: of the buckets.
+
+    Raises:
+        SystemResourceError: this process may not start another thread.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int = 2) -> None:
+        self._device = device
+        self._threads: list[_CommThread] = []
+        for number, own in enumerate(_groups_like(group, device, count)):
+            thread = _CommThread(number, own)
+            weakref.finalize(self, thread.end).atexit = False
+            self._threads.append(thread)
+        _alive.add(self)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)  # after the groups', and so before them
+
+    def submit(self, number: int, job: Job) -> torch.futures.Future[Tensor]:
+        """Complete with what `job` returns, or fail with what it raises."""
+        thread = self._threads[number % len(self._threads)]
+        promise = Promise(self._device)
+        future = promise.future
+        thread.do(promise, lambda: job(thread.group))
+        return future
+
+    def close(self) -> None:
+        """End the threads: what is queued fails, what is under way gets a moment, and then its group ends."""
+        for thread in self._threads:
+            thread.fail_queued(InvalidStateError("this process ends, and a bucket was still to be averaged"))
+            thread.end()
+        busy = [thread for thread in self._threads if not thread.ends_within(_MOMENT_S)]
+        for thread in busy:
+            thread.cut_off()
+        for thread in busy:
+            thread.ends_within(_LONGEST_END_S)
+
+
+class _CommThread:
+    """A thread, its queue, and the group that it alone uses."""
+
+    def __init__(self, number: int, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._jobs = _Jobs()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=f"ringdp hook {number}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SystemResourceError(
+                f"no thread can be started to average compressed gradients ({error}): raise the limit of processes and"
+                " threads (ulimit -u, the cgroup's pids.max)",
+                rank=group.rank(),
+            ) from error
+
+    def do(self, promise: Promise, make: Callable[[], Tensor]) -> None:
+        self._jobs.put(promise, make)
+
+    def end(self) -> None:
+        """When what is queued is done."""
+        self._jobs.end()
+
+    def fail_queued(self, error: BaseException) -> None:
+        self._jobs.close(error)
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Whether the thread has ended by then."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def cut_off(self) -> None:
+        """What the thread waits for fails. A thread that comes back from C++ into a Python that has ended aborts."""
+        backend = self.group._get_backend(self.group._device_types[0])
+        with contextlib.suppress(Exception):  # not every backend can
+            if backend_of(self.group, "cpu") == BACKEND:
+                say_farewell()
+                backend.shutdown()
+            else:
+                backend.abort()
+
+
+class _Jobs:
+    """What a thread is to do, in order. Once closed nothing is done: what is queued and what comes later fails."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Promise, Callable[[], Tensor]] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+
+    def put(self, promise: Promise, make: Callable[[], Tensor]) -> None:
+        self._queue.put((promise, make))
+        self._fail_if_closed()
+
+    def get(self) -> tuple[Promise, Callable[[], Tensor]] | None:
+        """The next; None at the end."""
+        return self._queue.get()
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def close(self, error: BaseException) -> None:
+        self._error = error
+        self._fail_if_closed()
+
+    def _fail_if_closed(self) -> None:
+        if self._error is None:
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._queue.get_nowait()) is not None:
+                    job[0].fail(self._error)
+
+
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        promise, make = job
+        try:
+            promise.keep(make)
+        except BaseException as error:  # of the promise itself: memory may have run out
+            jobs.close(error)
+            promise.fail(error)
+            return
+        del job, promise, make  # hold the bucket
+
+
+_alive: weakref.WeakSet[CommThreads] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for threads in list(_alive):
+        threads.close()
+
+
+def _groups_like(group: dist.ProcessGroup, device: torch.device, count: int) -> list[dist.ProcessGroup]:
+    """New groups of the same ranks, in the same order, for tensors on this kind of device.
+
+    Their name is made by rank 0. ``torch.distributed.new_group`` would take it from how many groups this process is in,
+    which is another number on a rank that is in a group without the others.
+    """
+    name = all_gather_bytes(secrets.token_hex(_NAME_BYTES // 2).encode(), group, room=_NAME_BYTES, device=device)[0]
+    return [_group_like(group, device, f"ringdp compression {name.decode()} {number}") for number in range(count)]
+
+
+def _group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dist.ProcessGroup:
+    torchs: Any = dist.distributed_c10d  # only its own functions take a name
+    ranks = dist.get_process_group_ranks(group)
+    backend = backend_of(group, device.type)
+    made, _ = torchs._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        dist.Backend(f"{device.type}:{backend}"),
+        torchs._get_default_store(),
+        name,
+        timeout=timeout_of(group, device.type) or torchs._get_default_timeout(backend),
+        group_desc="ringdp compression",
+    )
+    torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    assert isinstance(made, dist.ProcessGroup)
+    return made

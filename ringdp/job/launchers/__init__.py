@@ -1,0 +1,38 @@
+"""What launchers put into the environment of their ranks: a module for each family, and its name in `FAMILIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ringdp.job.launchers import hydra, open_mpi, slurm, torchrun
+from ringdp.job.launchers.environment import LaunchEnvironment, optional_integer, whole_number
+
+__all__ = ["FAMILIES", "Family", "LaunchEnvironment", "optional_integer", "several_hosts", "whole_number"]
+
+
+class Family(Protocol):
+    """A module of this folder."""
+
+    @property
+    def COUNTS(self) -> tuple[str, str] | None:  # a constant of the module
+        """The variables with the number of ranks on this host and in the job; None where there are none."""
+
+    def started(self, environ: Mapping[str, str]) -> bool:
+        """Whether this family started the process."""
+
+    def read(self, environ: Mapping[str, str]) -> LaunchEnvironment:
+        """The place that the variables say. Raises InvalidArgumentError, as `LaunchEnvironment.read`."""
+
+
+# The first whose variables are there counts.
+FAMILIES: tuple[Family, ...] = (torchrun, open_mpi, slurm, hydra)
+
+
+def several_hosts(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher put fewer ranks on this host than the job has; False where it does not say."""
+    for family in FAMILIES:
+        counts = tuple(environ.get(name, "") for name in family.COUNTS or ())
+        if counts and all(count.isdigit() for count in counts):
+            return int(counts[0]) < int(counts[1])
+    return False

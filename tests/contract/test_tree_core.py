@@ -1,0 +1,476 @@
+"""Small collectives in groups of many ranks: the tree's order to the bit, who talks to whom, and who hears of trouble.
+
+A group counts as large above `direct_ranks` members. Most tests set that to 2, so that a few ranks are many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringdp.errors import MismatchError, PeerLostError, RingError
+from tests.contract.core_checks import (
+    BATCH,
+    CHECKS,
+    Case,
+    batches,
+    check_all_gather,
+    check_all_reduce,
+    check_broadcast,
+    check_gather_and_scatter,
+    check_reduce,
+    expect_equal,
+)
+from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, LIMITS, MANY, World, close_worlds, core, world
+from tests.contract.reduction_order import (
+    FLOATING,
+    HALF,
+    Array,
+    in_rank_order,
+    in_ring_order,
+    in_tree_order,
+    itemsize,
+    narrow,
+    pairs,
+    random_input,
+    same_bits,
+    special_input,
+)
+from tests.helpers import need
+
+need("hypothesis")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+SIZES = (3, 4, 5, 6, 7, 8, 9)
+ALWAYS_TREE = {**ALWAYS_SMALL, **MANY}
+BLOCK_BYTES = 128 * 1024
+every_size = pytest.mark.parametrize("size", SIZES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_worlds() -> Iterator[None]:
+    yield
+    close_worlds()
+
+
+def small_counts(dtype: str) -> list[int]:
+    return [0, 1, 7, 16, 33, 1009, 4096 // itemsize(dtype)]
+
+
+def small_cases(shift: int) -> list[Case]:
+    """Every (dtype, op) with some sizes, which go round; the seed, and with it the root, too."""
+    return [
+        Case(dtype, op, small_counts(dtype)[(index + more + shift) % 7], seed=index + more)
+        for index, (dtype, op) in enumerate(pairs())
+        for more in (0, 3)
+    ]
+
+
+def long_counts(dtype: str) -> list[int]:
+    """Around the blocks in which sums go up, and what may go unasked."""
+    edges = (BLOCK_BYTES // 2, BLOCK_BYTES, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES)
+    return [edge // itemsize(dtype) + off for edge in edges for off in (-1, 0, 17)]
+
+
+# ---- Bits ----
+
+
+@every_size
+def test_all_reduce_and_reduce_add_in_the_order_of_the_tree(size: int) -> None:
+    for cases in batches(small_cases(size)):
+        check_all_reduce(world(size), MANY if size > 3 else ALWAYS_TREE, cases)
+        check_reduce(world(size), MANY if size > 3 else ALWAYS_TREE, cases)
+
+
+@pytest.mark.parametrize("size", (3, 6, 8))
+def test_longer_than_the_blocks_in_which_sums_go_up(size: int) -> None:
+    cases = [Case("float32", "AVG", count, seed) for seed, count in enumerate(long_counts("float32"))]
+    cases += [Case("bfloat16", "SUM", count, seed) for seed, count in enumerate(long_counts("bfloat16"))]
+    cases += [Case("complex128", "PRODUCT", 3 * BLOCK_BYTES // 16 + 1, 5), Case("float16", "MAX", 200_003, 7)]
+    for batch in batches(cases):
+        check_all_reduce(world(size), ALWAYS_TREE, batch)
+        check_reduce(world(size), ALWAYS_TREE, batch)
+
+
+@every_size
+def test_every_root(size: int) -> None:
+    ranks = world(size)
+    for dtype in ("float32", "bfloat16", "int16"):
+        cases = [Case(dtype, "SUM", count, root) for root, count in itertools.product(range(size), (0, 1, 1009))]
+        check_reduce(ranks, ALWAYS_TREE, cases)
+        check_broadcast(ranks, ALWAYS_TREE, cases)
+        check_gather_and_scatter(ranks, ALWAYS_TREE, cases[:BATCH])
+
+
+@every_size
+def test_all_gather_and_broadcast(size: int) -> None:
+    counts = [0, 1, size + 1, 1009, 16384, 16385]
+    cases = [Case(dtype, "SUM", count, seed) for dtype in ("int8", "float32") for seed, count in enumerate(counts)]
+    check_all_gather(world(size), MANY, cases)
+    check_broadcast(world(size), MANY, cases)
+
+
+@pytest.mark.parametrize("size", (3, 7))
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_infinities_nans_and_zeros(size: int, dtype: str) -> None:
+    for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+        inputs = [special_input(dtype, rank, size) for rank in range(size)]
+        buffers = [x.copy() for x in inputs]
+
+        def body(rank: int, group: Any, op: str = op, buffers: list[Array] = buffers) -> None:
+            group.all_reduce(buffers[rank].view(np.uint8), dtype, op).wait()
+
+        world(size).run(body, ALWAYS_TREE)
+        expect_equal(buffers, [in_tree_order(inputs, dtype, op)] * size, f"{op} in {dtype} on {size} ranks")
+
+
+def test_the_order_shows_in_the_bits() -> None:
+    """The oracle tells the tree from the other orders, and roots from each other."""
+    inputs = [random_input("float32", "SUM", 1000, (rank, 4)) for rank in range(5)]
+    found = [in_rank_order(inputs, "float32", "SUM"), in_ring_order(inputs, "float32", "SUM")]
+    found += [in_tree_order(inputs, "float32", "SUM", root) for root in range(5)]
+    assert len({x.tobytes() for x in found}) == len(found)
+    halves = [narrow(np.array([x]), "float16") for x in (2048.0, 1.0, 1.0, 1.0, 1.0)]
+    assert in_tree_order(halves, "float16", "SUM")[0] == 2052.0  # rounded once, not on the way up
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_neither_segments_nor_delays_show(dtype: str) -> None:
+    inputs = [random_input(dtype, "SUM", 150_001, (rank, 1)) for rank in range(6)]
+    wanted = in_tree_order(inputs, dtype, "SUM")
+    rooted = in_tree_order(inputs, dtype, "SUM", 4)
+    for segment_bytes, fault_seed in ((64, 0), (4096, 1), (65_472, 2), (262_144, 3)):
+        ranks = World(6, segment_bytes=segment_bytes, fault_seed=fault_seed)
+        buffers, sums, sent = ([x.copy() for x in inputs] for _ in range(3))
+
+        def body(rank: int, group: Any, all_of: Sequence[list[Array]] = (buffers, sums, sent)) -> None:
+            mine = [each[rank].view(np.uint8) for each in all_of]
+            works = [group.all_reduce(mine[0], dtype), group.reduce(mine[1], dtype, 4)]
+            works += [group.broadcast(mine[2], dtype, 3), group.barrier()]
+            for work in works:
+                work.wait()
+
+        try:
+            ranks.run(body, ALWAYS_TREE)
+        finally:
+            ranks.close()
+        what = f"segments of {segment_bytes}, faults {fault_seed}"
+        expect_equal(buffers, [wanted] * 6, what)
+        expect_equal(sums, [rooted if rank == 4 else inputs[rank] for rank in range(6)], what)
+        expect_equal(sent, [inputs[3]] * 6, what)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_a_watched_one_finds_what_is_not_finite(dtype: str) -> None:
+    ranks = world(7)
+    for culprit in range(7):
+        buffers = [narrow(np.ones(300), dtype) for _ in range(7)]
+        buffers[culprit][100 + culprit] = np.inf
+
+        def body(rank: int, group: Any, buffers: list[Array] = buffers) -> Any:
+            work, report = group.all_reduce_watched(buffers[rank].view(np.uint8), dtype)
+            work.wait()
+            return report.finite, report.own
+
+        found = ranks.run(body, ALWAYS_TREE)
+        assert found == [(False, (0, 100 + culprit) if rank == culprit else None) for rank in range(7)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_any_mixture(data: st.DataObject) -> None:
+    """Of all collectives, sizes and limits, several in flight together."""
+    ranks = world(data.draw(st.sampled_from(SIZES[:5]), label="world"))
+    limit = data.draw(st.sampled_from((0, 1000, 65_536, 2**40)), label="limits")
+    check = data.draw(st.sampled_from(CHECKS), label="collective")
+    cases = []
+    for seed in range(data.draw(st.integers(1, 8), label="in flight")):
+        dtype, op = data.draw(st.sampled_from(pairs()))
+        near = st.sampled_from((1000, *long_counts(dtype)[:6]))
+        count = data.draw(st.one_of(st.integers(0, 70), st.builds(int.__add__, near, st.integers(-16, 17))))
+        cases.append(Case(dtype, op, count, seed))
+    check(ranks, {**dict.fromkeys(LIMITS, limit), **MANY}, cases)
+
+
+def test_several_hosts() -> None:
+    """The tree does not look at hosts; above its limit there are two levels."""
+    ranks = world(5, (0, 0, 1, 1, 2))
+    cases = [Case(dtype, "SUM", count, 1) for dtype in ("float32", "float16") for count in (0, 5, 450, 5000)]
+    check_all_reduce(ranks, MANY, cases)
+
+
+def test_what_one_writes_the_next_one_reads() -> None:
+    size = 6
+    buffers = [np.full(500, float(rank + 1), np.float32) for rank in range(size)]
+
+    def body(rank: int, group: Any) -> None:
+        mine = buffers[rank]
+        works = [group.reduce(mine, "float32", 2), group.broadcast(mine, "float32", 2)]
+        works += [group.all_reduce(mine, "float32", "AVG"), group.broadcast(mine, "float32", 5)]
+        for work in works:
+            work.wait()
+
+    world(size).run(body, MANY)
+    assert all(set(mine.tolist()) == {21.0} for mine in buffers)
+
+
+# ---- Who talks to whom ----
+
+
+def partners(size: int) -> list[set[int]]:
+    """Those at ±2^k from each rank."""
+    steps = [1 << k for k in range(size.bit_length()) if 1 << k < size]
+    return [{(rank + sign * step) % size for step in steps for sign in (1, -1)} for rank in range(size)]
+
+
+def sent(ranks: World) -> list[list[int]]:
+    return [[runtime.bytes_sent_to(peer) for peer in range(ranks.size)] for runtime in ranks.runtimes]
+
+
+@pytest.mark.parametrize("size", (17, 20))
+def test_many_ranks_use_few_pairs(size: int) -> None:
+    """With the built-in table, above 16 ranks, and whatever the root."""
+    ranks = world(size)
+    before = sent(ranks)
+    cases = [
+        Case(dtype, "SUM", count, seed=root)
+        for root, count in ((0, 1), (5, 300), (size - 1, 0))
+        for dtype in ("float32", "bfloat16")
+    ]
+    check_all_reduce(ranks, BUILT_IN, cases)
+    check_reduce(ranks, BUILT_IN, cases)
+    check_broadcast(ranks, BUILT_IN, cases)
+    check_all_gather(ranks, BUILT_IN, cases)
+    ranks.run(lambda _, group: group.barrier().wait())
+    used = [[after > start for after, start in zip(*row, strict=True)] for row in zip(sent(ranks), before, strict=True)]
+    for rank, (row, allowed) in enumerate(zip(used, partners(size), strict=True)):
+        assert {peer for peer, told in enumerate(row) if told} <= allowed, f"rank {rank} of {size}"
+
+
+def test_up_to_sixteen_ranks_go_straight_to_everybody() -> None:
+    ranks = world(16)
+    before = sent(ranks)
+    check_all_reduce(ranks, BUILT_IN, [Case("float32", "SUM", 100, 1)])
+    used = np.array(sent(ranks)) > np.array(before)
+    assert (used == ~np.eye(16, dtype=bool)).all()
+
+
+def test_the_choice() -> None:
+    def taken(size: int, bytes_: int, **table: int) -> str:
+        return str(core.all_reduce_algorithm(size, "float32", bytes_, table=table))
+
+    assert [taken(16, 8 * 1024), taken(17, 8 * 1024)] == ["fold", "tree"]
+    assert [taken(17, 8 * 1024, direct_ranks=17), taken(16, 8 * 1024, direct_ranks=15)] == ["fold", "tree"]
+    limit = 128 * 1024 // 64 * 32
+    assert [taken(32, limit), taken(32, limit + 4)] == ["tree", "ring"]
+    assert [taken(2, 4, direct_ranks=0), taken(1, 4, direct_ranks=0)] == ["fold", "fold"]
+    assert core.all_reduce_algorithm(32, "bfloat16", limit + 4) == "pairwise"
+    hosts = [rank // 4 for rank in range(32)]
+    assert [core.all_reduce_algorithm(32, "float32", size, hosts=hosts) for size in (12_288, 12_292)] == [
+        "tree",
+        "two_level",
+    ]
+
+
+def test_a_barrier_waits_for_everybody() -> None:
+    for late in (0, 7, 16):
+        arrived = [0.0] * 17
+
+        def body(rank: int, group: Any, late: int = late, arrived: list[float] = arrived) -> float:
+            if rank == late:
+                time.sleep(0.05)
+            arrived[rank] = time.monotonic()
+            group.barrier().wait()
+            return time.monotonic()
+
+        left = world(17).run(body)
+        assert min(left) >= max(arrived)
+
+
+# ---- Trouble ----
+
+SMALL, LARGE = 12, 400_000
+BOUND_S = 3.0
+plays = itertools.count()
+
+
+def zeros(count: int, dtype: Any = np.float32) -> Any:
+    return np.zeros(count, dtype)
+
+
+def blocks(n: int, count: int = SMALL) -> list[Any]:
+    return [zeros(count) for _ in range(n)]
+
+
+CALLS: dict[str, Callable[[Any, int], Any]] = {
+    "all_reduce(float32[12], SUM)": lambda group, n: group.all_reduce(zeros(SMALL), "float32"),
+    "all_reduce(float32[0], SUM)": lambda group, n: group.all_reduce(zeros(0), "float32"),
+    "all_reduce(int32[12], SUM)": lambda group, n: group.all_reduce(zeros(SMALL, np.int32), "int32"),
+    "all_reduce(float32[400000], SUM)": lambda group, n: group.all_reduce(zeros(LARGE), "float32"),
+    "broadcast(float32[12], root 0)": lambda group, n: group.broadcast(zeros(SMALL), "float32", 0),
+    "broadcast(float32[0], root 0)": lambda group, n: group.broadcast(zeros(0), "float32", 0),
+    "broadcast(float32[12], root 3)": lambda group, n: group.broadcast(zeros(SMALL), "float32", 3),
+    "broadcast(float32[400000], root 3)": lambda group, n: group.broadcast(zeros(LARGE), "float32", 3),
+    "reduce(float32[12], SUM, root 0)": lambda group, n: group.reduce(zeros(SMALL), "float32", 0),
+    "reduce(float32[12], SUM, root 3)": lambda group, n: group.reduce(zeros(SMALL), "float32", 3),
+    "gather(float32[12], root 0)": lambda group, n: group.gather(
+        zeros(SMALL), blocks(n) if group.rank == 0 else [], "float32", 0
+    ),
+    "gather(float32[12], root 3)": lambda group, n: group.gather(
+        zeros(SMALL), blocks(n) if group.rank == 3 else [], "float32", 3
+    ),
+    "scatter(float32[12], root 3)": lambda group, n: group.scatter(
+        blocks(n) if group.rank == 3 else [], zeros(SMALL), "float32", 3
+    ),
+    "all_gather(float32[12])": lambda group, n: group.all_gather(zeros(SMALL), blocks(n), "float32"),
+    "reduce_scatter(float32[12], SUM)": lambda group, n: group.reduce_scatter(blocks(n), zeros(SMALL), "float32"),
+    "barrier": lambda group, n: group.barrier(),
+}
+
+
+def play(ranks: World, calls: Sequence[str], table: Mapping[str, int]) -> list[tuple[RingError | None, float]]:
+    """What each rank gets from its call and from two that all agree on, and how long that took."""
+    size, name = ranks.size, f"play {next(plays)}"
+    together = Barrier(size, timeout=30)
+
+    def rank(me: int) -> tuple[RingError | None, float]:
+        group = core.Group(ranks.runtimes[me], name, list(range(size)), timeout_ms=10_000, table=dict(table))
+        group.barrier().wait()
+        together.wait()
+        found, start = None, time.monotonic()
+        try:
+            CALLS[calls[me]](group, size).wait()
+            for _ in range(2):
+                group.all_reduce(zeros(3), "float32").wait()
+        except RingError as error:
+            found = error
+        took = time.monotonic() - start
+        together.wait()
+        group.close()
+        return found, took
+
+    return ranks.each(rank)
+
+
+def expect_told(outcomes: Sequence[tuple[RingError | None, float]], calls: Sequence[str]) -> None:
+    for rank, (error, took) in enumerate(outcomes):
+        what = f"{calls} on rank {rank}"
+        assert isinstance(error, MismatchError), f"{what}: {error}"
+        assert all(call in str(error) for call in set(calls)), f"{what}: {error}"
+        assert took < BOUND_S, what
+
+
+@pytest.mark.parametrize("first", CALLS)
+def test_one_that_does_something_else_is_told_apart(first: str) -> None:
+    """The odd one out is at different places of the tree: its root, inside and at its end."""
+    mine = list(CALLS).index(first)
+    for index, second in enumerate(CALLS):
+        if second == first or (index + mine) % 4:
+            continue
+        calls = [first] * 6
+        calls[(index // 4 + mine) % 6] = second
+        expect_told(play(world(6), calls, MANY), calls)
+
+
+@pytest.mark.parametrize("cut", (1, 3, 8))
+@pytest.mark.parametrize("what", ("broadcast(float32[12], root {})", "reduce(float32[12], SUM, root {})"))
+def test_ranks_that_believe_in_different_roots(what: str, cut: int) -> None:
+    """Stretches of ranks around a root of their own: few edges lead from one to the other, or none."""
+    calls = [what.format(0 if rank < cut else 3) for rank in range(9)]
+    expect_told(play(world(9), calls, MANY), calls)
+
+
+def test_two_gathers_whose_members_never_meet() -> None:
+    """Each root waits for members of the other's. Gathers know the built-in table only, so this takes many ranks."""
+    size = 18
+    runtimes, together = world(size).runtimes, Barrier(size, timeout=30)
+
+    def gather(group: Any, root: int) -> None:
+        group.gather(zeros(SMALL), blocks(size) if group.rank == root else [], "float32", root).wait()
+        for _ in range(2):
+            group.all_reduce(zeros(3), "float32").wait()
+
+    def rank(me: int) -> float:
+        group = core.Group(runtimes[me], "two gathers", list(range(size)), timeout_ms=10_000)
+        group.barrier().wait()
+        together.wait()
+        start = time.monotonic()
+        with pytest.raises(MismatchError, match=r"gather\(float32\[12\], root (4|13)\)"):
+            gather(group, 4 if me < 9 else 13)
+        took = time.monotonic() - start
+        together.wait()
+        group.close()
+        return took
+
+    assert max(world(size).each(rank)) < BOUND_S
+
+
+def test_who_is_complete_at_once_still_tells_its_neighbours() -> None:
+    """Rank 1's bytes of a broadcast are there before it calls it: behind them on that connection came a barrier."""
+    ranks = world(4)
+    told = [0]
+
+    def body(rank: int, group: Any) -> None:
+        if rank > 1:
+            return group.broadcast(zeros(SMALL), "float32", 0).wait()
+        pair = core.Group(ranks.runtimes[rank], "rank 0 and 1", [0, 1], timeout_ms=10_000)
+        if rank == 0:
+            group.broadcast(zeros(SMALL), "float32", 0).wait()
+            pair.barrier().wait()
+        else:
+            pair.barrier().wait()
+            before = ranks.runtimes[1].bytes_sent_to(2)
+            group.broadcast(zeros(SMALL), "float32", 0).wait()
+            pair.barrier().wait()
+            told[0] = ranks.runtimes[1].bytes_sent_to(2) - before
+        if rank == 0:
+            pair.barrier().wait()
+        return pair.close()
+
+    ranks.run(body, MANY)
+    assert told[0] > 0
+
+
+@pytest.mark.parametrize("victim", (0, 4, 12, 17))
+def test_a_rank_that_leaves_in_the_middle(victim: int) -> None:
+    """Everybody hears of it, also those who have nothing to do with it."""
+    ranks, gone = World(18), threading.Event()
+
+    def body(rank: int, group: Any) -> str:
+        group.barrier().wait()
+        x = np.ones(100, np.float32)
+        if rank == victim:
+            for _ in range(3):
+                group.all_reduce(x, "float32").wait()
+            ranks.runtimes[rank].shut_down()
+            gone.set()
+            return ""
+        start = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:  # noqa: PT012
+            while True:
+                group.all_reduce(x, "float32").wait()
+        assert time.monotonic() - start < BOUND_S
+        return str(caught.value)
+
+    try:
+        told = ranks.run(body)
+    finally:
+        ranks.close()
+    assert all(f"rank {victim} (host " in words for rank, words in enumerate(told) if rank != victim)
+
+
+def test_halves_and_wide_types_share_no_bits() -> None:
+    """Half types are summed in float32 all the way: what bfloat16 would lose on the way up is still there."""
+    inputs = [narrow(np.array([256.0 if rank == 0 else 1.0]), "bfloat16") for rank in range(9)]
+    buffers = [x.copy() for x in inputs]
+    world(9).run(lambda rank, group: group.all_reduce(buffers[rank].view(np.uint8), "bfloat16").wait(), ALWAYS_TREE)
+    assert same_bits(buffers[8], narrow(np.array([264.0]), "bfloat16"))
+    assert HALF == ("float16", "bfloat16")

@@ -1,0 +1,436 @@
+"""A bit that flips between two ranks: every rank raises an error that names the connection, whatever the bit was of."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringdp.errors import DamagedDataError, PeerLostError, RingError
+from tests.contract.core_ranks import ALWAYS_SMALL, NEVER_SMALL, World, core
+from tests.fault.hosts import Outcome, RankServer, RankSpec
+
+# docs/reference/wire_format.md
+READY = 256  # what the ranks say between the handshake and the first frame: each its own, rank 0 that all are
+HELLO_AND_CONFIRM, REPLY = 256 + READY, 128 + READY
+HEADER, HEAD = 64, 72  # without and with checksums
+DATA, GRANT, REQUEST, CREDIT, ABORT, BYE, PING, PONG = range(1, 9)
+
+SOON_S = 5.0  # nothing takes so long; a busy machine may
+LINK = re.compile(
+    r"rank (\d) \(host \S+\) received damaged bytes from rank (\d) \(host \S+, pid \d+\) .*"
+    r"on the connection tcp 127\.0\.0\.1:\d+ -> 127\.0\.0\.1:\d+ \(rank (\d)'s end first\)"
+)
+
+
+@dataclass
+class Flip:
+    """Which bit: of a frame of that type with so many bytes of payload at least."""
+
+    kind: int
+    byte: Callable[[int], int]  # of the frame's length, to the place in it
+    bit: int = 0
+    at_least: int = 0
+    after: int = 0  # so many frames of that kind are left alone before
+    done: bool = False
+
+
+def anywhere(begin: int, end: int | None = None) -> Callable[[int], int]:
+    return lambda length: random.Random(length).randrange(begin, length if end is None else end)
+
+
+@dataclass
+class Stream:
+    """One direction of a relayed connection: what is to be sent on of what came."""
+
+    skip: int  # bytes before the first frame
+    flip: Flip | None
+    head_bytes: int
+    head: bytes = b""
+    left: int = 0  # of the frame that passes
+    damage_at: int = -1  # counted from the next byte
+
+    def passed(self, data: bytes) -> bytes:
+        out, data = bytearray(data[: self.skip]), data[self.skip :]
+        self.skip -= len(out)
+        while data or self.left:
+            if not self.left:
+                missing = self.head_bytes - len(self.head)
+                self.head, data = self.head + data[:missing], data[missing:]
+                if len(self.head) < self.head_bytes:
+                    break
+                self._begin(*struct.unpack_from("<BBI", self.head, 2))
+                data, self.head = self.head + data, b""
+            whole = bytearray(data[: self.left])
+            data = data[self.left :]
+            self.left -= len(whole)
+            if self.flip is not None and 0 <= self.damage_at < len(whole):
+                whole[self.damage_at] ^= 1 << self.flip.bit
+                self.flip.done = True
+            self.damage_at -= len(whole)
+            out += whole
+            if not data:
+                break
+        return bytes(out)
+
+    def _begin(self, kind: int, _flags: int, payload: int) -> None:
+        self.left = self.head_bytes + payload
+        self.damage_at = -1
+        if self.flip is None or self.flip.done or kind != self.flip.kind or payload < self.flip.at_least:
+            return
+        self.flip.after -= 1
+        if self.flip.after < 0:
+            self.damage_at = self.flip.byte(self.left)
+
+
+@dataclass
+class Relay:
+    """In the middle of the connection from rank 1 to rank 0; `flips` by the rank that sends."""
+
+    to: tuple[str, int]
+    flips: dict[int, Flip]
+    head_bytes: int = HEAD
+    sockets: list[socket.socket] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.start(self.serve)
+
+    def start(self, target: Callable[..., None], *args: Any) -> None:
+        self.threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self.threads[-1].start()
+
+    def serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.create_connection(self.to)
+                self.sockets += [near, far]
+                self.start(self.pump, near, far, Stream(HELLO_AND_CONFIRM, self.flips.get(1), self.head_bytes))
+                self.start(self.pump, far, near, Stream(REPLY, self.flips.get(0), self.head_bytes))
+
+    def pump(self, source: socket.socket, sink: socket.socket, stream: Stream) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(stream.passed(data))
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        for it in [self.listener, *self.sockets]:
+            it.close()
+        for thread in self.threads:
+            thread.join(10)
+
+
+class Job:
+    """Ranks as threads over TCP, with a relay between ranks 0 and 1. `flips` by the rank that sends, 0 or 1."""
+
+    def __init__(self, size: int, flips: dict[int, Flip], *, checksums: bool = True) -> None:
+        self.size = size
+        self.store = core.MemoryStore()
+        self.relay: Relay | None = None
+        self.flips, self.head_bytes = flips, HEAD if checksums else HEADER
+        self.pool = ThreadPoolExecutor(size)
+        self.runtimes = self.each(
+            lambda rank: core.Runtime(
+                core.CallbackStore(self.store.set, lambda key: self.find(rank, key)),
+                rank,
+                size,
+                transport="tcp",
+                checksums=checksums,
+            )
+        )
+
+    def find(self, rank: int, key: str) -> str | None:
+        found: str | None = self.store.get(key, timeout_ms=0)
+        if found is None or rank != 1 or key != "at/0":
+            return found
+        ip, port = re.search(r"addresses=([\d.]+):(\d+)", found).groups()  # type: ignore[union-attr]
+        if self.relay is None:
+            self.relay = Relay((ip, int(port)), self.flips, self.head_bytes)
+        return f"addresses=127.0.0.1:{self.relay.listener.getsockname()[1]}\n"
+
+    def each(self, body: Callable[[int], Any]) -> list[Any]:
+        return list(self.pool.map(body, range(self.size)))
+
+    def group(self, rank: int, table: Any = ALWAYS_SMALL, name: str = "all") -> Any:
+        return core.Group(self.runtimes[rank], name, list(range(self.size)), table=dict(table), timeout_ms=20_000)
+
+    def groups(self, table: Any = ALWAYS_SMALL, name: str = "all") -> list[Any]:
+        return [self.group(rank, table, name) for rank in range(self.size)]
+
+    def errors(self, body: Callable[[int], Any]) -> list[tuple[RingError | None, float]]:
+        """What each rank's part ended with, and how long it took."""
+
+        def one(rank: int) -> tuple[RingError | None, float]:
+            start = time.monotonic()
+            try:
+                body(rank)
+            except RingError as error:
+                return error, time.monotonic() - start
+            return None, time.monotonic() - start
+
+        return self.each(one)
+
+    def close(self) -> None:
+        self.each(lambda rank: self.runtimes[rank].shut_down())
+        self.pool.shutdown()
+        if self.relay is not None:
+            self.relay.close()
+
+
+@contextlib.contextmanager
+def met(size: int, flips: dict[int, Flip], *, checksums: bool = True) -> Iterator[Job]:
+    made = Job(size, flips, checksums=checksums)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def expect_named(error: RingError | None, *, rank: int, sender: int, receiver: int) -> None:
+    """It tells of the connection from `sender` to `receiver`, whoever raises it."""
+    assert isinstance(error, DamagedDataError), repr(error)
+    assert isinstance(error, PeerLostError)
+    found = LINK.search(str(error))
+    assert found, str(error)
+    assert [int(it) for it in found.groups()] == [receiver, sender, receiver], str(error)
+    assert "(CRC32C)" in str(error)
+    assert "ethtool -S" in str(error)
+    assert error.peer == (receiver if rank == sender else sender)
+    assert error.rank == rank
+    assert ("reported by" in str(error)) == (rank != receiver)
+
+
+def reduce_until_it_fails(group: Any, count: int) -> None:
+    """Every sum that an operation has given is right."""
+    for _ in range(200):
+        data = np.full(count, float(group.rank + 1), np.float32)
+        group.all_reduce(data, "float32").wait()
+        assert (data == sum(range(1, group.size + 1))).all(), "a wrong sum, and no error"
+
+
+PLACES = {
+    "payload": anywhere(HEAD),
+    "first of the payload": lambda _: HEAD,
+    "last of the payload": lambda length: length - 1,
+    "magic": lambda _: 0,
+    "type": lambda _: 2,
+    "flags": lambda _: 3,
+    "length, a little": lambda _: 4,
+    "length, much": lambda _: 6,
+    "group": anywhere(8, 16),
+    "sequence": anywhere(16, 24),
+    "offset": anywhere(24, 32),
+    "fingerprint": anywhere(32, 40),
+    "shape": anywhere(40, 56),
+    "name": anywhere(56, 60),
+    "credit": anywhere(60, 64),
+    "checksum of the payload": anywhere(64, 68),
+    "checksum of the header": anywhere(68, 72),
+}
+
+
+SOME = [*((3, place) for place in PLACES), (2, "payload"), (2, "group"), (4, "shape")]
+
+
+@pytest.mark.parametrize(("size", "place"), SOME)
+def test_a_bit_of_a_data_frame(size: int, place: str) -> None:
+    flip = Flip(DATA, PLACES[place], bit=len(place) % 8, at_least=1, after=4)
+    with met(size, {0: flip}) as ranks:
+        groups = ranks.groups(NEVER_SMALL)
+        outcomes = ranks.errors(lambda rank: reduce_until_it_fails(groups[rank], 200_000))
+        assert flip.done
+        for rank, (error, seconds) in enumerate(outcomes):
+            expect_named(error, rank=rank, sender=0, receiver=1)
+            assert seconds < SOON_S
+        # The group stays failed; another one of these ranks says the same at once, one without that pair works.
+        again = ranks.groups(name="again")
+        for rank, (error, seconds) in enumerate(ranks.errors(lambda rank: again[rank].barrier().wait())):
+            assert isinstance(error, PeerLostError)
+            assert "as it was sent" in str(error) or "as they were sent" in str(error), str(error)
+            assert seconds < SOON_S, rank
+
+
+def test_without_checksums_the_ranks_differ_and_nobody_says_so() -> None:
+    """Not a law, but what the checksums are for; and a proof that the bits above do flip."""
+    flip = Flip(DATA, lambda _: HEADER + 2, bit=5, at_least=1, after=2)
+    with met(2, {0: flip}, checksums=False) as ranks:
+        groups = ranks.groups()
+        data = [np.full(1000, float(rank + 1), np.float32) for rank in range(2)]
+        for _ in range(3):
+            ranks.each(lambda rank: groups[rank].all_reduce(data[rank], "float32").wait())
+        assert flip.done
+        assert (data[0] != data[1]).sum() == 1
+
+
+def run_ahead(job: Job, rank: int) -> None:
+    """Rank 0 issues more than the 1 MiB that rank 1 keeps for it, in three groups of 8 calls under way."""
+    if rank == 1:
+        time.sleep(0.2)
+    groups = [job.group(rank, name=name) for name in ("first", "second", "third")]
+    data = [np.ones(16_000, np.float32) for _ in range(24)]
+    for work in [groups[i % 3].all_reduce(it, "float32") for i, it in enumerate(data)]:
+        work.wait()
+
+
+def reduce(job: Job, rank: int) -> None:
+    reduce_until_it_fails(job.group(rank), 200_000)
+
+
+def broadcast(job: Job, rank: int) -> None:
+    group = job.group(rank)
+    for _ in range(200):
+        group.broadcast(np.ones(8_000, np.float32), "float32", 0).wait()
+    group.barrier().wait()
+
+
+CONTROL: dict[str, tuple[int, int, Callable[[Job, int], None]]] = {  # type, sender, what brings such a frame about
+    "grant": (GRANT, 1, reduce),
+    "request": (REQUEST, 0, run_ahead),
+    "credit": (CREDIT, 1, broadcast),
+}
+
+
+@pytest.mark.parametrize("place", ["type", "sequence", "offset", "credit", "checksum of the header"])
+@pytest.mark.parametrize("what", CONTROL)
+def test_a_bit_of_a_frame_of_flow_control(what: str, place: str) -> None:
+    kind, sender, body = CONTROL[what]
+    flip = Flip(kind, PLACES[place], bit=1)
+    with met(2, {sender: flip}) as ranks:
+        outcomes = ranks.errors(lambda rank: body(ranks, rank))
+        assert flip.done
+        for rank, (error, seconds) in enumerate(outcomes):
+            expect_named(error, rank=rank, sender=sender, receiver=1 - sender)
+            assert seconds < SOON_S
+
+
+@pytest.mark.parametrize(("kind", "place"), [(PING, "sequence"), (PONG, "sequence"), (PONG, "payload")])
+def test_a_bit_of_a_question_or_its_answer(kind: int, place: str) -> None:
+    """A rank that waits asks the others; one that has not called answers."""
+    flip = Flip(kind, PLACES[place], bit=3)
+    sender = 0 if kind == PING else 1
+    with met(2, {sender: flip}) as ranks:
+        groups = ranks.groups()
+        outcomes = ranks.errors(lambda rank: groups[0].barrier().wait() if rank == 0 else None)
+        assert flip.done
+        expect_named(outcomes[0][0], rank=0, sender=sender, receiver=1 - sender)
+        assert outcomes[0][1] < SOON_S
+        # What rank 0 sent for its call came as it was, so the same call may end well on rank 1; the next does not.
+        (_, _), (error, _) = ranks.errors(lambda rank: [groups[1].barrier().wait() for _ in range(2 * rank)])
+        expect_named(error, rank=1, sender=sender, receiver=1 - sender)
+
+
+@pytest.mark.parametrize("place", ["sequence", "payload", "length, a little"])
+@pytest.mark.parametrize("kind", [ABORT, BYE])
+def test_a_bit_of_a_last_word(kind: int, place: str) -> None:
+    """Rank 0 gives a group up, or leaves; its word of that comes damaged: rank 1 tells of the connection, at once."""
+    flip = Flip(kind, PLACES[place], bit=2)
+    with met(2, {0: flip}) as ranks:
+        groups = ranks.groups()
+        ranks.runtimes[0].set_farewell("its program has ended")
+
+        def body(rank: int) -> None:
+            if rank == 1:  # a message, which disagrees with nothing
+                groups[1].receive(np.empty(4, np.float32), "float32", 0).wait()
+            elif kind == BYE:
+                ranks.runtimes[0].shut_down()
+            else:
+                groups[0].all_reduce(np.ones(100_000, np.float32), "float32")  # in flight, so the others are told
+                groups[0].close()
+
+        (_, _), (error, seconds) = ranks.errors(body)
+        assert flip.done
+        expect_named(error, rank=1, sender=0, receiver=1)
+        assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_a_bit_anywhere_on_every_connection(seed: int) -> None:
+    """Each rank receives a flipped bit from every other: whichever comes first, no wrong sum is ever given."""
+    count, within = (5, 5_000) if seed % 4 == 0 else (70_000, 500_000)
+    ranks = World(2 + seed % 3, transport="tcp", checksums=True, fault_seed=seed, flip_within=within)
+    try:
+        groups = ranks.groups(NEVER_SMALL if seed % 2 else ALWAYS_SMALL)
+
+        def body(rank: int) -> tuple[RingError | None, float]:
+            start = time.monotonic()
+            with pytest.raises(DamagedDataError) as told:
+                reduce_until_it_fails(groups[rank], count)
+            return told.value, time.monotonic() - start
+
+        for error, seconds in ranks.each(body):
+            assert re.search(
+                r"rank \d \(host \S+\) received damaged bytes from rank \d \(host \S+, pid \d+\)", str(error)
+            )
+            assert "on the connection faulty tcp 127.0.0.1:" in str(error)
+            assert seconds < SOON_S
+    finally:
+        ranks.close()
+
+
+# Processes: the variable reaches the connections, and those that share memory have no use for it.
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RankServer]:
+    made = RankServer()
+    yield made
+    made.close()
+
+
+def frame_bytes(spec: RankSpec, outcome: Outcome) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import ringdp
+
+    if spec.variables.get("BY") == "ringdp.init":
+        ringdp.init(init_method=spec.method, rank=spec.rank, world_size=spec.world)
+    else:
+        dist.init_process_group("ring", init_method=spec.method, rank=spec.rank, world_size=spec.world)
+    ones = torch.full((300_000,), float(spec.rank + 1))
+    dist.all_reduce(ones)
+    assert bool((ones == 3).all())
+    before = ringdp.traffic().bytes_sent
+    dist.barrier()  # one empty frame to the other rank
+    outcome.value = ringdp.traffic().bytes_sent - before
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("by", ["ringdp.init", "init_process_group"])
+@pytest.mark.parametrize(
+    ("transport", "setting", "sent"), [("tcp", "1", HEAD), ("tcp", "0", HEADER), ("shm", "1", HEADER)]
+)
+def test_the_setting_is_for_tcp(
+    server: RankServer, tmp_path: Path, transport: str, setting: str, sent: int, by: str
+) -> None:
+    variables = {"RINGDP_TRANSPORT": transport, "RINGDP_CHECKSUM": setting, "BY": by}
+    method = f"file://{tmp_path}/store"
+    body = f"{__name__}:frame_bytes"
+    outcomes = server.run([RankSpec(r, 2, variables=variables, method=method, body=body) for r in range(2)], tmp_path)
+    assert [it.text for it in outcomes] == ["", ""]
+    assert [it.value for it in outcomes] == [sent, sent]
+
+
+def test_processes_that_differ_about_the_setting_do_not_meet(server: RankServer, tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/store"
+    specs = [RankSpec(r, 3, variables={"RINGDP_CHECKSUM": "011"[r]}, method=method) for r in range(3)]
+    for it in server.run(specs, tmp_path):
+        assert it.error == "HandshakeError", it
+        assert re.search(r"RINGDP_CHECKSUM differs: 0 at rank 0, 1 at rank [12]", it.text), it.text
+        assert "the same settings" in it.text

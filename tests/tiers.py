@@ -1,0 +1,56 @@
+"""Which tests run when. A test that is not named here and not marked `slow` is of the default tier, `make test`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+# CI runs these beside the default tier (`make test-ci`): the sanitizers, and what a change of the core, the reducer, a
+# compressor or the launcher does not break by itself. Folders, files, or single tests as FILE::TEST.
+CI = (
+    "cpp/",
+    "unit/test_benchmarks.py",
+    "unit/test_benchmark_commands.py",
+    "unit/test_compression_benchmarks.py",
+    "unit/test_tools_bench.py",
+    "unit/test_build.py",
+    "unit/test_wheel.py",
+    "unit/test_cuda_toolkit.py",
+    "unit/test_docs.py::test_a_walk_shows_what_the_page_shows",
+    "unit/test_compression_low_rank.py::test_it_keeps_its_promises",
+    "train/test_digits.py",
+    "train/test_examples.py",
+    "train/test_c_example.py",
+    "train/test_custom_compressor.py",
+    "clients/test_libraries.py",
+    "clients/test_ringdp_libraries.py",
+    "clients/test_ringdp_compile.py",
+    "clients/test_torch_suite.py",
+)
+
+# These measure time, look at what is left on the machine, or make network namespaces: nothing runs beside them. The
+# other files of fault/ have bounds too, but wide ones: they passed while five processes shared two cores.
+ALONE = (
+    "fault/test_false_alarms.py",
+    "fault/test_hostile.py",
+    "fault/test_large_packets.py",
+    "fault/test_launch_stop.py",
+    "fault/test_rank_liveness.py",
+    "fault/test_reachable.py",
+    "fault/test_shared_memory.py",
+    "cpp/",
+    "unit/test_benchmarks.py",
+    "train/test_parallel_memory.py",
+)
+
+
+def mark(item: pytest.Item) -> None:
+    """Add the markers `ci` and `alone` to a test of these tables."""
+    name = f"{item.path.relative_to(HERE)}::{item.name}" if HERE in item.path.parents else ""
+    if name.startswith(CI):
+        item.add_marker(pytest.mark.ci)
+    if name.startswith(ALONE):
+        item.add_marker(pytest.mark.alone)

@@ -1,0 +1,313 @@
+"""sys.exit(), Ctrl-C and whatever else leaves a compressor or a communication hook ends backward.
+
+On that rank as it is, on the others by an error that names the rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+import ringdp
+from ringdp.compression import Info, Payload
+from ringdp.ddp.wrapper import RingDP
+from ringdp.hooks import ddp_hook
+from tests.train.harness import ROOT, backends, run_outcomes, run_ranks
+
+every_backend = pytest.mark.parametrize("backend", backends())
+ERRORS = {"exit": SystemExit(7), "interrupt": KeyboardInterrupt(), "memory": MemoryError("none left")}
+
+
+class Raises:
+    """A compressor that raises on rank 1, in its second step."""
+
+    def __init__(self, aggregate: str, error: str, place: str) -> None:
+        self.aggregate, self.error, self.place = aggregate, ERRORS[error], place
+        self.error_feedback = self if place == "feedback" else None
+
+    def __repr__(self) -> str:
+        return "Raises()"
+
+    def _go(self, place: str, step: int) -> None:
+        if place == self.place and step == 1 and dist.get_rank() == 1:
+            raise self.error
+
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        self._go("compress", info.step)
+        return (x.clone(),)
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        if info.phase == "rank":
+            self._go("decompress", info.step)
+        return payload[0]
+
+    def average(self, xs: list[Tensor], infos: list[Info]) -> Generator[list[Tensor], Any, list[Tensor]]:
+        sums = [x.clone() for x in xs]
+        yield sums
+        self._go("round", infos[0].step)
+        yield [torch.ones(3)]
+        return sums
+
+    def before(self, x: Tensor, state: dict[str, Any]) -> Tensor:
+        return x
+
+    def after(self, x: Tensor, decoded: Tensor, state: dict[str, Any]) -> None:
+        self._go("feedback", state.get("step", 0))
+        state["step"] = 1
+
+
+def backward_of(model: nn.Module) -> tuple[BaseException | None, float]:
+    begin = time.monotonic()
+    try:
+        model(torch.ones(2, 40)).sum().backward()
+    except BaseException as error:
+        return error, time.monotonic() - begin
+    return None, time.monotonic() - begin
+
+
+def in_the_second_step(wrapper: str, aggregate: str, error: str, place: str) -> tuple[BaseException | None, float]:
+    compressor = Raises(aggregate, error, place)
+    net = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 2))
+    model: nn.Module
+    if wrapper == "RingDP":
+        model = RingDP(net, bucket_cap_mb=0.003, rules=[("*", compressor)])
+    else:
+        ddp = DistributedDataParallel(net, bucket_cap_mb=0.003)
+        ddp.register_comm_hook(*ddp_hook(compressor, model=ddp))
+        model = ddp
+    first, _ = backward_of(model)
+    assert first is None, first
+    return backward_of(model)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "wrapper, aggregate, error, place",
+    [
+        ("RingDP", "owner", "exit", "compress"),
+        ("RingDP", "owner", "interrupt", "decompress"),
+        ("RingDP", "gather", "memory", "compress"),
+        ("RingDP", "sum", "interrupt", "compress"),
+        ("RingDP", "rounds", "exit", "round"),
+        ("RingDP", "owner", "exit", "feedback"),
+        ("DDP", "owner", "exit", "compress"),
+    ],
+)
+def test_what_a_compressor_raises(backend: str, wrapper: str, aggregate: str, error: str, place: str) -> None:
+    (other, other_s), (own, own_s) = run_ranks(in_the_second_step, wrapper, aggregate, error, place, backend=backend)
+    wanted = ERRORS[error]
+    assert type(own) is type(wanted)
+    assert own.args == wanted.args
+    assert type(other) is ringdp.RingError
+    assert f"rank 1 could not compress a bucket: {type(wanted).__name__}" in str(other)
+    assert max(own_s, other_s) < 10  # the timeout is 60 s
+
+
+def on_zeros() -> BaseException | None:
+    class First(Raises):
+        def compress(self, x: Tensor, info: Info) -> Payload:
+            if dist.get_rank() == 1:
+                raise SystemExit(7)
+            return (x.clone(),)
+
+    return backward_of(RingDP(nn.Linear(40, 40), rules=[("*", First("owner", "exit", "nowhere"))]))[0]
+
+
+@every_backend
+def test_a_compressor_that_raises_before_anything_is_exchanged(backend: str) -> None:
+    other, own = run_ranks(on_zeros, backend=backend, timeout_s=15)
+    assert type(own) is SystemExit
+    assert own.code == 7
+    assert type(other) is ringdp.MismatchError
+    assert "rank 1 has no code: SystemExit: 7" in str(other)
+
+
+def in_a_hook(place: str) -> BaseException | None:
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if place == "hook":
+            raise SystemExit(7)
+        summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+        def divided(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            raise SystemExit(7)
+
+        return summed.then(divided)
+
+    model = RingDP(nn.Linear(40, 40))
+    model.register_comm_hook(None, hook)
+    return backward_of(model)[0]
+
+
+@pytest.mark.skipif("ring" not in backends(), reason="ring's futures keep exceptions, torch's make RuntimeErrors")
+@pytest.mark.parametrize("place", ["hook", "then"])
+def test_what_a_hook_raises(place: str) -> None:
+    for error in run_ranks(in_a_hook, place, backend="ring"):
+        assert type(error) is SystemExit
+        assert error.code == 7
+
+
+def never() -> tuple[BaseException | None, float]:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    model = RingDP(nn.Linear(40, 40), process_group=group)
+    model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    return backward_of(model)
+
+
+@every_backend
+def test_a_future_that_is_never_completed_ends_by_the_timeout(backend: str) -> None:
+    for rank, (error, after_s) in enumerate(run_ranks(never, backend=backend)):
+        assert type(error) is ringdp.RingTimeoutError
+        assert f"the communication hook did not complete its future on rank {rank}" in str(error)
+        assert "bucket 0: bias, weight" in str(error)
+        assert error.bucket == 0
+        assert 1 < after_s < 5
+
+
+def gives(what: str) -> BaseException | None:
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        future: Any = None
+        if what != "no future":
+            future = torch.futures.Future()
+            future.set_result(None if what == "None" else torch.ones(3))
+        return future
+
+    model = RingDP(nn.Linear(40, 40))
+    model.register_comm_hook(None, hook)
+    return backward_of(model)[0]
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "what, error, text",
+    [
+        ("no future", TypeError, "the communication hook returned None: it has to return a torch.futures.Future"),
+        ("None", ringdp.InvalidArgumentError, "completed its future with None"),
+        ("three", ringdp.InvalidArgumentError, "with 3 elements for a bucket of 16"),
+    ],
+)
+def test_a_hook_that_gives_something_else_hears_of_it(
+    backend: str, what: str, error: type[Exception], text: str
+) -> None:
+    for raised in run_ranks(gives, what, backend=backend):
+        assert type(raised) is error
+        assert text in str(raised)
+
+
+class Sleeps:
+    def compress(self, x: Tensor, info: Info) -> Payload:
+        if bool(x.any()):
+            time.sleep(60)
+        return (x,)
+
+    def decompress(self, payload: Payload, info: Info) -> Tensor:
+        return payload[0]
+
+
+def interrupted(where: str) -> tuple[str, float]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    compressed = [("*", Sleeps())] if where == "a compressor" else []
+    model = RingDP(nn.Linear(40, 40), rules=compressed)
+    if where == "a future":
+        model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    output = model(torch.ones(2, 40)).sum()
+    if where == "an operation" and dist.get_rank() == 1:
+        time.sleep(1.5)  # the other one waits for this one in its backward
+        return "nothing", 0.0
+    sent: list[float] = []
+
+    def press() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.3, press).start()
+    try:
+        output.backward()
+        time.sleep(1)
+    except BaseException as error:
+        return type(error).__name__, time.monotonic() - sent[0]
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return "nothing", 0.0
+
+
+@every_backend
+@pytest.mark.parametrize("where", ["a future", "a compressor", "an operation"])
+def test_ctrl_c_ends_backward(backend: str, where: str) -> None:
+    first, _ = run_outcomes(interrupted, where, backend=backend)
+    assert first.text is None, first.text
+    error, after_s = first.value
+    assert error == "KeyboardInterrupt"
+    assert after_s < 1.1
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import torch
+import ringdp
+rank, folder, backend, how = int(sys.argv[1]), *sys.argv[2:]
+ringdp.init(backend, rank=rank, world_size=2, init_method=f"file://{folder}/store", timeout=60, device="cpu")
+
+class Mine:
+    def compress(self, x, info):
+        if rank == 1 and x.any():
+            if how == "exit":
+                sys.exit(7)
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            time.sleep(60)
+        return (x,)
+
+    def decompress(self, payload, info):
+        return payload[0]
+
+model = ringdp.RingDP(torch.nn.Linear(40, 40), rules=[("*", Mine())])
+print("ready", flush=True)
+model(torch.ones(2, 40)).sum().backward()
+"""
+
+
+@every_backend
+@pytest.mark.parametrize("how, code", [("exit", 7), ("interrupt", -signal.SIGINT)])
+def test_the_process_ends_by_it(backend: str, how: str, code: int, tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path), backend, how],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for program in programs:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+        begin = time.monotonic()
+        errors = [program.communicate(timeout=50)[1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert [program.returncode for program in programs] == [1, code], errors
+    assert time.monotonic() - begin < 20, errors  # the timeout is 60 s
+    assert "terminate called" not in errors[1]
+    if how == "exit":
+        assert "RingError: rank 1 could not compress a bucket: SystemExit: 7" in errors[0]
+    elif backend == "ring":
+        assert "PeerLostError" in errors[0]
+        assert "lost rank 1" in errors[0]

@@ -1,0 +1,245 @@
+"""A model that is compiled or has parts wrapped for checkpointing has the names, rules and states of the plain one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+import ringdp
+from ringdp.compression import EF21, Int8, TopK
+from ringdp.compression.partition import bounds, owner_offset_of
+from ringdp.ddp.wrapper import RingDP
+from ringdp.hooks import ddp_hook, parameter_names
+from tests.train import compressed_training as training
+from tests.train.harness import run_ranks
+
+
+def net() -> nn.Sequential:
+    """Sizes of which two ranks own other elements where the name is another one."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 100), nn.LayerNorm(100), nn.Linear(100, 61), nn.Tanh(), nn.Linear(61, 7))
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+def compiled_in_part() -> nn.Module:
+    model = net()
+    model[0] = compiled(model[0])
+    return model
+
+
+def checkpointed() -> nn.Module:
+    model = net()
+    model[2] = checkpoint_wrapper(model[2])
+    return checkpoint_wrapper(model)
+
+
+WAYS: dict[str, Callable[[], nn.Module]] = {
+    "plain": net,
+    "compiled": lambda: compiled(net()),
+    "compiled in part": compiled_in_part,
+    "checkpointed": checkpointed,
+    "both": lambda: compiled(checkpointed()),
+}
+RULES: list[tuple[Any, Any]] = [("0.weight", "int4"), ("_orig_mod.2.*", None), (nn.LayerNorm, "bf16")]
+
+
+def names_by(way: str) -> tuple[dict[str, str], set[str], str]:
+    """How parameters are compressed, what a hook hears, and what a message says."""
+    model = RingDP(WAYS[way](), compression="int8", rules=RULES)
+    training.train(model, range(2))
+    hooked, heard = RingDP(WAYS[way]()), set()
+
+    def listen(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        heard.update(parameter_names(bucket))
+        return ringdp.hooks.allreduce_hook(None, bucket)
+
+    hooked.register_comm_hook(None, listen)
+    training.loss_of(hooked, 0).backward()
+    with pytest.raises(ringdp.InvalidArgumentError) as refused:
+        model.set_compression("int8", [("0.wieght", None)])
+    return model.compression_stats().parameters, heard, str(refused.value)
+
+
+def every_way() -> None:
+    plain = names_by("plain")
+    assert set(plain[0]) == plain[1] == {name for name, _ in net().named_parameters()}
+    assert [plain[0][name].partition("(")[0] for name in ("0.weight", "1.weight", "2.weight", "2.bias")] == [
+        "Int4", "Bfloat16", "exact", "exact",
+    ]  # fmt: skip
+    for way in WAYS:
+        assert names_by(way) == plain, way
+
+
+def test_every_way_has_the_names_of_the_plain_model() -> None:
+    run_ranks(every_way, world_size=2, backend="ring")
+
+
+def around() -> None:
+    """torch.compile over RingDP: its methods are RingDP's."""
+    model: Any = compiled(RingDP(net(), compression="int8", rules=RULES))
+    training.loss_of(model, 0).backward()
+    assert set(model.compression_stats().parameters) == {name for name, _ in net().named_parameters()}
+    state = model.compression_state_dict()
+    RingDP(net(), compression="int8", rules=RULES).load_compression_state_dict(state)
+
+
+def test_a_compiled_wrapper() -> None:
+    run_ranks(around, world_size=2, backend="ring")
+
+
+def one_rank_compiles() -> list[str]:
+    """Ranks agree by clean names: one may compile what another runs plainly."""
+    model = RingDP(WAYS["compiled" if dist.get_rank() else "plain"](), compression="int4")
+    return training.train(model, range(3))
+
+
+def test_ranks_may_compile_or_not() -> None:
+    first, second = run_ranks(one_rank_compiles, world_size=2, backend="ring")
+    assert first == second
+
+
+def differing() -> str:
+    model = net() if dist.get_rank() else compiled(nn.Sequential(nn.Linear(48, 99)))
+    with pytest.raises(ringdp.MismatchError) as caught:
+        RingDP(model)
+    return str(caught.value)
+
+
+def test_messages_about_models_have_clean_names() -> None:
+    for text in run_ranks(differing, world_size=2, backend="ring"):
+        assert "_orig_mod" not in text
+
+
+def goes_on(compression: Any, consolidated: bool) -> None:
+    """A state goes through models of each way; with it each run goes on with the same bits."""
+    first = RingDP(net(), compression=copy.deepcopy(compression))
+    training.train(first, range(3))
+    state = first.compression_state_dict(consolidated=consolidated)
+    seen = {}
+    for way, make in WAYS.items():
+        model = RingDP(make(), compression=copy.deepcopy(compression))
+        training.loss_of(model, 0).backward()  # buckets are laid out anew after the first backward
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), first.parameters(), strict=True):
+                mine.copy_(theirs)
+        model.load_compression_state_dict(state)
+        state = model.compression_state_dict(consolidated=consolidated)
+        seen[way] = training.train(model, range(3, 5))
+    entries = state["parameters"] if consolidated else state["ranks"][str(dist.get_rank())]
+    assert set(entries) == {"0.weight", "2.weight"}
+    assert len(set(map(tuple, seen.values()))) == 1, seen
+
+
+@pytest.mark.parametrize("consolidated", [False, True], ids=["exact", "consolidated"])
+@pytest.mark.parametrize("compression", ["int4", TopK(0.1), Int8(error_feedback=EF21())], ids=str)
+def test_states_of_compiled_and_plain_models_load_into_each_other(compression: Any, consolidated: bool) -> None:
+    run_ranks(goes_on, compression, consolidated, world_size=2, backend="ring")
+
+
+def mean_of(model: RingDP) -> dict[str, torch.Tensor]:
+    entries = model.compression_state_dict(consolidated=True)["parameters"]
+    return {name: entry["residual"] for name, entry in entries.items()}
+
+
+def with_prefix(entries: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {prefix + name: entry for name, entry in entries.items()}
+
+
+def moved(name: str, numel: int) -> bool:
+    """Whether this rank owns other elements of the parameter by its old name."""
+    return bounds(numel, 2, owner_offset_of(name)) != bounds(numel, 2, owner_offset_of("_orig_mod." + name))
+
+
+def loads_old_states(compression: Any) -> None:
+    """States of before have prefixes; whatever the mean lacks by them, it lacks still."""
+    model = RingDP(net(), compression=compression)
+    training.train(model, range(3))
+    lacking = mean_of(model)
+    assert any(moved(name, len(it)) for name, it in lacking.items())
+    mean = model.compression_state_dict(consolidated=True)
+    mean["parameters"] = with_prefix(mean["parameters"], "_orig_mod.")
+    again = RingDP(net(), compression=compression)
+    again.load_compression_state_dict(mean)
+    for name, it in mean_of(again).items():
+        assert torch.equal(it, lacking[name])
+    # An exact one, as a model of that name would have saved it: of what this rank owns the mean lacks all.
+    own = model.compression_state_dict()
+    rank = str(dist.get_rank())
+    entries = with_prefix(own["ranks"][rank], "_orig_mod.")
+    lacked = {}
+    for name, entry in entries.items():
+        residual = entry["residual"]
+        edges = bounds(len(residual), 2, owner_offset_of(name))
+        mine = torch.zeros_like(residual)
+        mine[edges[int(rank)] : edges[int(rank) + 1]] = 1
+        lacked[name.removeprefix("_orig_mod.")] = residual * (mine + (1 - mine) / 2)
+    own["ranks"] = {rank: entries}
+    again.load_compression_state_dict(own)
+    for name, it in mean_of(again).items():
+        dist.all_reduce(lacked[name])
+        torch.testing.assert_close(it, lacked[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("compression", ["int4", Int8(block=100, error_feedback=True)], ids=str)
+def test_states_saved_with_prefixes_load(compression: Any) -> None:
+    run_ranks(loads_old_states, compression, world_size=2, backend="ring")
+
+
+def owners_remember_more() -> None:
+    """What ranks have in EF21 goes with what owners have: other owners cannot go on from it."""
+    model = RingDP(net(), compression=Int8(error_feedback=EF21()))
+    training.train(model, range(2))
+    own = model.compression_state_dict()
+    rank = str(dist.get_rank())
+    own["ranks"] = {rank: with_prefix(own["ranks"][rank], "_orig_mod.")}
+    with pytest.raises(ringdp.InvalidArgumentError, match=r"of '_orig_mod\.\d\.weight', which is '\d\.weight' now"):
+        model.load_compression_state_dict(own)
+    twice = model.compression_state_dict()
+    twice["ranks"][rank] |= with_prefix(twice["ranks"][rank], "_orig_mod.")
+    with pytest.raises(ringdp.InvalidArgumentError, match=r"has '0\.weight' twice, also as '_orig_mod\.0\.weight'"):
+        model.load_compression_state_dict(twice)
+
+
+def test_what_cannot_be_carried_over_is_refused() -> None:
+    run_ranks(owners_remember_more, world_size=2, backend="ring")
+
+
+def by_hook(way: str, compression: Any) -> tuple[list[str], dict[str, Any]]:
+    """torch's DDP: compiled outside and inside, with the model that the hook is told."""
+    inner = net() if way in ("plain", "around") else WAYS[way]()
+    ddp = DistributedDataParallel(inner)
+    model: Any = compiled(ddp) if way == "around" else ddp
+    hook, function = ddp_hook(compression, model=model, rules=[("2.weight", None)])
+    ddp.register_comm_hook(hook, function)
+    seen = training.train(model, range(3))
+    return seen, hook.state_dict(consolidated=True)["parameters"]
+
+
+def hooks(compression: Any) -> None:
+    plain, state = by_hook("plain", compression)
+    assert set(state) == {"0.weight"}
+    for way in (*WAYS, "around"):
+        seen, its_state = by_hook(way, compression)
+        assert (seen, set(its_state)) == (plain, {"0.weight"}), way
+    hook, _ = ddp_hook(compression, model=compiled(net()), rules=[("2.weight", None)])
+    empty = hook.state_dict(consolidated=True)
+    hook.load_state_dict(empty | {"parameters": with_prefix(state, "_orig_mod.")})
+    loaded = hook.state_dict(consolidated=True)["parameters"]
+    assert torch.equal(loaded["0.weight"]["residual"], state["0.weight"]["residual"])
+
+
+@pytest.mark.parametrize("backend", ["ring", "gloo"])
+def test_the_hook_of_torchs_ddp(backend: str) -> None:
+    run_ranks(hooks, "int4", world_size=2, backend=backend)
