@@ -54,8 +54,8 @@ inline void bind_reconfiguration(pybind11::module_& module, void (*check_interru
             auto runtime = std::make_unique<Runtime>(met.rank, std::move(met.mesh), std::move(options));
             return std::tuple(met.rank, met.world, hold_runtime(std::move(runtime)));
           },
-          py::arg("uuid"), py::arg("handles"), py::kw_only(), py::arg("ordered") = true,
-          py::arg("timeout_ms") = 30'000, "Blocks until all are connected: (rank, world, Runtime).");
+          py::arg("uuid"), py::arg("handles"), py::kw_only(), py::arg("ordered") = true, py::arg("timeout_ms") = 30'000,
+          "Blocks until all are connected: (rank, world, Runtime).");
 }
 
 }  // namespace ringdp

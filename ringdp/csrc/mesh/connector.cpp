@@ -154,7 +154,8 @@ void Connector::watch(int peer) {
 
 void Connector::tell(const GivenUp& why) {
   for (const Fd& socket : connected_)
-    if (socket) send_shared_message(socket.get(), why.message());  // where that fails, the end of the connection says it
+    if (socket)
+      send_shared_message(socket.get(), why.message());  // where that fails, the end of the connection says it
 }
 
 std::optional<Connector::Trouble> Connector::trouble() {

@@ -55,7 +55,7 @@ class Connector {
     bool refused = false;  // where it listened, nothing does
     bool large = false;    // connected, but large packets do not arrive; `text`: on which connection
     std::string text;
-    std::vector<int> also = {};  // if `large`: other peers with whom it looks the same
+    std::vector<int> also = {};            // if `large`: other peers with whom it looks the same
     std::optional<GivenUp> given_up = {};  // if `lost`: it said why before it left
   };
   std::optional<Trouble> trouble();

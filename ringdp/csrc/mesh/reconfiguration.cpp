@@ -120,9 +120,10 @@ const std::string& Reconfiguration::handle() {
 Reconfiguration::Outcome Reconfiguration::meet(const Members& given, int64_t timeout_ms,
                                                const std::function<void()>& check_interrupt) {
   if (!used_.insert(given.uuid).second)
-    throw Error(ErrorKind::kState, "reconfigure: uuid " + std::to_string(given.uuid) +
-                                       " was already used for this process group: each attempt needs a new one, the same "
-                                       "on all of its members");
+    throw Error(ErrorKind::kState,
+                "reconfigure: uuid " + std::to_string(given.uuid) +
+                    " was already used for this process group: each attempt needs a new one, the same "
+                    "on all of its members");
   const std::string attempt = "reconfigure (uuid " + std::to_string(given.uuid) + ")";
   handle();  // the others need somewhere to connect to
   std::vector<Member> members;
@@ -179,7 +180,8 @@ Reconfiguration::Outcome Reconfiguration::meet(const Members& given, int64_t tim
   // All ranks compare all settings with rank 0's, so that all raise the same.
   const Record& first = members.front().record;
   for (const Member& it : members)
-    for (const auto& [key, what] : {std::pair{"version", "the protocol version"}, {"checksums", "RINGDP_CHECKSUM"},
+    for (const auto& [key, what] : {std::pair{"version", "the protocol version"},
+                                    {"checksums", "RINGDP_CHECKSUM"},
                                     {"tables", "the algorithm table (RINGDP_TUNING)"}})
       if (field(it.record, key) != field(first, key))
         throw Error(ErrorKind::kHandshake, attempt + ": " + what + " differs: " + field(first, key) + " on " +
@@ -193,8 +195,9 @@ Reconfiguration::Outcome Reconfiguration::meet(const Members& given, int64_t tim
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kInterrupted) throw;
     ErrorContext context = error.context();
-    context.advice = "every member must call reconfigure with the same new uuid and the same handles, in time; this rank is "
-                     "what it was before, and may try again with another uuid";
+    context.advice =
+        "every member must call reconfigure with the same new uuid and the same handles, in time; this rank is "
+        "what it was before, and may try again with another uuid";
     throw Error(error.kind(), attempt + " failed: " + error.what() + "; " + context.advice, context);
   }
   return outcome;

@@ -62,7 +62,7 @@ class SharedSetup {
   void step(int wait_ms);
   // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
-  bool complete() const;  // all ranks are ready
+  bool complete() const;          // all ranks are ready
   void tell(const GivenUp& why);  // the peers, before this rank leaves
   const Plan& plan() const { return plan_; }
 

@@ -35,7 +35,8 @@ void call_completion_hooks(const std::vector<std::shared_ptr<const std::function
 
 }  // namespace
 
-Hooks::Hooks() : listener_(std::make_shared<const FailureListener>([this](const std::exception_ptr&) { on_failure(); })) {}
+Hooks::Hooks()
+    : listener_(std::make_shared<const FailureListener>([this](const std::exception_ptr&) { on_failure(); })) {}
 
 Hooks::~Hooks() {
   listener_.reset();
@@ -64,8 +65,8 @@ void Hooks::remove(Table<Hook>& hooks, int64_t id, const char* kind) {
   std::lock_guard lock(mutex_);
   removed = hooks.extract(id);
   if (removed.empty())
-    throw Error(ErrorKind::kValue, std::string("this process group has no ") + kind + " hook with the number " +
-                                       std::to_string(id));
+    throw Error(ErrorKind::kValue,
+                std::string("this process group has no ") + kind + " hook with the number " + std::to_string(id));
   has_completion_hooks_ = !completion_hooks_.empty();
 }
 

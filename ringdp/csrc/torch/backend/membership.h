@@ -8,7 +8,7 @@
 namespace ringdp {
 
 struct Membership {
-  std::shared_ptr<Runtime> runtime;    // both null in a group that waits for its first reconfigure
+  std::shared_ptr<Runtime> runtime;  // both null in a group that waits for its first reconfigure
   std::shared_ptr<GroupHandle> group;
 };
 

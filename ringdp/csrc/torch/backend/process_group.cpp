@@ -93,7 +93,8 @@ void ProcessGroupRing::setTimeout(std::chrono::milliseconds timeout) {
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 
-ProcessGroupRing::ProcessGroupRing(int rank, int size, std::chrono::milliseconds timeout, Reconfigurer::Settings settings,
+ProcessGroupRing::ProcessGroupRing(int rank, int size, std::chrono::milliseconds timeout,
+                                   Reconfigurer::Settings settings,
                                    std::function<void(const std::shared_ptr<Runtime>&)> installed)
     : c10d::Backend(rank, size),
       owns_runtime_(true),
@@ -152,8 +153,9 @@ std::shared_ptr<GroupHandle> ProcessGroupRing::group() const {
 #endif
   auto group = membership().group;
   if (!group)
-    throw Error(ErrorKind::kState, "this process group has no members yet: it was made with enable_reconfigure=True, so call "
-                                   "reconfigure first, on every member, with the handles of all");
+    throw Error(ErrorKind::kState,
+                "this process group has no members yet: it was made with enable_reconfigure=True, so call "
+                "reconfigure first, on every member, with the handles of all");
   return group;
 }
 
@@ -171,7 +173,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
     if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
       refuse("allreduce", "unsupported reduction operation (allreduce of sparse tensors only works with ReduceOp.SUM)");
     ++calls_;
-    return all_reduce_sparse(group(), devices_, tensors, opts.timeout, opts.asyncOp);
+    return all_reduce_sparse(group(), devices_, hooks_, tensors, opts.timeout, opts.asyncOp);
   }
   ReduceOp op = reduce_op_of(opts.reduceOp, "all_reduce");
   DType dtype = dtype_of(tensors[0], "all_reduce");
@@ -180,7 +182,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
       std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
   auto memory = buffers->merged(tensors, op);
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors,
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors,
             tensors);
   call.add(group->all_reduce(memory, dtype, op, call.options(std::move(buffers))));
   return call.done();
@@ -194,7 +196,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
   auto buffers = std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(op, buffer, "all_reduce"));
   auto memory = buffers->in_place(buffer);
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer}, {buffer});
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer},
+            {buffer});
   CallOptions options = call.options(std::move(buffers));
   if (options.staging)
     options.after = [after = std::move(options.after), staging = options.staging, report] {
@@ -215,8 +218,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_compressed(at::Tenso
     refuse("all_reduce_compressed", "the core encodes tensors on the CPU, not one on " + buffer.device().str() +
                                         "; device tensors are encoded on their device and exchanged as bytes");
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", true, kNoTimeout, {buffer},
-            {buffer});
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", true, kNoTimeout,
+            {buffer}, {buffer});
   CallOptions options = call.options(std::make_shared<Buffers>(*devices_, "all_reduce"));
   options.finite = std::move(report);
   options.keep_alive = std::make_shared<std::pair<at::Tensor, std::vector<at::Tensor>>>(buffer, std::move(residuals));
@@ -240,7 +243,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
     require_reduction("allreduce_coalesced", dtype_of(tensors[i], "all_reduce"), op);
   }
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout,
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout,
             tensors, tensors);
   if (share_memory(tensors)) {  // each stands for what it was before the call: all are read first
     auto buffers =
@@ -254,7 +257,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
         std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[i], "all_reduce"));
     auto memory = buffers->in_place(tensors[i]);
     call.add(group->all_reduce(memory, dtype_of(tensors[i], "all_reduce"), op,
-                                call.options(std::move(buffers), i + 1 == tensors.size())));
+                               call.options(std::move(buffers), i + 1 == tensors.size())));
   }
   return call.done();
 }
@@ -271,7 +274,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce(std::vector<at::Tensor>&
   auto buffers = std::make_shared<Buffers>(*devices_, "reduce", premultiplier_of(opts.reduceOp, tensors[0], "reduce"));
   auto memory = opts.rootRank == getRank() ? buffers->in_place(tensors[0]) : buffers->input(tensors[0]);
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::REDUCE, "ring:reduce", opts.asyncOp, opts.timeout, tensors, tensors);
+  Call call(*group, *devices_, hooks_, c10d::OpType::REDUCE, "ring:reduce", opts.asyncOp, opts.timeout, tensors,
+            tensors);
   call.add(group->reduce(memory, dtype, op, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
   return call.done();
 }
@@ -288,7 +292,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::broadcast(std::vector<at::Tenso
   auto memory = opts.rootRank == getRank() ? buffers->input(tensor) : buffers->output(tensor);
   buffers->repeat(tensor, tensors);
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors,
+  Call call(*group, *devices_, hooks_, c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors,
             tensors);
   call.add(group->broadcast(memory, dtype, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
   return call.done();
@@ -296,7 +300,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::broadcast(std::vector<at::Tenso
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& opts) {
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::BARRIER, "ring:barrier", opts.asyncOp, opts.timeout, {}, {});
+  Call call(*group, *devices_, hooks_, c10d::OpType::BARRIER, "ring:barrier", opts.asyncOp, opts.timeout, {}, {});
   call.add(group->barrier(call.options(std::make_shared<Buffers>(*devices_, "barrier"))));
   return call.done();
 }
@@ -327,7 +331,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::send(std::vector<at::Tensor>& t
   auto buffers = std::make_shared<Buffers>(*devices_, "send");
   auto memory = buffers->input(tensors[0]);
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::SEND, "ring:send", true, kNoTimeout, tensors, tensors);
+  Call call(*group, *devices_, hooks_, c10d::OpType::SEND, "ring:send", true, kNoTimeout, tensors, tensors);
   call.add(group->send(memory, dtype_of(tensors[0], "send"), destination, tag, call.options(std::move(buffers))));
   return call.done();
 }
@@ -346,7 +350,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::receive(std::vector<at::Tensor>
   auto buffers = std::make_shared<Buffers>(*devices_, "recv");
   auto memory = buffers->output(tensors[0]);
   const auto group = counted();
-  Call call(*group, *devices_, type, title, true, kNoTimeout, tensors, tensors);
+  Call call(*group, *devices_, hooks_, type, title, true, kNoTimeout, tensors, tensors);
   call.add(group->receive(memory, dtype_of(tensors[0], "recv"), source, tag, call.options(std::move(buffers))));
   return call.done();
 }

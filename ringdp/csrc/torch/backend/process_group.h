@@ -21,6 +21,10 @@ namespace ringdp {
 
 class BackendWatchdog;
 
+// Whether torch calls the time estimation of any backend (since 2.15), not of NCCL's alone.
+template <typename Backend>
+inline constexpr bool kTorchEstimates = requires { &Backend::startTimeEstimate; };
+
 class ProcessGroupRing final : public c10d::Backend {
  public:
   // `owns_runtime`: this is the group that made the Runtime; its shutdown ends it.
@@ -109,6 +113,12 @@ class ProcessGroupRing final : public c10d::Backend {
   }
   virtual void unregisterCompletionHook(int64_t id) { hooks_->remove_completion_hook(id); }
 
+  // Torch's time estimation: what is called between the two is not run. The answer, in microseconds, is the cost model's
+  // (ringdp/tools/cost_model.py), with the constants of RINGDP_TUNING's file where it has any.
+  virtual bool supportsTimeEstimation() const { return kTorchEstimates<c10d::Backend>; }
+  virtual void startTimeEstimate() { group()->start_estimate(); }
+  virtual float endTimeEstimate();
+
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   bool supportsReconfigure() const override { return reconfigurer_ != nullptr; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
@@ -131,7 +141,7 @@ class ProcessGroupRing final : public c10d::Backend {
   const bool owns_runtime_;
   std::atomic<int64_t> timeout_ms_;
   mutable std::mutex membership_mutex_;
-  Membership membership_;  // shared with calls, and its Runtime by all groups made from the default group
+  Membership membership_;             // shared with calls, and its Runtime by all groups made from the default group
   std::atomic<bool> aborted_{false};  // by this rank, since it got these members
   std::mutex watchdogs_mutex_;
   std::vector<std::shared_ptr<BackendWatchdog>> watchdogs_;  // shared with the reducers that use them

@@ -28,7 +28,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vect
   for (std::size_t list = 1; list < outputs.size(); ++list)
     for (std::size_t i = 0; i < all; ++i) buffers->repeat(outputs[0][i], {outputs[list][i]});
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs,
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs,
             outputs[0]);
   if (outputs.size() > 1) call.set_output_lists(outputs);
   call.add(group->all_gather(input, std::move(blocks), dtype, call.options(std::move(buffers))));
@@ -48,14 +48,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced
   for (std::size_t i = 0; i < inputs.size(); ++i)
     require_parts("all_gather_into_tensor", outputs[i], inputs[i], getSize(), "output", "input");
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp, opts.timeout,
-            inputs, outputs);
+  Call call(*group, *devices_, hooks_, c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp,
+            opts.timeout, inputs, outputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "all_gather_into_tensor");
     auto input = buffers->input(inputs[i]);
     auto blocks = cut(buffers->output(outputs[i]), getSize());
     call.add(group->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather_into_tensor"),
-                                call.options(std::move(buffers), i + 1 == inputs.size())));
+                               call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
 }
@@ -72,7 +72,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter");
   require_reduction("reduce_scatter", dtype_of(outputs[0], "reduce_scatter"), op);
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout,
+  Call call(*group, *devices_, hooks_, c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout,
             inputs[0], outputs);
   auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter",
                                            premultiplier_of(opts.reduceOp, outputs[0], "reduce_scatter"));
@@ -80,7 +80,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::
   for (const at::Tensor& input : inputs[0]) chunks.push_back(buffers->input(input));
   auto output = buffers->output(outputs[0]);
   call.add(group->reduce_scatter(std::move(chunks), output, dtype_of(outputs[0], "reduce_scatter"), op,
-                                  call.options(std::move(buffers), true)));
+                                 call.options(std::move(buffers), true)));
   return call.done();
 }
 
@@ -99,7 +99,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced
     require_reduction("reduce_scatter_tensor", dtype_of(outputs[i], "reduce_scatter_tensor"), op);
   }
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp,
+  Call call(*group, *devices_, hooks_, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp,
             opts.timeout, inputs, outputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter_tensor",
@@ -107,7 +107,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced
     auto chunks = cut(buffers->input(inputs[i]), getSize());
     auto output = buffers->output(outputs[i]);
     call.add(group->reduce_scatter(std::move(chunks), output, dtype_of(outputs[i], "reduce_scatter_tensor"), op,
-                                    call.options(std::move(buffers), i + 1 == inputs.size())));
+                                   call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
 }
@@ -135,7 +135,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_coalesced(std::vector
   }
   for (const at::Tensor& input : inputs) (void)dtype_of(input, "allgather_coalesced");
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts.asyncOp, opts.timeout,
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts.asyncOp, opts.timeout,
             inputs, flat);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "all_gather");
@@ -143,7 +143,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_coalesced(std::vector
     std::vector<std::span<std::byte>> blocks;
     for (const auto& list : outputs) blocks.push_back(buffers->output(list[i]));
     call.add(group->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather"),
-                                call.options(std::move(buffers), i + 1 == inputs.size())));
+                               call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
 }
@@ -163,9 +163,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather(std::vector<std::vector<
   std::vector<std::span<std::byte>> blocks;
   for (const at::Tensor& result : results) blocks.push_back(buffers->output(result));
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs, results);
+  Call call(*group, *devices_, hooks_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs,
+            results);
   call.add(group->gather(input, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
-                          call.options(std::move(buffers))));
+                         call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -184,9 +185,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>
   std::vector<std::span<std::byte>> chunks;
   for (const at::Tensor& piece : pieces) chunks.push_back(buffers->input(piece));
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::SCATTER, "ring:scatter", opts.asyncOp, opts.timeout, pieces, outputs);
+  Call call(*group, *devices_, hooks_, c10d::OpType::SCATTER, "ring:scatter", opts.asyncOp, opts.timeout, pieces,
+            outputs);
   call.add(group->scatter(std::move(chunks), output, dtype, static_cast<int>(opts.rootRank),
-                           call.options(std::move(buffers))));
+                          call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -210,7 +212,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall(std::vector<at::Tensor
     blocks.push_back(buffers->output(outputs[i]));
   }
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::ALLTOALL, "ring:all_to_all", opts.asyncOp, opts.timeout, inputs,
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLTOALL, "ring:all_to_all", opts.asyncOp, opts.timeout, inputs,
             outputs);
   call.add(group->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
@@ -227,8 +229,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall_base(at::Tensor& outpu
   auto chunks = cut_rows("alltoall_base", input, buffers->input(input), input_rows, getSize());
   auto blocks = cut_rows("alltoall_base", output, buffers->output(output), output_rows, getSize());
   const auto group = counted();
-  Call call(*group, *devices_, c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout, {input},
-            {output});
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout,
+            {input}, {output});
   call.add(group->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
 }

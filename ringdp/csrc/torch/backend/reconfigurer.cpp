@@ -83,8 +83,8 @@ std::string Reconfigurer::handle() {
 
 c10::intrusive_ptr<c10d::Work> Reconfigurer::begin(const c10d::ReconfigureOptions& options, int64_t group_timeout_ms) {
   if (!options.hints.empty())
-    throw Error(ErrorKind::kValue, "reconfigure: the backend ring knows no hint '" + options.hints.begin()->first +
-                                       "': leave hints out");
+    throw Error(ErrorKind::kValue,
+                "reconfigure: the backend ring knows no hint '" + options.hints.begin()->first + "': leave hints out");
   int64_t timeout_ms = settings_.timeout_ms;
   if (options.timeout) timeout_ms = options.timeout->count();
   if (timeout_ms <= 0)
@@ -93,7 +93,8 @@ c10::intrusive_ptr<c10d::Work> Reconfigurer::begin(const c10d::ReconfigureOption
   std::lock_guard lock(mutex_);
   if (stopping_) throw Error(ErrorKind::kState, "this process group was shut down");
   if (under_way_.exchange(true))
-    throw Error(ErrorKind::kState, "reconfigure: another attempt of this process group is under way: wait for its Work first");
+    throw Error(ErrorKind::kState,
+                "reconfigure: another attempt of this process group is under way: wait for its Work first");
   end_thread(thread_);  // of the attempt before: it has nothing left to do, or is closing what it replaced
   auto work = c10::make_intrusive<ReconfigureWork>();
   try {
@@ -127,8 +128,8 @@ Membership Reconfigurer::attempt(const Reconfiguration::Members& members, int64_
   made.runtime = std::make_shared<Runtime>(met.rank, std::move(met.mesh), settings_.engine, settings_.tables);
   std::vector<int> all(static_cast<std::size_t>(met.world));
   std::iota(all.begin(), all.end(), 0);
-  made.group = std::make_shared<GroupHandle>(made.runtime, settings_.name, std::move(all), group_timeout_ms,
-                                             settings_.tables);
+  made.group =
+      std::make_shared<GroupHandle>(made.runtime, settings_.name, std::move(all), group_timeout_ms, settings_.tables);
   return made;
 }
 

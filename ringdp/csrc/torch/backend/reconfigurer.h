@@ -48,7 +48,7 @@ class Reconfigurer {
   const Settings settings_;
   const Install install_;
   const unsigned generation_ = fork_generation();
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;                 // of what follows
   Reconfiguration reconfiguration_;  // while an attempt is under way, its thread's
   std::string handle_;
   std::unique_ptr<std::thread> thread_;

@@ -136,10 +136,12 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
 }
 
+c10::intrusive_ptr<c10d::Backend> create_reconfigurable([[maybe_unused]] int rank, [[maybe_unused]] int size,
+                                                        [[maybe_unused]] std::chrono::milliseconds timeout,
+                                                        [[maybe_unused]] const std::string& group_id,
+                                                        [[maybe_unused]] bool is_default,
+                                                        [[maybe_unused]] const py::dict& config) {
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
-c10::intrusive_ptr<c10d::Backend> create_reconfigurable(int rank, int size, std::chrono::milliseconds timeout,
-                                                        const std::string& group_id, bool is_default,
-                                                        const py::dict& config) {
   Reconfigurer::Settings settings;
   settings.rendezvous = rendezvous_options(config, rank, size);
   settings.engine = engine_options_of(config);
@@ -149,8 +151,10 @@ c10::intrusive_ptr<c10d::Backend> create_reconfigurable(int rank, int size, std:
   return c10::make_intrusive<ProcessGroupRing>(
       rank, size, timeout, std::move(settings),
       [is_default](const std::shared_ptr<Runtime>& runtime) { remember(runtime, is_default); });
-}
+#else
+  throw Error(ErrorKind::kState, "this torch has no reconfigure: it came with 2.14");
 #endif
+}
 
 std::unique_ptr<Lobby> make_lobby(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                   const std::string& hello, std::chrono::milliseconds timeout, double first_notice_s,
@@ -208,11 +212,9 @@ void bind_process_group(py::module_& module) {
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
              py::arg("lobby").none(true) = nullptr);
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
   module.def("create_reconfigurable_process_group", &create_reconfigurable, py::kw_only(), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("is_default"), py::arg("config"),
              "A group without members, which get to know each other by handles: see torch's reconfigure.");
-#endif
   module.def("shut_down_all", &shut_down_all, py::call_guard<py::gil_scoped_release>(),
              "Leave all jobs and end the threads; for the end of the process.");
   module.def("set_farewell", &set_farewell, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
