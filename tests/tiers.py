@@ -16,6 +16,7 @@ CI = (
     "unit/test_benchmark_commands.py",
     "unit/test_compression_benchmarks.py",
     "unit/test_tools_bench.py",
+    "unit/test_run_tests.py",
     "unit/test_build.py",
     "unit/test_wheel.py",
     "unit/test_cuda_toolkit.py",
