@@ -1,4 +1,4 @@
-"""Processes that have torch from their first moment: forked from one that imported it, which costs 1.5 s of CPU.
+"""Processes that have torch from their first moment: forked from one that took 3 s of CPU to import it and ringdp.
 
     rank = Forked("tests.train.harness:_be_rank", 0, 2, environ=…, output=log, descriptors=[pipe.fileno()])
     rank.poll(); rank.kill(); rank.wait()           # as subprocess.Popen
@@ -31,6 +31,8 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ORIGINS = 2
+# A wrapper imports torch._dynamo, which takes as long as torch itself.
+PRELOADED = ("torch._dynamo", "torch.testing", "ringdp._C", "ringdp.ddp.wrapper", "ringdp.hooks", "ringdp.testing")
 LARGEST = 1 << 17  # of a request, with its environment
 _PR_SET_PDEATHSIG = 1
 _STATUS = struct.Struct("i")
@@ -197,11 +199,10 @@ def _end_with_the_parent() -> None:
 def _main() -> None:
     _end_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test run's to handle
-    import torch.distributed
+    import torch
 
-    import ringdp  # noqa: F401
-    from ringdp import _C  # noqa: F401
-
+    for module in PRELOADED:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     call = _serve(socket.socket(fileno=int(sys.argv[1])))
     if call is not None:
