@@ -1,7 +1,7 @@
 """Runs a tier of the tests: `python tools/run_tests.py [--tier default|ci|slow|all]… [ARGUMENTS OF pytest]`.
 
-A tier is one or two parts. Most tests run in two processes side by side (pytest-xdist), a file as a whole in one of
-them. Those marked `alone` measure time or change the machine's state: they run afterwards in one process. Where
+There are two parts, for all tiers that are named. Most tests run in two processes side by side (pytest-xdist), a file
+as a whole in one of them. Those marked `alone` measure time or memory: they run afterwards in one process. Where
 pytest-xdist is missing, everything runs in one process.
 
 At the end, tests that failed run once more, in one process with nothing beside them, unless more than MOST_AGAIN
@@ -142,14 +142,15 @@ def again(ran: Sequence[Ran], given: list[str]) -> tuple[int, Counter[str], list
     return 0 if len(passed) == len(first) else 1, change, passed
 
 
-def parts(tier: Tier, arguments: list[str]) -> list[tuple[str, list[str]]]:
+def parts(tiers: Sequence[Tier], arguments: list[str]) -> list[tuple[str, list[str]]]:
     """(name, arguments of pytest) of each part."""
+    marks = " or ".join(f"({tier.marks})" for tier in tiers)
     if "-m" in arguments or "-n" in arguments:
         return [("one part, because -m or -n was given", arguments)]
-    alone = ["-m", f"({tier.marks}) and alone", *arguments]
+    alone = ["-m", f"({marks}) and alone", *arguments]
     if importlib.util.find_spec("xdist") is None:
-        return [("one process, because pytest-xdist is not installed", ["-m", tier.marks, *arguments])]
-    beside = ["-n", str(WORKERS), "--dist", "loadfile", "-m", f"({tier.marks}) and not alone", *arguments]
+        return [("one process, because pytest-xdist is not installed", ["-m", marks, *arguments])]
+    beside = ["-n", str(WORKERS), "--dist", "loadfile", "-m", f"({marks}) and not alone", *arguments]
     return [(f"{WORKERS} processes", beside), ("the tests that run alone", alone)]
 
 
@@ -165,7 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Runs a tier of the tests; what else is given goes to pytest.", allow_abbrev=False
     )
-    parser.add_argument("--tier", choices=TIERS, action="append", help="one after the other where several are named")
+    parser.add_argument("--tier", choices=TIERS, action="append", help="may be named several times")
     options, given = parser.parse_known_args()
     if importlib.util.find_spec("pytest") is None:
         sys.exit(f"ringdp: pytest is not installed for {sys.executable}: {sys.executable} -m pip install pytest")
@@ -176,7 +177,7 @@ def main() -> int:
     begin = time.monotonic()
     ran: list[Ran] = []
     stop_early = any(word in ("-x", "--exitfirst") or word.startswith("--maxfail") for word in given)
-    for name, arguments in [part for tier in tiers for part in parts(tier, given)]:
+    for name, arguments in parts(tiers, given):
         ran.append(run_part(name, arguments))
         status = ran[-1].status
         if status not in (0, NO_TESTS) and (stop_early or status < 0 or status == 2):
