@@ -35,7 +35,7 @@ NO_TESTS = 5  # pytest's exit status where nothing was collected or all was dese
 WORKERS = 2
 MOST_AGAIN = 20  # where more tests fail, the change is the reason
 # What pytest, with this file as its plugin, reads: where to write what came of each test, and the only tests to run.
-REPORTS, ONLY = "RINGDP_TEST_REPORTS", "RINGDP_ONLY_TESTS"
+REPORTS, ONLY = "RUN_TESTS_REPORTS", "RUN_TESTS_ONLY"
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """pytest's hook, for the processes that run_part starts: report to it, and run only what it names."""
     if hasattr(config, "workerinput"):  # the process that leads those of pytest-xdist hears of every test
         return
-    config.pluginmanager.register(Reporter(Path(os.environ[REPORTS])))
-    if only := json.loads(os.environ[ONLY]):
+    config.pluginmanager.register(Reporter(Path(os.environ.pop(REPORTS))))  # tests and their processes see neither
+    if only := json.loads(os.environ.pop(ONLY)):
         config.args[:] = only
 
 
