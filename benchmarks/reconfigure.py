@@ -4,9 +4,9 @@
     python benchmarks/reconfigure.py
     python benchmarks/reconfigure.py --ranks 8 --rounds 40
 
-Ranks of one host. `same` has the members it had before, `shrink` leaves the last one out, `grow` takes it back. Each time
-is the slowest rank's, from the call to the end of the Work's wait, with all ranks ready to begin; the backends take
-turns, and an all-reduce after each change is checked.
+Ranks of one host. `same` has the members it had before, `shrink` leaves the last one out, `grow` takes it back. Each
+time is the slowest rank's, from the call to the end of the Work's wait, with all ranks ready to begin; the backends
+take turns, and an all-reduce after each change is checked.
 """
 
 from __future__ import annotations
