@@ -174,6 +174,22 @@ def several_per_rank() -> list[Any]:
     return [*seen, *pair, *lists[0], *lists[1]]
 
 
+def gathered_in_one() -> list[Any]:
+    """Since torch 2.14, and under a second name there."""
+    rank, world = me()
+    seen = []
+    for name in ("gather_single", "gather_into_tensor"):
+        if not hasattr(dist, name):
+            continue
+        for root in range(world):
+            whole = torch.zeros(2 * world, 3) if rank == root else None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                getattr(dist, name)(mine(2, 3, salt=root), whole, dst=root)
+            seen += [whole] if rank == root else []
+    return seen
+
+
 CASES: list[Callable[[], list[Any]]] = [
     rooted,
     all_to_all_single,
@@ -182,6 +198,7 @@ CASES: list[Callable[[], list[Any]]] = [
     objects,
     coalesced_list,
     several_per_rank,
+    gathered_in_one,
 ]
 
 

@@ -35,11 +35,7 @@ void call_completion_hooks(const std::vector<std::shared_ptr<const std::function
 
 }  // namespace
 
-Hooks::Hooks()
-    : listener_(std::make_shared<const FailureListener>([this](const std::exception_ptr&) { on_failure(); })) {}
-
 Hooks::~Hooks() {
-  listener_.reset();
   if (fork_generation() == generation_) {
     end_thread(aborting_);
   } else {

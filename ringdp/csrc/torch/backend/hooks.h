@@ -26,7 +26,7 @@ class Hooks {
   using AbortHook = std::function<void()>;
   using CompletionHook = std::function<void(const c10d::CompletionHookArgs&)>;
 
-  Hooks();
+  Hooks() = default;
   ~Hooks();
   Hooks(const Hooks&) = delete;
   Hooks& operator=(const Hooks&) = delete;
@@ -37,8 +37,10 @@ class Hooks {
   void add_completion_hook(int64_t id, CompletionHook hook);
   void remove_completion_hook(int64_t id);
 
-  // What Engine::listen takes: a failure runs the abort hooks, each once.
-  std::weak_ptr<const FailureListener> listener() const { return listener_; }
+  // What Engine::listen takes: a failure runs the abort hooks, as long as the caller keeps it. It must go before this does.
+  std::shared_ptr<const FailureListener> make_listener() {
+    return std::make_shared<const FailureListener>([this](const std::exception_ptr&) { on_failure(); });
+  }
   void run_abort_hooks() const;  // now, on this thread; what one throws goes to the log
   // `completion_key`: of the work that has succeeded.
   void completed(uint64_t completion_key) const {
@@ -60,8 +62,7 @@ class Hooks {
   std::vector<std::shared_ptr<const Hook>> all(const Table<Hook>& hooks) const;
 
   const unsigned generation_ = fork_generation();
-  std::shared_ptr<const FailureListener> listener_;  // the engine has it as long as this lives
-  mutable std::mutex mutex_;                         // of what follows
+  mutable std::mutex mutex_;  // of what follows
   Table<AbortHook> abort_hooks_;
   Table<CompletionHook> completion_hooks_;
   std::unique_ptr<std::thread> aborting_;  // runs the abort hooks after a failure; null before the first

@@ -8,8 +8,15 @@
 namespace ringdp {
 
 struct Membership {
-  std::shared_ptr<Runtime> runtime;  // both null in a group that waits for its first reconfigure
+  std::shared_ptr<Runtime> runtime;  // all three null in a group that waits for its first reconfigure
   std::shared_ptr<GroupHandle> group;
+  std::shared_ptr<const FailureListener> listener;  // runs the abort hooks when the group fails
+
+  // Operations in flight fail; that is no failure for the hooks.
+  void close() {
+    listener.reset();
+    if (group) group->close();
+  }
 };
 
 }  // namespace ringdp

@@ -18,8 +18,8 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shar
     : c10d::Backend(group->view().rank, group->view().size),
       owns_runtime_(owns_runtime),
       timeout_ms_(group->timeout_ms()),
-      membership_{std::move(runtime), std::move(group)} {
-  membership_.group->on_failure(hooks_->listener());
+      membership_{std::move(runtime), std::move(group), hooks_->make_listener()} {
+  membership_.group->on_failure(membership_.listener);
   init();
 }
 
@@ -56,8 +56,13 @@ void ProcessGroupRing::close() {
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   if (reconfigurer_) reconfigurer_->stop();
 #endif
-  const Membership now = membership();
-  if (now.group) now.group->close();
+  Membership now;
+  {
+    std::lock_guard lock(membership_mutex_);
+    membership_.listener.reset();
+    now = membership_;
+  }
+  now.close();
   if (now.runtime && owns_runtime_) now.runtime->shut_down();
 }
 
@@ -124,7 +129,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reconfigure(const c10d::Reconfi
 
 Membership ProcessGroupRing::install(Membership made) {
   made.group->set_timeout_ms(timeout_ms_);
-  made.group->on_failure(hooks_->listener());
+  made.listener = hooks_->make_listener();
+  made.group->on_failure(made.listener);
   {
     std::lock_guard lock(membership_mutex_);
     rank_ = made.group->view().rank;

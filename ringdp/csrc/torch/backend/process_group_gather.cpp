@@ -170,6 +170,26 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather(std::vector<std::vector<
   return call.done();
 }
 
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather_single(at::Tensor& output, at::Tensor& input,
+                                                               const c10d::GatherOptions& opts) {
+  require_root("gather_single", opts.rootRank, getSize());
+  const bool root = opts.rootRank == getRank();
+  if (root) require_parts("gather_single", output, input, getSize(), "output", "input");
+  std::vector<at::Tensor> inputs{input}, results;
+  if (root) results.push_back(output);
+  const DType dtype = dtype_of(input, "gather_single");
+  auto buffers = std::make_shared<Buffers>(*devices_, "gather_single");
+  auto memory = buffers->input(input);
+  std::vector<std::span<std::byte>> blocks;
+  if (root) blocks = cut(buffers->output(output), getSize());
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs,
+            results);
+  call.add(group->gather(memory, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
+                         call.options(std::move(buffers))));
+  return call.done();
+}
+
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>& outputs,
                                                          std::vector<std::vector<at::Tensor>>& inputs,
                                                          const c10d::ScatterOptions& opts) {
