@@ -1,0 +1,105 @@
+"""One replica group under torchft: `python -m tests.integrations.torchft_job FOLDER REPLICA HOW`, several of them at once.
+
+HOW is `ring` (ProcessGroupRing), `gloo` (torchft's own, to compare with), or `native`: a process group of torch's over
+ring that can be reconfigured itself (torch 2.14).
+It writes a line to FOLDER/replica<r>.jsonl after each step and ends after the step whose number stands in FOLDER/last_step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+from ringdp.integrations import ProcessGroupRing
+from tests.integrations import training
+
+TIMEOUT = timedelta(seconds=30)
+PAUSE_S = 0.02  # what a step of a real model would take
+
+
+def process_group(how: str) -> dist.ProcessGroup:
+    if how != "native":
+        return (ProcessGroupRing if how == "ring" else ProcessGroupGloo)(timeout=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    dist.init_process_group("ring", store=store, rank=0, world_size=1, timeout=TIMEOUT, enable_reconfigure=True)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def last_step(folder: Path) -> int:
+    try:
+        return int((folder / "last_step").read_text())
+    except FileNotFoundError:
+        return sys.maxsize
+
+
+def train(folder: Path, replica: int, how: str) -> None:
+    model = training.build(seed=replica)  # other weights in each: torchft takes those of one
+    inner = training.optimizer_of(model)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    group = process_group(how)
+    manager = Manager(
+        pg=group,
+        load_state_dict=lambda state: (
+            model.load_state_dict(state["model"]),
+            inner.load_state_dict(state["optimizer"]),
+        ),
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        connect_timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=f"replica_{replica}",
+        hostname="127.0.0.1",
+    )
+    ddp = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, inner)
+    with open(folder / f"replica{replica}.jsonl", "a", buffering=1) as lines:
+        while (step := manager.current_step()) < last_step(folder):
+            start = time.monotonic()
+            optimizer.zero_grad()  # asks the lighthouse who takes part
+            training.loss_of(ddp, *training.batch(step, replica)).backward()
+            optimizer.step()
+            line = {
+                "pid": os.getpid(),
+                "step": manager.current_step(),
+                "committed": manager.current_step() > step,
+                "participants": manager.num_participants(),
+                "took_s": time.monotonic() - start,
+                "ended_at": time.time(),
+            }
+            lines.write(json.dumps(line) + "\n")
+            time.sleep(PAUSE_S)
+    results = {
+        "weights": training.weights(model),
+        "momentum": [inner.state[parameter]["momentum_buffer"] for parameter in model.parameters()],
+        "step": manager.current_step(),
+        "backend": dist.get_backend() if how == "native" else group.getBackendName(),
+    }
+    torch.save(results, folder / f"replica{replica}.pt")
+    manager.shutdown(wait=False)
+    group.shutdown()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    folder, replica, how = sys.argv[1:]
+    torch.set_num_threads(1)
+    train(Path(folder), int(replica), how)
+
+
+if __name__ == "__main__":
+    main()
