@@ -1,8 +1,11 @@
-"""One replica group under torchft: `python -m tests.integrations.torchft_job FOLDER REPLICA HOW`, several of them at once.
+"""One replica group under torchft: `python -m tests.integrations.torchft_job FOLDER REPLICA HOW [DIE]`.
+
+Several of them train together, and each ends after the step whose number stands in FOLDER/last_step. After every step
+it writes a line to FOLDER/replica<r>.jsonl, at the end FOLDER/replica<r>.pt.
 
 HOW is `ring` (ProcessGroupRing), `gloo` (torchft's own, to compare with), or `native`: a process group of torch's over
-ring that can be reconfigured itself (torch 2.14).
-It writes a line to FOLDER/replica<r>.jsonl after each step and ends after the step whose number stands in FOLDER/last_step.
+ring that can be reconfigured itself (torch 2.14). DIE is the step from which on the process kills itself in its
+backward pass, while the others wait for it in their all-reduce.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -42,7 +46,7 @@ def last_step(folder: Path) -> int:
         return sys.maxsize
 
 
-def train(folder: Path, replica: int, how: str) -> None:
+def train(folder: Path, replica: int, how: str, die: int) -> None:
     model = training.build(seed=replica)  # other weights in each: torchft takes those of one
     inner = training.optimizer_of(model)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -65,6 +69,13 @@ def train(folder: Path, replica: int, how: str) -> None:
         replica_id=f"replica_{replica}",
         hostname="127.0.0.1",
     )
+
+    def perhaps_die(_: torch.Tensor) -> None:
+        if 0 <= die <= manager.current_step() and manager.num_participants() > 1:
+            time.sleep(10 * PAUSE_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    next(model.parameters()).register_hook(perhaps_die)  # DDP's own hook runs after it
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
     with open(folder / f"replica{replica}.jsonl", "a", buffering=1) as lines:
@@ -96,9 +107,9 @@ def train(folder: Path, replica: int, how: str) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    folder, replica, how = sys.argv[1:]
+    folder, replica, how, *die = sys.argv[1:]
     torch.set_num_threads(1)
-    train(Path(folder), int(replica), how)
+    train(Path(folder), int(replica), how, int(die[0]) if die else -1)
 
 
 if __name__ == "__main__":
