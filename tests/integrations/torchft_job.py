@@ -1,115 +1,122 @@
-"""One replica group under torchft: `python -m tests.integrations.torchft_job FOLDER REPLICA HOW [DIE]`.
+"""What tests/integrations/test_torchft.py runs: `python -m tests.integrations.torchft_job FOLDER HOW REPLICAS WHEN`.
 
-Several of them train together, and each ends after the step whose number stands in FOLDER/last_step. After every step
-it writes a line to FOLDER/replica<r>.jsonl, at the end FOLDER/replica<r>.pt.
-
-HOW is `ring` (ProcessGroupRing), `gloo` (torchft's own, to compare with), or `native`: a process group of torch's over
-ring that can be reconfigured itself (torch 2.14). DIE is the step from which on the process kills itself in its
-backward pass, while the others wait for it in their all-reduce.
+A lighthouse and REPLICAS replica groups (torchft_replica.py). The last of them dies by SIGKILL: WHEN is `inside` an
+all-reduce that the others have begun, or `between` two steps. The others go on without it; it is started again, and all
+train together before they end. FOLDER/rank<r>.pt tells what each group found, with the lines of all its steps.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
+import subprocess
 import sys
 import time
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft.coordination import LighthouseServer
 
-from ringdp.integrations import ProcessGroupRing
-from tests.integrations import training
-
-TIMEOUT = timedelta(seconds=30)
-PAUSE_S = 0.02  # what a step of a real model would take
+HEARTBEAT_TIMEOUT_MS = 1000  # after it the lighthouse counts a replica group as dead
+TOGETHER = 10  # steps with all groups, before the death and after it
+PATIENCE_S = 90.0
 
 
-def process_group(how: str) -> dist.ProcessGroup:
-    if how != "native":
-        return (ProcessGroupRing if how == "ring" else ProcessGroupGloo)(timeout=TIMEOUT)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    dist.init_process_group("ring", store=store, rank=0, world_size=1, timeout=TIMEOUT, enable_reconfigure=True)
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+class Replica:
+    """A replica group of one process, which may be started again."""
+
+    def __init__(self, folder: Path, number: int, how: str, lighthouse: str) -> None:
+        self._folder = folder
+        self._number = number
+        self._how = how
+        self._environ = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse}
+        self.process: subprocess.Popen[bytes]
+
+    def start(self, *, die: int | None = None) -> None:
+        command = [sys.executable, "-m", "tests.integrations.torchft_replica", str(self._folder), str(self._number)]
+        command += [self._how, *([] if die is None else [str(die)])]
+        with open(self._log, "ab") as log:
+            self.process = subprocess.Popen(
+                command, env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def lines(self, *, since: float = 0.0) -> Iterator[dict[str, Any]]:
+        """What it wrote after each step that ended later than `since`."""
+        path = self._folder / f"replica{self._number}.jsonl"
+        for text in path.read_text().splitlines(keepends=True) if path.exists() else []:
+            if text.endswith("\n") and (line := json.loads(text))["ended_at"] > since:
+                yield line
+
+    def steps_with(self, participants: int, *, since: float = 0.0) -> int:
+        return sum(line["committed"] and line["participants"] == participants for line in self.lines(since=since))
+
+    def require_success(self) -> None:
+        if self.process.poll() not in (None, 0):
+            said = self._log.read_text(errors="replace")
+            raise SystemExit(f"replica {self._number} ended with {self.process.returncode}:\n{said[-4000:]}")
+
+    def add_lines_to_results(self) -> None:
+        path = self._folder / f"rank{self._number}.pt"
+        torch.save({**torch.load(path), "lines": list(self.lines())}, path)
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / f"replica{self._number}.log"
 
 
-def last_step(folder: Path) -> int:
-    try:
-        return int((folder / "last_step").read_text())
-    except FileNotFoundError:
-        return sys.maxsize
+def wait_until(reached: Callable[[], bool], replicas: list[Replica], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not reached():
+        for replica in replicas:
+            replica.require_success()
+        if time.monotonic() > end:
+            raise SystemExit(f"nothing in {PATIENCE_S:g} s: {what}")
+        time.sleep(0.02)
 
 
-def train(folder: Path, replica: int, how: str, die: int) -> None:
-    model = training.build(seed=replica)  # other weights in each: torchft takes those of one
-    inner = training.optimizer_of(model)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    group = process_group(how)
-    manager = Manager(
-        pg=group,
-        load_state_dict=lambda state: (
-            model.load_state_dict(state["model"]),
-            inner.load_state_dict(state["optimizer"]),
-        ),
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=1,
-        timeout=TIMEOUT,
-        quorum_timeout=TIMEOUT,
-        connect_timeout=TIMEOUT,
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        replica_id=f"replica_{replica}",
-        hostname="127.0.0.1",
+def go_on(replicas: list[Replica], since: float, *, participants: int) -> None:
+    """Wait until each of them made some steps with so many groups."""
+    what = f"steps with {participants} groups"
+    wait_until(lambda: all(it.steps_with(participants, since=since) >= TOGETHER for it in replicas), replicas, what)
+
+
+def conduct(folder: Path, replicas: list[Replica], *, inside: bool) -> None:
+    count, (*others, victim) = len(replicas), replicas
+    for replica in replicas:
+        replica.start(die=TOGETHER if inside and replica is victim else None)
+    if inside:
+        wait_until(lambda: victim.process.poll() is not None, others, "a death inside an all-reduce")
+        assert victim.process.returncode == -signal.SIGKILL
+    else:
+        wait_until(lambda: victim.steps_with(count) >= TOGETHER, replicas, "steps of all groups")
+        victim.process.kill()
+        victim.process.wait()
+    died_at = time.time()
+    wait_until(
+        lambda: all(it.steps_with(count - 1, since=died_at) >= TOGETHER for it in others), others, "steps without"
     )
-
-    def perhaps_die(_: torch.Tensor) -> None:
-        if 0 <= die <= manager.current_step() and manager.num_participants() > 1:
-            time.sleep(10 * PAUSE_S)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    next(model.parameters()).register_hook(perhaps_die)  # DDP's own hook runs after it
-    ddp = DistributedDataParallel(manager, model)
-    optimizer = Optimizer(manager, inner)
-    with open(folder / f"replica{replica}.jsonl", "a", buffering=1) as lines:
-        while (step := manager.current_step()) < last_step(folder):
-            start = time.monotonic()
-            optimizer.zero_grad()  # asks the lighthouse who takes part
-            training.loss_of(ddp, *training.batch(step, replica)).backward()
-            optimizer.step()
-            line = {
-                "pid": os.getpid(),
-                "step": manager.current_step(),
-                "committed": manager.current_step() > step,
-                "participants": manager.num_participants(),
-                "took_s": time.monotonic() - start,
-                "ended_at": time.time(),
-            }
-            lines.write(json.dumps(line) + "\n")
-            time.sleep(PAUSE_S)
-    results = {
-        "weights": training.weights(model),
-        "momentum": [inner.state[parameter]["momentum_buffer"] for parameter in model.parameters()],
-        "step": manager.current_step(),
-        "backend": dist.get_backend() if how == "native" else group.getBackendName(),
-    }
-    torch.save(results, folder / f"replica{replica}.pt")
-    manager.shutdown(wait=False)
-    group.shutdown()
+    started_at = time.time()
+    victim.start()
+    wait_until(lambda: all(it.steps_with(count, since=started_at) >= TOGETHER for it in replicas), replicas, "a return")
+    last = max(line["step"] for it in replicas for line in it.lines()) + 5 * TOGETHER
+    (folder / "last_step.new").write_text(str(last))
+    (folder / "last_step.new").rename(folder / "last_step")
+    wait_until(lambda: all(it.process.poll() == 0 for it in replicas), replicas, "the end")
+    for replica in replicas:
+        replica.add_lines_to_results()
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    folder, replica, how, *die = sys.argv[1:]
-    torch.set_num_threads(1)
-    train(Path(folder), int(replica), how, int(die[0]) if die else -1)
+    folder, how, count, when = sys.argv[1:]
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS
+    )
+    replicas = [Replica(Path(folder), number, how, lighthouse.address()) for number in range(int(count))]
+    conduct(Path(folder), replicas, inside=when == "inside")
+    lighthouse.shutdown()
 
 
 if __name__ == "__main__":
