@@ -86,7 +86,7 @@ def go_on(replicas: list[Replica], since: float, *, participants: int) -> None:
 def conduct(folder: Path, replicas: list[Replica], *, inside: bool) -> None:
     count, (*others, victim) = len(replicas), replicas
     for replica in replicas:
-        replica.start(die=TOGETHER if inside and replica is victim else None)
+        replica.start(die=count if inside and replica is victim else None)
     if inside:
         wait_until(lambda: victim.process.poll() is not None, others, "a death inside an all-reduce")
         assert victim.process.returncode == -signal.SIGKILL

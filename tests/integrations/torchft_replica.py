@@ -4,8 +4,9 @@ torchft_job.py starts several, which train together until the step whose number 
 step each writes a line to FOLDER/replica<r>.jsonl, at the end FOLDER/rank<r>.pt.
 
 HOW is `ring` (ProcessGroupRing), `gloo` (torchft's own, to compare with), or `native`: a process group of torch's over
-ring that can be reconfigured itself (torch 2.14). DIE is the step from which on the process kills itself in its
-backward pass, while the others wait for it in their all-reduce.
+ring that can be reconfigured itself (torch 2.14). DIE is a number of replica groups: when so many
+have made ten steps together, the process kills itself in its backward pass, while the others wait for it in their
+all-reduce.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ringdp.integrations import ProcessGroupRing
 from tests.integrations import training
 
 TIMEOUT = timedelta(seconds=30)
+STEPS_BEFORE_DEATH = 10
 PAUSE_S = 0.02  # what a step of a real model would take
 
 
@@ -46,7 +48,7 @@ def last_step(folder: Path) -> int:
         return sys.maxsize
 
 
-def train(folder: Path, replica: int, how: str, die: int) -> None:
+def train(folder: Path, replica: int, how: str, die: int | None) -> None:
     model = training.build(seed=replica)  # other weights in each: torchft takes those of one
     inner = training.optimizer_of(model)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -71,10 +73,11 @@ def train(folder: Path, replica: int, how: str, die: int) -> None:
     )
 
     def perhaps_die(_: torch.Tensor) -> None:
-        if 0 <= die <= manager.current_step() and manager.num_participants() > 1:
+        if together >= STEPS_BEFORE_DEATH and manager.num_participants() == die:
             time.sleep(10 * PAUSE_S)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    together = 0  # steps with all groups
     next(model.parameters()).register_hook(perhaps_die)  # DDP's own hook runs after it
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
@@ -84,6 +87,7 @@ def train(folder: Path, replica: int, how: str, die: int) -> None:
             optimizer.zero_grad()  # asks the lighthouse who takes part
             training.loss_of(ddp, *training.batch(step, replica)).backward()
             optimizer.step()
+            together += manager.num_participants() == die
             line = {
                 "pid": os.getpid(),
                 "step": manager.current_step(),
@@ -109,7 +113,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     folder, replica, how, *die = sys.argv[1:]
     torch.set_num_threads(1)
-    train(Path(folder), int(replica), how, int(die[0]) if die else -1)
+    train(Path(folder), int(replica), how, int(die[0]) if die else None)
 
 
 if __name__ == "__main__":
