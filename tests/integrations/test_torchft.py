@@ -80,7 +80,7 @@ def test_groups_of_all_quorums_leave_nothing_and_the_default_group_alone() -> No
 
 
 def test_the_pages_script_trains_two_replica_groups(tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (script,) = re.findall(r"^```python\n(# replica.py.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "replica.py").write_text(script)
     python = python_with(PACKAGE)
     starter = (
