@@ -25,8 +25,8 @@ def require_reconfigure() -> None:
         pytest.skip("torch before 2.14 has process groups that keep their members")
 
 
-def check(groups: list[dict[str, Any]], *, backend: str, dropped: int) -> None:
-    """What all groups know at the end is the same, to the bit, and the survivors dropped so many steps."""
+def check(groups: list[dict[str, Any]], *, backend: str, dropped: range) -> None:
+    """What all groups know at the end is the same, to the bit, and each survivor dropped so many steps."""
     *survivors, victim = groups
     for group in groups:
         assert group["backend"] == backend
@@ -37,7 +37,7 @@ def check(groups: list[dict[str, Any]], *, backend: str, dropped: int) -> None:
         assert group["lines"][-1]["participants"] == len(groups)
     for group in survivors:
         assert len({line["pid"] for line in group["lines"]}) == 1  # nobody started it again
-        assert sum(not line["committed"] for line in group["lines"]) == dropped
+        assert sum(not line["committed"] for line in group["lines"]) in dropped
     # It was started again, and took the others' state: its steps go on from theirs.
     first, second = dict.fromkeys(line["pid"] for line in victim["lines"])
     before = [line["step"] for line in victim["lines"] if line["pid"] == first]
@@ -48,22 +48,20 @@ def check(groups: list[dict[str, Any]], *, backend: str, dropped: int) -> None:
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_group_dies_inside_an_all_reduce_and_comes_back(count: int) -> None:
     groups = run_ranks(python_with(PACKAGE), JOB, "ring", count, "inside", launcher=None, ranks=count)
-    check(groups, backend="torchft-ring", dropped=1)
+    check(groups, backend="torchft-ring", dropped=range(1, 2))
 
 
 @pytest.mark.slow
 def test_a_group_dies_between_two_steps_and_comes_back() -> None:
     groups = run_ranks(python_with(PACKAGE), JOB, "ring", 2, "between", launcher=None, ranks=2)
-    *_, victim = groups
-    assert victim["lines"]
-    check(groups, backend="torchft-ring", dropped=sum(not line["committed"] for line in groups[0]["lines"]))
+    check(groups, backend="torchft-ring", dropped=range(2))  # one where it died inside a step after all
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_torchs_own_group_is_reconfigured_by_torchft(count: int) -> None:
     require_reconfigure()
     groups = run_ranks(python_with(PACKAGE), JOB, "native", count, "inside", launcher=None, ranks=count)
-    check(groups, backend="ring", dropped=1)
+    check(groups, backend="ring", dropped=range(1, 2))
 
 
 def test_groups_of_all_quorums_leave_nothing_and_the_default_group_alone() -> None:
@@ -74,22 +72,30 @@ def test_groups_of_all_quorums_leave_nothing_and_the_default_group_alone() -> No
         assert result["again"] == 2.0
         threads, descriptors = zip(*result["sizes"], strict=True)
         assert threads[1] == threads[-1], f"rank {rank}"
-        # torchft's own connection to the store of each quorum may be among them until Python collects it.
-        assert descriptors[-1] - descriptors[1] <= len(descriptors), f"rank {rank}"
-    assert "aborted on rank" in results[1]["error"] or "left" in results[1]["error"]
+        assert descriptors[-1] <= max(descriptors[:2]), f"rank {rank}"
+    assert "aborted on rank" in results[1]["error"]
 
 
-def test_the_pages_script_trains_two_replica_groups(tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(# replica.py.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+STARTER = """
+import os, subprocess, sys
+from torchft.coordination import LighthouseServer
+lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
+os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+groups = [subprocess.Popen([sys.executable, "replica.py", str(replica)]) for replica in range(2)]
+sys.exit(max(abs(group.wait()) for group in groups))
+"""
+
+
+@pytest.mark.parametrize("how", ["ring", "native"])
+def test_the_pages_script_trains_two_replica_groups(how: str, tmp_path: Path) -> None:
+    script, native = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    if how == "native":
+        require_reconfigure()
+        init, manager = native.splitlines()
+        script = script.replace(
+            "manager = Manager(pg=ProcessGroupRing(timeout=30),", f"{init}\n{manager[: -len(' ...)')]}"
+        )
+        assert "ProcessGroupRing(" not in script
     (tmp_path / "replica.py").write_text(script)
-    python = python_with(PACKAGE)
-    starter = (
-        "import os, subprocess, sys\n"
-        "from torchft.coordination import LighthouseServer\n"
-        "lighthouse = LighthouseServer(bind='127.0.0.1:0', min_replicas=2)\n"
-        "os.environ['TORCHFT_LIGHTHOUSE'] = lighthouse.address()\n"
-        "groups = [subprocess.Popen([sys.executable, 'replica.py', str(r)]) for r in range(2)]\n"
-        "sys.exit(max(abs(group.wait()) for group in groups))\n"
-    )
-    said = output_of([str(python), "-c", starter], tmp_path)
+    said = output_of([str(python_with(PACKAGE)), "-c", STARTER], tmp_path)
     assert len(re.findall(r"step 200 with 2 groups", said)) == 2, said[-3000:]
