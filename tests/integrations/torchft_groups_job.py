@@ -15,6 +15,7 @@ import ringdp
 from ringdp.errors import RingError
 from ringdp.integrations import ProcessGroupRing
 
+QUORUMS = 16
 TIMEOUT = timedelta(seconds=30)
 
 
@@ -45,7 +46,7 @@ def main() -> None:
         alone.shutdown()
     group = ProcessGroupRing(TIMEOUT)
     sums, sizes = [], []
-    for generation in range(4):
+    for generation in range(QUORUMS):
         reconfigure_with_store(group, f"{address[0]}/{generation}", 1 - rank, 2)
         sums.append(summed(group, rank + generation))
         sizes.append(held())
