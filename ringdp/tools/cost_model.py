@@ -119,11 +119,11 @@ def work(algorithm: str, place: HostLayout, size_bytes: int, *, dtype: str = "fl
     Raises:
         InvalidArgumentError: the model does not know the algorithm.
     """
-    if algorithm not in _ALGORITHMS:
-        raise InvalidArgumentError(f"the model knows {', '.join(_ALGORITHMS)}, not {algorithm}")
+    if algorithm not in ALGORITHMS:
+        raise InvalidArgumentError(f"the model knows {', '.join(ALGORITHMS)}, not {algorithm}")
     if place.ranks == 1:
         return Work()
-    found = _ALGORITHMS[algorithm](place, float(size_bytes))
+    found = ALGORITHMS[algorithm](place, float(size_bytes))
     if algorithm == "two_level" and dtype in HALF_TYPES:  # between hosts in pairs, which takes two steps
         found = dataclasses.replace(found, remote_messages=2)
     return found
@@ -218,7 +218,7 @@ def _tree(place: HostLayout, size: float) -> Work:
     )
 
 
-_ALGORITHMS: Mapping[str, Callable[[HostLayout, float], Work]] = {
+ALGORITHMS: Mapping[str, Callable[[HostLayout, float], Work]] = {
     "fold": _fold,
     "ring": _ring,
     "pairwise": _pairwise,

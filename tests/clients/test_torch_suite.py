@@ -12,7 +12,7 @@ from tests.clients.torch_suite import Verdict, only_on_gloo, run_apart
 from tests.helpers import need
 from tests.train.harness import ring_is_built
 
-need("torch")
+torch = need("torch")
 need("expecttest")
 pytestmark = [pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")]
 
@@ -126,6 +126,23 @@ def test_files_with_ringdp_in_ddps_place(backend: str) -> None:
     }
     assert sum(verdict.outcome == "passed" for verdict in theirs.values()) >= 130
     none_unexplained(missing)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    "RINGDP_TORCH_TESTS" not in os.environ, reason="RINGDP_TORCH_TESTS names PyTorch's test/distributed"
+)
+@pytest.mark.skipif(not hasattr(torch.distributed, "_reconfigure"), reason="torch has reconfigure since 2.14")
+def test_fault_tolerance_as_on_gloo() -> None:
+    source = Path(os.environ["RINGDP_TORCH_TESTS"])
+    gloo, ring = (
+        torch_files.run_apart(source, backend, "torch", "-k", "FaultTolerance") for backend in ("gloo", "ring")
+    )
+    passed = [name.partition(".")[2].partition(".")[2] for name, it in gloo.items() if it.outcome == "passed"]
+    ours = {name.partition(".")[2].partition(".")[2]: it for name, it in ring.items()}
+    assert len(passed) >= 13
+    none_unexplained({name: ours[name] for name in passed if ours[name].outcome != "passed"})
 
 
 def explained_file(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Files of PyTorch's test/distributed, which its wheel does not have, with RingDP in DDP's place.
+"""Files of PyTorch's test/distributed, which its wheel does not have, with RingDP in DDP's place and ring in gloo's.
 
     python -m tests.clients.torch_files --source ~/pytorch/test/distributed    # DDP, then RingDP, on gloo
     python -m tests.clients.torch_files --source ... --backend ring --ddp ringdp -k checkpoint      # one run
@@ -37,6 +37,8 @@ FILES = {
     "optim/test_zero_redundancy_optimizer.py": ("TestZeroRedundancyOptimizerDistributed",),
     "checkpoint/test_state_dict.py": ("TestStateDict",),
 }
+# About the backend, not about DDP; in the place of gloo, whose name is in the class's.
+BACKEND_FILES = {"test_c10d_fault_tolerance.py": ("{backend}FaultToleranceTest",)}
 _log = logging.getLogger("torch_files")
 
 
@@ -82,7 +84,7 @@ def run_files(source: Path, pattern: str, backend: str) -> dict[str, Verdict]:
     import torch.distributed as dist
 
     out: dict[str, Verdict] = {}
-    for file, classes in FILES.items():
+    for file, classes in {**FILES, **BACKEND_FILES}.items():
         if not (source / file).exists():
             continue
         try:
@@ -90,7 +92,7 @@ def run_files(source: Path, pattern: str, backend: str) -> dict[str, Verdict]:
         except Exception as error:  # written for another torch
             out[Path(file).stem] = Verdict("failed", 0.0, f"cannot be loaded: {error!r}")
             continue
-        for name in classes:
+        for name in (name.format(backend=backend.capitalize()) for name in classes):
             case = getattr(module, name)
             for test in unittest.TestLoader().getTestCaseNames(case):
                 key = f"{Path(file).stem}.{name}.{test}"

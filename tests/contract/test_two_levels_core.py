@@ -49,7 +49,14 @@ LAYOUTS = {
     "2x4": (0, 0, 0, 0, 1, 1, 1, 1),
     "mixed": (0, 1, 1, 2, 0, 2, 2, 1),
 }
-every_layout = pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
+MORE_OF_A_KIND = ("interleaved", "1+2", "3x2", "2x4")
+every_layout = pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param(hosts, id=name, marks=[pytest.mark.ci] if name in MORE_OF_A_KIND else [])
+        for name, hosts in LAYOUTS.items()
+    ],
+)
 BLOCK_BYTES = 128 * 1024
 LEAST_BYTES = 16 * 1024
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -144,6 +145,8 @@ class Outcome:
 class RankServer:
     """A process that has imported torch, and the modules of `preload`, and forks ranks. For one thread."""
 
+    idle = True  # what was started has been finished
+
     def __init__(self, *preload: str) -> None:
         words = [sys.executable, "-m", "tests.fault.hosts", *preload]
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("RINGDP_", "MASTER_", "RANK", "WORLD_SIZE"))}
@@ -158,6 +161,7 @@ class RankServer:
 
     def start(self, specs: Sequence[RankSpec], folder: Path) -> None:
         assert self.process.stdin is not None
+        self.idle = False
         line = json.dumps({"folder": str(folder), "ranks": [asdict(it) for it in specs]})
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
@@ -165,7 +169,9 @@ class RankServer:
     def finish(self) -> list[Outcome]:
         """One per rank; a rank that died without a word has the error "died"."""
         assert self.process.stdout is not None
-        return [Outcome(**it) for it in json.loads(self.process.stdout.readline())]
+        outcomes = [Outcome(**it) for it in json.loads(self.process.stdout.readline())]
+        self.idle = True
+        return outcomes
 
     def run(self, specs: Sequence[RankSpec], folder: Path) -> list[Outcome]:
         self.start(specs, folder)
@@ -175,6 +181,21 @@ class RankServer:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(60)  # a loaded machine takes seconds to unload torch
+
+
+_servers: list[RankServer] = []
+
+
+def rank_server() -> RankServer:
+    """The server that tests share; one that a test left in the middle of something is replaced."""
+    if _servers and not (_servers[0].idle and _servers[0].process.poll() is None):
+        left = _servers.pop().process
+        left.kill()
+        left.wait()
+    if not _servers:
+        _servers.append(RankServer())
+        atexit.register(_servers[0].close)
+    return _servers[0]
 
 
 def meet_and_add(spec: RankSpec, outcome: Outcome) -> None:

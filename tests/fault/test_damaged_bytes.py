@@ -386,13 +386,6 @@ def test_a_bit_anywhere_on_every_connection(seed: int) -> None:
 # Processes: the variable reaches the connections, and those that share memory have no use for it.
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    made = RankServer()
-    yield made
-    made.close()
-
-
 def frame_bytes(spec: RankSpec, outcome: Outcome) -> None:
     import torch
     import torch.distributed as dist

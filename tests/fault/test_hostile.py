@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -143,13 +142,6 @@ def late(spec: RankSpec, outcome: Outcome) -> None:
 
 
 # The tests.
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    made = RankServer()
-    yield made
-    made.close()
 
 
 def test_ten_thousand_strangers(server: RankServer, tmp_path: Path) -> None:

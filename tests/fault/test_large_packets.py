@@ -45,13 +45,6 @@ def join(spec: RankSpec, outcome: Outcome) -> None:
 # The tests.
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    made = RankServer(HERE)
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     with Lab(3) as made:

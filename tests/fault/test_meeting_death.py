@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -141,13 +140,6 @@ def victim(spec: RankSpec, outcome: Outcome) -> None:
 
 
 # The tests.
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    made = RankServer()
-    yield made
-    made.close()
 
 
 def expect_named(outcomes: list[Outcome], folder: Path, dead: int, host: str, *, by: str = "PeerLostError") -> None:

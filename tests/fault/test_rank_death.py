@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +21,8 @@ from tests.helpers import need
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 
-from tests.fault.launch_jobs import ROOT  # noqa: E402
 from tests.fault.rank_jobs import Story, die, expect_peer_lost, job, me, record, suffer, tell, told  # noqa: E402
+from tests.forked import Program  # noqa: E402
 from tests.train import harness  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not harness.ring_is_built(), reason="ringdp is not built (make build)")
@@ -476,15 +474,9 @@ dist.all_reduce(torch.ones(3))
 
 
 def test_a_rank_that_raises_is_named_by_the_others(tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path)], env=environ, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
+    programs = [Program(PROGRAM, str(rank), str(tmp_path), environ=os.environ, origin=rank) for rank in range(3)]
     try:
-        errors = [program.communicate(timeout=60)[1] for program in programs]
+        errors = [program.communicate(timeout=60)[0] for program in programs]
     finally:
         for program in programs:
             program.kill()

@@ -16,13 +16,6 @@ from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, why_not
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    made = RankServer()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     with Lab() as made:

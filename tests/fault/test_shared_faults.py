@@ -28,13 +28,6 @@ HANG_S = 40.0
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    made = RankServer()
-    yield made
-    made.close()
-
-
 class Play:
     """One job: ranks that call a function of tests/fault/shared_jobs.py. No rank outlives the `with`."""
 

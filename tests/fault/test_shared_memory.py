@@ -465,13 +465,6 @@ def test_another_user_is_told_apart(pool: ThreadPoolExecutor) -> None:
 # Processes.
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    made = RankServer()
-    yield made
-    made.close()
-
-
 def add(spec: RankSpec, outcome: Outcome) -> None:
     """Join as a program does, and tell what the bytes go through."""
     import torch

@@ -5,23 +5,21 @@
 
 `case` is a module-level function of an importable module (`tests.train.test_x`); it is called on every rank with the
 default process group initialised (``backend=None``: without one). Arguments and results are pickled.
-The processes stay for the next call, because importing torch takes two seconds; one that failed, died or hung is
-killed, with its whole group, and the next call starts fresh ones. No rank outlives the process that started it.
+The processes stay for the next call; one that failed, died or hung is killed, with its whole group, and the next call
+forks fresh ones from processes that have torch already (tests/forked.py), of which there are two, so that neighbours do
+not hash strings alike. No rank outlives the process that started it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import multiprocessing.connection as connection
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -30,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.forked import Forked
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -37,7 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 60.0
 _AFTER_FAILURE_S = 5.0  # what the other ranks get to end, so that their errors are seen too
 _DUMP_S = 0.5
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -177,13 +176,14 @@ class _Rank:
         here, there = _pipe()
         self.pipe = here
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.train.harness", str(there.fileno()), str(number), str(world_size)],
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[there.fileno()],
-                env=_environment(number, world_size),
+            self.process = Forked(
+                "tests.train.harness:_be_rank",
+                number,
+                world_size,
+                environ=_environment(number, world_size),
+                output=log,
+                descriptors=[there.fileno()],
+                origin=number,
             )
         there.close()
 
@@ -286,18 +286,7 @@ def _picklable(error: BaseException) -> BaseException:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _main() -> None:
-    pipe = connection.Connection(int(sys.argv[1]))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _be_rank(descriptor: int, rank: int, world_size: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test run's to handle
-    import torch
-
-    torch.set_num_threads(1)
-    _serve(pipe, int(sys.argv[2]), int(sys.argv[3]))
-
-
-if __name__ == "__main__":
-    # Outcome must be the class that the parent unpickles, not __main__'s.
-    importlib.import_module("tests.train.harness")._main()
+    _serve(connection.Connection(descriptor), rank, world_size)

@@ -88,7 +88,13 @@ def test_all_ranks_have_the_bits_of_the_simulation(backend: str, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "world", [2, 4, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    "world",
+    [
+        2,
+        pytest.param(4, marks=pytest.mark.ci),
+        pytest.param(5, marks=pytest.mark.slow),
+        pytest.param(8, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", ["int4", "large", "top k"])
 def test_in_other_worlds(backend: str, name: str, world: int) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Generator
@@ -27,7 +25,9 @@ import ringdp
 from ringdp.compression import Info, Payload
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook
-from tests.train.harness import ROOT, backends, run_outcomes, run_ranks
+from tests.fault.launch_jobs import wait_until
+from tests.forked import Program
+from tests.train.harness import backends, run_outcomes, run_ranks
 
 every_backend = pytest.mark.parametrize("backend", backends())
 ERRORS = {"exit": SystemExit(7), "interrupt": KeyboardInterrupt(), "memory": MemoryError("none left")}
@@ -275,7 +275,7 @@ class Mine:
         return payload[0]
 
 model = ringdp.RingDP(torch.nn.Linear(40, 40), rules=[("*", Mine())])
-print("ready", flush=True)
+open(f"{folder}/ready-{rank}", "w").close()
 model(torch.ones(2, 40)).sum().backward()
 """
 
@@ -283,23 +283,13 @@ model(torch.ones(2, 40)).sum().backward()
 @every_backend
 @pytest.mark.parametrize("how, code", [("exit", 7), ("interrupt", -signal.SIGINT)])
 def test_the_process_ends_by_it(backend: str, how: str, code: int, tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path), backend, how],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    words = (str(tmp_path), backend, how)
+    programs = [Program(PROGRAM, str(rank), *words, environ=os.environ, origin=rank) for rank in range(2)]
     try:
-        for program in programs:
-            assert program.stdout is not None
-            assert program.stdout.readline() == "ready\n"
+        for rank in range(2):
+            wait_until((tmp_path / f"ready-{rank}").exists, f"rank {rank} in the job")
         begin = time.monotonic()
-        errors = [program.communicate(timeout=50)[1] for program in programs]
+        errors = [program.communicate(timeout=50)[0] for program in programs]
     finally:
         for program in programs:
             program.kill()

@@ -127,6 +127,11 @@ def test_architectures_are_those_of_torch_that_nvcc_knows_and_sm_90(cuda_toolkit
     assert cuda_toolkit.architecture_flags("", frozenset()) == []
 
 
+def test_the_ends_of_what_torch_lists(cuda_toolkit: ModuleType) -> None:
+    assert cuda_toolkit.ends_of("sm_80 sm_120 sm_90") == "sm_80 sm_120"
+    assert cuda_toolkit.ends_of(cuda_toolkit.LISTED) == "sm_75 sm_120"
+
+
 def test_the_runtime_is_found_where_only_a_numbered_one_is(cuda_toolkit: ModuleType, tmp_path: Path) -> None:
     toolkit, package = tmp_path / "lib", tmp_path / "cu13"
     for folder in (toolkit, package):

@@ -29,6 +29,7 @@ from ringdp import _C
 from ringdp.config import VARIABLES, RingConfig
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError, RingTimeoutError
 from ringdp.job import backend, job_store, process_group
+from tests.forked import Program
 
 LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMIX_|SLURM_|TORCHELASTIC_|RINGDP_)")
 
@@ -44,21 +45,28 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(code: str, *, expect: int = 0, **variables: str) -> str:
     """Run Python code in a process of its own without a launcher's variables; its output, both streams."""
-    return finish(start(code, **variables), expect=expect)
-
-
-def start(code: str, **variables: str) -> subprocess.Popen[str]:
-    clean = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={"OMP_NUM_THREADS": "1"} | clean | variables,
+        env=without_launcher() | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    return finish(process, expect=expect)
 
 
-def finish(process: subprocess.Popen[str], *, expect: int = 0) -> str:
+def start(code: str, **variables: str) -> Program:
+    """As `run` does, but it has imported torch and ringdp before."""
+    number = int(variables.get("RANK", "0"))
+    return Program(textwrap.dedent(code), environ=without_launcher() | variables, origin=number)
+
+
+def without_launcher() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
+    return {"OMP_NUM_THREADS": "1"} | clean
+
+
+def finish(process: subprocess.Popen[str] | Program, *, expect: int = 0) -> str:
     output = process.communicate(timeout=60)[0]
     assert process.returncode == expect, output
     return output

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ import pytest
 from ringdp.config import RingConfig
 from ringdp.errors import HandshakeError, InvalidArgumentError, SystemResourceError
 from ringdp.job import tuning
+from tests.forked import Program
 from tests.helpers import need
 
 if TYPE_CHECKING:
@@ -185,7 +184,7 @@ ringdp.shutdown()
 def run_ranks(folder: Path, files: list[str | None], *, words: tuple[str, ...] = ()) -> list[tuple[int, str]]:
     """Exit code and output of a process per entry of `files`, with that RINGDP_TUNING."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RINGDP_", "OMPI_", "SLURM_"))}
-    processes = []
+    processes: list[Program] = []
     for rank, file in enumerate(files):
         own = {"RANK": str(rank), "WORLD_SIZE": str(len(files)), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RINGDP_LOG_LEVEL": "info"}
@@ -193,12 +192,9 @@ def run_ranks(folder: Path, files: list[str | None], *, words: tuple[str, ...] =
             'init("ring"', f'init("ring", rank={rank}, world_size={len(files)}, init_method="file://{folder}/store"'
         )
         env = clean | own | ({"RINGDP_TUNING": file} if file else {})
-        command = [sys.executable, "-c", code, *words]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
+        processes.append(Program(code, *words, environ=env, origin=rank))
     outputs = [it.communicate(timeout=60)[0] for it in processes]
-    return [(it.returncode, output) for it, output in zip(processes, outputs, strict=True)]
+    return [(it.wait(), output) for it, output in zip(processes, outputs, strict=True)]
 
 
 @pytest.fixture

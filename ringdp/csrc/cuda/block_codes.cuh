@@ -111,7 +111,10 @@ struct NibblePacking {
     if constexpr (kUnits > 1) return unit == 0 ? all : all >> shift_of(lane);
     return all;
   }
-  static __device__ bool stores(int unit, unsigned lane) { return unit == 0 || lane % kLanes < kAcross; }
+  static __device__ bool stores(int unit, unsigned lane) {
+    if constexpr (kUnits > 1) return unit == 0 || lane % kLanes < kAcross;
+    return true;
+  }
 
  private:
   static __device__ unsigned shift_of(unsigned lane) { return lane % kLanes / kAcross * kUpperBits; }

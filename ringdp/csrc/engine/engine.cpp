@@ -16,6 +16,8 @@ constexpr auto kIdleLookPeriod = std::chrono::milliseconds(250);
 constexpr auto kPendingCopiesPeriod = std::chrono::milliseconds(2);
 constexpr int64_t kGoodbyeMs = 1000;
 
+}  // namespace
+
 Error forked_error() {
   ErrorContext context;
   context.advice = "start worker processes with 'spawn', or do not call ringdp in them";
@@ -24,8 +26,6 @@ Error forked_error() {
       "this process was forked from one that uses ringdp: the connections belong to the parent; " + context.advice,
       context);
 }
-
-}  // namespace
 
 Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     : rank_(rank),

@@ -50,6 +50,9 @@ struct EngineOptions {
 // Told once why a group failed: by the thread that drives, which it must not block, or by the one that begins to listen.
 using FailureListener = std::function<void(const std::exception_ptr&)>;
 
+// What a call in a forked child gets: it has neither the connections nor the threads.
+Error forked_error();
+
 class Engine {
  public:
   // Peers without a channel are connected later: see `connect`.

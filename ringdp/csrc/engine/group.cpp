@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/error.h"
@@ -68,6 +69,7 @@ void GroupHandle::close() {
 }
 
 std::shared_ptr<Work> GroupHandle::submit(std::unique_ptr<Operation> operation, CallOptions options) {
+  if (estimating_.load(std::memory_order_relaxed)) return note(*operation, options);
   Engine::Submission submission;
   if (options.before || options.after) operation->wrap(std::move(options.before), std::move(options.after));
   if (options.staging) operation->stage(std::move(options.staging));
@@ -77,6 +79,27 @@ std::shared_ptr<Work> GroupHandle::submit(std::unique_ptr<Operation> operation, 
   submission.on_done = std::move(options.on_done);
   submission.keep_alive = std::move(options.keep_alive);
   return engine_->submit(id_, std::move(submission));
+}
+
+std::shared_ptr<Work> GroupHandle::note(const Operation& operation, const CallOptions& options) {
+  {
+    std::lock_guard lock(estimate_mutex_);
+    estimated_.push_back(operation.identity().shape);
+  }
+  if (options.on_done) options.on_done(nullptr);
+  return Work::finished_already(id_, operation.identity().text());
+}
+
+void GroupHandle::start_estimate() {
+  if (estimating_.exchange(true))
+    throw Error(ErrorKind::kState, "an estimate of this process group is under way already: end it first");
+}
+
+std::vector<OperationShape> GroupHandle::end_estimate() {
+  if (!estimating_.exchange(false))
+    throw Error(ErrorKind::kState, "no estimate of this process group is under way: start one first");
+  std::lock_guard lock(estimate_mutex_);
+  return std::exchange(estimated_, {});
 }
 
 std::shared_ptr<Work> GroupHandle::barrier(CallOptions options) {

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -69,6 +70,11 @@ class GroupHandle {
   // See Engine::listen.
   void on_failure(std::weak_ptr<const FailureListener> listener) { engine_->listen(id_, std::move(listener)); }
 
+  // From the start to the end of an estimate operations are noted instead of run; their Works are done. The end returns
+  // what was noted. Throw Error(kState) where an estimate is under way already, or none.
+  void start_estimate();
+  std::vector<OperationShape> end_estimate();
+
   void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
   int64_t timeout_ms() const { return timeout_ms_; }
   const GroupView& view() const { return view_; }
@@ -80,6 +86,7 @@ class GroupHandle {
 
  private:
   std::shared_ptr<Work> submit(std::unique_ptr<Operation> operation, CallOptions options);
+  std::shared_ptr<Work> note(const Operation& operation, const CallOptions& options);
 
   std::shared_ptr<Runtime> runtime_;  // shared by all groups of the process
   std::shared_ptr<Engine> engine_;
@@ -88,6 +95,9 @@ class GroupHandle {
   std::atomic<int64_t> timeout_ms_;
   const AlgorithmTable table_;  // of this group's layout
   std::atomic<bool> open_{true};
+  std::atomic<bool> estimating_{false};
+  std::mutex estimate_mutex_;
+  std::vector<OperationShape> estimated_;  // by that mutex
 };
 
 }  // namespace ringdp

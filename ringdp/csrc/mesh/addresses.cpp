@@ -205,6 +205,19 @@ std::vector<TcpListener> open_listeners(const std::vector<std::string>& ips, uin
                                       (any ? "" : ": set RINGDP_PORT_RANGE to ports that are free, one per rank"));
 }
 
+std::vector<std::string> addresses_to_publish(const std::vector<TcpListener>& listeners, const std::string& advertise) {
+  std::vector<std::string> out;
+  if (!advertise.empty()) {
+    bool v6 = std::count(advertise.begin(), advertise.end(), ':') > 1;
+    if (advertise.front() == '[') v6 = false;
+    const std::string whole = v6 ? "[" + advertise + "]" : advertise;
+    const bool has_port = whole.rfind(':') != std::string::npos && whole.back() != ']';
+    out.push_back(has_port ? whole : whole + ":" + std::to_string(listeners.front().address().port()));
+  }
+  for (const TcpListener& it : listeners) out.push_back(it.address().text());
+  return out;
+}
+
 Candidates candidates_of_peer(const std::vector<std::string>& published, bool same_network,
                               const std::vector<Interface>& mine, int lookup_ms) {
   Candidates out;

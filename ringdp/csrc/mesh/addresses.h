@@ -33,6 +33,10 @@ bool in_network(const std::string& ip, const std::string& network, int bits);
 std::vector<TcpListener> open_listeners(const std::vector<std::string>& ips, uint16_t port_low, uint16_t port_high,
                                         int backlog);
 
+// Where the others find them: `advertise` first, if there is one (RINGDP_ADVERTISE), with the listeners' port unless it brings
+// one of its own: "node7", "node7:30000", "fd00::7".
+std::vector<std::string> addresses_to_publish(const std::vector<TcpListener>& listeners, const std::string& advertise);
+
 // The addresses of a peer in the order to try them, and descriptions of those that cannot be reached from here.
 struct Candidates {
   std::vector<SocketAddress> addresses;

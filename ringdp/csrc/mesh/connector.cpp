@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "mesh/door.h"
 #include "mesh/padding.h"
 
 namespace ringdp {
@@ -22,6 +23,17 @@ constexpr auto kProbeAfter = std::chrono::seconds(1);
 constexpr auto kReportEvery = std::chrono::seconds(1);
 constexpr auto kPauseForDescriptors = std::chrono::milliseconds(50);
 constexpr auto kShortTooLong = std::chrono::seconds(5);
+
+// What a peer has sent before its connection ended: perhaps its part of the set-up, and at the end why it left.
+std::optional<GivenUp> last_words(int socket) {
+  std::array<std::byte, 8 * kSharedMessageBytes> read{};
+  const ssize_t got = recv(socket, read.data(), read.size(), MSG_DONTWAIT);
+  if (got < static_cast<ssize_t>(kSharedMessageBytes)) return std::nullopt;
+  SharedBytes last;
+  std::copy_n(read.begin() + got - static_cast<ssize_t>(last.size()), last.size(), last.begin());
+  const auto message = SharedMessage::decode(last);
+  return message ? GivenUp::from(*message) : std::nullopt;
+}
 
 bool connection_refused(int error_number) { return error_number == ECONNREFUSED; }
 
@@ -136,7 +148,14 @@ void Connector::watch(int peer) {
     lost_ = Trouble{.peer = peer,
                     .lost = true,
                     .text = error_number == 0 ? "its connection was closed" : errno_text(error_number),
-                    .also = {}};
+                    .also = {},
+                    .given_up = last_words(connected_[peer].get())};
+}
+
+void Connector::tell(const GivenUp& why) {
+  for (const Fd& socket : connected_)
+    if (socket)
+      send_shared_message(socket.get(), why.message());  // where that fails, the end of the connection says it
 }
 
 std::optional<Connector::Trouble> Connector::trouble() {

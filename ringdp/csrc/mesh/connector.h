@@ -17,6 +17,7 @@
 #include "base/fd.h"
 #include "mesh/handshake.h"
 #include "mesh/route.h"
+#include "mesh/shared_message.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
@@ -54,7 +55,8 @@ class Connector {
     bool refused = false;  // where it listened, nothing does
     bool large = false;    // connected, but large packets do not arrive; `text`: on which connection
     std::string text;
-    std::vector<int> also = {};  // if `large`: other peers with whom it looks the same
+    std::vector<int> also = {};            // if `large`: other peers with whom it looks the same
+    std::optional<GivenUp> given_up = {};  // if `lost`: it said why before it left
   };
   std::optional<Trouble> trouble();
   std::string problem(int peer) const;  // what goes wrong with a peer that is not connected; may be empty
@@ -64,6 +66,7 @@ class Connector {
     Fd socket;
   };
   std::vector<Connected> take();  // those that were not taken before
+  void tell(const GivenUp& why);  // the peers that are connected, whose connections were not taken
 
   std::string turned_away_text() const;  // for the log; empty if no stranger came
 

@@ -30,7 +30,11 @@ std::string secret_check(const std::vector<std::byte>& secret) {
 
 Job make_job(const RendezvousOptions& options, Record& record) {
   Job job;
-  random_bytes(job.id);
+  if (options.job) {
+    job.id = *options.job;
+  } else {
+    random_bytes(job.id);
+  }
   job.secret = options.secret;
   record = {{"version", std::to_string(kProtocolVersion)},
             {"world", std::to_string(options.world)},

@@ -32,35 +32,40 @@ std::string in_seconds(Clock::duration time) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
 }
 
-// RINGDP_ADVERTISE with the listener's port, unless it brings one of its own: "node7", "node7:30000", "fd00::7".
-std::string advertised(const std::string& text, uint16_t port) {
-  bool v6 = std::count(text.begin(), text.end(), ':') > 1;
-  if (!text.empty() && text.front() == '[') v6 = false;
-  std::string whole = v6 ? "[" + text + "]" : text;
-  bool has_port = whole.rfind(':') != std::string::npos && whole.back() != ']';
-  return has_port ? whole : whole + ":" + std::to_string(port);
-}
-
 }  // namespace
+
+Record introduction(const RendezvousOptions& options) {
+  // Addresses that cannot be used do not fail the meeting yet: all ranks may turn out to be on this host.
+  std::vector<std::string> ips;
+  for (const Interface& it : interfaces())
+    if (!it.is_loopback) ips.push_back(it.ip);
+  const ProcessId process = ProcessId::own();
+  return {{"host", options.host_name.empty() ? host_name() : options.host_name},
+          {"pid", std::to_string(process.pid)},
+          {"started", std::to_string(process.started)},
+          {"space", process.space},
+          {"network", network_identity()},
+          {"identity", host_identity(options.host_id)},
+          {"ips", join(ips, ",")},
+          {"transport", std::string(transport_setting(options.transport))},
+          {"hello", options.hello}};
+}
 
 Meeting::Meeting(Store& store, const RendezvousOptions& options)
     : store_(store),
       options_(options),
       rank_(options.rank),
       world_(options.world),
+      introduction_(introduction(options)),
       deadline_(Deadline::after_ms(options.absent_ms > 0 ? options.absent_ms : options.timeout_ms)),
       interfaces_(interfaces()),
       peers_(options.world),
       notice_at_(begin_ + milliseconds(options.first_notice_ms)),
       notice_every_(options.first_notice_ms) {
   for (int peer = 0; peer < world_; ++peer) peers_[peer].info.rank = peer;
+  take_who(rank_, introduction_);
   Peer& self = peers_[rank_];
-  self.info = {rank_, options.host_name.empty() ? host_name() : options.host_name, getpid()};
-  self.process = ProcessId::own();
-  self.network = network_identity();
-  self.identity = host_identity(options.host_id);
-  self.hello = options.hello;
-  self.transport = options.transport;
+  self.hello = options.hello;  // as it is, with its line breaks
   self.present = self.placed = true;
 }
 
@@ -125,7 +130,7 @@ std::unique_ptr<LateConnections> Meeting::leave_the_rest() {
 // ---- What stands in the store ----
 
 void Meeting::introduce() {
-  Peer& self = peers_[rank_];
+  const Peer& self = peers_[rank_];
   if (auto text = store_.find(key("who", rank_))) {
     Record other = read_record(*text);
     ProcessId process{number(field(other, "pid")), number(field(other, "started")), field(other, "space")};
@@ -136,18 +141,7 @@ void Meeting::introduce() {
                         self.info.host,
                     "give every process a rank of its own; two jobs must not use the same MASTER_ADDR and MASTER_PORT");
   }
-  // Addresses that cannot be used do not fail the meeting yet: all ranks may turn out to be on this host.
-  for (const Interface& it : interfaces_)
-    if (!it.is_loopback) self.ips.push_back(it.ip);
-  store_.set(key("who", rank_), write_record({{"host", self.info.host},
-                                              {"pid", std::to_string(self.process.pid)},
-                                              {"started", std::to_string(self.process.started)},
-                                              {"space", self.process.space},
-                                              {"network", self.network},
-                                              {"identity", self.identity},
-                                              {"ips", join(self.ips, ",")},
-                                              {"transport", std::string(transport_setting(self.transport))},
-                                              {"hello", self.hello}}));
+  store_.set(key("who", rank_), write_record(introduction_));
   if (rank_ > 0) return;
   Record record;
   job_ = make_job(options_, record);
@@ -196,7 +190,7 @@ bool Meeting::ask() {
 }
 
 void Meeting::take(std::pair<bool, int> question, const std::string& text) {
-  question.first ? take_at(question.second, text) : take_who(question.second, text);
+  question.first ? take_at(question.second, text) : take_who(question.second, read_record(text));
 }
 
 void Meeting::take_job(const std::string& text) {
@@ -207,8 +201,7 @@ void Meeting::take_job(const std::string& text) {
                   "start all ranks with the same version of ringdp and the same settings");
 }
 
-void Meeting::take_who(int rank, const std::string& text) {
-  Record record = read_record(text);
+void Meeting::take_who(int rank, const Record& record) {
   Peer& peer = peers_[rank];
   peer.info = {rank, field(record, "host"), number(field(record, "pid"))};
   peer.process = {peer.info.pid, number(field(record, "started")), field(record, "space")};
@@ -225,7 +218,8 @@ void Meeting::take_at(int rank, const std::string& text) {
   Peer& peer = peers_[rank];
   auto published = split(field(read_record(text), "addresses"), ',');
   bool same_network = peer.network == peers_[rank_].network;
-  bool same_processes = peer.process.space == peers_[rank_].process.space;
+  // A process of this host is known to live. A group that it had, with listeners of its own, may be gone all the same.
+  bool same_processes = peer.process.space == peers_[rank_].process.space && !options_.listeners;
   connector_->set_route(rank, candidates_of_peer(published, same_network, interfaces_, kLookUpMs), !same_processes);
   peer.placed = true;
 }
@@ -246,12 +240,10 @@ void Meeting::listen_if_known() {
   mine.epoch = options_.epoch;
   mine.to = static_cast<uint32_t>(rank_);
   mine.world = static_cast<uint32_t>(world_);
-  auto listeners =
-      open_listeners(addresses_to_listen_on(!away), options_.port_low, options_.port_high, std::max(kBacklog, world_));
-  std::vector<std::string> published;
-  if (away && !options_.advertise.empty())
-    published.push_back(advertised(options_.advertise, listeners.front().address().port()));
-  for (const TcpListener& it : listeners) published.push_back(it.address().text());
+  auto listeners = options_.listeners ? options_.listeners()
+                                      : open_listeners(addresses_to_listen_on(!away), options_.port_low,
+                                                       options_.port_high, std::max(kBacklog, world_));
+  const auto published = addresses_to_publish(listeners, away ? options_.advertise : "");
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
   connector_.emplace(mine, job_->secret, wanted);
@@ -309,8 +301,9 @@ void Meeting::check_connections() {
   if (!connector_) return;
   auto trouble = connector_->trouble();
   if (!trouble) return;
+  if (trouble->given_up) throw failure(trouble->peer, *trouble->given_up);
   if (!peers_[trouble->peer].present)  // it connected before its words were read
-    if (auto text = store_.find(key("who", trouble->peer))) take_who(trouble->peer, *text);
+    if (auto text = store_.find(key("who", trouble->peer))) take_who(trouble->peer, read_record(*text));
   UnreachableText text =
       unreachable_text(peers_[rank_].info, peers_[trouble->peer].info, *trouble, "while the ranks met");
   throw failure(text.kind, trouble->peer, text.story, text.advice);

@@ -17,6 +17,9 @@
 
 namespace ringdp {
 
+// What a rank tells the others of itself before they meet: host, process, networks, and what it asks for.
+Record introduction(const RendezvousOptions& options);
+
 class Meeting {
  public:
   Meeting(Store& store, const RendezvousOptions& options);
@@ -47,7 +50,7 @@ class Meeting {
   bool ask();
   void take(std::pair<bool, int> question, const std::string& text);
   void take_job(const std::string& text);
-  void take_who(int peer, const std::string& text);
+  void take_who(int peer, const Record& record);
   void take_at(int peer, const std::string& text);
   void listen_if_known();
   std::vector<std::string> addresses_to_listen_on(bool alone) const;
@@ -74,6 +77,8 @@ class Meeting {
 
   void linger(int limit_ms, int dead);  // the store may end with this process: the others are to hear first
 
+  void tell(const Error& error);  // the connected peers, where no store does
+  Error failure(int from, const GivenUp& why) const;
   // `story` must be true on every rank.
   Error failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const;
   std::optional<Error> heard_trouble();  // what another rank told
@@ -82,6 +87,7 @@ class Meeting {
   const RendezvousOptions& options_;
   const int rank_;
   const int world_;
+  const Record introduction_;
   Deadline deadline_;
   const Clock::time_point begin_ = Clock::now();
   std::vector<Interface> interfaces_;

@@ -103,6 +103,7 @@ void Meeting::check_sharing() const {
   if (const auto& trouble = sharing_->trouble()) {
     std::string peer = peers_[trouble->peer].info.text();
     if (trouble->lost && store_lost_) throw *store_lost_;  // it left because of that
+    if (trouble->given_up) throw failure(trouble->peer, *trouble->given_up);
     if (trouble->lost)
       throw failure(ErrorKind::kPeerLost, trouble->peer, peer + " died while the ranks met: " + trouble->text,
                     "look at its log for the reason");

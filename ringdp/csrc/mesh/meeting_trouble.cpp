@@ -27,6 +27,22 @@ Error Meeting::failure(ErrorKind kind, int peer, const std::string& story, const
   return Error(kind, message + (advice.empty() ? "" : "; " + advice), context);
 }
 
+Error Meeting::failure(int from, const GivenUp& why) const {
+  const bool known = why.peer >= 0 && why.peer < world_ && why.peer != rank_;
+  return failure(why.kind, known ? why.peer : from, why.story, "rank " + std::to_string(from) + " has said so");
+}
+
+void Meeting::tell(const Error& error) {
+  const std::string& cause = error.context().cause;
+  const GivenUp why{error.kind(), error.context().peer,
+                    cause.empty() ? peers_[rank_].info.text() + ": " + error.what() : cause};
+  if (sharing_) {
+    sharing_->tell(why);
+  } else if (connector_) {
+    connector_->tell(why);
+  }
+}
+
 std::optional<Error> Meeting::heard_trouble() {
   auto text = store_.find("trouble");
   if (!text) return std::nullopt;
@@ -47,6 +63,10 @@ std::optional<Error> Meeting::heard_trouble() {
 
 Error Meeting::settle_error(const Error& error, bool stopped) {
   Error out = error;
+  if (options_.listeners) {
+    tell(error);
+    return out;
+  }
   if (!heard_ && !stopped)
     if (auto told = heard_trouble()) out = *told;
   if (!heard_) {

@@ -5,13 +5,16 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
+#include "mesh/handshake.h"
 #include "mesh/link.h"
 #include "mesh/overlay.h"
 #include "mesh/store.h"
+#include "transport/tcp.h"
 #include "transport/transport.h"
 
 namespace ringdp {
@@ -42,6 +45,8 @@ struct RendezvousOptions {
           // have. 0: `timeout_ms` is for everything
   int64_t first_notice_ms = 10'000;       // when the log says who is waited for; then at doubling intervals
   std::function<void()> check_interrupt;  // called now and then while meeting; may throw
+  std::optional<JobId> job;               // the same on all ranks; nullopt: rank 0 makes one and publishes it
+  std::function<std::vector<TcpListener>()> listeners = {};  // that the others know already; empty: opened, published
 };
 
 struct MetPeer {

@@ -30,7 +30,7 @@ std::optional<SharedMessage> SharedMessage::decode(const SharedBytes& raw) {
   SharedMessage out;
   auto type = take<uint32_t>(&raw[8]);
   if (std::memcmp(raw.data(), kMagic.data(), kMagic.size()) != 0 || type < 1 ||
-      type > static_cast<uint32_t>(SharedType::kAllReady))
+      type > static_cast<uint32_t>(SharedType::kGaveUp))
     return std::nullopt;
   out.type = static_cast<SharedType>(type);
   out.ring_bytes = take<uint64_t>(&raw[16]);
@@ -38,6 +38,24 @@ std::optional<SharedMessage> SharedMessage::decode(const SharedBytes& raw) {
   std::copy_n(raw.begin() + 40, out.token.size(), out.token.begin());
   std::string_view text = text_of(std::span(raw).subspan(kReasonAt));
   out.reason = clean_text(text.substr(0, text.find('\0')), kSharedMessageBytes - kReasonAt);
+  return out;
+}
+
+SharedMessage GivenUp::message() const {
+  SharedMessage out;
+  out.type = SharedType::kGaveUp;
+  out.ring_bytes = static_cast<uint64_t>(kind) | static_cast<uint64_t>(peer + 1) << 8;
+  out.reason = story;
+  return out;
+}
+
+std::optional<GivenUp> GivenUp::from(const SharedMessage& message) {
+  if (message.type != SharedType::kGaveUp) return std::nullopt;
+  GivenUp out;
+  const auto kind = static_cast<ErrorKind>(message.ring_bytes & 0xff);
+  if (kind == ErrorKind::kPeerLost || kind == ErrorKind::kTimeout) out.kind = kind;
+  out.peer = static_cast<int>(message.ring_bytes >> 8 & 0xffffff) - 1;
+  out.story = message.reason;
   return out;
 }
 

@@ -9,6 +9,8 @@
 #include <optional>
 #include <string>
 
+#include "base/error.h"
+
 namespace ringdp {
 
 inline constexpr std::size_t kSharedMessageBytes = 256;
@@ -23,7 +25,8 @@ enum class SharedType : uint32_t {
   kAccepted = 4,  // the memory is mapped and will be used
   kRefused = 5,   // it will not: `reason`
   kReady = 6,     // nothing is left to be set up on this rank and on those that report through it (ReadyTree)
-  kAllReady = 7   // nor on any rank
+  kAllReady = 7,  // nor on any rank
+  kGaveUp = 8     // it leaves, and its connection ends; only where no store tells the others why (GivenUp)
 };
 
 struct SharedMessage {
@@ -35,6 +38,16 @@ struct SharedMessage {
 
   SharedBytes encode() const;
   static std::optional<SharedMessage> decode(const SharedBytes& raw);
+};
+
+// Why a rank left while the ranks met: its error, as the others raise it too.
+struct GivenUp {
+  ErrorKind kind = ErrorKind::kHandshake;
+  int peer = -1;      // the guilty rank; -1: the one that left
+  std::string story;  // true on every rank; cut to what fits
+
+  SharedMessage message() const;
+  static std::optional<GivenUp> from(const SharedMessage& message);  // nullopt: it is another message
 };
 
 }  // namespace ringdp

@@ -257,8 +257,17 @@ void SharedSetup::hear(int peer) {
   on_message(peer, pair.tcp_reader.message());
 }
 
+void SharedSetup::tell(const GivenUp& why) {
+  for (const Pair& pair : pairs_)
+    if (pair.tcp) send_shared_message(pair.tcp.get(), why.message());  // else the end of the connection says it
+}
+
 void SharedSetup::on_message(int peer, const SharedMessage& message) {
   Pair& pair = pairs_[peer];
+  if (auto why = GivenUp::from(message)) {
+    trouble_ = Trouble{peer, true, "it gave up", std::move(why)};
+    return;
+  }
   if (pair.stage == Stage::kAwaitOffer && message.type == SharedType::kRefused)
     return use_fallback(peer, message.reason);
   if (pair.stage == Stage::kAwaitOffer && message.type == SharedType::kOffer) {

@@ -62,13 +62,15 @@ class SharedSetup {
   void step(int wait_ms);
   // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
-  bool complete() const;  // all ranks are ready
+  bool complete() const;          // all ranks are ready
+  void tell(const GivenUp& why);  // the peers, before this rank leaves
   const Plan& plan() const { return plan_; }
 
   struct Trouble {
     int peer = -1;
     bool lost = false;  // its connection has ended; otherwise it talks nonsense
     std::string text;
+    std::optional<GivenUp> given_up = {};  // if `lost`: it said why before it left
   };
   const std::optional<Trouble>& trouble() const { return trouble_; }
   void forget(int peer);  // its connection goes, and the trouble with it

@@ -211,6 +211,14 @@ std::optional<TcpListener> TcpListener::try_bind(const std::string& ip, uint16_t
   return listener;
 }
 
+TcpListener TcpListener::share() const {
+  TcpListener copy;
+  copy.fd_ = Fd(fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0));
+  if (!copy.fd_) throw_system("copy the descriptor of a listening socket", errno);
+  copy.address_ = address_;
+  return copy;
+}
+
 std::optional<std::pair<Fd, SocketAddress>> TcpListener::accept(int& error_number) {
   sockaddr_storage storage;
   socklen_t length = sizeof(storage);

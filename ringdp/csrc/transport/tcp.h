@@ -48,6 +48,7 @@ class TcpListener {
   std::optional<std::pair<Fd, SocketAddress>> accept(int& error_number);
   SocketAddress address() const { return address_; }
   int poll_fd() const { return fd_.get(); }
+  TcpListener share() const;  // the same socket once more, by a descriptor of its own; throws Error(kSystem)
 
  private:
   TcpListener() = default;

@@ -55,6 +55,7 @@ class ModelCompression:
     ) -> None:
         self.parameters = parameters
         self.group = group
+        self._ranks = group.size()  # to which the residuals belong
         self.reducer = reducer
         self.devices = devices
         self.device: torch.device = parameters[0].parameter.device if parameters else torch.device("cpu")
@@ -122,7 +123,18 @@ class ModelCompression:
         return bool(self._reductions) and not self._warming
 
     def before_forward(self, sync: bool, *, joining: bool = False) -> None:
-        """`sync`: whether the backward that follows synchronises; `joining`: some ranks may have run out of input."""
+        """`sync`: whether the backward that follows synchronises; `joining`: some ranks may have run out of input.
+
+        Raises:
+            InvalidStateError: the group was reconfigured to another number of ranks.
+        """
+        if self.group.size() != self._ranks:
+            raise InvalidStateError(
+                f"the process group was reconfigured from {self._ranks} to {self.group.size()} ranks, and the error"
+                " feedback of this RingDP's compression belongs to its old members: make a new RingDP, or call"
+                " compression_state_dict(consolidated=True) before the change and load that into the new one. Without"
+                " compression RingDP follows by itself."
+            )
         if self._warming and self.steps >= self.exact_until:
             self._enable(True)
         if self.auto is not None and sync and not self._warming and not joining and torch.is_grad_enabled():

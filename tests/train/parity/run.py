@@ -52,8 +52,9 @@ class Case:
         alike: what must have the same bits on all ranks: "all", "parameters" (gradients are local at the end) or "".
         strides: whether gradients lie in memory as DDP's do.
         raises: both wrappers raise, and this is in both messages.
+        may_raise: the same where this torch's DDP raises it; where it does not, the results are compared.
         worlds: numbers of ranks it is for.
-        why: see `ddp`, `exact` and `rtol`.
+        why: see `ddp`, `exact`, `rtol` and `may_raise`.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     alike: str = "all"
     strides: bool = True
     raises: str | None = None
+    may_raise: str | None = None
     worlds: tuple[int, ...] = (2, 3)
     why: str = ""
 
@@ -154,9 +156,10 @@ class Run:
                 warnings.simplefilter("ignore")
                 self.case.script(self, self.wrap(self.case.model()))
         except Exception as error:
-            if self.case.raises is None:
+            expected = self.case.raises or self.case.may_raise
+            if expected is None:
                 raise
-            return {"raised": self.case.raises in str(error) or f"{type(error).__name__}: {error}"}
+            return {"raised": expected in str(error) or f"{type(error).__name__}: {error}"}
         for number, model in enumerate(self._models):
             self.results.update(_state_of_model(model, f" of model {number}" if number else "", self.case.strides))
         for number, optimizer in enumerate(self._optimizers):
@@ -299,7 +302,7 @@ def compare(case: Case, folder: str, *, backend: str, kind: str, options: dict[s
         expected = train("DDP", "gloo")
         exact = case.exact and int(os.environ["WORLD_SIZE"]) <= 2
         found += [f"DDP, {text}" for text in differences(expected, actual, exact=exact, rtol=case.rtol)]
-    if case.alone and case.raises is None:
+    if case.alone and case.raises is None and "raised" not in actual:
         expected = train("alone", "gloo")
         shared = {name: value for name, value in actual.items() if " #" not in name}
         if case.alone == "parameters":
@@ -308,7 +311,7 @@ def compare(case: Case, folder: str, *, backend: str, kind: str, options: dict[s
                 for results in (expected, shared)
             )
         found += [f"one process, {text}" for text in differences(expected, shared, exact=False, rtol=case.rtol)]
-    if case.raises is not None:
+    if case.raises is not None or "raised" in actual:
         raised = actual.get("raised", "nothing")
         found += [] if raised is True else [f"raised {raised}"]
         leave()  # what a failed backward has left behind would meet the next case

@@ -2,13 +2,16 @@
 
 namespace ringdp {
 
-Call::Call(GroupHandle& group, DeviceSide& devices, c10d::OpType type, const char* title, bool async_op,
-           std::chrono::milliseconds timeout, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs)
+Call::Call(GroupHandle& group, DeviceSide& devices, std::shared_ptr<Hooks> hooks, c10d::OpType type, const char* title,
+           bool async_op, std::chrono::milliseconds timeout, const std::vector<at::Tensor>& inputs,
+           std::vector<at::Tensor> outputs)
     : group_(group),
       devices_(devices),
       synchronous_(!async_op),
       timeout_ms_(timeout > kNoTimeout ? timeout.count() : 0),
-      work_(c10::make_intrusive<RingWork>(group.view().rank, type, title, inputs, std::move(outputs))) {}
+      work_(c10::make_intrusive<RingWork>(group.view().rank, type, title, inputs, std::move(outputs))) {
+  work_->report_to(std::move(hooks));
+}
 
 CallOptions Call::options(std::shared_ptr<Buffers> buffers, bool last) {
   CallOptions out;

@@ -13,8 +13,9 @@ namespace ringdp {
 
 class Call {
  public:
-  Call(GroupHandle& group, DeviceSide& devices, c10d::OpType type, const char* title, bool async_op,
-       std::chrono::milliseconds timeout, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs);
+  Call(GroupHandle& group, DeviceSide& devices, std::shared_ptr<Hooks> hooks, c10d::OpType type, const char* title,
+       bool async_op, std::chrono::milliseconds timeout, const std::vector<at::Tensor>& inputs,
+       std::vector<at::Tensor> outputs);
 
   // Options for the next operation; with `last` its end is the end of the call.
   CallOptions options(std::shared_ptr<Buffers> buffers, bool last = true);

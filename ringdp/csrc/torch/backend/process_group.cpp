@@ -16,9 +16,10 @@ namespace ringdp {
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime,
                                    bool owns_runtime)
     : c10d::Backend(group->view().rank, group->view().size),
-      group_(std::move(group)),
-      runtime_(std::move(runtime)),
-      owns_runtime_(owns_runtime) {
+      owns_runtime_(owns_runtime),
+      timeout_ms_(group->timeout_ms()),
+      membership_{std::move(runtime), std::move(group)} {
+  membership_.group->on_failure(hooks_->listener());
   init();
 }
 
@@ -27,8 +28,12 @@ ProcessGroupRing::~ProcessGroupRing() {
   const WithoutPythonLock no_lock;
   close();
   watchdogs_.clear();
-  group_.reset();
-  runtime_.reset();
+  membership_ = {};
+}
+
+Membership ProcessGroupRing::membership() const {
+  std::lock_guard lock(membership_mutex_);
+  return membership_;
 }
 
 // Ends the group in good order: it waits for the announcements, as the watched backend waits for its operations.
@@ -48,24 +53,115 @@ void ProcessGroupRing::close() {
     std::lock_guard lock(watchdogs_mutex_);
     for (const auto& watchdog : watchdogs_) watchdog->close();
   }
-  group_->close();
-  if (owns_runtime_) runtime_->shut_down();
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  if (reconfigurer_) reconfigurer_->stop();
+#endif
+  const Membership now = membership();
+  if (now.group) now.group->close();
+  if (now.runtime && owns_runtime_) now.runtime->shut_down();
 }
 
 void ProcessGroupRing::abort() {
-  runtime_->engine().abort("the process group was aborted on rank " + std::to_string(getRank()));
+  const WithoutPythonLock no_lock;
+  const Membership now = membership();
+  if (!now.runtime) return;
+  hooks_->run_abort_hooks();
+  aborted_ = true;
+  now.runtime->engine().abort("the process group was aborted on rank " + std::to_string(getRank()));
 }
+
+c10d::ErrorType ProcessGroupRing::getError() {
+  const Membership now = membership();
+  const std::exception_ptr failure = now.group && !aborted_ ? now.group->failure() : nullptr;
+  if (!failure) return c10d::ErrorType::SUCCESS;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kTimeout) return c10d::ErrorType::TIMEOUT;
+    if (error.kind() == ErrorKind::kPeerLost || error.kind() == ErrorKind::kMismatch)
+      return c10d::ErrorType::REMOTE_ERROR;
+    return c10d::ErrorType::COMM_ERROR;
+  } catch (...) {
+    return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void ProcessGroupRing::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_ms_ = timeout.count();
+  if (const auto group = membership().group) group->set_timeout_ms(timeout.count());
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+ProcessGroupRing::ProcessGroupRing(int rank, int size, std::chrono::milliseconds timeout,
+                                   Reconfigurer::Settings settings,
+                                   std::function<void(const std::shared_ptr<Runtime>&)> installed)
+    : c10d::Backend(rank, size),
+      owns_runtime_(true),
+      timeout_ms_(timeout.count()),
+      installed_(std::move(installed)),
+      reconfigurer_(std::make_unique<Reconfigurer>(std::move(settings),
+                                                   [this](Membership made) { return install(std::move(made)); })) {
+  init();
+}
+
+Reconfigurer& ProcessGroupRing::reconfigurer() const {
+  if (!reconfigurer_)
+    throw Error(ErrorKind::kState,
+                "this process group keeps its members: make it by init_process_group(…, enable_reconfigure=True)");
+  return *reconfigurer_;
+}
+
+c10d::ReconfigureHandle ProcessGroupRing::get_reconfigure_handle() const {
+  const WithoutPythonLock no_lock;
+  return reconfigurer().handle();
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reconfigure(const c10d::ReconfigureOptions& options) {
+  const WithoutPythonLock no_lock;
+  return reconfigurer().begin(options, timeout_ms_);
+}
+
+Membership ProcessGroupRing::install(Membership made) {
+  made.group->set_timeout_ms(timeout_ms_);
+  made.group->on_failure(hooks_->listener());
+  {
+    std::lock_guard lock(membership_mutex_);
+    rank_ = made.group->view().rank;
+    size_ = made.group->view().size;
+    std::swap(membership_, made);
+    aborted_ = false;
+  }
+  installed_(membership().runtime);
+  if (made.runtime) made.runtime->engine().set_farewell("its process group was reconfigured");
+  return made;
+}
+
+#endif
 
 std::shared_ptr<BackendWatchdog> ProcessGroupRing::watchdog(const c10::intrusive_ptr<c10d::Backend>& foreign) {
   std::lock_guard lock(watchdogs_mutex_);
   for (const auto& watchdog : watchdogs_)
     if (watchdog->watches(foreign.get())) return watchdog;
-  return watchdogs_.emplace_back(make_shared_without_python_lock<BackendWatchdog>(group_, foreign));
+  return watchdogs_.emplace_back(make_shared_without_python_lock<BackendWatchdog>(group(), foreign));
 }
 
-GroupHandle& ProcessGroupRing::counted() {
+std::shared_ptr<GroupHandle> ProcessGroupRing::group() const {
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  if (reconfigurer_ && reconfigurer_->under_way())
+    throw Error(ErrorKind::kState, "a reconfigure of this process group is under way: wait for its Work first");
+#endif
+  auto group = membership().group;
+  if (!group)
+    throw Error(ErrorKind::kState,
+                "this process group has no members yet: it was made with enable_reconfigure=True, so call "
+                "reconfigure first, on every member, with the handles of all");
+  return group;
+}
+
+std::shared_ptr<GroupHandle> ProcessGroupRing::counted() {
   ++calls_;
-  return *group_;
+  return group();
 }
 
 // Several tensors: each is one more input, and all of them receive the result.
@@ -77,7 +173,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
     if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
       refuse("allreduce", "unsupported reduction operation (allreduce of sparse tensors only works with ReduceOp.SUM)");
     ++calls_;
-    return all_reduce_sparse(group_, devices_, tensors, opts.timeout, opts.asyncOp);
+    return all_reduce_sparse(group(), devices_, hooks_, tensors, opts.timeout, opts.asyncOp);
   }
   ReduceOp op = reduce_op_of(opts.reduceOp, "all_reduce");
   DType dtype = dtype_of(tensors[0], "all_reduce");
@@ -85,9 +181,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
   auto buffers =
       std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
   auto memory = buffers->merged(tensors, op);
-  Call call(counted(), *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors,
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors,
             tensors);
-  call.add(group_->all_reduce(memory, dtype, op, call.options(std::move(buffers))));
+  call.add(group->all_reduce(memory, dtype, op, call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -98,7 +195,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
   require_reduction("allreduce", dtype, how);
   auto buffers = std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(op, buffer, "all_reduce"));
   auto memory = buffers->in_place(buffer);
-  Call call(counted(), *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer}, {buffer});
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer},
+            {buffer});
   CallOptions options = call.options(std::move(buffers));
   if (options.staging)
     options.after = [after = std::move(options.after), staging = options.staging, report] {
@@ -106,7 +205,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
       report->own = staging->device_address(report->own);
     };
   options.finite = std::move(report);
-  call.add(group_->all_reduce(memory, dtype, how, std::move(options)));
+  call.add(group->all_reduce(memory, dtype, how, std::move(options)));
   return call.done();
 }
 
@@ -118,12 +217,13 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_compressed(at::Tenso
   if (!buffer.is_cpu())
     refuse("all_reduce_compressed", "the core encodes tensors on the CPU, not one on " + buffer.device().str() +
                                         "; device tensors are encoded on their device and exchanged as bytes");
-  Call call(counted(), *devices_, c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", true, kNoTimeout, {buffer},
-            {buffer});
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", true, kNoTimeout,
+            {buffer}, {buffer});
   CallOptions options = call.options(std::make_shared<Buffers>(*devices_, "all_reduce"));
   options.finite = std::move(report);
   options.keep_alive = std::make_shared<std::pair<at::Tensor, std::vector<at::Tensor>>>(buffer, std::move(residuals));
-  call.add(group_->all_reduce_compressed(std::move(sections), compression, std::move(options)));
+  call.add(group->all_reduce_compressed(std::move(sections), compression, std::move(options)));
   return call.done();
 }
 
@@ -142,21 +242,22 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
     if (tensors[i].layout() != at::kStrided) refuse("allreduce_coalesced", "unsupported layout");
     require_reduction("allreduce_coalesced", dtype_of(tensors[i], "all_reduce"), op);
   }
-  Call call(counted(), *devices_, c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout,
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout,
             tensors, tensors);
   if (share_memory(tensors)) {  // each stands for what it was before the call: all are read first
     auto buffers =
         std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
     auto memory = buffers->in_place(tensors);
-    call.add(group_->all_reduce(memory, dtype_of(tensors[0], "all_reduce"), op, call.options(std::move(buffers))));
+    call.add(group->all_reduce(memory, dtype_of(tensors[0], "all_reduce"), op, call.options(std::move(buffers))));
     return call.done();
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     auto buffers =
         std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[i], "all_reduce"));
     auto memory = buffers->in_place(tensors[i]);
-    call.add(group_->all_reduce(memory, dtype_of(tensors[i], "all_reduce"), op,
-                                call.options(std::move(buffers), i + 1 == tensors.size())));
+    call.add(group->all_reduce(memory, dtype_of(tensors[i], "all_reduce"), op,
+                               call.options(std::move(buffers), i + 1 == tensors.size())));
   }
   return call.done();
 }
@@ -172,8 +273,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce(std::vector<at::Tensor>&
   require_reduction("reduce", dtype, op);
   auto buffers = std::make_shared<Buffers>(*devices_, "reduce", premultiplier_of(opts.reduceOp, tensors[0], "reduce"));
   auto memory = opts.rootRank == getRank() ? buffers->in_place(tensors[0]) : buffers->input(tensors[0]);
-  Call call(counted(), *devices_, c10d::OpType::REDUCE, "ring:reduce", opts.asyncOp, opts.timeout, tensors, tensors);
-  call.add(group_->reduce(memory, dtype, op, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::REDUCE, "ring:reduce", opts.asyncOp, opts.timeout, tensors,
+            tensors);
+  call.add(group->reduce(memory, dtype, op, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -188,15 +291,17 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::broadcast(std::vector<at::Tenso
   auto buffers = std::make_shared<Buffers>(*devices_, "broadcast");
   auto memory = opts.rootRank == getRank() ? buffers->input(tensor) : buffers->output(tensor);
   buffers->repeat(tensor, tensors);
-  Call call(counted(), *devices_, c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors,
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors,
             tensors);
-  call.add(group_->broadcast(memory, dtype, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
+  call.add(group->broadcast(memory, dtype, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
   return call.done();
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& opts) {
-  Call call(counted(), *devices_, c10d::OpType::BARRIER, "ring:barrier", opts.asyncOp, opts.timeout, {}, {});
-  call.add(group_->barrier(call.options(std::make_shared<Buffers>(*devices_, "barrier"))));
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::BARRIER, "ring:barrier", opts.asyncOp, opts.timeout, {}, {});
+  call.add(group->barrier(call.options(std::make_shared<Buffers>(*devices_, "barrier"))));
   return call.done();
 }
 
@@ -225,8 +330,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::send(std::vector<at::Tensor>& t
   require_message("send", tensors, tag);
   auto buffers = std::make_shared<Buffers>(*devices_, "send");
   auto memory = buffers->input(tensors[0]);
-  Call call(counted(), *devices_, c10d::OpType::SEND, "ring:send", true, kNoTimeout, tensors, tensors);
-  call.add(group_->send(memory, dtype_of(tensors[0], "send"), destination, tag, call.options(std::move(buffers))));
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::SEND, "ring:send", true, kNoTimeout, tensors, tensors);
+  call.add(group->send(memory, dtype_of(tensors[0], "send"), destination, tag, call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -243,8 +349,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::receive(std::vector<at::Tensor>
   require_message("recv", tensors, tag);
   auto buffers = std::make_shared<Buffers>(*devices_, "recv");
   auto memory = buffers->output(tensors[0]);
-  Call call(counted(), *devices_, type, title, true, kNoTimeout, tensors, tensors);
-  call.add(group_->receive(memory, dtype_of(tensors[0], "recv"), source, tag, call.options(std::move(buffers))));
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, type, title, true, kNoTimeout, tensors, tensors);
+  call.add(group->receive(memory, dtype_of(tensors[0], "recv"), source, tag, call.options(std::move(buffers))));
   return call.done();
 }
 

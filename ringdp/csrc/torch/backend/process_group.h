@@ -12,16 +12,29 @@
 
 #include "engine/group.h"
 #include "torch/backend/buffers.h"
+#include "torch/backend/hooks.h"
+#include "torch/backend/membership.h"
+#include "torch/backend/reconfigurer.h"
 #include "torch/backend/work.h"
 
 namespace ringdp {
 
 class BackendWatchdog;
 
+// Whether torch calls the time estimation of any backend (since 2.15), not of NCCL's alone.
+template <typename Backend>
+inline constexpr bool kTorchEstimates = requires { &Backend::startTimeEstimate; };
+
 class ProcessGroupRing final : public c10d::Backend {
  public:
   // `owns_runtime`: this is the group that made the Runtime; its shutdown ends it.
   ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime, bool owns_runtime);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  // A group that has no members before its first `reconfigure`. `rank`, `size`: what it answers until then.
+  // `installed`: called with each new Runtime, on the thread of the attempt.
+  ProcessGroupRing(int rank, int size, std::chrono::milliseconds timeout, Reconfigurer::Settings settings,
+                   std::function<void(const std::shared_ptr<Runtime>&)> installed);
+#endif
   ~ProcessGroupRing() override;
 
   const std::string getBackendName() const override { return "ring"; }
@@ -30,9 +43,8 @@ class ProcessGroupRing final : public c10d::Backend {
                                            const c10d::AllreduceOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
-  const GroupView& view() const { return group_->view(); }
-  const std::shared_ptr<Engine>& engine() const { return group_->engine(); }
-  std::map<int, std::string> transports() const { return group_->transports(); }
+  // Its members now. Throws Error(kState) where it waits for its first reconfigure, or one is under way.
+  std::shared_ptr<GroupHandle> group() const;
 
   // The watchdog of a backend that moves this group's device tensors; made at the first call. See torch/backend/watchdog.h.
   std::shared_ptr<BackendWatchdog> watchdog(const c10::intrusive_ptr<c10d::Backend>& foreign);
@@ -83,26 +95,61 @@ class ProcessGroupRing final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
 
-  void setTimeout(std::chrono::milliseconds timeout) override { group_->set_timeout_ms(timeout.count()); }
-  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(group_->timeout_ms()); }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms_.load()); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return calls_.load(); }
   void shutdown() override;
   void abort() override;
+  c10d::ErrorType getError() override;  // of the group's failure; SUCCESS where this rank itself has aborted it
+
+  // Torch's from 2.14 on (abort hooks) and 2.15 (completion hooks); see torch/backend/hooks.h.
+  virtual bool supportsAbortHooks() const { return true; }
+  virtual void registerAbortHook(int64_t id, Hooks::AbortHook hook) { hooks_->add_abort_hook(id, std::move(hook)); }
+  virtual void unregisterAbortHook(int64_t id) { hooks_->remove_abort_hook(id); }
+  virtual bool supportsCompletionHooks() const { return true; }
+  virtual void registerCompletionHook(int64_t id, Hooks::CompletionHook hook) {
+    hooks_->add_completion_hook(id, std::move(hook));
+  }
+  virtual void unregisterCompletionHook(int64_t id) { hooks_->remove_completion_hook(id); }
+
+  // Torch's time estimation: what is called between the two is not run. The answer, in microseconds, is the cost model's
+  // (ringdp/tools/cost_model.py), with the constants of RINGDP_TUNING's file where it has any.
+  virtual bool supportsTimeEstimation() const { return kTorchEstimates<c10d::Backend>; }
+  virtual void startTimeEstimate() { group()->start_estimate(); }
+  virtual float endTimeEstimate();
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return reconfigurer_ != nullptr; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& options) override;
+#endif
 
  private:
   void close();
-  GroupHandle& counted();  // the group, for one more call
+  Membership membership() const;
+  std::shared_ptr<GroupHandle> counted();  // the group, for one more call
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  Membership install(Membership made);  // returns what it replaces
+  Reconfigurer& reconfigurer() const;
+#endif
   c10::intrusive_ptr<c10d::Work> receive(std::vector<at::Tensor>& tensors, int source, int tag, c10d::OpType type,
                                          const char* title);
 
-  std::shared_ptr<GroupHandle> group_;  // shared with calls of several stages
-  std::shared_ptr<Runtime> runtime_;    // shared by all groups made from the default group
-  const std::shared_ptr<DeviceSide> devices_ = std::make_shared<DeviceSide>();  // shared as the group is
+  const std::shared_ptr<DeviceSide> devices_ = std::make_shared<DeviceSide>();  // shared with calls of several stages
+  const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();              // shared with its works
   const bool owns_runtime_;
+  std::atomic<int64_t> timeout_ms_;
+  mutable std::mutex membership_mutex_;
+  Membership membership_;             // shared with calls, and its Runtime by all groups made from the default group
+  std::atomic<bool> aborted_{false};  // by this rank, since it got these members
   std::mutex watchdogs_mutex_;
   std::vector<std::shared_ptr<BackendWatchdog>> watchdogs_;  // shared with the reducers that use them
   std::atomic<uint64_t> calls_{0};
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  std::function<void(const std::shared_ptr<Runtime>&)> installed_;
+  std::unique_ptr<Reconfigurer> reconfigurer_;  // null: its members stay
+#endif
 };
 
 // The backend "ring" of a process group, for what torch's interface has no call for. Null where the group uses another

@@ -27,10 +27,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vect
     blocks.push_back(buffers->output(at::TensorList(outputs[0]).slice(at, each)));
   for (std::size_t list = 1; list < outputs.size(); ++list)
     for (std::size_t i = 0; i < all; ++i) buffers->repeat(outputs[0][i], {outputs[list][i]});
-  Call call(counted(), *devices_, c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs,
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs,
             outputs[0]);
   if (outputs.size() > 1) call.set_output_lists(outputs);
-  call.add(group_->all_gather(input, std::move(blocks), dtype, call.options(std::move(buffers))));
+  call.add(group->all_gather(input, std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -46,14 +47,15 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced
   if (outputs.size() != inputs.size()) refuse("all_gather_into_tensor", "as many outputs as inputs are needed");
   for (std::size_t i = 0; i < inputs.size(); ++i)
     require_parts("all_gather_into_tensor", outputs[i], inputs[i], getSize(), "output", "input");
-  Call call(counted(), *devices_, c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp, opts.timeout,
-            inputs, outputs);
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp,
+            opts.timeout, inputs, outputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "all_gather_into_tensor");
     auto input = buffers->input(inputs[i]);
     auto blocks = cut(buffers->output(outputs[i]), getSize());
-    call.add(group_->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather_into_tensor"),
-                                call.options(std::move(buffers), i + 1 == inputs.size())));
+    call.add(group->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather_into_tensor"),
+                               call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
 }
@@ -69,15 +71,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::
   for (std::size_t i = 0; i < inputs[0].size(); ++i) require_like("reduce_scatter", inputs[0][i], outputs[0], i);
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter");
   require_reduction("reduce_scatter", dtype_of(outputs[0], "reduce_scatter"), op);
-  Call call(counted(), *devices_, c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout,
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout,
             inputs[0], outputs);
   auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter",
                                            premultiplier_of(opts.reduceOp, outputs[0], "reduce_scatter"));
   std::vector<std::span<std::byte>> chunks;
   for (const at::Tensor& input : inputs[0]) chunks.push_back(buffers->input(input));
   auto output = buffers->output(outputs[0]);
-  call.add(group_->reduce_scatter(std::move(chunks), output, dtype_of(outputs[0], "reduce_scatter"), op,
-                                  call.options(std::move(buffers), true)));
+  call.add(group->reduce_scatter(std::move(chunks), output, dtype_of(outputs[0], "reduce_scatter"), op,
+                                 call.options(std::move(buffers), true)));
   return call.done();
 }
 
@@ -95,15 +98,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced
     require_parts("reduce_scatter_tensor", inputs[i], outputs[i], getSize(), "input", "output");
     require_reduction("reduce_scatter_tensor", dtype_of(outputs[i], "reduce_scatter_tensor"), op);
   }
-  Call call(counted(), *devices_, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp,
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp,
             opts.timeout, inputs, outputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter_tensor",
                                              premultiplier_of(opts.reduceOp, outputs[i], "reduce_scatter_tensor"));
     auto chunks = cut(buffers->input(inputs[i]), getSize());
     auto output = buffers->output(outputs[i]);
-    call.add(group_->reduce_scatter(std::move(chunks), output, dtype_of(outputs[i], "reduce_scatter_tensor"), op,
-                                    call.options(std::move(buffers), i + 1 == inputs.size())));
+    call.add(group->reduce_scatter(std::move(chunks), output, dtype_of(outputs[i], "reduce_scatter_tensor"), op,
+                                   call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
 }
@@ -130,15 +134,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_coalesced(std::vector
     }
   }
   for (const at::Tensor& input : inputs) (void)dtype_of(input, "allgather_coalesced");
-  Call call(counted(), *devices_, c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts.asyncOp, opts.timeout,
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts.asyncOp, opts.timeout,
             inputs, flat);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "all_gather");
     auto input = buffers->input(inputs[i]);
     std::vector<std::span<std::byte>> blocks;
     for (const auto& list : outputs) blocks.push_back(buffers->output(list[i]));
-    call.add(group_->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather"),
-                                call.options(std::move(buffers), i + 1 == inputs.size())));
+    call.add(group->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather"),
+                               call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
 }
@@ -157,9 +162,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather(std::vector<std::vector<
   auto input = buffers->input(inputs[0]);
   std::vector<std::span<std::byte>> blocks;
   for (const at::Tensor& result : results) blocks.push_back(buffers->output(result));
-  Call call(counted(), *devices_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs, results);
-  call.add(group_->gather(input, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
-                          call.options(std::move(buffers))));
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs,
+            results);
+  call.add(group->gather(input, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
+                         call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -177,9 +184,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>
   auto output = buffers->output(outputs[0]);
   std::vector<std::span<std::byte>> chunks;
   for (const at::Tensor& piece : pieces) chunks.push_back(buffers->input(piece));
-  Call call(counted(), *devices_, c10d::OpType::SCATTER, "ring:scatter", opts.asyncOp, opts.timeout, pieces, outputs);
-  call.add(group_->scatter(std::move(chunks), output, dtype, static_cast<int>(opts.rootRank),
-                           call.options(std::move(buffers))));
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::SCATTER, "ring:scatter", opts.asyncOp, opts.timeout, pieces,
+            outputs);
+  call.add(group->scatter(std::move(chunks), output, dtype, static_cast<int>(opts.rootRank),
+                          call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -202,9 +211,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall(std::vector<at::Tensor
     chunks.push_back(buffers->input(inputs[i]));
     blocks.push_back(buffers->output(outputs[i]));
   }
-  Call call(counted(), *devices_, c10d::OpType::ALLTOALL, "ring:all_to_all", opts.asyncOp, opts.timeout, inputs,
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLTOALL, "ring:all_to_all", opts.asyncOp, opts.timeout, inputs,
             outputs);
-  call.add(group_->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
+  call.add(group->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
 }
 
@@ -218,9 +228,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall_base(at::Tensor& outpu
   auto buffers = std::make_shared<Buffers>(*devices_, "all_to_all");
   auto chunks = cut_rows("alltoall_base", input, buffers->input(input), input_rows, getSize());
   auto blocks = cut_rows("alltoall_base", output, buffers->output(output), output_rows, getSize());
-  Call call(counted(), *devices_, c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout, {input},
-            {output});
-  call.add(group_->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
+  const auto group = counted();
+  Call call(*group, *devices_, hooks_, c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout,
+            {input}, {output});
+  call.add(group->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
   return call.done();
 }
 

@@ -121,7 +121,7 @@ void exchange_elements(const SparseAllReducePtr& it) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group,
-                                                 std::shared_ptr<DeviceSide> devices,
+                                                 std::shared_ptr<DeviceSide> devices, std::shared_ptr<Hooks> hooks,
                                                  const std::vector<at::Tensor>& tensors,
                                                  std::chrono::milliseconds timeout, bool async_op) {
   at::NoGradGuard no_grad;
@@ -143,7 +143,7 @@ c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> gr
   DType dtype = dtype_of(it->mine.values(), "all_reduce");
   require_reduction("allreduce", dtype, ReduceOp::kSum);
   it->work = c10::make_intrusive<StagedWork>(group->engine(), group->view().rank, c10d::OpType::_ALLREDUCE_SPARSE,
-                                             "ring:all_reduce", tensors);
+                                             "ring:all_reduce", tensors, std::move(hooks));
   it->headers = at::empty({group->view().size, kHeaderNumbers}, at::kLong);
   if (!mine.is_cpu()) it->stream = c10::impl::VirtualGuardImpl(mine.device().type()).getStream(mine.device());
   auto buffers = std::make_shared<Buffers>(*it->devices, "all_reduce of a sparse tensor");

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "engine/group.h"
+#include "torch/backend/hooks.h"
 #include "torch/device/device_side.h"
 
 namespace ringdp {
@@ -15,7 +16,7 @@ namespace ringdp {
 // All `tensors`, at least one, are added up, and all receive the coalesced sum. Ranks may hold different numbers of
 // elements; shapes and types must agree.
 c10::intrusive_ptr<c10d::Work> all_reduce_sparse(std::shared_ptr<GroupHandle> group,
-                                                 std::shared_ptr<DeviceSide> devices,
+                                                 std::shared_ptr<DeviceSide> devices, std::shared_ptr<Hooks> hooks,
                                                  const std::vector<at::Tensor>& tensors,
                                                  std::chrono::milliseconds timeout, bool async_op);
 

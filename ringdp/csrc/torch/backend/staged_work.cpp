@@ -7,9 +7,10 @@
 namespace ringdp {
 
 StagedWork::StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
-                       std::vector<at::Tensor> outputs)
+                       std::vector<at::Tensor> outputs, std::shared_ptr<Hooks> hooks)
     : c10d::Work(rank, type, title, outputs),
       engine_(std::move(engine)),
+      hooks_(std::move(hooks)),
       outputs_(std::move(outputs)),
       future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                        devices_of(outputs_))) {}
@@ -24,6 +25,7 @@ void StagedWork::attempt(const std::function<void()>& stage) {
 
 void StagedWork::end(std::exception_ptr error) {
   finish(error);
+  if (!error && hooks_) hooks_->completed(reinterpret_cast<uintptr_t>(this));  // as c10d::Work names itself
   if (error)
     future_->setError(error);
   else

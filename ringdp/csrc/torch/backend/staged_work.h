@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/group.h"
+#include "torch/backend/hooks.h"
 
 namespace ringdp {
 
@@ -14,7 +15,7 @@ class StagedWork final : public c10d::Work {
  public:
   // `engine` may be null. The future stands for the streams that are current when the work ends.
   StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
-             std::vector<at::Tensor> outputs);
+             std::vector<at::Tensor> outputs, std::shared_ptr<Hooks> hooks = nullptr);
 
   // Runs `stage`; an exception ends the work.
   void attempt(const std::function<void()>& stage);
@@ -28,6 +29,7 @@ class StagedWork final : public c10d::Work {
 
  private:
   std::shared_ptr<Engine> engine_;  // shared with the Runtime; may be null
+  std::shared_ptr<Hooks> hooks_;    // of the process group, which hear of its success; may be null
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // of the streams that are current where `end` is called
 };

@@ -36,7 +36,8 @@ void RingWork::mark(std::exception_ptr error) {
     error_ = error;
     future = future_;
   }
-  finish(error);  // ends the profiler's event
+  finish(error);                                                     // ends the profiler's event
+  if (!error) hooks_->completed(reinterpret_cast<uintptr_t>(this));  // as c10d::Work names itself
   if (future && error) future->setError(error);
   if (future && !error) complete(future);
   marked_changed_.notify_all();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/group.h"
+#include "torch/backend/hooks.h"
 
 namespace ringdp {
 
@@ -29,6 +30,8 @@ class RingWork final : public c10d::Work {
   void set_output_lists(std::vector<std::vector<at::Tensor>> lists) { output_lists_ = std::move(lists); }
   // The copies of its operations on tensors of devices. Called before the work is handed out.
   void add_staging(std::shared_ptr<Staging> staging) { stagings_.push_back(std::move(staging)); }
+  // Whom it tells of its success. Called before the work is handed out.
+  void report_to(std::shared_ptr<Hooks> hooks) { hooks_ = std::move(hooks); }
   // Called once when the last operation is over, on the completion thread, or by the thread of a synchronous call.
   void mark(std::exception_ptr error);
 
@@ -55,6 +58,7 @@ class RingWork final : public c10d::Work {
 
   std::vector<at::Tensor> outputs_;
   std::vector<std::vector<at::Tensor>> output_lists_;
+  std::shared_ptr<Hooks> hooks_;    // shared with the process group
   std::shared_ptr<Engine> engine_;  // shared with the Runtime: a work may outlive its process group
   std::vector<std::shared_ptr<ringdp::Work>> works_;
   std::vector<std::shared_ptr<Staging>> stagings_;  // shared with the operations

@@ -78,18 +78,31 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   return options;
 }
 
+EngineOptions engine_options_of(const py::dict& config) {
+  EngineOptions options;
+  options.spin_us = config["spin_us"].cast<int64_t>();
+  options.stall_notice_ms = config["stall_notice_ms"].cast<int64_t>();
+  options.host_silence_ms = config["host_silence_ms"].cast<int64_t>();
+  options.rate_bytes_per_s = config["rate_bytes_per_s"].cast<int64_t>();
+  options.check_interrupt = check_python_signals;
+  return options;
+}
+
+// `is_default`: the groups that are made from now on may use this Runtime.
+void remember(const std::shared_ptr<Runtime>& runtime, bool is_default) {
+  std::lock_guard lock(runtime_mutex);
+  std::erase_if(runtimes, [](const auto& it) { return it.expired(); });
+  runtimes.push_back(runtime);
+  if (is_default) world_runtime = runtime;
+}
+
 c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                        std::chrono::milliseconds timeout, const std::string& group_id,
                                                        std::vector<int> global_ranks, const py::dict& config,
                                                        Lobby* lobby) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
   options.check_interrupt = check_python_signals;
-  EngineOptions engine_options;
-  engine_options.spin_us = config["spin_us"].cast<int64_t>();
-  engine_options.stall_notice_ms = config["stall_notice_ms"].cast<int64_t>();
-  engine_options.host_silence_ms = config["host_silence_ms"].cast<int64_t>();
-  engine_options.rate_bytes_per_s = config["rate_bytes_per_s"].cast<int64_t>();
-  engine_options.check_interrupt = check_python_signals;
+  const EngineOptions engine_options = engine_options_of(config);
   const AlgorithmTables tables = tables_of(config);
   py::gil_scoped_release no_gil;
   std::shared_ptr<Runtime> runtime = runtime_for(global_ranks, rank);
@@ -110,12 +123,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                   " bytes a second over TCP; leave the variable out for the network's own speed");
     if (rank == 0 && size > 1)
       log(LogLevel::kInfo, all_reduce_in_words(tables, runtime->hosts(), options.tables_source));
-    {
-      std::lock_guard lock(runtime_mutex);
-      std::erase_if(runtimes, [](const auto& it) { return it.expired(); });
-      runtimes.push_back(runtime);
-      if (global_ranks.empty()) world_runtime = runtime;
-    }
+    remember(runtime, global_ranks.empty());
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);
   } else if (tables != runtime->tables()) {
@@ -126,6 +134,26 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   auto group =
       std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), runtime->tables());
   return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
+}
+
+c10::intrusive_ptr<c10d::Backend> create_reconfigurable([[maybe_unused]] int rank, [[maybe_unused]] int size,
+                                                        [[maybe_unused]] std::chrono::milliseconds timeout,
+                                                        [[maybe_unused]] const std::string& group_id,
+                                                        [[maybe_unused]] bool is_default,
+                                                        [[maybe_unused]] const py::dict& config) {
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  Reconfigurer::Settings settings;
+  settings.rendezvous = rendezvous_options(config, rank, size);
+  settings.engine = engine_options_of(config);
+  settings.tables = tables_of(config);
+  settings.name = group_id;
+  settings.timeout_ms = std::min<int64_t>(settings.rendezvous.timeout_ms, timeout.count());
+  return c10::make_intrusive<ProcessGroupRing>(
+      rank, size, timeout, std::move(settings),
+      [is_default](const std::shared_ptr<Runtime>& runtime) { remember(runtime, is_default); });
+#else
+  throw Error(ErrorKind::kState, "this torch has no reconfigure: it came with 2.14");
+#endif
 }
 
 std::unique_ptr<Lobby> make_lobby(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -184,6 +212,9 @@ void bind_process_group(py::module_& module) {
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
              py::arg("lobby").none(true) = nullptr);
+  module.def("create_reconfigurable_process_group", &create_reconfigurable, py::kw_only(), py::arg("rank"),
+             py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("is_default"), py::arg("config"),
+             "A group without members, which get to know each other by handles: see torch's reconfigure.");
   module.def("shut_down_all", &shut_down_all, py::call_guard<py::gil_scoped_release>(),
              "Leave all jobs and end the threads; for the end of the process.");
   module.def("set_farewell", &set_farewell, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
@@ -201,7 +232,7 @@ void bind_process_group(py::module_& module) {
       "group_transports",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
         const ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
-        return ring == nullptr ? std::map<int, std::string>() : ring->transports();
+        return ring == nullptr ? std::map<int, std::string>() : ring->group()->transports();
       },
       py::arg("process_group"),
       "The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's.");

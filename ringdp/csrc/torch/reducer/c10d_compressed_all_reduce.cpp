@@ -28,7 +28,7 @@ std::size_t aligned(std::size_t bytes) { return (bytes + kAlignmentBytes - 1) / 
 // Of the ring in the group, so that a wait hears Python's signals; null where there is none.
 std::shared_ptr<Engine> engine_of(c10d::ProcessGroup& group) {
   for (const c10::Device& type : group.getDeviceTypes())
-    if (ProcessGroupRing* ring = ring_of(group, type.type())) return ring->engine();
+    if (ProcessGroupRing* ring = ring_of(group, type.type())) return ring->group()->engine();
   return nullptr;
 }
 

@@ -53,7 +53,8 @@ void Reducer::scale_owned_part(std::size_t param_index, const at::Tensor& residu
   ProcessGroupRing* ring = ring_of(*bucket_reducer_.group(), c10::DeviceType::CPU);
   if (ring == nullptr) return;
   const auto count = static_cast<std::size_t>(residual.numel());
-  for (const auto& [begin, end] : owned_elements(ring->view(), count, reduction_plan_.owner_offsets[param_index]))
+  for (const auto& [begin, end] :
+       owned_elements(ring->group()->view(), count, reduction_plan_.owner_offsets[param_index]))
     residual.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin)).mul_(factor);
 }
 

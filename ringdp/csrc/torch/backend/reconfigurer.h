@@ -1,0 +1,61 @@
+// Reconfigurer: the attempts of a process group to get new members (torch's reconfigure, since 2.14). One attempt runs at a
+// time, on a thread of its own: it meets the new members, makes a Runtime and a group of them, and gives both to its owner;
+// an attempt that fails gives nothing. Owned by a ProcessGroupRing; any thread, without the GIL.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "mesh/reconfiguration.h"
+#include "torch/backend/membership.h"
+
+namespace ringdp {
+
+class Reconfigurer {
+ public:
+  struct Settings {
+    RendezvousOptions rendezvous;
+    EngineOptions engine;
+    AlgorithmTables tables;
+    std::string name;        // of the group
+    int64_t timeout_ms = 0;  // of an attempt for which none is given
+  };
+  // Takes the new members, on the attempt's thread, and returns the old ones, which are left afterwards.
+  using Install = std::function<Membership(Membership)>;
+
+  Reconfigurer(Settings settings, Install install);
+  ~Reconfigurer();
+  Reconfigurer(const Reconfigurer&) = delete;
+  Reconfigurer& operator=(const Reconfigurer&) = delete;
+
+  std::string handle();
+  // Throws Error(kState) while an attempt is under way. `group_timeout_ms`: of the new group's operations.
+  c10::intrusive_ptr<c10d::Work> begin(const c10d::ReconfigureOptions& options, int64_t group_timeout_ms);
+  bool under_way() const { return under_way_; }
+  void stop();  // ends an attempt that is under way, and waits for it; idempotent
+
+ private:
+  Membership attempt(const Reconfiguration::Members& members, int64_t timeout_ms, int64_t group_timeout_ms);
+
+  const Settings settings_;
+  const Install install_;
+  const unsigned generation_ = fork_generation();
+  std::mutex mutex_;                 // of what follows
+  Reconfiguration reconfiguration_;  // while an attempt is under way, its thread's
+  std::string handle_;
+  std::unique_ptr<std::thread> thread_;
+  std::atomic<bool> under_way_{false};
+  std::atomic<bool> stopping_{false};
+};
+
+}  // namespace ringdp
+
+#endif
