@@ -4,7 +4,7 @@
 # make test-slow   the slow tests: every world size, type and size, the contracts over TCP, long soaks
 # make test-all   all of these
 # make test-releases   a core of the tests on the oldest and the newest torch, each in an environment of its own
-# make test-integrations   RingDP in Lightning, Accelerate, transformers and Ray, which pip fetches for it
+# make test-integrations   ring in Lightning, Accelerate, transformers, Ray and torchft, which pip fetches for it
 # make docs    the documentation as a site, in build/site
 # make build   the set-up alone
 # make stubs   write the type stubs of the compiled modules (ringdp/_C.pyi, ringdp/_core.pyi) anew, after a change of a binding

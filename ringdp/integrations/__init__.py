@@ -5,6 +5,7 @@
 - `RingAccelerator`, `use_ringdp`: Hugging Face Accelerate (`ringdp.integrations.accelerate`)
 - `RingTrainer`: Hugging Face Trainer (`ringdp.integrations.transformers`)
 - `RingConfig`: Ray Train (`ringdp.integrations.ray`)
+- `ProcessGroupRing`: torchft (`ringdp.integrations.torchft`)
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from ringdp.integrations.fabric import RingDPStrategy
     from ringdp.integrations.lightning import RingDPTrainerStrategy
     from ringdp.integrations.ray import RingConfig
+    from ringdp.integrations.torchft import ProcessGroupRing
     from ringdp.integrations.transformers import RingTrainer
 
 __all__ = [
+    "ProcessGroupRing",
     "RingAccelerator",
     "RingConfig",
     "RingDPStrategy",
@@ -31,6 +34,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "ProcessGroupRing": "torchft",
     "RingAccelerator": "accelerate",
     "RingConfig": "ray",
     "RingDPStrategy": "fabric",

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import venv
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def _installed() -> list[str]:
     folders = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if path in sys.path]
     library = HOME / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     (library / "base.pth").write_text("\n".join(folders) + "\n")
-    # pip must never bring another torch.
-    (HOME / "constraints.txt").write_text(f"torch=={torch.__version__}\n")
+    # pip must never bring another torch. (torch.__version__ of the wheel on PyPI says +cu132, its metadata does not.)
+    (HOME / "constraints.txt").write_text(f"torch=={version('torch')}\n")
     return []
 
 

@@ -14,7 +14,7 @@ WITHOUT_LIBRARIES = """
 import sys
 from importlib.machinery import PathFinder
 
-LIBRARIES = {"lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers", "ray"}
+LIBRARIES = {"lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers", "ray", "torchft"}
 
 class Absent(PathFinder):
     @classmethod
@@ -39,6 +39,7 @@ def test_the_error_says_what_to_install() -> None:
     )
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     packages = {
+        "ProcessGroupRing": "torchft-nightly>=2026.10",
         "RingAccelerator": "accelerate>=1.15",
         "RingConfig": "ray[train]>=2.60",
         "RingDPStrategy": "lightning-fabric>=2.6",

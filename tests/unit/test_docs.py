@@ -43,8 +43,8 @@ PAGES = pages.all_pages()
 IN_ORDER = [CUSTOM]
 # Their files and commands are followed as they stand there, and what is printed is compared.
 WALKS = ["docs/start/first_job.md", "docs/start/slow_network.md"]
-# Need a library that is not here: tests/integrations/test_docs.py runs them.
-ELSEWHERE = ["docs/how-to/integrations.md"]
+# Need a library that is not here: tests/integrations/test_docs.py and test_torchft.py run them.
+ELSEWHERE = ["docs/how-to/integrations.md", "docs/how-to/torchft.md"]
 # Needs torch 2.14.
 RECONFIGURE = "docs/how-to/reconfigure.md"
 # Uses a function of torch that newer versions deprecate.
