@@ -35,6 +35,12 @@ CI = (
     "clients/test_torch_suite.py",
 )
 
+# Of those, only `make test-slow` runs what trains for half a minute and longer.
+SLOW = (
+    "unit/test_compression_benchmarks.py",
+    "unit/test_docs.py::test_a_walk_shows_what_the_page_shows[docs/start/slow_network.md]",
+)
+
 # These measure time or memory: nothing runs beside them. The other files of fault/ have bounds too, but wide ones: they
 # passed while a dozen processes shared two cores. What nevertheless fails is run again, alone.
 ALONE = (
@@ -47,9 +53,11 @@ ALONE = (
 
 
 def mark(item: pytest.Item) -> None:
-    """Add the markers `ci` and `alone` to a test of these tables."""
+    """Add the markers `ci`, `slow` and `alone` to a test of these tables."""
     name = f"{item.path.relative_to(HERE)}::{item.name}" if HERE in item.path.parents else ""
     if name.startswith(CI):
         item.add_marker(pytest.mark.ci)
+    if name.startswith(SLOW):
+        item.add_marker(pytest.mark.slow)
     if name.startswith(ALONE):
         item.add_marker(pytest.mark.alone)

@@ -157,12 +157,12 @@ CASE("a descriptor of anything else is refused, in words") {
   has(problem_of(by_hand(size + 4096, true, kSize | F_SEAL_SEAL)), "are expected");
   has(problem_of(by_hand(size, true, kSize | F_SEAL_SEAL | F_SEAL_WRITE)), "mmap: ");
   has(problem_of(made(), 2 * kRing), "are expected");
-  has(problem_of(Fd(open("/dev/null", O_RDWR | O_CLOEXEC))), "no memory");
-  has(problem_of(Fd(open("/proc/self/exe", O_RDONLY | O_CLOEXEC))), "no memory");
+  has(problem_of(Fd(open("/dev/null", O_RDWR | O_CLOEXEC))), "not memory");
+  has(problem_of(Fd(open("/proc/self/exe", O_RDONLY | O_CLOEXEC))), "not memory");
   int ends[2];
   REQUIRE(pipe2(ends, O_CLOEXEC) == 0);
   Fd reading(ends[0]), writing(ends[1]);
-  has(problem_of(reading), "no memory");
+  has(problem_of(reading), "not memory");
   has(problem_of(Fd()), "fstat: ");
 }
 
