@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import socket
 import statistics
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -30,10 +30,10 @@ CHANGES = ("same", "shrink", "grow")
 PEERS = ("ring", "gloo")
 
 
-def run_rank(rank: int, ranks: int, backend: str, rounds: int, path: str, results: Any) -> None:
+def run_rank(rank: int, ranks: int, backend: str, rounds: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(path, ranks)
     timeout = datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timeout)
     options: Any = {"enable_reconfigure": True}
     dist.init_process_group(backend, rank=rank, world_size=ranks, store=store, timeout=timeout, **options)
     c10d: Any = dist
@@ -71,12 +71,13 @@ def run_rank(rank: int, ranks: int, backend: str, rounds: int, path: str, result
 
 def measure(ranks: int, backend: str, rounds: int) -> dict[str, list[float]]:
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="ringdp-reconfigure-") as folder:
-        arguments = (ranks, backend, rounds, f"{folder}/store", results)
-        started = multiprocessing.spawn(run_rank, arguments, nprocs=ranks, join=False)
-        times: dict[str, list[float]] = results.get()
-        while not started.join():
-            pass
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = multiprocessing.spawn(run_rank, (ranks, backend, rounds, port, results), nprocs=ranks, join=False)
+    times: dict[str, list[float]] = results.get()
+    while not started.join():
+        pass
     return times
 
 
