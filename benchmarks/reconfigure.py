@@ -17,6 +17,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import checkout  # noqa: F401
@@ -81,14 +82,21 @@ def measure(ranks: int, backend: str, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def main() -> int:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="default: 2 and 4")
     parser.add_argument("--rounds", type=int, default=20, help="changes of each kind in a turn (20)")
     parser.add_argument("--turns", type=int, default=3, help="of each backend (3)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if min(*arguments.ranks, arguments.rounds, arguments.turns) < 1 or min(arguments.ranks) < 2:
+        parser.error("at least two ranks, one round and one turn are needed")
+    return arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
     if not hasattr(dist, "_reconfigure"):
-        parser.error(f"torch {torch.__version__} has no reconfigure: it came with 2.14")
+        sys.exit(f"torch {torch.__version__} has no reconfigure: it came with 2.14")
     print("| ranks | change | ring: median, least, most | gloo | ring / gloo |\n|---|---|---|---|---|")
     for ranks in arguments.ranks:
         times: dict[str, dict[str, list[float]]] = {peer: {name: [] for name in CHANGES} for peer in PEERS}
@@ -105,4 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

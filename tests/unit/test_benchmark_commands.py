@@ -26,6 +26,7 @@ import hosts  # noqa: E402
 import kernels  # noqa: E402
 import memory  # noqa: E402
 import plots  # noqa: E402
+import reconfigure  # noqa: E402
 import reducer  # noqa: E402
 import selection  # noqa: E402
 import startup  # noqa: E402
@@ -44,6 +45,7 @@ TOOLS = (
     kernels,
     memory,
     plots,
+    reconfigure,
     reducer,
     selection,
     startup,
@@ -75,6 +77,7 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("checksum.py", "--meetings 1", "at least two meetings"),
         ("checksum.py", "--sizes 6", "positive multiple of 4"),
         ("checksum.py", "--ranks 1", "at least two are needed"),
+        ("reconfigure.py", "--ranks 1", "at least two ranks"),
         ("startup.py", "--ranks 2,0", "at least one is needed"),
         ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
         ("selection.py", "--numel 0", "at least one element"),
