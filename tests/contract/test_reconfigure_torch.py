@@ -168,6 +168,24 @@ def test_a_failed_group_gets_members_again(tmp_path: Path) -> None:
     run_ranks(fails_and_recovers, str(tmp_path / "store"), world_size=3, backend=None)
 
 
+def ends_what_is_in_flight(path: str) -> None:
+    from ringdp.errors import RingError
+
+    with member(path, 2) as me:
+        handles = me.handles()
+        me.reconfigure(1, handles)
+        waiting = dist.irecv(torch.ones(1), 1 - me.rank, tag=9)  # nobody sends it
+        me.together("waiting")
+        me.reconfigure(2, handles)
+        with pytest.raises(RingError, match="was reconfigured"):
+            waiting.wait()
+        me.add_up()
+
+
+def test_what_is_in_flight_ends_and_says_why(tmp_path: Path) -> None:
+    run_ranks(ends_what_is_in_flight, str(tmp_path / "store"), world_size=2, backend=None)
+
+
 def failed_attempts(path: str) -> None:
     from ringdp.errors import InvalidStateError, RingError
 

@@ -117,14 +117,14 @@ uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::strin
   return group->id;
 }
 
-void Engine::remove_group(uint64_t id) {
+void Engine::remove_group(uint64_t id, const std::string& how) {
   if (fork_generation() != generation_) return;
-  run_as_driver([this, id] {
+  run_as_driver([this, id, &how] {
     GroupPtr group = find_group(id);
     if (!group) return;
     take_inbox();
     bool in_flight = !group->idle();
-    Error error(ErrorKind::kState, "the process group was destroyed on rank " + std::to_string(rank_) +
+    Error error(ErrorKind::kState, "the process group was " + how + " on rank " + std::to_string(rank_) +
                                        " while operations were in flight");
     if (in_flight) fail_group(*group, error, notice_of(error));
     for (int member : group->view.members)

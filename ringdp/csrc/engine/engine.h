@@ -66,7 +66,7 @@ class Engine {
   // key came before, so that frames of a destroyed group never reach one that is made like it. `name` is for messages.
   uint64_t add_group(uint64_t key, const GroupView& view, const std::string& name);
   // Operations still in flight fail, frames still arriving are dropped.
-  void remove_group(uint64_t id);
+  void remove_group(uint64_t id, const std::string& how = "destroyed");  // operations in flight fail with that word
 
   struct Submission {
     std::unique_ptr<Operation> operation;

@@ -64,8 +64,8 @@ std::map<int, std::string> GroupHandle::transports() const {
 
 GroupHandle::~GroupHandle() { close(); }
 
-void GroupHandle::close() {
-  if (open_.exchange(false)) engine_->remove_group(id_);
+void GroupHandle::close(const std::string& how) {
+  if (open_.exchange(false)) engine_->remove_group(id_, how);
 }
 
 std::shared_ptr<Work> GroupHandle::submit(std::unique_ptr<Operation> operation, CallOptions options) {

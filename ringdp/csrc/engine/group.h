@@ -82,7 +82,7 @@ class GroupHandle {
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   // The transport's name to each other member, by its place in the group.
   std::map<int, std::string> transports() const;
-  void close();  // operations in flight fail; idempotent
+  void close(const std::string& how = "destroyed");  // operations in flight fail with that word; idempotent
 
  private:
   std::shared_ptr<Work> submit(std::unique_ptr<Operation> operation, CallOptions options);

@@ -13,9 +13,9 @@ struct Membership {
   std::shared_ptr<const FailureListener> listener;  // runs the abort hooks when the group fails
 
   // Operations in flight fail; that is no failure for the hooks.
-  void close() {
+  void close(const std::string& how = "destroyed") {
     listener.reset();
-    if (group) group->close();
+    if (group) group->close(how);
   }
 };
 

@@ -108,7 +108,7 @@ c10::intrusive_ptr<c10d::Work> Reconfigurer::begin(const c10d::ReconfigureOption
       }
       under_way_ = false;
       work->end(error);
-      old.close();
+      old.close("reconfigured");
       if (old.runtime) old.runtime->shut_down();
     });
   } catch (...) {
