@@ -54,6 +54,8 @@ ALONE = (
 
 def mark(item: pytest.Item) -> None:
     """Add the markers `ci`, `slow` and `alone` to a test of these tables."""
+    if item.get_closest_marker("alone"):
+        raise pytest.UsageError(f"{item.nodeid}: what runs alone is named in tests/tiers.py, not marked")
     name = f"{item.path.relative_to(HERE)}::{item.name}" if HERE in item.path.parents else ""
     if name.startswith(CI):
         item.add_marker(pytest.mark.ci)

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ class Tier:
 
 
 TIERS = {
-    "default": Tier("not slow and not integrations and not ci", "11 min or less"),
+    "default": Tier("not slow and not integrations and not ci", "7 to 10 min"),
     "ci": Tier("ci and not slow"),
     "slow": Tier("slow and not integrations", "an hour or more"),
     "all": Tier("not integrations", "an hour or more"),
@@ -142,12 +143,20 @@ def again(ran: Sequence[Ran], given: list[str]) -> tuple[int, Counter[str], list
     return 0 if len(passed) == len(first) else 1, change, passed
 
 
+def alone_files(arguments: Sequence[str]) -> list[str]:
+    """The files of the tests that run alone, where the arguments name no file: pytest then collects no others."""
+    if any(Path(ROOT, word.partition("::")[0]).exists() for word in arguments):
+        return []
+    tiers = ROOT / "tests" / "tiers.py"
+    return [f"tests/{name}" for name in runpy.run_path(str(tiers))["ALONE"]] if tiers.exists() else []
+
+
 def parts(tiers: Sequence[Tier], arguments: list[str]) -> list[tuple[str, list[str]]]:
     """(name, arguments of pytest) of each part."""
     marks = " or ".join(f"({tier.marks})" for tier in tiers)
     if "-m" in arguments or "-n" in arguments:
         return [("one part, because -m or -n was given", arguments)]
-    alone = ["-m", f"({marks}) and alone", *arguments]
+    alone = ["-m", f"({marks}) and alone", *arguments, *alone_files(arguments)]
     if importlib.util.find_spec("xdist") is None:
         return [("one process, because pytest-xdist is not installed", ["-m", marks, *arguments])]
     beside = ["-n", str(WORKERS), "--dist", "loadfile", "-m", f"({marks}) and not alone", *arguments]

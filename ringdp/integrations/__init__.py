@@ -1,11 +1,7 @@
-"""RingDP inside other libraries. Each one is imported when its name is first used; none of them is needed otherwise.
+"""RingDP inside other libraries. Each module is imported when its name is first used; none is needed otherwise.
 
-- `RingDPStrategy`: Lightning Fabric (`ringdp.integrations.fabric`)
-- `RingDPTrainerStrategy`: Lightning's Trainer (`ringdp.integrations.lightning`)
-- `RingAccelerator`, `use_ringdp`: Hugging Face Accelerate (`ringdp.integrations.accelerate`)
-- `RingTrainer`: Hugging Face Trainer (`ringdp.integrations.transformers`)
-- `RingConfig`: Ray Train (`ringdp.integrations.ray`)
-- `ProcessGroupRing`: torchft (`ringdp.integrations.torchft`)
+A new one is a module here, its line in `_HOME` and beside it for type checkers, and its library's line in
+requirements/integrations.txt.
 """
 
 from __future__ import annotations
@@ -16,22 +12,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringdp.integrations.accelerate import RingAccelerator, use_ringdp
-    from ringdp.integrations.fabric import RingDPStrategy
-    from ringdp.integrations.lightning import RingDPTrainerStrategy
-    from ringdp.integrations.ray import RingConfig
-    from ringdp.integrations.torchft import ProcessGroupRing
-    from ringdp.integrations.transformers import RingTrainer
-
-__all__ = [
-    "ProcessGroupRing",
-    "RingAccelerator",
-    "RingConfig",
-    "RingDPStrategy",
-    "RingDPTrainerStrategy",
-    "RingTrainer",
-    "use_ringdp",
-]
+    from ringdp.integrations.accelerate import RingAccelerator as RingAccelerator
+    from ringdp.integrations.accelerate import use_ringdp as use_ringdp
+    from ringdp.integrations.fabric import RingDPStrategy as RingDPStrategy
+    from ringdp.integrations.lightning import RingDPTrainerStrategy as RingDPTrainerStrategy
+    from ringdp.integrations.ray import RingConfig as RingConfig
+    from ringdp.integrations.torchft import ProcessGroupRing as ProcessGroupRing
+    from ringdp.integrations.transformers import RingTrainer as RingTrainer
 
 _HOME = {
     "ProcessGroupRing": "torchft",
@@ -42,6 +29,7 @@ _HOME = {
     "RingTrainer": "transformers",
     "use_ringdp": "accelerate",
 }
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
