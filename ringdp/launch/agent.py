@@ -16,13 +16,15 @@ from typing import NoReturn
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import elastic_launch
 
-from ringdp.launch import messages, processes, secret, threads
+from ringdp.launch import advice, elastic, messages, processes, secret, threads
 from ringdp.launch.arguments import Arguments
 from ringdp.launch.logs import RankLogs, RankLogsSpecs
 from ringdp.launch.views import Stream
+from ringdp.launch.waiting import Waiting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,14 +53,20 @@ class Orders:
 def run(orders: Orders) -> NoReturn:
     """Start the ranks, wait for them, tell the supervisor, and end this process. Called right after the fork."""
     code = 1
+    waiting = None
+    if orders.arguments.meeting is not None:
+        waiting = Waiting(
+            orders.arguments.meeting,
+            lambda lines: messages.post(orders.status_fd, messages.Waiting(lines=tuple(lines))),
+        )
     try:
-        code = _run(orders)
+        code = _run(orders, waiting)
     except (SignalException, KeyboardInterrupt):
         code = 128 + signal.SIGTERM
     except BaseException as error:
         # Among them SystemExit: nothing may unwind into the supervisor's frames, which this process shares.
         logging.getLogger("ringdp.launch").error("%s", traceback.format_exc())
-        messages.post(orders.status_fd, messages.Broken(error=f"{type(error).__name__}: {error}"))
+        messages.post(orders.status_fd, messages.Broken(error=advice.explain(error, orders.arguments, waiting)))
     finally:
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what --run-path leaves
         sys.stdout.flush()
@@ -66,7 +74,7 @@ def run(orders: Orders) -> NoReturn:
         os._exit(code)
 
 
-def _run(orders: Orders) -> int:
+def _run(orders: Orders, waiting: Waiting | None) -> int:
     # A group of its own: the terminal's Ctrl-C reaches the supervisor alone, which passes it on once.
     os.setpgid(0, 0)
     processes.become_subreaper()
@@ -95,6 +103,8 @@ def _run(orders: Orders) -> int:
                 ranks=tuple(ranks),
             )
             messages.post(orders.status_fd, message)
+            if waiting is not None:
+                waiting.end()
 
         config.logs_specs = RankLogsSpecs(
             folder=orders.folder,
@@ -105,6 +115,19 @@ def _run(orders: Orders) -> int:
             started=started,
         )
 
+    def meeting(handler: RendezvousHandler) -> None:
+        if waiting is not None:
+            waiting.note_handler(handler)
+
+    def restarting(failures: Mapping[int, ProcessFailure]) -> None:
+        messages.post(orders.status_fd, messages.Restarting(failures=_rank_failures(failures)))
+        if waiting is not None:
+            waiting.begin()
+
+    elastic.tell(meeting=meeting, restarting=restarting)
+    if waiting is not None:
+        waiting.begin()
+
     @record  # copies the first failure's error file where a scheduler wants it, as torchrun does
     def launch() -> None:
         elastic_launch(config=config, entrypoint=entrypoint)(*entrypoint_args)
@@ -112,19 +135,22 @@ def _run(orders: Orders) -> int:
     try:
         launch()
     except ChildFailedError as error:
-        failures = tuple(
-            messages.RankFailure(
-                rank=rank,
-                local_rank=failure.local_rank,
-                pid=failure.pid,
-                exit_code=failure.exitcode,
-                observed_s=float(failure.timestamp),
-            )
-            for rank, failure in error.failures.items()
-        )
-        messages.post(orders.status_fd, messages.Failed(failures=failures))
+        messages.post(orders.status_fd, messages.Failed(failures=_rank_failures(error.failures)))
         return 1
     return 0
+
+
+def _rank_failures(failures: Mapping[int, ProcessFailure]) -> tuple[messages.RankFailure, ...]:
+    return tuple(
+        messages.RankFailure(
+            rank=rank,
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            exit_code=failure.exitcode,
+            observed_s=float(failure.timestamp),
+        )
+        for rank, failure in failures.items()
+    )
 
 
 def _divert_output(folder: Path, *, silent: bool) -> None:

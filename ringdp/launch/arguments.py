@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import uuid
 from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.argparse_util import env
 from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
 
 from ringdp.config import read_secret
 from ringdp.errors import RingError
@@ -18,6 +24,39 @@ from ringdp.launch.views import Views
 
 GRACE_S = 3.0
 """Seconds the ranks have to end after Ctrl-C; torchrun gives 30 unless told otherwise."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the launchers of several nodes meet.
+
+    Attributes:
+        backend: the rendezvous backend: static, c10d, or another.
+        endpoint, host, port: where; port is 0 where that is not known.
+        flag: which flag says it.
+        run_id: the job's name there.
+        least, nodes: how many there must be, and can be.
+        node: this one's number; None where the backend gives one.
+        hosted_here: this node keeps the store through which they meet.
+        timeout_s: for which they wait.
+    """
+
+    backend: str
+    endpoint: str
+    host: str
+    port: int
+    flag: str
+    run_id: str
+    least: int
+    nodes: int
+    node: int | None
+    hosted_here: bool
+    timeout_s: float
+
+    @property
+    def host_name(self) -> str:
+        """What to call the node that hosts it."""
+        return "node 0" if self.node is not None else "the node that hosts the rendezvous"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +69,7 @@ class Arguments:
         views: what of which rank is shown on the console.
         log_dir: the user's --log-dir; None where it was not given.
         grace_s: seconds the ranks have to end after the first stop signal.
-        several_hosts: other launchers take part in the job.
+        meeting: where other launchers are met that take part in the job; None where there are none.
         signals: names of the signals that end the job.
     """
 
@@ -39,16 +78,58 @@ class Arguments:
     views: Views
     log_dir: Path | None
     grace_s: float
-    several_hosts: bool
+    meeting: Meeting | None
     signals: tuple[str, ...]
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether other launchers take part in the job."""
+        return self.meeting is not None
+
+
+DESCRIPTION = """\
+Start a training script on several ranks.
+
+  ringrun -n 4 train.py --lr 0.1                        4 ranks on this host
+  ringrun -n 4 --max-restarts 3 train.py                start again after a failure
+  ringrun -n 4 --console all train.py                   show what every rank prints
+  ringrun --nnodes 2 --node-rank 0 --master-addr HOST0 --secret-file FILE -n 4 train.py
+                                                        on the first of two hosts; --node-rank 1 on the other
+
+Each run has a folder with all output of every rank: logs/<date>_<time>_<script>."""
+
+
+class _Version(argparse.Action):
+    """--version; reads them when it is asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import platform
+
+        import torch
+
+        from ringdp import __version__
+
+        versions = f"ringdp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        sys.stdout.write(versions + "\n")
+        parser.exit()
 
 
 def get_parser() -> argparse.ArgumentParser:
     """torch's parser with a group of ours."""
     parser = torchrun.get_args_parser()
     parser.prog = "ringrun"
-    parser.description = "Start a training script on several ranks: torchrun's flags, and those under 'ringdp'."
-    group = parser.add_argument_group("ringdp")
+    parser.usage = "ringrun [flags] SCRIPT [arguments of the script]"
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    group = parser.add_argument_group("ringdp's own flags; all others are torchrun's")
+    parser._action_groups.insert(0, parser._action_groups.pop())  # shown first
+    group.add_argument(
+        "-n",
+        dest="nproc_per_node",
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="Ranks on this host: the same as --nproc-per-node.",
+    )
     group.add_argument(
         "--secret-file",
         "--secret_file",
@@ -66,6 +147,17 @@ def get_parser() -> argparse.ArgumentParser:
         help="What the console shows; the logs always have everything. errors (default): rank 0, and the errors and "
         "tracebacks of the others; rank0: rank 0 alone; all: every rank, each line with its rank.",
     )
+    group.add_argument(
+        "--rdzv-timeout",
+        "--rdzv_timeout",
+        action=env,
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="How long the launchers of several hosts wait for each other (torch's default: 900 with --master-addr, "
+        "600 with --rdzv-endpoint); the same as the timeouts of --rdzv-conf.",
+    )
+    group.add_argument("--version", action=_Version, nargs=0, help="Show the versions of ringdp, torch and Python.")
     return parser
 
 
@@ -99,7 +191,7 @@ def parse(argv: list[str]) -> Arguments:
         views=views,
         log_dir=Path(args.log_dir) if args.log_dir else None,
         grace_s=grace_s,
-        several_hosts=max_nodes > 1,
+        meeting=_meeting(args) if max_nodes > 1 else None,
         signals=tuple(name.strip() for name in args.signals_to_handle.split(",") if name.strip()),
     )
 
@@ -123,6 +215,8 @@ def _check_counts(args: argparse.Namespace) -> None:
         ranks = 1  # a word: torchrun counts cores or devices
     if ranks < 1:
         raise ValueError(f"--nproc-per-node must be 1 or more, got {ranks}")
+    if args.rdzv_timeout is not None and not args.rdzv_timeout > 0:
+        raise ValueError(f"--rdzv-timeout must be more than 0 seconds, got {args.rdzv_timeout:g}")
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more, got {args.max_restarts}")
 
@@ -136,6 +230,38 @@ def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
         args.rdzv_id = str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = 29500
+
+
+def _meeting(args: argparse.Namespace) -> Meeting:
+    """Where the nodes meet, as torch is going to see it."""
+    least, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    settings = _parse_rendezvous_config(args.rdzv_conf or "")
+    static = args.rdzv_backend == "static"
+    if args.rdzv_timeout is not None:
+        names = ("timeout",) if static else ("timeout", "join_timeout", "read_timeout")
+        added = [f"{name}={args.rdzv_timeout:g}" for name in names if name not in settings]
+        args.rdzv_conf = ",".join([*filter(None, [args.rdzv_conf]), *added])
+        settings = _parse_rendezvous_config(args.rdzv_conf)
+    endpoint = torchrun.get_rdzv_endpoint(args)
+    try:
+        host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
+    except ValueError:  # torch says what is wrong with it
+        host, port = endpoint, 0
+    usual = {"timeout": 900.0} if static else {"join_timeout": 600.0}
+    [(name, default)] = usual.items()
+    return Meeting(
+        backend=args.rdzv_backend,
+        endpoint=f"{host}:{port}" if port else endpoint,
+        host=host,
+        port=port,
+        flag="--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr",
+        run_id=args.rdzv_id,
+        least=least,
+        nodes=most,
+        node=args.node_rank if static else None,
+        hosted_here=args.node_rank == 0 if static else bool(_matches_machine_hostname(host)),
+        timeout_s=float(settings.get(name, default)),
+    )
 
 
 def _views(args: argparse.Namespace) -> Views:

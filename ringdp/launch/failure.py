@@ -65,6 +65,7 @@ class FailureReport:
         logs: where its output is.
         exception: its last exception, "Type: message"; None where it raised none.
         tail: the lines of its stderr that say most, or the last ones of its stdout where stderr is empty.
+        tail_log: the file that has those lines.
         blame: whether it may be the cause.
         when_s: seconds since the epoch, as near to the failure as can be known.
         signal_words: what is known about the signal; empty for what is said of this signal in general.
@@ -74,6 +75,7 @@ class FailureReport:
     logs: RankLogs
     exception: str | None
     tail: tuple[str, ...]
+    tail_log: str
     blame: Blame
     when_s: float
     signal_words: str = ""
@@ -173,7 +175,9 @@ def _examine_one(failure: RankFailure, logs: RankLogs) -> FailureReport:
     stopped = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
     recorded = _recorded(logs.error_file)
     found = last_exception(lines)
-    tail = lines[-MAX_TAIL_LINES:] or _lines(logs.stdout)[-MAX_TAIL_LINES:]
+    tail, tail_log = lines[-MAX_TAIL_LINES:], logs.stderr
+    if not tail and (tail := _lines(logs.stdout)[-MAX_TAIL_LINES:]):
+        tail_log = logs.stdout
     when_s = failure.observed_s
     exception: str | None = None
     blame = Blame.CAUSE
@@ -193,7 +197,15 @@ def _examine_one(failure: RankFailure, logs: RankLogs) -> FailureReport:
         fatal = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
         if fatal:  # faulthandler's stack has its most recent call first
             tail = lines[fatal[-1] : fatal[-1] + MAX_TAIL_LINES]
-    return FailureReport(failure=failure, logs=logs, exception=exception, tail=tuple(tail), blame=blame, when_s=when_s)
+    return FailureReport(
+        failure=failure,
+        logs=logs,
+        exception=exception,
+        tail=tuple(tail),
+        tail_log=tail_log,
+        blame=blame,
+        when_s=when_s,
+    )
 
 
 def _lines(path: str) -> list[str]:

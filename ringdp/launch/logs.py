@@ -65,23 +65,22 @@ class RunFolder:
         return short_path(self.path)
 
 
-def make_run_folder(*, log_dir: Path | None, run_id: str, script: str, several_hosts: bool) -> RunFolder:
+def make_run_folder(*, log_dir: Path | None, script: str, several_hosts: bool) -> RunFolder:
     """Make the folder of this run.
 
-    With ``log_dir`` it is torchrun's ``<log_dir>/<run id>_<random>``. Without, it is
-    ``logs/<date>_<time>_<script>``, followed by the host's name where there are several, as they may share a disk.
+    It is ``<date>_<time>_<script>`` in ``log_dir``, or in ``logs`` without one, followed by the host's name where there
+    are several, as they may share a disk.
 
     Raises:
         OSError: the user's ``log_dir`` cannot be written.
     """
-    if log_dir is not None:
-        if str(log_dir) == os.devnull:
-            return RunFolder(path=Path(tempfile.mkdtemp(prefix="ringdp-logs-")), kept=False)
-        log_dir.mkdir(parents=True, exist_ok=True)
-        return RunFolder(path=Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=log_dir.absolute())))
+    if str(log_dir) == os.devnull:
+        return RunFolder(path=Path(tempfile.mkdtemp(prefix="ringdp-logs-")), kept=False)
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{Path(script).stem}"
     if several_hosts:
         name += f"_{socket.gethostname()}"
+    if log_dir is not None:
+        return RunFolder(path=_make_unique(log_dir.absolute(), name))
     try:
         return RunFolder(path=_make_unique(DEFAULT_LOG_DIR.absolute(), name))
     except OSError as error:

@@ -52,14 +52,28 @@ class Failed:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Restarting:
+    """Ranks of this host failed, and all are started again."""
+
+    failures: tuple[RankFailure, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """The launchers of the other nodes have not all come yet: lines for the user."""
+
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Broken:
     """The agent itself failed: the ranks were not started, or the hosts lost each other."""
 
     error: str
 
 
-Message = Started | Failed | Broken
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Started, Failed, Broken)}
+Message = Started | Failed | Restarting | Waiting | Broken
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Started, Failed, Restarting, Waiting, Broken)}
 
 
 def encode(message: Message) -> bytes:
@@ -73,7 +87,9 @@ def decode(line: bytes) -> Message:
     kind = fields.pop("kind")
     if kind == "Started":
         fields["ranks"] = tuple(RankLogs(**{**rank, "terminals": tuple(rank["terminals"])}) for rank in fields["ranks"])
-    if kind == "Failed":
+    if kind == "Waiting":
+        fields["lines"] = tuple(fields["lines"])
+    if kind in ("Failed", "Restarting"):
         fields["failures"] = tuple(RankFailure(**failure) for failure in fields["failures"])
     message: Message = _KINDS[kind](**fields)
     return message

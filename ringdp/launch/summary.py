@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ringdp.launch.failure import MAX_TAIL_LINES, FailureReport
 from ringdp.launch.logs import short_path
 
@@ -9,7 +11,15 @@ MAX_LINES = 15
 _MAX_CHARACTERS = 400
 
 
-def failed(reports: list[FailureReport], *, host: str, folder: str | None, seconds: float, restarts: int) -> list[str]:
+def failed(
+    reports: list[FailureReport],
+    *,
+    host: str,
+    folder: str | None,
+    seconds: float,
+    restarts: int,
+    earlier: Sequence[str] = (),
+) -> list[str]:
     """The summary of a run in which ranks failed.
 
     Args:
@@ -18,21 +28,38 @@ def failed(reports: list[FailureReport], *, host: str, folder: str | None, secon
         folder: the run's folder; None where no logs are kept.
         seconds: how long the run took.
         restarts: how often the ranks had been started again.
+        earlier: why, for the last of those restarts; see `restarting`.
     """
     first = reports[0]
-    after = f"after {seconds:.1f} s" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
+    after = f"after {duration(seconds)}" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
     lines = [f"ringrun: FAILED {after}: rank {first.failure.rank} on host {host} {first.description}"]
-    tail = [line for line in first.tail if line.strip()][-MAX_TAIL_LINES:]
+    tail = [line for line in first.tail if line.strip()][-(MAX_TAIL_LINES - len(earlier)) :]
     if tail:
         lines.append(f"  last lines of rank {first.failure.rank}:")
         lines += [f"    | {line}" for line in tail]
     if len(reports) > 1:
         lines.append(f"  then: {_others(reports[1:])}")
+    lines += [f"  before: {verdict}" for verdict in earlier]
     if folder is not None:
-        if first.logs.stderr:
-            lines.append(f"  full log: {short_path(first.logs.stderr)}")
+        if first.tail_log:
+            lines.append(f"  full log: {short_path(first.tail_log)}")
         lines.append(f"  all logs: {folder}")
     return [_cut(line) for line in lines[:MAX_LINES]]
+
+
+def restarting(reports: list[FailureReport], *, host: str, attempt: int, logs_kept: bool) -> str:
+    """Why the ranks of an attempt are started again, in one line: the rank to blame, what it said, where its log is."""
+    first = reports[0]
+    what = f"attempt {attempt}: rank {first.failure.rank} on host {host} {first.description}"
+    return _cut(what + (f"; log: {short_path(first.tail_log)}" if logs_kept and first.tail_log else ""))
+
+
+def duration(seconds: float) -> str:
+    """12.3 s, 4 min 05 s or 2 h 03 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def broken(error: str, *, host: str, log: str | None) -> list[str]:

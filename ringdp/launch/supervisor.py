@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import warnings
+from collections import deque
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -33,6 +34,9 @@ SAME_PRESS_S = 0.25
 NO_RANKS_GRACE_S = 0.3
 """Seconds the agent has to end after a stop signal while no rank has been started."""
 
+VERDICTS = 3
+"""Failures before the last one that the summary names."""
+
 LEFTOVERS_S = 2.0
 """Seconds that children of failed ranks have to end."""
 
@@ -43,7 +47,6 @@ def launch(argv: list[str]) -> int:
     try:
         folder = make_run_folder(
             log_dir=arguments.log_dir,
-            run_id=arguments.torchrun.rdzv_id,
             script=arguments.torchrun.training_script,
             several_hosts=arguments.several_hosts,
         )
@@ -76,6 +79,7 @@ class Supervisor:
         self._oom_kills = processes.oom_kills()
         self._started: messages.Started | None = None
         self._failed: messages.Failed | None = None
+        self._verdicts: deque[str] = deque(maxlen=VERDICTS)  # why the ranks were started again
         self._broken: messages.Broken | None = None
 
     def run(self) -> int:
@@ -177,18 +181,40 @@ class Supervisor:
             self._failed = message
         elif isinstance(message, messages.Broken):
             self._broken = message
+        elif isinstance(message, messages.Waiting):
+            self._console.lines("stderr", [f"ringrun: {line}" for line in message.lines])
+        elif isinstance(message, messages.Restarting):
+            self._note_restart(message)
         else:
             self._started = message
             self._console.lines("stderr", self._greeting(message))
             self._display.start_attempt(message)
+
+    def _note_restart(self, message: messages.Restarting) -> None:
+        verdict = summary.restarting(
+            self._examine(message.failures),
+            host=socket.gethostname(),
+            attempt=self._started.attempt if self._started else 0,
+            logs_kept=self._folder.kept,
+        )
+        self._verdicts.append(verdict)
+        self._console.lines("stderr", [f"ringrun: {verdict}"])
+
+    def _examine(self, failures: tuple[messages.RankFailure, ...]) -> list[failure.FailureReport]:
+        before, after = self._oom_kills, processes.oom_kills()
+        return failure.examine(
+            failures,
+            self._started.ranks if self._started else (),
+            oom_killer_acted=None if before is None or after is None else after > before,
+        )
 
     def _greeting(self, started: messages.Started) -> list[str]:
         host = socket.gethostname()
         ranks = [rank.rank for rank in started.ranks]
         span = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         if started.attempt:
-            again = f"{span} of {started.world_size}, restart {started.attempt}"
-            return [f"ringrun: a rank failed; starting again ({again})"]
+            most = self._arguments.torchrun.max_restarts
+            return [f"ringrun: starting again: {span} of {started.world_size}, restart {started.attempt} of {most}"]
         threads = f", {started.threads} thread{'' if started.threads == '1' else 's'} each" if started.threads else ""
         logs = f", logs in {self._folder.shown}" if self._folder.kept else ""
         notice = [f"ringrun: {self._folder.notice}"] if self._folder.notice else []
@@ -261,23 +287,21 @@ class Supervisor:
         if self._stop_signal is not None:
             name = signal.Signals(self._stop_signal).name
             logs = f"; logs in {folder}" if folder else ""
-            self._console.lines("stderr", [f"ringrun: stopped by {name} after {seconds:.1f} s{logs}"])
+            after = summary.duration(seconds)
+            self._console.lines("stderr", [f"ringrun: stopped by {name} after {after}{logs}"])
             return self._die_of(self._stop_signal)
         if self._agent_status == 0:
+            logs = f", logs in {folder}" if folder else ""
+            self._console.lines("stderr", [f"ringrun: finished after {summary.duration(seconds)}{logs}"])
             return 0
         if self._failed is not None and self._failed.failures:
-            before, after = self._oom_kills, processes.oom_kills()
-            reports = failure.examine(
-                self._failed.failures,
-                self._started.ranks if self._started else (),
-                oom_killer_acted=None if before is None or after is None else after > before,
-            )
             lines = summary.failed(
-                reports,
+                self._examine(self._failed.failures),
                 host=host,
                 folder=folder,
                 seconds=seconds,
                 restarts=self._started.attempt if self._started else 0,
+                earlier=self._verdicts,
             )
         else:
             log = self._folder.path / "launcher.log"

@@ -112,13 +112,13 @@ def test_on_another_host_there_is_no_rank_0_to_show() -> None:
 
 def test_run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = [make_run_folder(log_dir=None, run_id="id", script="a/train.py", several_hosts=False) for _ in range(3)]
+    made = [make_run_folder(log_dir=None, script="a/train.py", several_hosts=False) for _ in range(3)]
     assert len({folder.path for folder in made}) == 3
     assert all(folder.path.is_absolute() and "_train" in folder.shown.partition("logs/")[2] for folder in made)
-    given = make_run_folder(log_dir=Path("mine"), run_id="id", script="train.py", several_hosts=False)
+    given = make_run_folder(log_dir=Path("mine"), script="train.py", several_hosts=False)
     assert given.path.parent == tmp_path / "mine"
-    assert given.path.name.startswith("id_")
-    none = make_run_folder(log_dir=Path("/dev/null"), run_id="id", script="train.py", several_hosts=False)
+    assert given.path.name.endswith("_train")
+    none = make_run_folder(log_dir=Path("/dev/null"), script="train.py", several_hosts=False)
     remove_run_folder(none)
     assert not none.path.exists()
     remove_run_folder(given)
@@ -130,7 +130,7 @@ def test_where_the_current_folder_cannot_be_written_the_user_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").write_text("a file is in the way")
-    folder = make_run_folder(log_dir=None, run_id="id", script="train.py", several_hosts=False)
+    folder = make_run_folder(log_dir=None, script="train.py", several_hosts=False)
     assert "cannot write to ./logs" in folder.notice
     assert folder.path.is_dir()
     folder.path.rmdir()

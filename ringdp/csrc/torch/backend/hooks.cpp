@@ -1,5 +1,7 @@
 #include "torch/backend/hooks.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
@@ -32,6 +34,27 @@ void call_completion_hooks(const std::vector<std::shared_ptr<const std::function
     for (const auto& hook : hooks) call(*hook, "completion", args);
   }
 }
+
+// Threads of this process that run abort hooks after a failure.
+struct Running {
+  std::mutex mutex;
+  std::condition_variable ended;
+  unsigned generation = fork_generation();
+  int count = 0;
+};
+Running& running() {
+  static Running* it = new Running;  // never destroyed: threads may outlive static destruction
+  return *it;
+}
+void count_running(int change) {
+  Running& it = running();
+  std::lock_guard lock(it.mutex);
+  if (it.generation != fork_generation()) it.count = 0;  // a parent's threads are not here
+  it.generation = fork_generation();
+  it.count += change;
+  it.ended.notify_all();
+}
+constexpr std::chrono::seconds kPatience{30};
 
 }  // namespace
 
@@ -76,7 +99,11 @@ std::vector<std::shared_ptr<const Hook>> Hooks::all(const Table<Hook>& hooks) co
 
 void Hooks::add_abort_hook(int64_t id, AbortHook hook) { add(abort_hooks_, id, std::move(hook), "abort"); }
 
-void Hooks::remove_abort_hook(int64_t id) { remove(abort_hooks_, id, "abort"); }
+void Hooks::remove_abort_hook(int64_t id) {
+  const WithoutPythonLock no_python;
+  remove(abort_hooks_, id, "abort");
+  wait_for_abort_hooks();
+}
 
 void Hooks::add_completion_hook(int64_t id, CompletionHook hook) {
   add(completion_hooks_, id, std::move(hook), "completion");
@@ -100,16 +127,51 @@ void Hooks::on_failure() {
   if (aborting_now_) return;
   end_thread(aborting_);  // it has ended
   aborting_now_ = true;
-  aborting_ = start_thread("ringdp-abort", [this] {
-    for (;;) {
-      run_abort_hooks();
-      std::lock_guard ended(mutex_);
-      if (!std::exchange(failed_again_, false)) {
-        aborting_now_ = false;
-        return;
-      }
-    }
-  });
+  count_running(1);
+  try {
+    aborting_ = start_thread("ringdp-abort", [this] {
+      run_after_failure();
+      count_running(-1);
+    });
+    aborting_id_ = aborting_->get_id();
+  } catch (...) {
+    count_running(-1);
+    aborting_now_ = false;
+    throw;
+  }
+}
+
+void Hooks::run_after_failure() {
+  for (;;) {
+    run_abort_hooks();
+    std::lock_guard ended(mutex_);
+    if (std::exchange(failed_again_, false)) continue;
+    aborting_now_ = false;
+    aborting_id_ = {};
+    aborting_ended_.notify_all();
+    return;
+  }
+}
+
+void Hooks::wait_for_abort_hooks() {
+  if (fork_generation() != generation_) return;
+  std::unique_ptr<std::thread> thread;
+  {
+    std::unique_lock lock(mutex_);
+    if (aborting_id_ == std::this_thread::get_id()) return;
+    aborting_ended_.wait(lock, [&] { return !aborting_now_; });
+    thread = std::move(aborting_);
+  }
+  end_thread(thread);
+}
+
+void Hooks::wait_for_all_abort_hooks() {
+  count_running(0);  // in a forked child there are none
+  Running& it = running();
+  std::unique_lock lock(it.mutex);
+  if (!it.ended.wait_for(lock, kPatience, [&] { return it.count == 0; }))
+    log(LogLevel::kError,
+        "an abort hook has not ended in " + std::to_string(kPatience.count()) + " s: it is left behind");
 }
 
 }  // namespace ringdp

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -31,7 +32,7 @@ class Hooks {
   Hooks(const Hooks&) = delete;
   Hooks& operator=(const Hooks&) = delete;
 
-  // Throw Error(kValue) for a number that is in use, or is not.
+  // Throw Error(kValue) for a number that is in use, or is not. An abort hook that is removed has ended then.
   void add_abort_hook(int64_t id, AbortHook hook);
   void remove_abort_hook(int64_t id);
   void add_completion_hook(int64_t id, CompletionHook hook);
@@ -42,6 +43,10 @@ class Hooks {
     return std::make_shared<const FailureListener>([this](const std::exception_ptr&) { on_failure(); });
   }
   void run_abort_hooks() const;  // now, on this thread; what one throws goes to the log
+  // Returns when the abort hooks that a failure has started have ended; at once on the thread that runs them.
+  void wait_for_abort_hooks();
+  // The same for all process groups, before Python ends: a hook may wait for its lock. Gives up after half a minute.
+  static void wait_for_all_abort_hooks();
   // `completion_key`: of the work that has succeeded.
   void completed(uint64_t completion_key) const {
     if (has_completion_hooks_.load(std::memory_order_relaxed)) run_completion_hooks(completion_key);
@@ -53,6 +58,7 @@ class Hooks {
   using Table = std::map<int64_t, std::shared_ptr<const Hook>>;
 
   void on_failure();
+  void run_after_failure();
   void run_completion_hooks(uint64_t completion_key) const;
   template <typename Hook>
   void add(Table<Hook>& hooks, int64_t id, Hook hook, const char* kind);
@@ -68,6 +74,8 @@ class Hooks {
   std::unique_ptr<std::thread> aborting_;  // runs the abort hooks after a failure; null before the first
   bool aborting_now_ = false;              // that thread has not ended
   bool failed_again_ = false;              // meanwhile
+  std::thread::id aborting_id_;            // while it runs
+  std::condition_variable aborting_ended_;
   std::atomic<bool> has_completion_hooks_{false};
 };
 

@@ -64,6 +64,7 @@ void ProcessGroupRing::close() {
   }
   now.close();
   if (now.runtime && owns_runtime_) now.runtime->shut_down();
+  hooks_->wait_for_abort_hooks();
 }
 
 void ProcessGroupRing::abort() {

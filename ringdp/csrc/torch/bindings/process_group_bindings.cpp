@@ -185,6 +185,7 @@ void set_farewell(const std::string& reason) {
 // At exit, while Python still lives: a callback that asks for its lock later would end the process in the middle.
 void shut_down_all() {
   for (const auto& runtime : all_runtimes()) runtime->shut_down();
+  Hooks::wait_for_all_abort_hooks();
 }
 
 std::pair<uint64_t, uint64_t> traffic() {

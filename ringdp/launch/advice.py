@@ -1,0 +1,36 @@
+"""What the user is told where torch's agent ends before the ranks have been started."""
+
+from __future__ import annotations
+
+from ringdp.launch.arguments import Arguments
+from ringdp.launch.summary import duration
+from ringdp.launch.waiting import Waiting, unreachable_lines
+
+
+def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None) -> str:
+    """The error and what to do about it; the first line is a sentence for the user, torch's own words follow.
+
+    Args:
+        error: what ended the agent.
+        waiting: the meeting of the nodes; None on one host.
+    """
+    own = f"{type(error).__name__}: {error}".strip()
+    args = arguments.torchrun
+    if "EADDRINUSE" in own or "address already in use" in own.lower():
+        port = arguments.meeting.port if arguments.meeting else args.master_port
+        return (
+            f"port {port} of this host is in use, perhaps by another job: choose another --master-port (or port of"
+            f" --rdzv-endpoint), the same on all hosts\n{own}"
+        )
+    if isinstance(error, ValueError) and args.nproc_per_node in ("gpu", "xpu", "mtia") and "not available" in own:
+        return (
+            f"--nproc-per-node {args.nproc_per_node}: torch finds no such device on this host: give a number, or"
+            f" auto or cpu; python -c 'import torch; print(torch.cuda.is_available())' says what it sees\n{own}"
+        )
+    if waiting is not None and arguments.meeting is not None and (seconds := waiting.seconds) is not None:
+        problems = [] if waiting.connected or arguments.meeting.hosted_here else waiting.tried()
+        tried = unreachable_lines(arguments.meeting, problems) if problems else []
+        limit = "; --rdzv-timeout SECONDS waits longer" if seconds > 5 else ""
+        first = f"the nodes did not come together in {duration(seconds)}: {waiting.last or waiting.text()}{limit}"
+        return "\n".join([first, *tried, *own.splitlines()[:3]])
+    return own
