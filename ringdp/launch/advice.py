@@ -30,7 +30,10 @@ def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None)
     if waiting is not None and arguments.meeting is not None and (seconds := waiting.seconds) is not None:
         problems = [] if waiting.connected or arguments.meeting.hosted_here else waiting.tried()
         tried = unreachable_lines(arguments.meeting, problems) if problems else []
-        limit = "; --rdzv-timeout SECONDS waits longer" if seconds > 5 else ""
-        first = f"the nodes did not come together in {duration(seconds)}: {waiting.last or waiting.text()}{limit}"
-        return "\n".join([first, *tried, *own.splitlines()[:3]])
+        if waiting.connected and not arguments.meeting.hosted_here and "recv" in own:
+            what = f"{arguments.meeting.host_name} ended before all nodes had come, {duration(seconds)} after this one"
+        else:
+            what = f"the nodes did not come together in {duration(seconds)}: {waiting.last or waiting.text()}"
+            what += "; --rdzv-timeout SECONDS waits longer" if "timeout" in own.lower() else ""
+        return "\n".join([what, *tried, *own.splitlines()[:3]])
     return own

@@ -140,7 +140,7 @@ class Waiting:
             problems = [] if self.connected or self._meeting.hosted_here else self.tried()
             if problems and not said:
                 unreachable_s = seconds if unreachable_s is None else unreachable_s
-                if said := seconds - unreachable_s >= UNREACHABLE_S - 1:
+                if said := seconds - unreachable_s >= 0.9 * UNREACHABLE_S:
                     lines += unreachable_lines(self._meeting, problems)
             if self.seconds is None:  # they met meanwhile
                 return

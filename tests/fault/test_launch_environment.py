@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -97,9 +98,10 @@ def test_the_same_script_sees_the_same_under_torchrun(tmp_path: Path, jobs: list
 
     # The console has rank 0, the logs have everybody, and nobody warns.
     assert ours.out == "out of 0\n"
-    greeting, *rest = ours.err.splitlines()
+    greeting, *rest, last = ours.err.splitlines()
     assert "ranks 0-1 of 2" in greeting
     assert rest == ["err of 0"]
+    assert re.fullmatch(r"ringrun: finished after [\d.]+ s, logs in logs/\S+_script", last)
     for rank in range(2):
         folder = ours.run_folder() / "attempt_0" / str(rank)
         assert (folder / "stdout.log").read_text() == f"out of {rank}\n"
@@ -119,7 +121,7 @@ def test_flags_of_torchrun_and_pet_variables(tmp_path: Path, jobs: list[Job]) ->
         environ={"PET_NPROC_PER_NODE": "3", "OMP_NUM_THREADS": "7", "PYTHONPATH": os.pathsep.join(paths())},
     )
     assert sorted(job.out.splitlines()) == ["[default0]:out of 0", "[default1]:out of 1"]
-    assert job.err.splitlines()[1:] == ["[default1]:err of 1"]
+    assert job.err.splitlines()[1:-1] == ["[default1]:err of 1"]
     (folder,) = (tmp_path / "mine").iterdir()
     assert (folder / "attempt_0" / "2" / "stderr.log").read_text() == "err of 2\n"
     third = reports(tmp_path, 3)[2]

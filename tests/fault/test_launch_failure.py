@@ -31,8 +31,8 @@ def jobs() -> Iterator[list[Job]]:
         job.kill()
 
 
-def run(jobs: list[Job], folder: Path, *arguments: str | Path) -> Job:
-    job = Job(folder, *arguments)
+def run(jobs: list[Job], folder: Path, *arguments: str | Path, environ: dict[str, str] | None = None) -> Job:
+    job = Job(folder, *arguments, environ=environ)
     jobs.append(job)
     job.wait()
     assert job.processes() == []
@@ -106,9 +106,52 @@ def test_a_rank_that_exits_without_a_word_and_is_started_again(tmp_path: Path, j
     assert re.match(
         r"ringrun: FAILED after [\d.]+ s and 1 restart: rank 1 on host \S+ ended with exit code 3$", summary[0]
     )
-    assert job.err.count("starting again") == 1
+    log = f"{job.run_folder().relative_to(tmp_path)}/attempt_0/1/stderr.log"
+    verdict = f"attempt 0: rank 1 on host {socket.gethostname()} ended with exit code 3; log: {log}"
+    before = job.err.split("ringrun: FAILED")[0].splitlines()
+    assert (
+        before[1:]
+        == [
+            "rank 0 begins",
+            f"ringrun: {verdict}",
+            "ringrun: starting again: ranks 0-1 of 2, restart 1 of 1",
+        ][1:]
+    )
+    assert f"  before: {verdict}" in summary
     assert "attempt_1/1/" in str(log_named_in(job, summary))
     assert (job.run_folder() / "attempt_0" / "0" / "stdout.log").read_text() == "rank 0 begins\n"
+
+
+def test_three_verdicts_before_the_last_are_kept(tmp_path: Path, jobs: list[Job]) -> None:
+    text = """
+        import os
+        raise ValueError(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']} had enough")
+    """
+    job = run(jobs, tmp_path, "-n", "1", "--max-restarts", "5", script(tmp_path, text))
+    summary = summary_of(job)
+    assert "raised ValueError: attempt 5 had enough" in summary[0]
+    before = [line for line in summary if line.startswith("  before: ")]
+    assert [
+        re.findall(r"ValueError: attempt (\d) had enough; log: logs/.*/attempt_(\d)/0/stderr.log", it) for it in before
+    ] == [[(number, number)] for number in "234"]
+
+
+def test_the_log_that_is_named_has_the_lines(tmp_path: Path, jobs: list[Job]) -> None:
+    job = run(jobs, tmp_path, "-n", "1", script(tmp_path, "import sys; print('only here'); sys.exit(4)"))
+    summary = summary_of(job)
+    assert "    | only here" in summary
+    assert "only here" in log_named_in(job, summary).read_text()
+
+
+def test_a_port_in_use_and_a_gpu_that_is_not_there(tmp_path: Path, jobs: list[Job]) -> None:
+    path = script(tmp_path, ENDLESS)
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        flags = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port)
+        job = run(jobs, tmp_path, *flags, path)
+    assert f"port {port} of this host is in use, perhaps by another job: choose another --master-port" in job.err
+    job = run(jobs, tmp_path, "--nproc-per-node", "gpu", path, environ={"CUDA_VISIBLE_DEVICES": "-1"})
+    assert "--nproc-per-node gpu: torch finds no such device on this host: give a number" in job.err
 
 
 def test_the_launcher_cannot_start_the_ranks(tmp_path: Path, jobs: list[Job]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,46 @@ def test_on_another_host_there_is_no_rank_0_to_show() -> None:
     views = parse(["script.py"]).views
     assert views.of(rank=8, local_rank=0, local_world_size=8, stream="stdout") == HIDDEN
     assert views.of(rank=8, local_rank=0, local_world_size=8, stream="stderr") == errors("[rank 8] ")
+
+
+def test_n_is_nproc_per_node() -> None:
+    assert parse(["-n", "3", "script.py", "-n", "5"]).torchrun.nproc_per_node == "3"
+    assert parse(["script.py"]).torchrun.nproc_per_node == "1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "timeout_s", "settings"),
+    [
+        (["--rdzv-timeout", "30"], 30, {"timeout": "30"}),
+        ([], 900, {}),
+        (["--rdzv-conf", "timeout=7", "--rdzv-timeout", "30"], 7, {"timeout": "7"}),
+        (
+            ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0", "--rdzv-timeout", "30"],
+            30,
+            {"timeout": "30", "join_timeout": "30", "read_timeout": "30"},
+        ),
+    ],
+)
+def test_where_nodes_meet(flags: list[str], timeout_s: float, settings: dict[str, str]) -> None:
+    arguments = parse(["--nnodes", "2", "--node-rank", "1", "--master-addr", "host0", *flags, "script.py"])
+    assert arguments.meeting is not None
+    assert arguments.meeting.timeout_s == timeout_s
+    assert arguments.meeting.endpoint == ("host0:29400" if "c10d" in flags else "host0:29500")
+    assert arguments.meeting.node == (None if "c10d" in flags else 1)
+    given = dict(pair.split("=") for pair in filter(None, arguments.torchrun.rdzv_conf.split(",")))
+    assert given == settings
+    assert parse(["script.py"]).meeting is None
+
+
+def test_help_begins_with_examples_and_our_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.index("ringrun -n 4 train.py") < text.index("--console") < text.index("--nnodes NNODES")
+    with pytest.raises(SystemExit):
+        parse(["--version"])
+    assert re.fullmatch(r"ringdp \S+, torch \S+, Python \S+\n", capsys.readouterr().out)
 
 
 def test_run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
