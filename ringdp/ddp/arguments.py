@@ -248,6 +248,10 @@ TABLE: Mapping[str, Argument] = {
 }
 
 
+OWN_ARGUMENTS = ("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype")
+"""Those that DDP does not have."""
+
+
 def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by their names, each value checked.
 
@@ -265,7 +269,7 @@ def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, A
     found = dict(zip(names, positional, strict=False))
     for name, value in named.items():
         if name not in TABLE:
-            close = difflib.get_close_matches(name, names, n=1)
+            close = difflib.get_close_matches(name, [*OWN_ARGUMENTS, *names], n=1)
             raise TypeError(f"RingDP has no argument {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
         if name in found:
             raise TypeError(f"RingDP got the argument {name!r} twice, by its position and by its name")

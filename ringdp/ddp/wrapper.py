@@ -124,6 +124,11 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
         arguments = accepted((*common, find_unused_parameters, *positional), dict(named))
+        if process_group is None and arguments.get("device_mesh") is None and not dist.is_initialized():
+            raise InvalidStateError(
+                "RingDP: there is no process group yet: call ringdp.init() first (or torch.distributed."
+                "init_process_group('ring')), in a script that ringrun, torchrun, mpirun or srun starts"
+            )
         # Plain attributes before Module.__init__ are fine; DistributedDataParallel calls the methods that read them.
         self._find_unused = None if find_unused_parameters is None else bool(find_unused_parameters)
         listed, self._caps_bytes = bucket_caps(arguments)

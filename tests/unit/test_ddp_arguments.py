@@ -14,7 +14,7 @@ torch = need("torch")
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.nn.parallel.distributed import _MixedPrecision  # noqa: E402
 
-from ringdp.ddp.arguments import TABLE, accepted, for_torch  # noqa: E402
+from ringdp.ddp.arguments import OWN_ARGUMENTS, TABLE, accepted, for_torch  # noqa: E402
 from ringdp.ddp.wrapper import RingDP  # noqa: E402
 from ringdp.errors import InvalidArgumentError, InvalidStateError  # noqa: E402
 
@@ -123,6 +123,7 @@ def test_wrong_values(name: str, value: Any) -> None:
     [
         ([MODULE], {"bucket_cap": 3}, "no argument 'bucket_cap': did you mean 'bucket_cap_mb'?"),
         ([MODULE], {"find_unused": True}, "did you mean 'find_unused_parameters'?"),
+        ([MODULE], {"compresion": "int8"}, "did you mean 'compression'?"),
         ([MODULE], {"zzz": True}, "no argument 'zzz'"),
         ([MODULE, None], {"device_ids": [0]}, "'device_ids' twice"),
         ([MODULE] * (len(TABLE) + 1), {}, f"at most {len(TABLE)}"),
@@ -132,3 +133,15 @@ def test_wrong_names(positional: list[Any], named: dict[str, Any], message: str)
     with pytest.raises(TypeError) as caught:
         accepted(positional, named)
     assert message in str(caught.value)
+
+
+def test_ringdps_own_arguments_are_known_by_name() -> None:
+    given = inspect.signature(RingDP.__init__).parameters.values()
+    own = [it.name for it in given if it.kind is it.KEYWORD_ONLY]
+    assert tuple(own) == OWN_ARGUMENTS
+
+
+def test_before_init_the_advice_is_ours() -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(InvalidStateError, match=r"call ringdp\.init\(\) first"):
+        RingDP(torch.nn.Linear(2, 2))

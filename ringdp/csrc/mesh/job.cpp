@@ -9,6 +9,8 @@
 namespace ringdp {
 namespace {
 
+constexpr const char* kOneSecret = "give the ranks of all hosts the same file (--secret-file, RINGDP_SECRET_FILE)";
+
 // The words of `theirs` and `mine` ("name=value", one per name) that differ: {"a=1 b=2", "a=3 b=4"}.
 std::pair<std::string, std::string> different_words(const std::string& theirs, const std::string& mine) {
   auto missing_in = [](const std::vector<std::string>& other, const std::vector<std::string>& words) {
@@ -77,13 +79,13 @@ Job join_job(const Record& record, const RendezvousOptions& options, std::string
   if (id.size() != job.id.size()) {
     problem = "rank 0 left an unreadable job number in the store";
   } else if (published && !options.secret.empty()) {
-    problem = self + " has a secret file (RINGDP_SECRET_FILE), rank 0 has none";
+    problem = self + " has a secret file (RINGDP_SECRET_FILE), rank 0 has none; " + kOneSecret;
   } else if (!published && options.secret.empty()) {
-    problem = "rank 0 has a secret file (RINGDP_SECRET_FILE), " + self + " has none";
+    problem = "rank 0 has a secret file (RINGDP_SECRET_FILE), " + self + " has none; " + kOneSecret;
   } else {
     std::copy(id.begin(), id.end(), job.id.begin());
     job.secret = published ? hex_decode(field(record, "secret")) : options.secret;
-    if (field(record, "check") != secret_check(job.secret)) problem = self + "'s secret is not rank 0's";
+    if (field(record, "check") != secret_check(job.secret)) problem = self + "'s secret is not rank 0's; " + kOneSecret;
   }
   return job;
 }
