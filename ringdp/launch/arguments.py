@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 
 from ringdp.config import read_secret
 from ringdp.errors import RingError
+from ringdp.launch.host_list import Host, parse_hosts, read_host_file, scheduler_host_file
 from ringdp.launch.views import Views
 
 GRACE_S = 3.0
@@ -60,6 +61,32 @@ class Meeting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What to start on which hosts, where this launcher is to start others.
+
+    Attributes:
+        hosts: where; each with its number of ranks.
+        flags: those for each host's launcher.
+        program: what each launches: the script, or module or command, and its arguments.
+        script: to be looked for on each host; None for a module or a command.
+        variables: -x NAME or NAME=VALUE.
+        ssh: --ssh; None takes ssh, and no connection for this host itself.
+        address, port: where the nodes meet, as given; None lets the hosts say.
+        notice: where the hosts are from, if the user did not name them; or empty.
+    """
+
+    hosts: tuple[Host, ...]
+    flags: tuple[str, ...]
+    program: tuple[str, ...]
+    script: str | None
+    variables: tuple[str, ...]
+    ssh: str | None
+    address: str | None
+    port: int | None
+    notice: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
     """A checked command line.
 
@@ -69,6 +96,7 @@ class Arguments:
         views: what of which rank is shown on the console.
         log_dir: the user's --log-dir; None where it was not given.
         grace_s: seconds the ranks have to end after the first stop signal.
+        placement: the hosts whose launchers this one starts; None where it starts ranks itself.
         meeting: where other launchers are met that take part in the job; None where there are none.
         signals: names of the signals that end the job.
     """
@@ -78,6 +106,7 @@ class Arguments:
     views: Views
     log_dir: Path | None
     grace_s: float
+    placement: Placement | None
     meeting: Meeting | None
     signals: tuple[str, ...]
 
@@ -93,8 +122,9 @@ Start a training script on several ranks.
   ringrun -n 4 train.py --lr 0.1                        4 ranks on this host
   ringrun -n 4 --max-restarts 3 train.py                start again after a failure
   ringrun -n 4 --console all train.py                   show what every rank prints
+  ringrun -H node1:4,node2:4 train.py                   4 ranks on each of two hosts, over ssh
   ringrun --nnodes 2 --node-rank 0 --master-addr HOST0 --secret-file FILE -n 4 train.py
-                                                        on the first of two hosts; --node-rank 1 on the other
+                                                        the same without ssh: --node-rank 1 on the other host
 
 Each run has a folder with all output of every rank: logs/<date>_<time>_<script>."""
 
@@ -112,6 +142,36 @@ class _Version(argparse.Action):
         versions = f"ringdp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
         sys.stdout.write(versions + "\n")
         parser.exit()
+
+
+def _add_hosts(parser: argparse._ActionsContainer) -> None:
+    """The flags that say on which hosts launchers are to be started."""
+    parser.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOST:N,…",
+        help="Start N ranks on each of these hosts, over ssh; without :N as many as -n says.",
+    )
+    parser.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="The same from a file, one host a line: 'node1 slots=4' as for mpirun and DeepSpeed, 'node1:4' or "
+        "'node1'. In a job of PBS or Sun Grid Engine on several hosts its file is taken (PBS_NODEFILE, PE_HOSTFILE).",
+    )
+    parser.add_argument(
+        "-x",
+        dest="variables",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="With -H and --hostfile: a variable for the ranks of all hosts; RINGDP_*, NCCL_* and OMP_* need none.",
+    )
+    parser.add_argument(
+        "--ssh",
+        metavar="COMMAND",
+        help="What connects with a host instead of ssh; a host's name and a command for its shell follow. With {host} "
+        "in it only the command follows: 'kubectl exec -i {host} -- sh -c'.",
+    )
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -157,12 +217,17 @@ def get_parser() -> argparse.ArgumentParser:
         help="How long the launchers of several hosts wait for each other (torch's default: 900 with --master-addr, "
         "600 with --rdzv-endpoint); the same as the timeouts of --rdzv-conf.",
     )
+    _add_hosts(group)
     group.add_argument("--version", action=_Version, nargs=0, help="Show the versions of ringdp, torch and Python.")
     return parser
 
 
-def parse(argv: list[str]) -> Arguments:
-    """Check the command line; prints the usage and exits with 2 where it cannot be used."""
+def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
+    """Check the command line; prints the usage and exits with 2 where it cannot be used.
+
+    Args:
+        on_a_node: another launcher has started this one: it starts none itself.
+    """
     parser = get_parser()
     if parser.get_default("master_port") is not None and "PET_MASTER_PORT" not in os.environ:
         # torch 2.11 puts 29500 here, so that two jobs on one machine collide; later versions None, see below.
@@ -171,9 +236,10 @@ def parse(argv: list[str]) -> Arguments:
     try:
         max_nodes = _most_nodes(args)
         _check_counts(args)
+        placement = None if on_a_node else _placement(args, argv)
         views = _views(args)
         grace_s = _grace(args)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
     if args.console is not None and args.console not in ("errors", "rank0", "all"):
         parser.error(f"PET_CONSOLE={args.console} is none of errors, rank0, all")
@@ -191,7 +257,8 @@ def parse(argv: list[str]) -> Arguments:
         views=views,
         log_dir=Path(args.log_dir) if args.log_dir else None,
         grace_s=grace_s,
-        meeting=_meeting(args) if max_nodes > 1 else None,
+        placement=placement,
+        meeting=_meeting(args) if max_nodes > 1 and placement is None else None,
         signals=tuple(name.strip() for name in args.signals_to_handle.split(",") if name.strip()),
     )
 
@@ -230,6 +297,48 @@ def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
         args.rdzv_id = str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = 29500
+
+
+def _placement(args: argparse.Namespace, argv: list[str]) -> Placement | None:
+    """From -H, --hostfile, or the file of the scheduler whose job this is."""
+    notice = ""
+    elsewhere = {"--nnodes": args.nnodes != "1:1", "--node-rank": args.node_rank != 0, "--standalone": args.standalone}
+    elsewhere |= {"--rdzv-endpoint": bool(args.rdzv_endpoint), "--rdzv-backend": args.rdzv_backend != "static"}
+    if args.hosts is not None and args.hostfile is not None:
+        raise ValueError("-H and --hostfile both name hosts: give one of them")
+    if args.hosts is not None:
+        hosts = parse_hosts(args.hosts)
+    elif args.hostfile is not None:
+        hosts = read_host_file(Path(args.hostfile))
+    elif (found := scheduler_host_file(os.environ)) and not any(elsewhere.values()):
+        hosts = read_host_file(found[1])
+        notice = f"{found[0]} names {len(hosts)} hosts ({found[1]}): starting on all of them; -H says otherwise"
+        if len(hosts) == 1:
+            return None
+    else:
+        if args.variables or args.ssh is not None:
+            raise ValueError(f"{'-x' if args.variables else '--ssh'} goes with -H or --hostfile, which name the hosts")
+        return None
+    if given := [name for name, one in elsewhere.items() if one]:
+        raise ValueError(f"the list of hosts says how many nodes there are and where they meet: leave out {given[0]}")
+    begin = len(argv) - len(args.training_script_args) - 1
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_hosts(own)
+    own.add_argument("--secret-file", "--secret_file")
+    _, flags = own.parse_known_args(argv[:begin])
+    slots = args.nproc_per_node
+    named = not (args.module or args.no_python or args.run_path)
+    return Placement(
+        hosts=tuple(Host(host.name, host.slots or (int(slots) if slots.isdecimal() else None)) for host in hosts),
+        flags=tuple(flags),
+        program=tuple(argv[begin:]),
+        script=args.training_script if named else None,
+        variables=tuple(args.variables),
+        ssh=args.ssh,
+        address=args.master_addr if args.master_addr != "127.0.0.1" else None,
+        port=args.master_port,
+        notice=notice,
+    )
 
 
 def _meeting(args: argparse.Namespace) -> Meeting:

@@ -101,6 +101,18 @@ def kill_all(survivors: Callable[[], list[int]], *, limit_s: float = 2.0) -> lis
     return []
 
 
+def die_of(number: int) -> int:
+    """Die of SIGINT as if there were no handler: a shell script or make around us then stops as well.
+
+    Returns:
+        The exit code for any other signal.
+    """
+    if number == signal.SIGINT:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    return 128 + number
+
+
 def oom_kills() -> int | None:
     """Processes that this kernel's out-of-memory killer has ended, in containers too; None where it does not say."""
     try:

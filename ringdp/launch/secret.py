@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 
-def make_secret() -> Path:
-    """Write a new secret into a private folder (0700) of its own; the file has mode 0600.
+def make_secret(given: str | None = None) -> Path:
+    """Write a new secret, or the one given, into a private folder (0700) of its own; the file has mode 0600.
 
     Returns:
         The file; ``remove_secret`` removes it with its folder.
@@ -25,7 +25,7 @@ def make_secret() -> Path:
     path = Path(tempfile.mkdtemp(prefix="ringdp-")) / "secret"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
+        file.write((given or secrets.token_hex(32)) + "\n")
     return path
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import socket
@@ -19,11 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ringdp.launch import agent, failure, messages, processes, secret, summary
-from ringdp.launch.arguments import Arguments, parse
+from ringdp.launch import agent, failure, messages, processes, secret, summary, tether
+from ringdp.launch.arguments import Arguments, Placement, parse
 from ringdp.launch.console import Console
 from ringdp.launch.display import Display
 from ringdp.launch.logs import RunFolder, make_run_folder, remove_run_folder
+from ringdp.launch.many_hosts import ManyHosts
+from ringdp.launch.tether import MARK, End, Tether
 
 POLL_S = 0.05
 """How often the logs are looked at; a look costs microseconds."""
@@ -41,9 +44,17 @@ LEFTOVERS_S = 2.0
 """Seconds that children of failed ranks have to end."""
 
 
-def launch(argv: list[str]) -> int:
-    """Run a job from its command line; see ``ringdp.launch.__main__.main``."""
-    arguments = parse(argv)
+def launch(argv: list[str], *, given_secret: str | None = None, tied: Tether | None = None) -> int:
+    """Run a job from its command line; see ``ringdp.launch.__main__.main``.
+
+    Args:
+        argv: the command line.
+        given_secret: the job's, in hexadecimal digits, where another launcher has started this one.
+        tied: joins this one to that.
+    """
+    arguments = parse(argv, on_a_node=tied is not None)
+    if arguments.placement is not None:
+        return _on_many_hosts(arguments, arguments.placement)
     try:
         folder = make_run_folder(
             log_dir=arguments.log_dir,
@@ -53,17 +64,30 @@ def launch(argv: list[str]) -> int:
     except OSError as error:
         Console().lines("stderr", [f"ringrun: cannot make the folder for the logs: {error}; see --log-dir"])
         return 1
-    supervisor = Supervisor(arguments, folder)
+    supervisor = Supervisor(arguments, folder, given_secret=given_secret, tied=tied)
     try:
         return supervisor.run()
     finally:
         supervisor.remove_files()
 
 
+def _on_many_hosts(arguments: Arguments, placement: Placement) -> int:
+    given = arguments.secret_file
+    job_secret = given.read_text().strip() if given is not None else secrets.token_hex(32)
+    try:
+        return ManyHosts(placement, secret=job_secret, grace_s=arguments.grace_s).run()
+    except ValueError as error:  # -x names a variable that is not set
+        Console().lines("stderr", [f"ringrun: {error}"])
+        return 2
+
+
 class Supervisor:
     """One run. Used by the main thread alone; signal handlers run between its instructions."""
 
-    def __init__(self, arguments: Arguments, folder: RunFolder) -> None:
+    def __init__(
+        self, arguments: Arguments, folder: RunFolder, *, given_secret: str | None = None, tied: Tether | None = None
+    ) -> None:
+        self._given_secret, self._tether = given_secret, tied
         self._arguments = arguments
         self._folder = folder
         self._console = Console()
@@ -87,8 +111,8 @@ class Supervisor:
         processes.become_subreaper()
         secret_file = self._arguments.secret_file
         self._handle_signals()
-        if secret_file is None and not self._arguments.several_hosts:
-            secret_file = self._own_secret = secret.make_secret()
+        if secret_file is None and (self._given_secret is not None or not self._arguments.several_hosts):
+            secret_file = self._own_secret = secret.make_secret(self._given_secret)
         status_read, status_write = os.pipe()
         leash_read, leash_write = os.pipe()
         orders = agent.Orders(
@@ -169,12 +193,15 @@ class Supervisor:
 
     def _wait(self) -> None:
         poll = select.poll()
-        for descriptor in (self._wake_read, *self._display.descriptors):
+        tethers = [] if self._tether is None or self._tether.lost else [self._tether.descriptor]
+        for descriptor in (self._wake_read, *self._display.descriptors, *tethers):
             poll.register(descriptor, select.POLLIN)
         poll.poll(POLL_S * 1000)
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 512):
                 pass
+        if self._tether is not None and (number := self._tether.read()) is not None:
+            self._on_stop(number, None)
 
     def _take(self, message: messages.Message) -> None:
         if isinstance(message, messages.Failed):
@@ -288,15 +315,20 @@ class Supervisor:
             name = signal.Signals(self._stop_signal).name
             logs = f"; logs in {folder}" if folder else ""
             after = summary.duration(seconds)
-            self._console.lines("stderr", [f"ringrun: stopped by {name} after {after}{logs}"])
-            return self._die_of(self._stop_signal)
+            self._last_words([f"ringrun: stopped by {name} after {after}{logs}"])
+            if self._stop_signal == signal.SIGINT:
+                self.remove_files()
+            return processes.die_of(self._stop_signal)
         if self._agent_status == 0:
             logs = f", logs in {folder}" if folder else ""
-            self._console.lines("stderr", [f"ringrun: finished after {summary.duration(seconds)}{logs}"])
+            self._last_words([f"ringrun: finished after {summary.duration(seconds)}{logs}"])
             return 0
+        first: failure.FailureReport | None = None
         if self._failed is not None and self._failed.failures:
+            reports = self._examine(self._failed.failures)
+            first = reports[0]
             lines = summary.failed(
-                self._examine(self._failed.failures),
+                reports,
                 host=host,
                 folder=folder,
                 seconds=seconds,
@@ -310,21 +342,26 @@ class Supervisor:
                 host=host,
                 log=str(log) if folder and log.exists() and log.stat().st_size else None,
             )
-        self._console.lines("stderr", lines)
+        self._last_words(lines, first)
         return 1
+
+    def _last_words(self, lines: list[str], first: failure.FailureReport | None = None) -> None:
+        """For the user, or for the launcher that the user started, which hears from all hosts."""
+        if self._tether is None:
+            self._console.lines("stderr", lines)
+            return
+        end = End(
+            lines=tuple(lines),
+            logs=self._folder.shown if self._folder.kept else "",
+            blame=None if first is None else int(first.blame),
+            when_s=0.0 if first is None else first.when_s,
+        )
+        self._console.lines("stderr", [MARK + tether.line(end).decode().rstrip("\n")])
 
     def _agent_end(self) -> str:
         code = os.waitstatus_to_exitcode(self._agent_status or 0)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"the launcher's own agent (pid {self._agent_pid}) {how}, so the ranks were ended"
-
-    def _die_of(self, number: int) -> int:
-        """Die of SIGINT as if there were no handler: a shell script or make around us then stops as well."""
-        if number == signal.SIGINT:
-            self.remove_files()
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        return 128 + number
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,129 @@
+"""What ties the launcher on one host of several to the one that the user started: lines of JSON over its three streams.
+
+The user's launcher writes, the host's reads from its standard input: `Ask`, and when all hosts have answered, `Orders`;
+then ``{}`` every few seconds, and a signal's number. The host's launcher answers on its standard error, in lines that
+begin with MARK: `Hello`, and at the end `End`. The end of its input, or silence, ends everything on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from typing import Any
+
+MARK = "\x1e"
+"""Begins a line for the user's launcher (ASCII's record separator, as in RFC 7464)."""
+
+BEAT_S = 3.0
+SILENCE_S = 20.0
+"""Seconds without a beat after which the connection counts as lost."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a host is asked before anything starts.
+
+    Attributes:
+        folder: the directory to work in.
+        script: must be there; None for a module or a command.
+    """
+
+    folder: str
+    script: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hello:
+    """A host's answer.
+
+    Attributes:
+        problem: why it cannot take part; None if it can.
+        host: its own name for itself.
+        versions: of what must be the same on all hosts, by name.
+        address, seen: its own address and that of the user's launcher, as sshd sees them; empty without ssh.
+        port: free here now.
+    """
+
+    problem: str | None
+    host: str
+    versions: dict[str, str]
+    address: str
+    seen: str
+    port: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What the host's launcher is to do.
+
+    Attributes:
+        arguments: its command line.
+        environ: variables to set.
+        secret: the job's, in hexadecimal digits.
+    """
+
+    arguments: list[str]
+    environ: dict[str, str]
+    secret: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End:
+    """How the run ended on the host.
+
+    Attributes:
+        lines: its last words for the user.
+        logs: the folder with its logs; empty where none are kept.
+        blame: of its first failure (`failure.Blame`); None without one.
+        when_s: of its first failure, seconds since the epoch by its own clock.
+    """
+
+    lines: tuple[str, ...]
+    logs: str
+    blame: int | None
+    when_s: float
+
+
+def line(content: Any) -> bytes:
+    """One line for the other side."""
+    fields = dataclasses.asdict(content) if dataclasses.is_dataclass(content) else content  # type: ignore[arg-type]
+    return json.dumps(fields).encode() + b"\n"
+
+
+class Tether:
+    """The host's end, once it has its orders. Used by the supervisor's main thread."""
+
+    def __init__(self, descriptor: int, rest: bytes) -> None:
+        """
+        Args:
+            descriptor: reads what the user's launcher writes; does not block.
+            rest: what was read of it before.
+        """
+        self.descriptor = descriptor
+        self._rest = rest
+        self._last = time.monotonic()
+        self._ended = False
+
+    def read(self) -> int | None:
+        """The signal to stop by, if it is time for that."""
+        try:
+            data = os.read(self.descriptor, 65536)
+        except BlockingIOError:
+            if time.monotonic() - self._last < SILENCE_S:
+                return None
+            data = b""
+        if not data:
+            ended, self._ended = self._ended, True
+            return None if ended else signal.SIGTERM
+        self._last = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        numbers = [json.loads(one).get("signal") for one in lines if one.strip()]
+        return next((int(number) for number in numbers if number), None)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the user's launcher is gone."""
+        return self._ended

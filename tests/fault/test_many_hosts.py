@@ -1,0 +1,204 @@
+"""One launcher that starts those of several hosts: what the user sees, and that nothing outlives it on any of them.
+
+The connection is a shell on this host, and at the end real ssh to an sshd of the test's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.launch_jobs import Job, script, wait_until
+
+SHELL = "env NAMED={host} sh -c"
+TRAIN = """
+    import os, pathlib, sys, time
+    import torch
+    import ringdp
+
+    ringdp.init()
+    total = torch.ones(3)
+    torch.distributed.all_reduce(total)
+    print(f"rank {ringdp.rank()} of {int(total[0])} has {os.environ.get('FOO')}", flush=True)
+    pathlib.Path(f"ready-{ringdp.rank()}").touch()
+    if sys.argv[1:] == [str(ringdp.rank())]:
+        raise ValueError("no labels")
+    if sys.argv[1:]:
+        time.sleep(600)
+    ringdp.shutdown()
+"""
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.kill()
+
+
+def start(jobs: list[Job], folder: Path, *arguments: str | Path, ssh: str = SHELL, **environ: str) -> Job:
+    jobs.append(Job(folder, "--ssh", ssh, *arguments, environ=environ))
+    return jobs[-1]
+
+
+def assert_gone(job: Job, limit_s: float = 10.0) -> None:
+    wait_until(lambda: job.processes() == [], "the end of all processes", limit_s)
+
+
+def wait_until_ready(folder: Path, ranks: int) -> None:
+    wait_until(lambda: len(list(folder.glob("ready-*"))) == ranks, "all ranks", 60)
+
+
+def test_ranks_on_two_hosts(tmp_path: Path, jobs: list[Job]) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("5e" * 32)
+    secret.chmod(0o600)
+    path = script(tmp_path, TRAIN)
+    job = start(
+        jobs,
+        tmp_path,
+        "-H",
+        "n1:1,n2:2",
+        "-x",
+        "FOO",
+        "--console",
+        "all",
+        "--secret-file",
+        secret,
+        path,
+        "stay",
+        FOO="7",
+    )
+    wait_until_ready(tmp_path, 3)
+    for pid in job.processes():  # the secret is in a file alone
+        for what in ("cmdline", "environ"):
+            assert b"5e5e5e5e" not in Path(f"/proc/{pid}/{what}").read_bytes()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM
+    assert_gone(job, 1.0)
+    assert sorted(job.out.splitlines()) == [f"[rank {rank}] rank {rank} of 3 has 7" for rank in range(3)]
+    lines = job.err.splitlines()
+    assert re.fullmatch(r"ringrun: starting on 2 hosts \(n1:1, n2:2\), which meet at 127\.0\.0\.1 port \d+", lines[0])
+    assert re.fullmatch(r"ringrun: stopped by SIGTERM after [\d.]+ s on all 2 hosts", lines[-1])
+
+
+def test_a_good_end_is_one_line(tmp_path: Path, jobs: list[Job]) -> None:
+    (tmp_path / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
+    job = start(jobs, tmp_path, "--hostfile", tmp_path / "hosts", script(tmp_path, TRAIN))
+    assert job.wait() == 0, job.err
+    assert job.out == "rank 0 of 2 has None\n"
+    last = job.err.splitlines()[-1]
+    assert re.fullmatch(r"ringrun: finished after [\d.]+ s on 2 hosts, logs in logs/\S+ on n1, logs/\S+ on n2", last)
+    assert_gone(job, 1.0)
+
+
+def test_one_verdict_for_the_job(tmp_path: Path, jobs: list[Job]) -> None:
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:2", script(tmp_path, TRAIN), "2")
+    assert job.wait() == 1
+    assert_gone(job, 1.0)
+    lines = job.err.splitlines()
+    (begin,) = [number for number, line in enumerate(lines) if "FAILED" in line]
+    assert re.match(r"ringrun: FAILED after [\d.]+ s: rank 2 on host \S+ raised ValueError: no labels", lines[begin])
+    assert any("also: host n1: " in line for line in lines[begin:])
+    assert len(lines) - begin <= 15
+    assert "[rank 2] ValueError: no labels" in lines
+
+
+def test_nothing_starts_unless_all_can(tmp_path: Path, jobs: list[Job]) -> None:
+    path = script(tmp_path, TRAIN)
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", tmp_path / "nowhere.py")
+    assert job.wait() == 1
+    for host in ("n1", "n2"):
+        assert f"{host}: the script {tmp_path}/nowhere.py is not there (in {tmp_path})" in job.err
+    assert job.err.endswith("ringrun: nothing was started\n")
+    assert not (tmp_path / "logs").exists()
+    refuses = shlex.quote("if [ {host} = n2 ]; then echo 'no such pod' >&2; exit 7; fi; eval \"$0\"")
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", path, ssh=f"sh -c {refuses}")
+    assert job.wait() == 1
+    assert "FAILED: n2: no such pod" in job.err
+    assert_gone(job, 3.0)
+    job = start(jobs, tmp_path, "-H", "n1:1", path, ssh="no-such-command")
+    assert job.wait() == 1
+    assert "cannot start no-such-command: No such file or directory; see --ssh" in job.err
+    job = start(jobs, tmp_path, "-H", "n1:1", "-x", "MISSING", path)
+    assert job.wait() == 2
+    assert "-x MISSING: there is no such variable here" in job.err
+
+
+def test_ctrl_c_and_sigkill_end_all_hosts(tmp_path: Path, jobs: list[Job]) -> None:
+    path = script(tmp_path, TRAIN)
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", path, "stay")
+    wait_until_ready(tmp_path, 2)
+    job.process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    assert job.wait() == -signal.SIGINT  # as if there were no handler
+    assert time.monotonic() - begin < 8
+    assert_gone(job, 1.0)
+    for ready in tmp_path.glob("ready-*"):
+        ready.unlink()
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", path, "stay")
+    wait_until_ready(tmp_path, 2)
+    job.process.kill()
+    assert_gone(job)
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[str]:
+    """The ssh command that reaches an sshd on loopback."""
+    binary = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if binary is None or os.geteuid() != 0:
+        pytest.skip("needs openssh-server, and root to run it")
+    folder = tmp_path / "sshd"
+    folder.mkdir(mode=0o700)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    port = 20000 + os.getpid() % 20000
+    (folder / "config").write_text(
+        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nUsePAM no\n"
+        f"StrictModes no\nPidFile none\nAcceptEnv LAUNCH_TEST_MARK\n"
+    )
+    server = subprocess.Popen([binary, "-D", "-e", "-f", folder / "config"], stderr=subprocess.DEVNULL)
+    options = f"-p {port} -i {folder}/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+    yield f"ssh -T -o LogLevel=ERROR -o BatchMode=yes -o SendEnv=LAUNCH_TEST_MARK {options}"
+    server.kill()
+    server.wait()
+
+
+def test_over_ssh(tmp_path: Path, jobs: list[Job], sshd: str) -> None:
+    path = script(tmp_path, TRAIN)
+    job = start(jobs, tmp_path, "-H", "localhost:1,127.0.0.1:1", path, ssh=sshd)
+    assert job.wait() == 0, job.err
+    assert job.out == "rank 0 of 2 has None\n"
+    for ready in tmp_path.glob("ready-*"):
+        ready.unlink()
+    job = start(jobs, tmp_path, "-H", "localhost:1,127.0.0.1:1", path, "stay", ssh=sshd)
+    wait_until_ready(tmp_path, 2)
+    connection = next(
+        int(pid)
+        for pid in os.listdir("/proc")
+        if pid.isdigit() and (words := _words(pid)) and words[0] == "ssh" and "127.0.0.1" in words
+    )
+    os.kill(connection, signal.SIGKILL)
+    assert job.wait() == 1
+    assert "the connection to 127.0.0.1 was lost" in job.err
+    assert_gone(job)
+
+
+def _words(pid: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
