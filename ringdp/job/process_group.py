@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -24,7 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ringdp import config
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.job import backend as ring
-from ringdp.job import devices, job_store
+from ringdp.job import devices, job_store, launchers, threads
 from ringdp.job.backend_watchdog import watch_backends as _watch_backends
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -116,6 +117,8 @@ def init(
     config.apply_log_level()
     timeout = _as_timedelta(timeout)
     launch = None if init_method is not None and rank is not None else config.LaunchEnvironment.read()
+    if launch is None and rank is None and (advice := launchers.forgotten()) is not None:
+        warnings.warn(advice, stacklevel=2)
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
     kind = devices.kind_of(backend, device)
     agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
@@ -137,6 +140,8 @@ def init(
     if choice.measure and devices.race(place):
         dist.destroy_process_group()
         _make_group(ring.BACKEND, PrefixStore("staged", store), rank, world_size, timeout)
+    if launch is not None and launch.launcher in ("mpirun", "mpiexec", "srun"):
+        threads.share_cores(sum(one.host_id == hello.host_id for one in hellos))
     local_rank = ranks[rank].local_rank
     _watch_backends()
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())

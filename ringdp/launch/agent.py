@@ -20,7 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import elastic_launch
 
-from ringdp.launch import advice, elastic, messages, processes, secret, threads
+from ringdp.job import threads
+from ringdp.launch import advice, elastic, messages, processes, secret
 from ringdp.launch.arguments import Arguments
 from ringdp.launch.logs import RankLogs, RankLogsSpecs
 from ringdp.launch.views import Stream

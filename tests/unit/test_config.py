@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from ringdp import config
 from ringdp.config import LaunchEnvironment, RingConfig
 from ringdp.errors import InvalidArgumentError, SystemResourceError
+from ringdp.job import launchers
 from ringdp.job.launchers import hydra
 from tests.helpers import need
 
@@ -370,10 +372,37 @@ def test_srun_on_one_node_needs_nothing_more() -> None:
     assert other.init_method != first.init_method, "another step of the same job meets elsewhere"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[08-09]", "gpu08"),
+        ("a,b", "a"),
+        ("gpu[3,5-7],cpu1", "gpu3"),
+        ("rack[1-2]-n[03-04]", "rack1-n03"),
+        ("n1-[10-12]", "n1-10"),
+    ],
+)
+def test_srun_on_several_hosts_meets_at_the_first_of_the_step(nodes: str, first: str) -> None:
+    launch_node = {"SLURM_LAUNCH_NODE_IPADDR": "10.9.9.9", "SLURM_SUBMIT_HOST": "login"}
+    place = LaunchEnvironment.read(SRUN | launch_node | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": nodes})
+    assert place is not None
+    assert re.fullmatch(rf"tcp://{first}:2\d{{4}}", place.init_method)
+
+
+def test_a_script_that_srun_did_not_start_is_told() -> None:
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+    told = launchers.forgotten(batch)
+    assert told is not None
+    assert "one process in a Slurm job of 2 tasks" in told
+    assert "srun python train.py" in told
+    for other in (batch | {"SLURM_NTASKS": "1"}, SRUN, {"PATH": "/bin"}, batch | TORCHRUN):
+        assert launchers.forgotten(other) is None
+
+
 @pytest.mark.parametrize("change", [{}, {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "a,b"}])
 def test_srun_on_several_nodes_is_told_the_meeting_point(change: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"several hosts.*MASTER_ADDR is not set: .*scontrol show hostnames"):
-        LaunchEnvironment.read(SRUN | change)
+        LaunchEnvironment.read(SRUN | change | {"SLURM_DISTRIBUTION": "arbitrary"})  # rank 0 may be anywhere
     told = LaunchEnvironment.read(SRUN | change | {"MASTER_ADDR": "gpu08", "MASTER_PORT": "29500"})
     assert told is not None
     assert (told.rank, told.world_size, told.local_rank) == (5, 6, 2)

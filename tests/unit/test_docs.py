@@ -232,9 +232,11 @@ def test_launch_lines_parse(clean: Path) -> None:
     secret.write_text("ab" * 32)
     found = {page: [it for it in map(pages.launched, pages.commands(page)) if it is not None] for page in PAGES}
     parsed = {page: [arguments.parse(words).torchrun for words in found[page]] for page in PAGES}
-    assert {page: len(parsed[page]) for page in ("README.md", LAUNCHING)} == {"README.md": 1 + 2, LAUNCHING: 4}
-    several = [*parsed["README.md"][1:], *parsed[LAUNCHING]]
-    assert {(it.master_addr, it.master_port) for it in several} == {("10.0.0.1", 29500)}
+    assert {page: len(parsed[page]) for page in ("README.md", LAUNCHING)} == {"README.md": 1 + 1, LAUNCHING: 4}
+    assert {(it.master_addr, it.master_port) for it in parsed[LAUNCHING]} == {("10.0.0.1", 29500)}
+    placement = arguments.parse(found["README.md"][1]).placement
+    assert placement is not None
+    assert [(host.name, host.slots) for host in placement.hosts] == [("node1", 4), ("node2", 4)]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_build": {"_build_info"},
     "job.launchers": {"errors"},
     "job.tuning": {"errors"},
+    "job.threads": set(),
     "config": {"errors", "job.launchers", "job.tuning", "_build", "_C"},
     "job": {"", "errors", "config", "_build", "_C"},
     "compression": {"errors", "_C"},
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "amp": {"errors", "hooks", "ddp", "_C"},
     "metrics": {"errors", "config", "job"},
     "checkpoint": {"errors", "job"},
-    "launch": {"", "errors", "config"},
+    "launch": {"", "errors", "config", "job.threads"},
     "_autoload": {"job"},
     "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint"}
     | {"_autoload", "_build", "_moved", "testing"},
@@ -65,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing", "integrations"}
 # The launcher makes the environment of the ranks, integrations what Accelerate reads; everything else asks config.
-MAY_READ_ENVIRONMENT = {"config", "launch", "job.launchers", "integrations"}
+MAY_READ_ENVIRONMENT = {"config", "launch", "job.launchers", "job.threads", "integrations"}
 
 
 def cpp_files(root: Path) -> list[Path]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Protocol
 
 from ringdp.job.launchers import hydra, open_mpi, slurm, torchrun
 from ringdp.job.launchers.environment import LaunchEnvironment, optional_integer, whole_number
 
-__all__ = ["FAMILIES", "Family", "LaunchEnvironment", "optional_integer", "several_hosts", "whole_number"]
+__all__ = ["FAMILIES", "Family", "LaunchEnvironment", "forgotten", "optional_integer", "several_hosts", "whole_number"]
 
 
 class Family(Protocol):
@@ -27,6 +28,12 @@ class Family(Protocol):
 
 # The first whose variables are there counts.
 FAMILIES: tuple[Family, ...] = (torchrun, open_mpi, slurm, hydra)
+
+
+def forgotten(environ: Mapping[str, str] | None = None) -> str | None:
+    """What to tell a process that is alone although it is inside a job of several ranks; None where that is not so."""
+    environ = os.environ if environ is None else environ
+    return slurm.forgotten(environ) if LaunchEnvironment.read(environ) is None else None
 
 
 def several_hosts(environ: Mapping[str, str]) -> bool:

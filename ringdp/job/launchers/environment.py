@@ -88,10 +88,11 @@ def require_all(environ: Mapping[str, str], names: tuple[str, ...], *, also: tup
         )
 
 
-def meeting_point(environ: Mapping[str, str], *, one_host: bool, job: str, advice: str) -> str:
-    """``tcp://host:port`` for launchers without a store: what the user set, else, on one host, loopback and a port that
-    every rank computes from the job's name (20000 to 29499, below those the kernel and people hand out)."""
-    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else "")
+def meeting_point(environ: Mapping[str, str], *, one_host: bool, job: str, advice: str, first_host: str = "") -> str:
+    """``tcp://host:port`` for launchers without a store: what the user set, else loopback on one host and `first_host`,
+    which has rank 0, on several, and a port that every rank computes from the job's name (20000 to 29499, below those
+    the kernel and people hand out)."""
+    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else first_host)
     port = environ.get("MASTER_PORT") or ""
     missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port or job)) if not value]
     if missing:

@@ -44,10 +44,32 @@ def read(environ: Mapping[str, str]) -> LaunchEnvironment:
             environ,
             one_host=nodes == 1,
             job=f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}".strip("."),
+            first_host=_first_host(environ),
             advice='before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             " and MASTER_PORT=<free port>",
         ),
     )
+
+
+def forgotten(environ: Mapping[str, str]) -> str | None:
+    """What to tell a process inside a job of several tasks that srun did not start; None elsewhere."""
+    tasks = optional_integer(environ, "SLURM_NTASKS") or 1
+    if "SLURM_JOB_ID" not in environ or tasks == 1 or started(environ):
+        return None
+    return (
+        f"this is one process in a Slurm job of {tasks} tasks (SLURM_NTASKS), which srun did not start: it trains alone,"
+        " as one rank. Start the ranks with srun: srun python train.py"
+    )
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """Rank 0's host: the first of the step. Never SLURM_LAUNCH_NODE_IPADDR, from where srun was called."""
+    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        return ""  # the list is sorted, and rank 0 may be on any of them
+    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    # gpu[08-09,12],box3 is gpu08, gpu09, gpu12, box3; there may be several brackets in a name.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", listed)
+    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:

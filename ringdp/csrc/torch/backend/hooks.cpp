@@ -54,7 +54,7 @@ void count_running(int change) {
   it.count += change;
   it.ended.notify_all();
 }
-constexpr std::chrono::seconds kPatience{30};
+constexpr std::chrono::seconds kPatience{120};  // torch writes its trace with symbols, which takes seconds
 
 }  // namespace
 

@@ -45,7 +45,7 @@ class Hooks {
   void run_abort_hooks() const;  // now, on this thread; what one throws goes to the log
   // Returns when the abort hooks that a failure has started have ended; at once on the thread that runs them.
   void wait_for_abort_hooks();
-  // The same for all process groups, before Python ends: a hook may wait for its lock. Gives up after half a minute.
+  // The same for all process groups, before Python ends: a hook may wait for its lock. Gives up after two minutes.
   static void wait_for_all_abort_hooks();
   // `completion_key`: of the work that has succeeded.
   void completed(uint64_t completion_key) const {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.launch import threads
-from ringdp.launch.threads import cgroup_quota, threads_per_rank, usable_cores
+from ringdp.job import threads
+from ringdp.job.threads import cgroup_quota, threads_by_affinity, threads_per_rank, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,26 @@ def test_no_quota(tmp_path: Path) -> None:
     proc.write_text("1:cpu:/\n0::/\n")
     group(tmp_path / "fs", "cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
     assert cgroup_quota(proc, tmp_path / "fs") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "local_ranks", "host", "environ", "expected"),
+    [
+        (16, 4, 16, {}, 3),  # not bound
+        (1, 2, 16, {}, 1),  # to a core
+        (8, 4, 16, {}, 3),  # to a socket, two on each
+        (8, 2, 16, {}, 7),
+        (8, 4, 64, {"SLURM_CPUS_ON_NODE": "8"}, 2),  # a job that has a part of the host
+        (4, 2, 64, {"SLURM_CPUS_ON_NODE": "8"}, 3),
+        (2, 4, 2, {}, 1),
+        (16, 4, 16, {"OMP_NUM_THREADS": "5"}, None),
+        (16, 4, 16, {"MKL_NUM_THREADS": "5"}, None),
+    ],
+)
+def test_what_mpirun_and_srun_bound_a_rank_to_counts(
+    own: int, local_ranks: int, host: int, environ: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "usable_cores", lambda: own)
+    monkeypatch.setattr(threads, "cgroup_quota", lambda: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: host)
+    assert threads_by_affinity(environ, local_ranks) == expected

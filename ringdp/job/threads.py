@@ -1,10 +1,14 @@
-"""How many compute threads each rank gets: OMP_NUM_THREADS, where the user has not set it."""
+"""How many compute threads each rank gets, where the user has not set OMP_NUM_THREADS."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+
+_log = logging.getLogger("ringdp.process_group")
 
 
 def threads_per_rank(cores: int, local_ranks: int, *, alone: bool = False) -> int:
@@ -23,6 +27,37 @@ def threads_per_rank(cores: int, local_ranks: int, *, alone: bool = False) -> in
     """
     share = cores // local_ranks
     return max(1, share - 1 if share > 2 and not alone else share)
+
+
+def threads_by_affinity(environ: Mapping[str, str], local_ranks: int) -> int | None:
+    """The same for a rank that mpirun or srun has started, which may have bound it to some of the cores.
+
+    Args:
+        environ: has OMP_NUM_THREADS or MKL_NUM_THREADS where the user has said it.
+        local_ranks: ranks on this host.
+
+    Returns:
+        None where the user has said it.
+    """
+    if environ.get("OMP_NUM_THREADS") or environ.get("MKL_NUM_THREADS"):
+        return None
+    own = usable_cores()
+    given = environ.get("SLURM_CPUS_ON_NODE", "")  # by Slurm to the job, which may have a part of the host
+    quota = cgroup_quota()
+    host = int(given) if given.isdecimal() else (os.cpu_count() or 1) if quota is None else max(1, math.floor(quota))
+    if own * local_ranks > host:  # several share them
+        return threads_per_rank(max(host, local_ranks), local_ranks)
+    return threads_per_rank(own, 1)
+
+
+def share_cores(local_ranks: int) -> None:
+    """Give this rank, which mpirun or srun has started, its share of the cores, unless it takes less already."""
+    import torch
+
+    share = threads_by_affinity(os.environ, local_ranks)
+    if share is not None and share < torch.get_num_threads():
+        _log.info("%d compute threads: this rank's share of the cores (OMP_NUM_THREADS overrides it)", share)
+        torch.set_num_threads(share)
 
 
 def usable_cores() -> int:
