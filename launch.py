@@ -6,7 +6,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from ringdp.launch.__main__ import main
+        from ringdp.launcher.__main__ import main
     except KeyboardInterrupt:  # Ctrl-C while torch is imported
         sys.exit(130)
     sys.exit(main())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from ringdp.job.backend import named, traffic, transports
     from ringdp.job.barrier import monitored_barrier
+    from ringdp.job.local_ranks import launch
     from ringdp.job.process_group import (
         device,
         init,
@@ -56,6 +57,7 @@ __all__ = [
     "hooks",
     "init",
     "is_initialized",
+    "launch",
     "local_rank",
     "metrics",
     "monitored_barrier",
@@ -70,7 +72,7 @@ __all__ = [
 
 _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "job.process_group") | dict.fromkeys(_ERRORS, "errors")
-_HOME |= {"RingDP": "ddp.wrapper", "monitored_barrier": "job.barrier"}
+_HOME |= {"RingDP": "ddp.wrapper", "monitored_barrier": "job.barrier", "launch": "job.local_ranks"}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "hooks", "metrics", "testing"})
 

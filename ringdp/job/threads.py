@@ -50,6 +50,11 @@ def threads_by_affinity(environ: Mapping[str, str], local_ranks: int) -> int | N
     return threads_per_rank(own, 1)
 
 
+def chosen_by_user() -> bool:
+    """Whether the environment says how many threads compute."""
+    return bool(os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"))
+
+
 def share_cores(local_ranks: int) -> None:
     """Give this rank, which mpirun or srun has started, its share of the cores, unless it takes less already."""
     import torch

@@ -28,7 +28,7 @@ import ringdp  # noqa: E402
 from ringdp.compression import registry  # noqa: E402
 from ringdp.config import VARIABLES, RingConfig  # noqa: E402
 from ringdp.ddp.arguments import ARGUMENTS  # noqa: E402
-from ringdp.launch import arguments  # noqa: E402
+from ringdp.launcher import arguments  # noqa: E402
 from ringdp.testing import check_compressor  # noqa: E402
 from tests.train.harness import ring_is_built, run_ranks  # noqa: E402
 from tests.unit import doc_pages as pages  # noqa: E402

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.launch.arguments import GRACE_S, parse
-from ringdp.launch.logs import make_run_folder, remove_run_folder
-from ringdp.launch.views import Mode, Stream, View
+from ringdp.launcher.arguments import GRACE_S, parse
+from ringdp.launcher.logs import make_run_folder, remove_run_folder
+from ringdp.launcher.views import Mode, Stream, View
 
 
 def test_on_one_node_without_flags_the_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.launch.failure import examine, last_exception
-from ringdp.launch.filters import plain
-from ringdp.launch.logs import RankLogs
-from ringdp.launch.messages import RankFailure
-from ringdp.launch.summary import MAX_LINES, broken, failed
+from ringdp.launcher.failure import examine, last_exception
+from ringdp.launcher.filters import plain
+from ringdp.launcher.logs import RankLogs
+from ringdp.launcher.messages import RankFailure
+from ringdp.launcher.summary import MAX_LINES, broken, failed
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\n'
 

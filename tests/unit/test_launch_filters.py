@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringdp.launch.filters import MAX_BLOCK_LINES, MAX_IDLE, AllLines, Errors, Shown
+from ringdp.launcher.filters import MAX_BLOCK_LINES, MAX_IDLE, AllLines, Errors, Shown
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\nValueError: bad\n'
 

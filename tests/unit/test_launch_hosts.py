@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.launch import many_hosts
-from ringdp.launch.arguments import parse
-from ringdp.launch.host_list import Host, parse_hosts, read_host_file
-from ringdp.launch.many_hosts import is_here, meeting_address, variables
-from ringdp.launch.tether import Hello
+from ringdp.launcher import many_hosts
+from ringdp.launcher.arguments import parse
+from ringdp.launcher.host_list import Host, parse_hosts, read_host_file
+from ringdp.launcher.many_hosts import is_here, meeting_address, variables
+from ringdp.launcher.tether import Hello
 
 
 @pytest.mark.parametrize(

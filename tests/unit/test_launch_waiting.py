@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ringdp.launch import waiting
-from ringdp.launch.arguments import Meeting, parse
-from ringdp.launch.waiting import Waiting
+from ringdp.launcher import waiting
+from ringdp.launcher.arguments import Meeting, parse
+from ringdp.launcher.waiting import Waiting
 from tests.fault.launch_jobs import wait_until
 
 HERE = socket.gethostname()

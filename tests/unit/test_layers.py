@@ -58,7 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "amp": {"errors", "hooks", "ddp", "_C"},
     "metrics": {"errors", "config", "job"},
     "checkpoint": {"errors", "job"},
-    "launch": {"", "errors", "config", "job.threads"},
+    "launch": {"launcher"},
+    "launcher": {"", "errors", "config", "job.threads"},
     "_autoload": {"job"},
     "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint"}
     | {"_autoload", "_build", "_moved", "testing"},
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing", "integrations"}
 # The launcher makes the environment of the ranks, integrations what Accelerate reads; everything else asks config.
-MAY_READ_ENVIRONMENT = {"config", "launch", "job.launchers", "job.threads", "integrations"}
+MAY_READ_ENVIRONMENT = {"config", "launcher", "job.launchers", "job.threads", "integrations"}
 
 
 def cpp_files(root: Path) -> list[Path]:
@@ -269,9 +270,9 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, complai
 
 
 def test_imports_inside_a_package_are_its_own_business(tmp_path: Path) -> None:
-    path = tmp_path / "ringdp" / "launch" / "agent.py"
+    path = tmp_path / "ringdp" / "launcher" / "agent.py"
     path.parent.mkdir(parents=True)
     path.write_text(
-        "from . import logs\nfrom .views import Stream\nfrom ringdp.launch import secret\nimport os\nos.environ\n"
+        "from . import logs\nfrom .views import Stream\nfrom ringdp.launcher import secret\nimport os\nos.environ\n"
     )
     assert list(import_violations(tmp_path / "ringdp")) == []

@@ -104,7 +104,7 @@ def test_contents(wheel: Path) -> None:
     assert any(name.endswith("LICENSE") for name in names)
     strangers = [n for n in names if not n.startswith(("ringdp/", "ringdp-")) or "csrc" in n]
     assert not strangers
-    assert "ringrun = ringdp.launch.__main__:main" in points
+    assert "ringrun = ringdp.launcher.__main__:main" in points
     assert "[torch.backends]\nringdp = ringdp._autoload:register" in points
     assert "Requires-Dist: torch>=2.11" in metadata
     assert wheel.name.split("-")[4] != "any.whl", "a wheel with compiled modules names its platform"

@@ -57,8 +57,8 @@ def forgotten(environ: Mapping[str, str]) -> str | None:
     if "SLURM_JOB_ID" not in environ or tasks == 1 or started(environ):
         return None
     return (
-        f"this is one process in a Slurm job of {tasks} tasks (SLURM_NTASKS), which srun did not start: it trains alone,"
-        " as one rank. Start the ranks with srun: srun python train.py"
+        f"this is one process in a Slurm job of {tasks} tasks (SLURM_NTASKS), which srun did not start: it trains"
+        " alone, as one rank. Start the ranks with srun: srun python train.py"
     )
 
 

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.utils import (
 
 from ringdp.config import read_secret
 from ringdp.errors import RingError
-from ringdp.launch.host_list import Host, parse_hosts, read_host_file, scheduler_host_file
-from ringdp.launch.views import Views
+from ringdp.launcher.host_list import Host, parse_hosts, read_host_file, scheduler_host_file
+from ringdp.launcher.views import Views
 
 GRACE_S = 3.0
 """Seconds the ranks have to end after Ctrl-C; torchrun gives 30 unless told otherwise."""

@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
         return: it dies of SIGINT itself, so that a shell script or make around it stops as well.
     """
     try:
-        from ringdp.launch import supervisor
+        from ringdp.launcher import supervisor
 
         return supervisor.launch(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The launcher on one host of several, started by another launcher over ssh: ``python -m ringdp.launch.node``."""
+"""The launcher on one host of several, started by another launcher over ssh: ``python -m ringdp.launcher.node``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from ringdp.launch.tether import MARK, Ask, Hello, Orders, Tether, line
+from ringdp.launcher.tether import MARK, Ask, Hello, Orders, Tether, line
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
     orders = Orders(**content)
     os.environ.update(orders.environ)
     os.set_blocking(commands, False)
-    from ringdp.launch import supervisor
+    from ringdp.launcher import supervisor
 
     return supervisor.launch(orders.arguments, given_secret=orders.secret, tied=Tether(commands, rest))
 

@@ -10,9 +10,9 @@ import re
 import signal
 from pathlib import Path
 
-from ringdp.launch.filters import plain
-from ringdp.launch.logs import RankLogs
-from ringdp.launch.messages import RankFailure
+from ringdp.launcher.filters import plain
+from ringdp.launcher.logs import RankLogs
+from ringdp.launcher.messages import RankFailure
 
 MAX_TAIL_LINES = 8
 _TAIL_BYTES = 1 << 16

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ringdp.launch.arguments import Arguments
-from ringdp.launch.summary import duration
-from ringdp.launch.waiting import Waiting, unreachable_lines
+from ringdp.launcher.arguments import Arguments
+from ringdp.launcher.summary import duration
+from ringdp.launcher.waiting import Waiting, unreachable_lines
 
 
 def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None) -> str:

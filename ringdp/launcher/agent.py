@@ -21,11 +21,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import elastic_launch
 
 from ringdp.job import threads
-from ringdp.launch import advice, elastic, messages, processes, secret
-from ringdp.launch.arguments import Arguments
-from ringdp.launch.logs import RankLogs, RankLogsSpecs
-from ringdp.launch.views import Stream
-from ringdp.launch.waiting import Waiting
+from ringdp.launcher import advice, elastic, messages, processes, secret
+from ringdp.launcher.arguments import Arguments
+from ringdp.launcher.logs import RankLogs, RankLogsSpecs
+from ringdp.launcher.views import Stream
+from ringdp.launcher.waiting import Waiting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

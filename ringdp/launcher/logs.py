@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from ringdp.launch.views import STREAMS, Mode, Stream, Views
+from ringdp.launcher.views import STREAMS, Mode, Stream, Views
 
 DEFAULT_LOG_DIR = Path("logs")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringdp.launch.failure import MAX_TAIL_LINES, FailureReport
-from ringdp.launch.logs import short_path
+from ringdp.launcher.failure import MAX_TAIL_LINES, FailureReport
+from ringdp.launcher.logs import short_path
 
 MAX_LINES = 15
 _MAX_CHARACTERS = 400

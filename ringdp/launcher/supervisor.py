@@ -20,13 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ringdp.launch import agent, failure, messages, processes, secret, summary, tether
-from ringdp.launch.arguments import Arguments, Placement, parse
-from ringdp.launch.console import Console
-from ringdp.launch.display import Display
-from ringdp.launch.logs import RunFolder, make_run_folder, remove_run_folder
-from ringdp.launch.many_hosts import ManyHosts
-from ringdp.launch.tether import MARK, End, Tether
+from ringdp.launcher import agent, failure, messages, processes, secret, summary, tether
+from ringdp.launcher.arguments import Arguments, Placement, parse
+from ringdp.launcher.console import Console
+from ringdp.launcher.display import Display
+from ringdp.launcher.logs import RunFolder, make_run_folder, remove_run_folder
+from ringdp.launcher.many_hosts import ManyHosts
+from ringdp.launcher.tether import MARK, End, Tether
 
 POLL_S = 0.05
 """How often the logs are looked at; a look costs microseconds."""
@@ -45,7 +45,7 @@ LEFTOVERS_S = 2.0
 
 
 def launch(argv: list[str], *, given_secret: str | None = None, tied: Tether | None = None) -> int:
-    """Run a job from its command line; see ``ringdp.launch.__main__.main``.
+    """Run a job from its command line; see ``ringdp.launcher.__main__.main``.
 
     Args:
         argv: the command line.

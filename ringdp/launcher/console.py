@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ringdp.launch.views import Stream
+from ringdp.launcher.views import Stream
 
 _FD: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 

@@ -8,7 +8,7 @@ import json
 import os
 from typing import Any
 
-from ringdp.launch.logs import RankLogs
+from ringdp.launcher.logs import RankLogs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

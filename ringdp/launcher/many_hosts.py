@@ -23,15 +23,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ringdp.launch import processes, tether
-from ringdp.launch.arguments import Placement
-from ringdp.launch.console import Console
-from ringdp.launch.failure import Blame
-from ringdp.launch.filters import Splitter
-from ringdp.launch.host_list import Host
-from ringdp.launch.summary import MAX_LINES, duration
-from ringdp.launch.tether import MARK, Ask, End, Hello, Orders
-from ringdp.launch.views import Stream
+from ringdp.launcher import processes, tether
+from ringdp.launcher.arguments import Placement
+from ringdp.launcher.console import Console
+from ringdp.launcher.failure import Blame
+from ringdp.launcher.filters import Splitter
+from ringdp.launcher.host_list import Host
+from ringdp.launcher.summary import MAX_LINES, duration
+from ringdp.launcher.tether import MARK, Ask, End, Hello, Orders
+from ringdp.launcher.views import Stream
 
 SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 ANSWER_S = 60.0
@@ -134,7 +134,7 @@ class ManyHosts:
     def _command(self, host: Host) -> list[str]:
         """The process that runs the launcher on a host."""
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        words = ["env", f"PYTHONPATH={os.pathsep.join(path)}", sys.executable, "-m", "ringdp.launch.node"]
+        words = ["env", f"PYTHONPATH={os.pathsep.join(path)}", sys.executable, "-m", "ringdp.launcher.node"]
         there = f"exec {shlex.join(words)}"
         if self._placement.ssh is None:
             return ["sh", "-c", there] if is_here(host.name) else [*shlex.split(SSH), host.name, there]

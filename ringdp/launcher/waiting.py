@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ringdp.launch.arguments import Meeting
-from ringdp.launch.summary import duration
+from ringdp.launcher.arguments import Meeting
+from ringdp.launcher.summary import duration
 
 FIRST_S = 3.0
 EVERY_S = 10.0

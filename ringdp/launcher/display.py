@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from ringdp.launch.console import Console
-from ringdp.launch.filters import AllLines, Errors, Filter, Shown
-from ringdp.launch.logs import RankLogs
-from ringdp.launch.messages import Started
-from ringdp.launch.sources import LogFile, Source, Terminal
-from ringdp.launch.views import STREAMS, Mode, Stream, Views, rank_prefix
+from ringdp.launcher.console import Console
+from ringdp.launcher.filters import AllLines, Errors, Filter, Shown
+from ringdp.launcher.logs import RankLogs
+from ringdp.launcher.messages import Started
+from ringdp.launcher.sources import LogFile, Source, Terminal
+from ringdp.launcher.views import STREAMS, Mode, Stream, Views, rank_prefix
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,0 +1,118 @@
+"""ringdp.launch: a function on several ranks, from a script, a module or a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fault.launch_jobs import ROOT, wait_until
+from tests.helpers import need
+
+need("ringdp._C", "ringdp's extension, built with `make build`,")
+
+import ringdp  # noqa: E402
+from ringdp.errors import InvalidArgumentError  # noqa: E402
+
+# What a notebook does: code without a file, in a process that has torch and has computed.
+CELL = """
+import json, os
+import torch
+import ringdp
+
+torch.ones(1000, 1000).matmul(torch.ones(1000, 1000))
+
+def train(scale, offset=0):
+    x = torch.full((3,), float(ringdp.rank() + 1), requires_grad=True)
+    model = ringdp.RingDP(torch.nn.Linear(3, 1))
+    model(x).sum().backward()
+    loader = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="fork")
+    return ringdp.rank(), ringdp.world_size(), scale * len(list(loader)) + offset, os.getpid()
+
+print(json.dumps(ringdp.launch(train, (2,), {"offset": 1}, nprocs=2)))
+"""
+FAILS = """
+import os
+import ringdp
+
+def fails():
+    if ringdp.rank() == 1:
+        raise KeyError("no such column")
+    ringdp.monitored_barrier()
+
+try:
+    ringdp.launch(fails, nprocs=2)
+except ringdp.testing.RankError as error:
+    print(error)
+"""
+STAYS = """
+import pathlib, time
+import ringdp
+
+def stay(folder):
+    pathlib.Path(folder, f"pid-{ringdp.rank()}").write_text(str(__import__("os").getpid()))
+    time.sleep(600)
+
+ringdp.launch(stay, (FOLDER,), nprocs=2)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_from_a_notebook() -> None:
+    done = run(CELL)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert [result[:3] for result in results] == [[0, 2, 9], [1, 2, 9]]
+    assert len({result[3] for result in results}) == 2
+
+
+def test_a_function_of_a_module_in_fresh_processes() -> None:
+    # A function of the library itself stands for one of a user's module.
+    assert ringdp.launch(ringdp.world_size, nprocs=2, device="cpu", timeout=60) == [2, 2]
+
+
+def test_the_error_has_the_rank_and_its_traceback() -> None:
+    done = run(FAILS)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert text.startswith("fails failed on 2 of 2 ranks:\n--- rank 1 ---\nTraceback")
+    assert "KeyError: 'no such column'" in text
+    assert "--- rank 0 ---" in text
+    assert "PeerLostError" in text
+
+
+def test_ranks_end_with_the_process_that_called(tmp_path: Path) -> None:
+    code = STAYS.replace("FOLDER", repr(str(tmp_path)))
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)), "both ranks", 60)
+    time.sleep(0.1)
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not any(alive(pid) for pid in pids), "the end of the ranks", 5)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(InvalidArgumentError, match="at least one rank, not nprocs=0"):
+        ringdp.launch(ringdp.rank, nprocs=0)
+    with pytest.raises(InvalidArgumentError, match="'spawn' or 'fork', not 'forkserver'"):
+        ringdp.launch(ringdp.rank, start_method="forkserver")
