@@ -42,7 +42,12 @@ EACH_LOG = BUILD / "compile-each.log"
 # What a build from nothing takes: seconds of one core in all; on any number of cores the longest units.
 BUILD_CPU_S, BUILD_LEAST_S = 200, 60
 REQUIREMENTS = ROOT / "requirements"
-TOOLS = ("tools/cuda_toolkit.py", "tools/toolchain.py", "tools/unity.py")  # what setup.py asks
+TOOLS = (
+    "tools/cuda_toolkit.py",
+    "tools/extension_build.py",
+    "tools/toolchain.py",
+    "tools/unity.py",
+)  # what setup.py asks
 PACKAGING = ("setup.py", "pyproject.toml")
 
 

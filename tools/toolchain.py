@@ -74,10 +74,20 @@ def installed_torch() -> str | None:
         return str(torch.__version__)
 
 
+def check_build_isolation() -> None:
+    """Not in the environment that pip makes for a build: it has no torch, and pip would first download one in vain."""
+    if any("pip-build-env" in path for path in sys.path):
+        raise SetupError(
+            "pip builds in an environment of its own, which has no torch, and ringdp is compiled against the torch "
+            "that will run it: install torch first, then add --no-build-isolation: `pip install --no-build-isolation .`"
+        )
+
+
 def check_torch() -> str:
     """The installed torch's version, 2.11 or newer."""
     version = installed_torch()
     if version is None:
+        check_build_isolation()
         raise SetupError(
             f"ringdp is compiled against the torch that will run it and {sys.executable} has none: run `make build`, "
             "or install torch first and then use `pip install --no-build-isolation .`."

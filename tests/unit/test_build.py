@@ -227,7 +227,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_%s() { return
 @pytest.fixture
 def small_project(tmp_path: Path) -> Path:
     """The real setup.py over three small sources that compile in a second."""
-    for name in ("setup.py", "pyproject.toml", "tools/cuda_toolkit.py", "tools/toolchain.py", "tools/unity.py"):
+    tools = ("cuda_toolkit", "extension_build", "toolchain", "unity")
+    for name in ("setup.py", "pyproject.toml", *(f"tools/{tool}.py" for tool in tools)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "README.md").touch()
@@ -336,7 +337,7 @@ def set_up(tmp_path: Path) -> Callable[..., list[str | Path]]:
     """The command of the real tools/environment.py over a setup.py that only counts its calls and takes its time."""
     (tmp_path / "ringdp" / "csrc").mkdir(parents=True)
     (tmp_path / "tools").mkdir()
-    for name in ("environment.py", "cuda_toolkit.py", "toolchain.py", "unity.py"):
+    for name in ("environment.py", "cuda_toolkit.py", "extension_build.py", "toolchain.py", "unity.py"):
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "ringdp" / "csrc" / "a.cpp").touch()

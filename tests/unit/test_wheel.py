@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -39,6 +42,11 @@ with open(f"rank{ringdp.rank()}", "w") as file:
     file.write(f"{ringdp.world_size()} {hashlib.sha256(state).hexdigest()}")
 ringdp.shutdown()
 """
+
+
+def ringdp_version() -> str:
+    (version,) = re.findall(r'^__version__ = "(.*)"', (ROOT / "ringdp" / "__init__.py").read_text(), re.MULTILINE)
+    return str(version)
 
 
 def make_wheel(folder: Path, **variables: str) -> Path:
@@ -106,7 +114,12 @@ def test_contents(wheel: Path) -> None:
     assert not strangers
     assert "ringrun = ringdp.launcher.__main__:main" in points
     assert "[torch.backends]\nringdp = ringdp._autoload:register" in points
-    assert "Requires-Dist: torch>=2.11" in metadata
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    assert f"Version: {ringdp_version()}+torch{major}.{minor}\n" in metadata  # wheels for two releases have two names
+    assert wheel.name.startswith(f"ringdp-{ringdp_version()}+torch{major}.{minor}-")
+    assert f"Requires-Dist: torch<{major}.{int(minor) + 1}.0,>={major}.{minor}.0" in metadata
     assert wheel.name.split("-")[4] != "any.whl", "a wheel with compiled modules names its platform"
 
 
@@ -136,3 +149,69 @@ def test_trains_without_a_compiler(clean_environment: Path, tmp_path: Path) -> N
     first, second = (tmp_path / "rank0").read_text(), (tmp_path / "rank1").read_text()
     assert first.startswith("2 ")
     assert first == second
+
+
+def without_torch(folder: Path) -> dict[str, str]:
+    """An environment whose Python finds no torch: a module in its place raises what a missing one does."""
+    venv = folder / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (site_packages,) = venv.glob("lib/python*/site-packages")
+    for name in ("setuptools", "_distutils_hack", "pkg_resources"):
+        found = [Path(path, name) for path in sys.path if Path(path, name).is_dir()]
+        if found:
+            (site_packages / name).symlink_to(found[0])
+    return {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source archive, made without torch from what git knows of this checkout."""
+    folder = tmp_path_factory.mktemp("sdist")
+    environ = without_torch(folder)
+    copy = folder / "copy"
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("needs a git checkout")
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    command = ["python", "setup.py", "-q", "sdist", "-d", str(folder)]
+    done = subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+def test_a_source_archive_needs_no_torch_and_has_everything(archive: Path) -> None:
+    assert archive.name == f"ringdp-{ringdp_version()}.tar.gz"
+    with tarfile.open(archive) as content:
+        names = {name.partition("/")[2] for name in content.getnames()}
+        metadata = content.extractfile(f"ringdp-{ringdp_version()}/PKG-INFO")
+        assert metadata is not None
+        text = metadata.read().decode()
+    assert "Requires-Dist: torch>=2.11\n" in text
+    assert "Provides-Extra: lightning" in text
+    wanted = ["README.md", "Makefile", "launch.py", "tools/extension_build.py", "docs/how-to/launching.md"]
+    wanted += ["examples/digits.py", "tests/unit/test_wheel.py", "tests/tiers.py", "ringdp/csrc/base/codecs.def"]
+    assert [name for name in wanted if name not in names] == []
+    assert not any(name.endswith((".so", ".pyc")) or name == "ringdp/_build_info.py" for name in names)
+
+
+def test_what_pip_is_told_where_it_builds_by_itself(tmp_path: Path) -> None:
+    """pip's own environment for a build has no torch, and pip would download one in vain."""
+    environ = without_torch(tmp_path)
+    isolated = tmp_path / "pip-build-env-x" / "site"
+    isolated.mkdir(parents=True)
+    for command in ("egg_info", "bdist_wheel"):
+        done = subprocess.run(
+            ["python", "setup.py", command],
+            cwd=ROOT,
+            env={**environ, "PYTHONPATH": str(isolated)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "add --no-build-isolation: `pip install --no-build-isolation .`" in done.stderr
+        assert "Traceback" not in done.stderr
