@@ -156,10 +156,10 @@ def without_torch(folder: Path) -> dict[str, str]:
     venv = folder / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (site_packages,) = venv.glob("lib/python*/site-packages")
-    for name in ("setuptools", "_distutils_hack", "pkg_resources"):
-        found = [Path(path, name) for path in sys.path if Path(path, name).is_dir()]
+    for pattern in ("setuptools", "setuptools-*.dist-info", "_distutils_hack", "pkg_resources"):
+        found = [match for path in sys.path for match in Path(path).glob(pattern)]
         if found:
-            (site_packages / name).symlink_to(found[0])
+            (site_packages / found[0].name).symlink_to(found[0])
     return {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)}
 
 
