@@ -7,6 +7,7 @@
 # make test-integrations   ring in Lightning, Accelerate, transformers, Ray and torchft, which pip fetches for it
 # make docs    the documentation as a site, in build/site
 # make build   the set-up alone
+# make wheel   a wheel in dist/, for this Python and its torch (PYTHON=…, TORCH=2.15.0: for those)
 # make stubs   write the type stubs of the compiled modules (ringdp/_C.pyi, ringdp/_core.pyi) anew, after a change of a binding
 # make compile-each   check that each C++ file compiles by itself: the build compiles several together
 #
@@ -26,10 +27,14 @@ RELEASE_TESTS = tests/contract/test_collectives_torch.py tests/contract/test_ope
   tests/train/test_ddp_parity.py
 CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.c' '*.cu' '*.cuh'
 
-.PHONY: build compile-each test test-ci test-slow test-all test-releases test-integrations train lint format stubs docs clean distclean python
+.PHONY: build wheel compile-each test test-ci test-slow test-all test-releases test-integrations train lint format stubs docs clean distclean python
 
 build: python
 	@$(SETUP)
+
+wheel: python
+	@$(SETUP) -- python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls -1 dist/ringdp-*.whl
 
 compile-each: python
 	@$(SETUP) --compile-each
