@@ -11,9 +11,7 @@
 namespace ringdp {
 namespace {
 
-constexpr auto kInterruptPeriod = std::chrono::milliseconds(100);
-constexpr auto kIdleLookPeriod = std::chrono::milliseconds(250);
-constexpr auto kPendingCopiesPeriod = std::chrono::milliseconds(2);
+constexpr int kInterruptMs = 100;
 constexpr int64_t kGoodbyeMs = 1000;
 
 }  // namespace
@@ -30,6 +28,7 @@ Error forked_error() {
 Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     : rank_(rank),
       options_(std::move(options)),
+      role_(poller_, [this] { return DriverRole::Leftover{anything_outgoing(), !pending_copies_.empty()}; }),
       links_(peers.size()),
       writing_(peers.size(), 0),
       farewells_(peers.size()),
@@ -66,11 +65,12 @@ std::unique_ptr<Channel> Engine::adopt(std::unique_ptr<Channel> channel, int pee
 }
 
 void Engine::connect(int peer, std::unique_ptr<Channel> channel, bool checksums) {
-  run_as_driver([&] {
+  role_.run([&] {
     Link& link = *links_[peer];
     {
-      std::lock_guard lock(mutex_);
-      if (closed_ || link.connected() || !link.usable()) return;  // it was given up: the peer sees this connection end
+      MutexLock lock(role_.mutex());
+      if (role_.closed() || link.connected() || !link.usable())
+        return;  // it was given up: the peer sees this connection end
     }
     link.connect(adopt(std::move(channel), peer), checksums);
     guarded(peer, [](Link& it) { return it.pump_send(); });
@@ -78,11 +78,11 @@ void Engine::connect(int peer, std::unique_ptr<Channel> channel, bool checksums)
 }
 
 void Engine::cannot_connect(int peer, const Error& error, bool gone) {
-  run_as_driver([&] {
+  role_.run([&] {
     Link& link = *links_[peer];
     {
-      std::lock_guard lock(mutex_);
-      if (closed_ || link.connected() || !link.usable()) return;
+      MutexLock lock(role_.mutex());
+      if (role_.closed() || link.connected() || !link.usable()) return;
     }
     losses_[peer] = error;
     if (gone) {
@@ -97,12 +97,12 @@ void Engine::cannot_connect(int peer, const Error& error, bool gone) {
 }
 
 void Engine::check_usable() const {
-  if (closed_) throw Error(ErrorKind::kState, "this process group was shut down");
+  if (role_.closed()) throw Error(ErrorKind::kState, "this process group was shut down");
 }
 
 uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::string& name) {
   if (fork_generation() != generation_) throw forked_error();
-  std::lock_guard lock(mutex_);
+  MutexLock lock(role_.mutex());
   check_usable();
   auto group = std::make_shared<Group>();
   group->id = hash_mix(key, ++made_[key]);
@@ -119,7 +119,7 @@ uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::strin
 
 void Engine::remove_group(uint64_t id, const std::string& how) {
   if (fork_generation() != generation_) return;
-  run_as_driver([this, id, &how] {
+  role_.run([this, id, &how] {
     GroupPtr group = find_group(id);
     if (!group) return;
     take_inbox();
@@ -129,14 +129,14 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
     if (in_flight) fail_group(*group, error, notice_of(error));
     for (int member : group->view.members)
       if (links_[member]) links_[member]->discard_group(id);
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     groups_.erase(id);
   });
 }
 
 std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   if (fork_generation() != generation_) throw forked_error();
-  std::lock_guard lock(mutex_);
+  MutexLock lock(role_.mutex());
   check_usable();
   auto found = groups_.find(group_id);
   if (found == groups_.end()) throw Error(ErrorKind::kState, "this process group was destroyed");
@@ -166,57 +166,22 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   in_flight.timeout_ms = submission.timeout_ms;
   std::shared_ptr<Work> work = in_flight.work;
   inbox_.emplace_back(found->second, std::move(in_flight));
-  ++unfinished_;
-  if (driving_) {
-    if (sleeping_) poller_.wake();
-  } else if (!submission.caller_waits) {
-    work_to_do_.notify_one();
-  }
+  role_.operation_began(submission.caller_waits);
   return work;
-}
-
-void Engine::take_role(std::unique_lock<std::mutex>& lock) {
-  driving_ = true;
-  driver_ = std::this_thread::get_id();
-  lock.unlock();
-}
-
-void Engine::leave_role(std::unique_lock<std::mutex>& lock) {
-  bool flushing = anything_outgoing(), copies_pending = !pending_copies_.empty();
-  lock.lock();
-  driving_ = false;
-  driver_ = {};
-  flushing_ = flushing;
-  copies_began_ |= copies_pending && !copies_pending_;
-  copies_pending_ = copies_pending;
-  if (unfinished_ > 0 || flushing_ || copies_began_) work_to_do_.notify_one();
-  if (waiting_ > 0) waiters_.notify_all();
 }
 
 void Engine::wait(Work& work, Deadline deadline) {
   if (fork_generation() != generation_) throw forked_error();
   if (!work.finished()) {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(role_.mutex());
     while (!work.finished()) {
-      if (!driving_) {
-        take_role(lock);
-        try {
-          drive(&work, deadline, options_.spin_us);
-        } catch (...) {
-          leave_role(lock);
-          throw;
-        }
-        leave_role(lock);
-      } else {
-        ++waiting_;
-        auto status = waiters_.wait_for(
-            lock, std::min<Clock::duration>(kInterruptPeriod, std::chrono::milliseconds(deadline.remaining_ms(100))));
-        --waiting_;
-        if (status == std::cv_status::timeout && options_.check_interrupt) {
-          lock.unlock();
-          options_.check_interrupt();
-          lock.lock();
-        }
+      if (!role_.held()) {
+        role_.drive(lock, [&] { drive(&work, deadline, options_.spin_us); });
+      } else if (!role_.wait_for_change(lock, std::chrono::milliseconds(deadline.remaining_ms(kInterruptMs))) &&
+                 options_.check_interrupt) {
+        lock.unlock();
+        options_.check_interrupt();
+        lock.lock();
       }
       if (!work.finished() && deadline.expired()) {
         ErrorContext context;
@@ -230,55 +195,10 @@ void Engine::wait(Work& work, Deadline deadline) {
   }
   std::shared_ptr<void> buffers;  // dropped without the lock
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     buffers = std::move(work.buffers_);
   }
   if (work.failed()) std::rethrow_exception(work.error());
-}
-
-// Runs `action` while no other thread touches the links: at once if no thread drives, else in the driver's next round.
-void Engine::run_as_driver(const std::function<void()>& action) {
-  std::unique_lock lock(mutex_);
-  if (driving_ && driver_ == std::this_thread::get_id()) {  // a signal handler that runs while this thread waits
-    lock.unlock();
-    return action();
-  }
-  if (!driving_) {
-    take_role(lock);
-    try {
-      action();
-    } catch (...) {
-      leave_role(lock);
-      throw;
-    }
-    return leave_role(lock);
-  }
-  bool done = false;
-  std::exception_ptr failure;
-  requests_.push_back([&] {
-    try {
-      action();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    std::lock_guard inner(mutex_);
-    done = true;
-    waiters_.notify_all();
-  });
-  if (sleeping_) poller_.wake();
-  ++waiting_;
-  while (!done) {
-    if (!driving_) {  // the driver left without seeing the request
-      take_role(lock);
-      take_inbox();
-      leave_role(lock);
-      continue;
-    }
-    waiters_.wait(lock);
-  }
-  --waiting_;
-  lock.unlock();
-  if (failure) std::rethrow_exception(failure);
 }
 
 void Engine::finish(InFlight& in_flight, std::exception_ptr error) {
@@ -294,10 +214,9 @@ void Engine::finish(InFlight& in_flight, std::exception_ptr error) {
     pending_copies_.wait_for(std::move(staging), buffers);
   }
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     work->finish(error, on_done ? nullptr : std::move(buffers));
-    --unfinished_;
-    if (waiting_ > 0) waiters_.notify_all();
+    role_.operation_ended();
   }
   const int lane = work->lane();
   const uint64_t group = work->group(), sequence = work->sequence();
@@ -309,40 +228,31 @@ void Engine::finish(InFlight& in_flight, std::exception_ptr error) {
   }
 }
 
-// Also looks at the links now and then while nothing is in flight: a peer may ask something, say goodbye or be gone.
 void Engine::run_communication_thread() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(role_.mutex());
   for (;;) {
-    auto busy = [this] { return unfinished_ > 0 || flushing_; };
-    auto wanted = [&] { return stopping_ || (!driving_ && (busy() || copies_began_)); };
-    bool idle =
-        !work_to_do_.wait_for(lock, copies_pending_ && !driving_ ? kPendingCopiesPeriod : kIdleLookPeriod, wanted);
-    if (stopping_) return;
-    if (std::exchange(copies_began_, false) && !busy()) continue;  // from now on by the shorter period
-    if (driving_) {
-      look_due_.store(true, std::memory_order_relaxed);
-      continue;
-    }
-    take_role(lock);
-    try {
-      idle ? look_while_idle() : drive(nullptr, Deadline::never(), 0);
-    } catch (const std::exception& error) {
-      notices_.post(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
-      failures_.clear();
-      Error failure(ErrorKind::kSystem, error.what());
-      for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
-    }
-    leave_role(lock);
+    const DriverRole::Turn turn = role_.wait_for_turn(lock);
+    if (turn == DriverRole::Turn::kEnd) return;
+    role_.drive(lock, [&] {
+      try {
+        turn == DriverRole::Turn::kLook ? look_while_idle() : drive(nullptr, Deadline::never(), 0);
+      } catch (const std::exception& error) {
+        notices_.post(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
+        failures_.clear();
+        Error failure(ErrorKind::kSystem, error.what());
+        for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
+      }
+    });
   }
 }
 
 void Engine::abort(const std::string& why) {
   if (fork_generation() != generation_) return;
-  run_as_driver([&] {
+  role_.run([&] {
     take_inbox();
     std::vector<GroupPtr> all;
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(role_.mutex());
       for (auto& [id, group] : groups_) all.push_back(group);
     }
     Error failure(ErrorKind::kState, why);
@@ -353,19 +263,19 @@ void Engine::abort(const std::string& why) {
 }
 
 void Engine::set_farewell(const std::string& reason) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(role_.mutex());
   farewell_ = reason;
 }
 
 void Engine::shut_down() {
   if (fork_generation() != generation_) return;
-  run_as_driver([this] {
+  role_.run([this] {
     take_inbox();
     Error failure(ErrorKind::kState, "rank " + std::to_string(rank_) + " shut down while operations were in flight");
     for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
     std::string reason;
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(role_.mutex());
       reason = farewell_;
     }
     for (auto& link : links_)
@@ -393,11 +303,9 @@ void Engine::shut_down() {
     // A Work that the caller keeps keeps this engine too, perhaps for long: the descriptors are closed now.
     for (auto& link : links_)
       if (link) link->close();
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     poller_.close();
-    closed_ = true;
-    stopping_ = true;
-    work_to_do_.notify_all();
+    role_.close();
   });
 }
 

@@ -2,28 +2,26 @@
 // of a synchronous operation or of `wait` if no other thread does, otherwise the communication thread.
 // Owned by the Runtime, shared with Works and group handles. Called by GroupHandle, and by Link through its events.
 //
-// Who may touch what: the members under "shared" are guarded by mutex_; those under "driver" belong to the thread that
-// holds the driver's role (driving_), which changes hands under mutex_. submit, wait and the group functions are for any
-// thread. The engine never takes Python's lock; an interrupt check given to `wait` may.
+// Who may touch what: the members under "shared" are guarded by the mutex of the DriverRole; those under "driver" belong to
+// the thread that holds the role. submit, wait and the group functions are for any thread. The engine never takes Python's
+// lock; an interrupt check given to `wait` may.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "collective/operation.h"
 #include "engine/completion.h"
+#include "engine/driver_role.h"
 #include "engine/matching.h"
 #include "engine/notices.h"
 #include "engine/pending_copies.h"
@@ -178,10 +176,7 @@ class Engine {
   };
 
   // Roles and threads (engine.cpp).
-  void check_usable() const;                            // not forked, not shut down; mutex_ held
-  void take_role(std::unique_lock<std::mutex>& lock);   // driving_ was false; returns without the lock
-  void leave_role(std::unique_lock<std::mutex>& lock);  // returns with the lock
-  void run_as_driver(const std::function<void()>& action);
+  void check_usable() const;                                                   // not shut down; mutex held
   std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on
   void finish(InFlight& in_flight, std::exception_ptr error);
 
@@ -256,32 +251,18 @@ class Engine {
   std::vector<PeerInfo> peers_;
   CompletionQueue completions_;
   NoticeBoard notices_;
-  std::atomic<bool> look_due_{false};  // the driver should look at all links once
+  Poller poller_;
+  DriverRole role_;
 
   // shared
-  mutable std::mutex mutex_;
-  std::condition_variable work_to_do_;  // for the communication thread
-  std::condition_variable waiters_;     // for threads in `wait` that do not drive
-  bool driving_ = false;
-  std::thread::id driver_;
-  bool sleeping_ = false;        // the driver is in poller_.wait or about to be
-  bool flushing_ = false;        // nothing is in flight, but frames wait for room in a channel
-  bool copies_pending_ = false;  // nor that, but copies of what was
-  bool copies_began_ = false;    // since the communication thread last looked
-  bool stopping_ = false;
-  bool closed_ = false;
   std::string farewell_;
   Clock::time_point called_at_{};  // the last submit
-  int waiting_ = 0;                // threads on waiters_
-  std::size_t unfinished_ = 0;     // works
   std::vector<std::pair<GroupPtr, InFlight>> inbox_;
-  std::vector<std::function<void()>> requests_;  // to be run by the driver
   std::map<uint64_t, GroupPtr> groups_;
   std::map<uint64_t, uint64_t> made_;                      // groups so far, by key
   std::map<uint64_t, std::exception_ptr> early_failures_;  // of groups that only others have made so far
 
   // driver
-  Poller poller_;
   std::optional<RateLimiter> limiter_;  // of all streams; outlives the links
   std::vector<std::unique_ptr<Link>> links_;
   std::size_t first_link_ = 0;  // with a limiter: whose turn it is

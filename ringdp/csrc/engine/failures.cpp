@@ -28,7 +28,7 @@ bool earlier(const AbortNotice& a, const AbortNotice& b) {
 }  // namespace
 
 Engine::GroupPtr Engine::find_group(uint64_t id) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(role_.mutex());
   auto found = groups_.find(id);
   return found == groups_.end() ? nullptr : found->second;
 }
@@ -36,7 +36,7 @@ Engine::GroupPtr Engine::find_group(uint64_t id) const {
 void Engine::listen(uint64_t id, std::weak_ptr<const FailureListener> listener) {
   std::exception_ptr failure;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     const auto found = groups_.find(id);
     if (found == groups_.end()) return;
     failure = found->second->failure;
@@ -48,7 +48,7 @@ void Engine::listen(uint64_t id, std::weak_ptr<const FailureListener> listener) 
 
 std::exception_ptr Engine::failure_of(uint64_t id) const {
   const GroupPtr group = find_group(id);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(role_.mutex());
   return group ? group->failure : nullptr;
 }
 
@@ -73,7 +73,7 @@ void Engine::stop_polling(Link& link) {
 
 std::vector<Engine::GroupPtr> Engine::groups_with(int peer) const {
   std::vector<GroupPtr> found;
-  std::lock_guard lock(mutex_);
+  MutexLock lock(role_.mutex());
   for (auto& [id, group] : groups_) {
     const auto& members = group->view.members;
     if (std::find(members.begin(), members.end(), peer) != members.end()) found.push_back(group);
@@ -119,7 +119,7 @@ void Engine::on_mismatched(Link::Disagreement disagreement) {
   if (!disagreement.name_unknown()) return queue_failure(group->id, std::move(error));
   if (group->pending_failure) return;  // what is known already says as much
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     if (group->failure) return;
   }
   links_[disagreement.peer]->send_ping(disagreement.mine.group, disagreement.mine.sequence);
@@ -149,7 +149,7 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
     group->reported_by.insert(peer);
     return failures_.push_back({group_id, std::move(error), notice, true});
   }
-  std::lock_guard lock(mutex_);
+  MutexLock lock(role_.mutex());
   if (early_failures_.size() >= kMostEarlyFailures) early_failures_.erase(early_failures_.begin());
   early_failures_[group_id] = std::make_exception_ptr(error);
 }
@@ -167,7 +167,7 @@ void Engine::report_failures() {
 // the others at once what it has found, and waits a moment for an earlier cause before it fails its operations.
 void Engine::defer_failure(const GroupPtr& group, Failure failure) {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     if (group->failure) return;
   }
   if (group->pending_failure) {
@@ -237,7 +237,7 @@ void Engine::notify_members(const Group& group, const AbortNotice& notice) {
 
 void Engine::fail_group(Group& group, const Error& error, const AbortNotice& notice) {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     if (group.failure) return;
   }
   notify_members(group, notice);
@@ -249,7 +249,7 @@ void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& n
   std::exception_ptr failure = std::make_exception_ptr(error);
   std::vector<std::weak_ptr<const FailureListener>> listeners;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     if (group.failure) return;
     group.failure = failure;
     listeners.swap(group.listeners);

@@ -35,7 +35,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     moved |= pump_links();
     report_failures();
     if (!questions_.empty()) answer_questions();
-    if (look_due_.load(std::memory_order_relaxed)) look_while_idle();
+    if (role_.look_due()) look_while_idle();
     if (++turns_ % kDeadlineTurns == 0) {
       serve(poller_.wait(0));  // a driver that never sleeps would not notice that a direct channel's peer is gone
       check_deadlines();
@@ -75,10 +75,9 @@ void Engine::take_inbox() {
   std::vector<std::pair<GroupPtr, InFlight>> arrived;
   std::vector<std::function<void()>> requests;
   {
-    std::lock_guard lock(mutex_);
-    if (inbox_.empty() && requests_.empty()) return;
+    MutexLock lock(role_.mutex());
     arrived.swap(inbox_);
-    requests.swap(requests_);
+    requests = role_.take_requests();
   }
   for (auto& [group, in_flight] : arrived) {
     if (in_flight.operation->staging()) {
@@ -87,7 +86,7 @@ void Engine::take_inbox() {
     }
     std::exception_ptr failure;
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(role_.mutex());
       failure = group->failure;
     }
     if (failure) {
@@ -297,16 +296,15 @@ void Engine::sleep(const Work* until, Deadline deadline) {
   watch_blocked();
   set_timer();
   {
-    std::lock_guard lock(mutex_);
-    if (!inbox_.empty() || !requests_.empty()) return;
-    sleeping_ = true;
+    MutexLock lock(role_.mutex());
+    if (!inbox_.empty() || !role_.begin_sleep()) return;
   }
   int timeout_ms = std::min(deadline.remaining_ms(kSleepMs), next_deadline().remaining_ms(kSleepMs));
   if (!lie_down()) timeout_ms = 0;
   const auto& events = poller_.wait(timeout_ms);
   {
-    std::lock_guard lock(mutex_);
-    sleeping_ = false;
+    MutexLock lock(role_.mutex());
+    role_.end_sleep();
   }
   for (auto& link : links_)
     if (link && link->direct() && !link->broken()) link->channel().after_sleep();

@@ -40,7 +40,7 @@ std::string last_call(const PeerState& state) {
 // One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
 void Engine::look_while_idle() {
   const FloatModeScope float_mode;
-  look_due_.store(false, std::memory_order_relaxed);
+  role_.looked();
   take_inbox();
   advance_groups();
   if (staged_ > 0 || !pending_copies_.empty()) look_at_copies();
@@ -148,7 +148,7 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   GroupPtr group = find_group(group_id);
   bool failed = false;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(role_.mutex());
     if (called_at_ != Clock::time_point{}) state.since_call_ms = ms_between(called_at_, Clock::now());
     failed = group && group->failure;
   }
