@@ -16,7 +16,7 @@ constexpr auto kLongestPause = std::chrono::milliseconds(1);
 bool Engine::look_at_copies() {
   bool moved = false;
   copying_ = false;
-  for (const GroupPtr& group : busy_) {
+  for (const GroupPtr& group : groups_.busy()) {
     if (group->pending_failure) continue;
     for (InFlight& in_flight : group->active) moved |= look_at_copies(*group, in_flight);
     for (InFlight& in_flight : group->nested) moved |= look_at_copies(*group, in_flight);
@@ -27,7 +27,7 @@ bool Engine::look_at_copies() {
   return moved;
 }
 
-bool Engine::look_at_copies(Group& group, InFlight& in_flight) {
+bool Engine::look_at_copies(GroupState& group, InFlight& in_flight) {
   Staging* staging = in_flight.operation->staging().get();
   if (staging == nullptr || staging->all_there()) return false;
   bool moved = false;

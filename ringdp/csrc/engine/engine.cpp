@@ -29,6 +29,7 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     : rank_(rank),
       options_(std::move(options)),
       role_(poller_, [this] { return DriverRole::Leftover{anything_outgoing(), !pending_copies_.empty()}; }),
+      groups_(role_),
       links_(peers.size()),
       writing_(peers.size(), 0),
       farewells_(peers.size()),
@@ -39,7 +40,10 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
   events.mismatched = [this](Link::Disagreement it) { on_mismatched(std::move(it)); };
   events.wanted = [this](int to) { options_.want_connection(to); };
-  events.started = [this](uint64_t group, uint64_t sequence) { return find_started(group, sequence); };
+  events.started = [this](uint64_t id, uint64_t sequence) {
+    const GroupPtr group = groups_.find(id);
+    return group ? group->find_started(sequence) : Link::Started{};
+  };
   events.departed = [this](int from, const std::string& reason) { on_departed(from, reason); };
   events.asked = [this](int from, uint64_t group, uint64_t sequence) { questions_.push_back({from, group, sequence}); };
   events.answered = [this](int from, uint64_t group, uint64_t sequence, PeerState state) {
@@ -90,7 +94,7 @@ void Engine::cannot_connect(int peer, const Error& error, bool gone) {
       on_departed(peer, error.context().cause);
     } else {
       link.close();
-      for (const GroupPtr& group : groups_with(peer)) queue_failure(group->id, error);
+      for (const GroupPtr& group : groups_.with(peer)) queue_failure(group->id, error);
     }
     report_failures();
   });
@@ -102,25 +106,23 @@ void Engine::check_usable() const {
 
 uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::string& name) {
   if (fork_generation() != generation_) throw forked_error();
-  MutexLock lock(role_.mutex());
-  check_usable();
-  auto group = std::make_shared<Group>();
-  group->id = hash_mix(key, ++made_[key]);
-  group->view = view;
-  group->name = name;
-  if (auto early = early_failures_.extract(group->id)) group->failure = early.mapped();
-  if (options_.want_connection) {
-    for (int place : overlay_neighbours(view.rank, view.size)) group->neighbours.push_back(view.members[place]);
-    for (int member : group->neighbours) options_.want_connection(member);
+  std::vector<int> neighbours;
+  if (options_.want_connection)
+    for (int place : overlay_neighbours(view.rank, view.size)) neighbours.push_back(view.members[place]);
+  GroupPtr group;
+  {
+    MutexLock lock(role_.mutex());
+    check_usable();
+    group = groups_.add(key, view, std::move(neighbours), name);
   }
-  groups_[group->id] = group;
+  for (int member : group->neighbours) options_.want_connection(member);
   return group->id;
 }
 
 void Engine::remove_group(uint64_t id, const std::string& how) {
   if (fork_generation() != generation_) return;
   role_.run([this, id, &how] {
-    GroupPtr group = find_group(id);
+    GroupPtr group = groups_.find(id);
     if (!group) return;
     take_inbox();
     bool in_flight = !group->idle();
@@ -129,8 +131,7 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
     if (in_flight) fail_group(*group, error, notice_of(error));
     for (int member : group->view.members)
       if (links_[member]) links_[member]->discard_group(id);
-    MutexLock lock(role_.mutex());
-    groups_.erase(id);
+    groups_.remove(id);
   });
 }
 
@@ -138,10 +139,9 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   if (fork_generation() != generation_) throw forked_error();
   MutexLock lock(role_.mutex());
   check_usable();
-  auto found = groups_.find(group_id);
-  if (found == groups_.end()) throw Error(ErrorKind::kState, "this process group was destroyed");
-  Group& group = *found->second;
-  if (group.failure) std::rethrow_exception(group.failure);
+  const GroupPtr group = groups_.find(group_id);
+  if (!group) throw Error(ErrorKind::kState, "this process group was destroyed");
+  if (auto failure = groups_.failure_of(*group)) std::rethrow_exception(failure);
   called_at_ = Clock::now();
   FlowIdentity& identity = submission.operation->mutable_identity();
   InFlight in_flight;
@@ -151,7 +151,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
     identity.sequence = nested->sequence;
     in_flight.callback = nested->callback;
   } else {
-    identity.sequence = ++group.next_sequence;
+    identity.sequence = groups_.next_sequence(*group);
   }
   if (auto gate = CallbackGate::current(); gate && submission.on_done)
     submission.on_done = [gate, follows = std::move(submission.on_done)](std::exception_ptr error) {
@@ -165,7 +165,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   in_flight.deadline = Deadline::after_ms(submission.timeout_ms);
   in_flight.timeout_ms = submission.timeout_ms;
   std::shared_ptr<Work> work = in_flight.work;
-  inbox_.emplace_back(found->second, std::move(in_flight));
+  inbox_.emplace_back(group, std::move(in_flight));
   role_.operation_began(submission.caller_waits);
   return work;
 }
@@ -240,23 +240,26 @@ void Engine::run_communication_thread() {
         notices_.post(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
         failures_.clear();
         Error failure(ErrorKind::kSystem, error.what());
-        for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
+        for (const GroupPtr& group : std::vector<GroupPtr>(groups_.busy()))
+          fail_group(*group, failure, notice_of(failure));
       }
     });
   }
+}
+
+void Engine::listen(uint64_t id, std::weak_ptr<const FailureListener> listener) { groups_.listen(id, listener); }
+
+std::exception_ptr Engine::failure_of(uint64_t id) const {
+  const GroupPtr group = groups_.find(id);
+  return group ? groups_.failure_of(*group) : nullptr;
 }
 
 void Engine::abort(const std::string& why) {
   if (fork_generation() != generation_) return;
   role_.run([&] {
     take_inbox();
-    std::vector<GroupPtr> all;
-    {
-      MutexLock lock(role_.mutex());
-      for (auto& [id, group] : groups_) all.push_back(group);
-    }
     Error failure(ErrorKind::kState, why);
-    for (const GroupPtr& group : all) fail_group(*group, failure, notice_of(failure));
+    for (const GroupPtr& group : groups_.all()) fail_group(*group, failure, notice_of(failure));
     for (auto& link : links_)
       if (link) guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
   });
@@ -272,7 +275,7 @@ void Engine::shut_down() {
   role_.run([this] {
     take_inbox();
     Error failure(ErrorKind::kState, "rank " + std::to_string(rank_) + " shut down while operations were in flight");
-    for (const GroupPtr& group : std::vector<GroupPtr>(busy_)) fail_group(*group, failure, notice_of(failure));
+    for (const GroupPtr& group : std::vector<GroupPtr>(groups_.busy())) fail_group(*group, failure, notice_of(failure));
     std::string reason;
     {
       MutexLock lock(role_.mutex());

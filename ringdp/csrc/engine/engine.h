@@ -10,10 +10,8 @@
 #include <atomic>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -22,7 +20,7 @@
 #include "collective/operation.h"
 #include "engine/completion.h"
 #include "engine/driver_role.h"
-#include "engine/matching.h"
+#include "engine/group_table.h"
 #include "engine/notices.h"
 #include "engine/pending_copies.h"
 #include "engine/work.h"
@@ -44,9 +42,6 @@ struct EngineOptions {
   std::size_t segment_bytes = kSegmentBytes;  // longest payload of a frame sent; for tests
   std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel;  // the same
 };
-
-// Told once why a group failed: by the thread that drives, which it must not block, or by the one that begins to listen.
-using FailureListener = std::function<void(const std::exception_ptr&)>;
 
 // What a call in a forked child gets: it has neither the connections nor the threads.
 Error forked_error();
@@ -108,67 +103,6 @@ class Engine {
   int world() const { return static_cast<int>(peers_.size()); }
 
  private:
-  struct Answer {  // of a peer that was asked what it knows of an operation
-    Clock::time_point asked_at;
-    bool awaited = true;             // it has not answered that yet
-    std::optional<PeerState> state;  // its last answer
-  };
-  struct InFlight {
-    std::unique_ptr<Operation> operation;
-    std::shared_ptr<Work> work;
-    std::shared_ptr<void> keep_alive;  // with the caller
-    std::optional<uint64_t> callback;  // in which it was issued
-    Deadline deadline = Deadline::never();
-    int64_t timeout_ms = 0;
-    uint64_t progress = 0;                      // at moved_at
-    Clock::time_point moved_at = Clock::now();  // when a byte of it moved last
-    Clock::time_point asked_at = moved_at;      // when the peers were asked about it last
-    std::map<int, Answer> answers;              // by rank; of the time since moved_at
-  };
-  struct Failure {
-    uint64_t group;
-    Error error;
-    AbortNotice notice;  // what the other members are told
-    bool told = false;   // heard from one of them
-  };
-  // A failure that waits a moment before it is final: another rank may know an earlier cause, or the name that the other
-  // side gave the operation.
-  struct PendingFailure {
-    Failure failure;
-    Deadline end;
-    std::optional<Link::Disagreement> unnamed;
-  };
-  struct Group {
-    uint64_t id = 0;
-    GroupView view;
-    std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
-    std::string name;
-    uint64_t next_sequence = 0;                                   // shared
-    std::exception_ptr failure;                                   // shared
-    std::vector<std::weak_ptr<const FailureListener>> listeners;  // shared
-    std::optional<PendingFailure> pending_failure;                // driver: nothing starts or ends any more
-    std::set<int> reported_by;                                    // driver: ranks that reported a failure of it
-    Clock::time_point noticed_at{};                               // driver: when the log last said that something waits
-    std::deque<InFlight> queued;                                  // driver
-    std::deque<InFlight> active;                                  // driver: started, retired in order
-    std::vector<InFlight> nested;             // driver: messages, and what callbacks issued, in order within each
-    std::deque<InFlight> unbound;             // driver: receives that wait to know their sender, as they were posted
-    MessageNumbers messages;                  // driver
-    std::vector<FlowIdentity> history;        // driver: what was started last, at sequence modulo its size
-    std::deque<FlowIdentity> nested_history;  // driver: the same for those issued inside callbacks
-    uint64_t started_upto = 0;                // driver
-
-    bool idle() const { return queued.empty() && active.empty() && nested.empty() && unbound.empty(); }
-    const InFlight* oldest() const {  // of what has begun, collectives first
-      if (!active.empty()) return &active.front();
-      if (!nested.empty()) return &nested.front();
-      return unbound.empty() ? nullptr : &unbound.front();
-    }
-    // Everything that has begun: calls `look` until it answers true.
-    bool any_running(const std::function<bool(const InFlight&)>& look) const;
-  };
-  using GroupPtr = std::shared_ptr<Group>;  // shared by groups_ and the inbox
-
   struct Question {
     int peer;
     uint64_t group;
@@ -185,17 +119,14 @@ class Engine {
   bool poll_on(Clock::time_point end);
   void take_inbox();
   bool advance_groups();  // starts and retires; true if anything changed
-  bool start_next(Group& group);
-  void start(Group& group, InFlight& in_flight);
-  static const InFlight* in_the_way(const Group& group, const InFlight& nested);
-  static void remember(Group& group, const FlowIdentity& identity);
-  Link::Started find_started(uint64_t group, uint64_t sequence) const;
-  bool retire(Group& group);
+  bool start_next(GroupState& group);
+  void start(GroupState& group, InFlight& in_flight);
+  bool retire(GroupState& group);
   void conclude(InFlight& in_flight);
-  void take_message(Group& group, InFlight in_flight);  // these four: matching.cpp
-  void start_message(Group& group, InFlight in_flight);
-  bool bind_receives(Group& group);
-  int find_sender(const Group& group, PointToPoint ends);
+  void take_message(GroupState& group, InFlight in_flight);  // these four: matching.cpp
+  void start_message(GroupState& group, InFlight in_flight);
+  bool bind_receives(GroupState& group);
+  int find_sender(const GroupState& group, PointToPoint ends);
   bool pump_links();
   bool serve(const std::vector<Poller::Event>& events);
   bool lie_down();
@@ -205,14 +136,14 @@ class Engine {
   void check_deadlines();
   Deadline next_deadline() const;
   bool look_at_copies();  // these three: copies.cpp
-  bool look_at_copies(Group& group, InFlight& in_flight);
+  bool look_at_copies(GroupState& group, InFlight& in_flight);
   void set_timer();
 
   // Operations that do not move (stall_monitor.cpp), by the driver.
   void look_while_idle();
   void look_around();
-  void watch_stall(Group& group, InFlight& in_flight, Clock::time_point now);
-  void ask_members(const Group& group, InFlight& in_flight, Clock::time_point now);
+  void watch_stall(GroupState& group, InFlight& in_flight, Clock::time_point now);
+  void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
   void on_answered(int peer, uint64_t group, uint64_t sequence, PeerState state);
   void answer_questions();
   PeerState state_of(uint64_t group, uint64_t sequence) const;
@@ -224,7 +155,6 @@ class Engine {
   bool guarded(int peer, const std::function<bool(Link&)>& action);  // what it throws ends the link
   void stop_polling(Link& link);
   void lose_link(int peer, const Error& error);
-  std::vector<GroupPtr> groups_with(int peer) const;
   void on_departed(int peer, const std::string& reason);
   void on_mismatched(Link::Disagreement disagreement);
   void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
@@ -232,18 +162,17 @@ class Engine {
   void queue_failure(uint64_t group, Error error);  // when the link at hand has been pumped
   void defer_failure(const GroupPtr& group, Failure failure);
   void end_pending_failures();
-  void notify_members(const Group& group, const AbortNotice& notice);
+  void notify_members(const GroupState& group, const AbortNotice& notice);
   // Whether this rank tells that member of a failure of the group: over usable connections, and to the neighbours in a
   // group whose members are not all connected.
-  bool notifies(const Group& group, int member) const;
-  void fail_group(Group& group, const Error& error, const AbortNotice& notice);
-  void fail_quietly(Group& group, const Error& error, const AbortNotice& notice);
+  bool notifies(const GroupState& group, int member) const;
+  void fail_group(GroupState& group, const Error& error, const AbortNotice& notice);
+  void fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice);
   static AbortNotice notice_of(const Error& error);
-  Error explain_loss(const Group& group, int peer, const Error& cause) const;
-  Error explain_damage(const Group& group, int peer, const Error& cause) const;
-  Error explain_departure(const Group& group, int peer) const;
+  Error explain_loss(const GroupState& group, int peer, const Error& cause) const;
+  Error explain_damage(const GroupState& group, int peer, const Error& cause) const;
+  Error explain_departure(const GroupState& group, int peer) const;
   Error explain_timeout(const InFlight& in_flight) const;
-  GroupPtr find_group(uint64_t id) const;
 
   const int rank_;
   const unsigned generation_ = fork_generation();
@@ -253,14 +182,12 @@ class Engine {
   NoticeBoard notices_;
   Poller poller_;
   DriverRole role_;
+  GroupTable groups_;
 
   // shared
   std::string farewell_;
   Clock::time_point called_at_{};  // the last submit
   std::vector<std::pair<GroupPtr, InFlight>> inbox_;
-  std::map<uint64_t, GroupPtr> groups_;
-  std::map<uint64_t, uint64_t> made_;                      // groups so far, by key
-  std::map<uint64_t, std::exception_ptr> early_failures_;  // of groups that only others have made so far
 
   // driver
   std::optional<RateLimiter> limiter_;  // of all streams; outlives the links
@@ -269,7 +196,6 @@ class Engine {
   bool some_streams_ = false;   // not all links are direct
   std::vector<char> writing_;   // the poller watches for room to write
   ScratchPool scratch_;
-  std::vector<GroupPtr> busy_;           // groups with operations queued or active
   Clock::time_point crowded_until_{};    // another process wants this core: no polling before that
   int yields_used_ = 0;                  // in a row, by another process
   unsigned turns_ = 0;                   // rounds of the driver, whichever thread it was

@@ -12,10 +12,9 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kListenMs = 20;                // for an earlier cause from another rank
-constexpr int64_t kListenForReasonMs = 100;      // why a connection ended
-constexpr int64_t kNameMs = 1000;                // for the other side's name of an operation
-constexpr std::size_t kMostEarlyFailures = 256;  // of groups that this rank has not made yet
+constexpr int64_t kListenMs = 20;            // for an earlier cause from another rank
+constexpr int64_t kListenForReasonMs = 100;  // why a connection ended
+constexpr int64_t kNameMs = 1000;            // for the other side's name of an operation
 
 bool earlier(const AbortNotice& a, const AbortNotice& b) {
   auto key = [](const AbortNotice& it) {
@@ -26,31 +25,6 @@ bool earlier(const AbortNotice& a, const AbortNotice& b) {
 }
 
 }  // namespace
-
-Engine::GroupPtr Engine::find_group(uint64_t id) const {
-  MutexLock lock(role_.mutex());
-  auto found = groups_.find(id);
-  return found == groups_.end() ? nullptr : found->second;
-}
-
-void Engine::listen(uint64_t id, std::weak_ptr<const FailureListener> listener) {
-  std::exception_ptr failure;
-  {
-    MutexLock lock(role_.mutex());
-    const auto found = groups_.find(id);
-    if (found == groups_.end()) return;
-    failure = found->second->failure;
-    if (!failure) found->second->listeners.push_back(listener);
-  }
-  const auto told = failure ? listener.lock() : nullptr;
-  if (told) (*told)(failure);
-}
-
-std::exception_ptr Engine::failure_of(uint64_t id) const {
-  const GroupPtr group = find_group(id);
-  MutexLock lock(role_.mutex());
-  return group ? group->failure : nullptr;
-}
 
 bool Engine::guarded(int peer, const std::function<bool(Link&)>& action) {
   Link& link = *links_[peer];
@@ -71,20 +45,10 @@ void Engine::stop_polling(Link& link) {
   if (link.channel().bell_fd() >= 0) poller_.remove(link.channel().bell_fd());
 }
 
-std::vector<Engine::GroupPtr> Engine::groups_with(int peer) const {
-  std::vector<GroupPtr> found;
-  MutexLock lock(role_.mutex());
-  for (auto& [id, group] : groups_) {
-    const auto& members = group->view.members;
-    if (std::find(members.begin(), members.end(), peer) != members.end()) found.push_back(group);
-  }
-  return found;
-}
-
 void Engine::lose_link(int peer, const Error& error) {
   Link& link = *links_[peer];
   losses_[peer] = error;
-  const std::vector<GroupPtr> concerned = groups_with(peer);
+  const std::vector<GroupPtr> concerned = groups_.with(peer);
   if (link.damaged()) {
     // The other direction may be sound, and the peer then knows nothing of the damage: it is told for each group, also for
     // those that it makes later.
@@ -106,7 +70,7 @@ void Engine::lose_link(int peer, const Error& error) {
 // A goodbye is not a failure by itself: only operations that still need the peer fail.
 void Engine::on_departed(int peer, const std::string& reason) {
   farewells_[peer] = reason;
-  for (const GroupPtr& group : busy_) {
+  for (const GroupPtr& group : groups_.busy()) {
     bool needed = group->any_running([&](const InFlight& in_flight) { return in_flight.operation->needs(peer); });
     if (needed) queue_failure(group->id, explain_departure(*group, peer));
   }
@@ -114,14 +78,11 @@ void Engine::on_departed(int peer, const std::string& reason) {
 
 void Engine::on_mismatched(Link::Disagreement disagreement) {
   Error error = disagreement.explain(peers_[rank_], peers_[disagreement.peer], "");
-  GroupPtr group = find_group(disagreement.mine.group);
+  GroupPtr group = groups_.find(disagreement.mine.group);
   if (!group) return;
   if (!disagreement.name_unknown()) return queue_failure(group->id, std::move(error));
   if (group->pending_failure) return;  // what is known already says as much
-  {
-    MutexLock lock(role_.mutex());
-    if (group->failure) return;
-  }
+  if (groups_.failure_of(*group)) return;
   links_[disagreement.peer]->send_ping(disagreement.mine.group, disagreement.mine.sequence);
   Failure failure{group->id, error, notice_of(error), false};
   group->pending_failure = PendingFailure{std::move(failure), Deadline::after_ms(kNameMs), std::move(disagreement)};
@@ -129,7 +90,7 @@ void Engine::on_mismatched(Link::Disagreement disagreement) {
 }
 
 void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) {
-  GroupPtr group = find_group(group_id);
+  GroupPtr group = groups_.find(group_id);
   ErrorContext context;
   peers_[rank_].fill_self(context);
   context.cause = notice.text;
@@ -145,13 +106,10 @@ void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) 
   // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not blame
   // this rank.
   Error error(notice.kind, notice.text + " (reported by " + peers_[peer].text() + ")", context);
-  if (group) {
-    group->reported_by.insert(peer);
-    return failures_.push_back({group_id, std::move(error), notice, true});
-  }
-  MutexLock lock(role_.mutex());
-  if (early_failures_.size() >= kMostEarlyFailures) early_failures_.erase(early_failures_.begin());
-  early_failures_[group_id] = std::make_exception_ptr(error);
+  if (!group) group = groups_.fail_early(group_id, std::make_exception_ptr(error));
+  if (!group) return;
+  group->reported_by.insert(peer);
+  failures_.push_back({group_id, std::move(error), notice, true});
 }
 
 void Engine::report_failures() {
@@ -159,17 +117,14 @@ void Engine::report_failures() {
     std::vector<Failure> found;
     found.swap(failures_);
     for (Failure& failure : found)
-      if (GroupPtr group = find_group(failure.group)) defer_failure(group, std::move(failure));
+      if (GroupPtr group = groups_.find(failure.group)) defer_failure(group, std::move(failure));
   }
 }
 
 // All ranks of a group shall report the same failure: that of the earliest operation, then of the lowest rank. So a rank tells
 // the others at once what it has found, and waits a moment for an earlier cause before it fails its operations.
 void Engine::defer_failure(const GroupPtr& group, Failure failure) {
-  {
-    MutexLock lock(role_.mutex());
-    if (group->failure) return;
-  }
+  if (groups_.failure_of(*group)) return;
   if (group->pending_failure) {
     // A rank that has reported a failure leaves because of it: its loss is not a cause of its own.
     if (failure.notice.kind == ErrorKind::kPeerLost && group->reported_by.contains(failure.notice.guilty_rank)) return;
@@ -219,7 +174,7 @@ void Engine::queue_failure(uint64_t group, Error error) {
   failures_.push_back({group, std::move(error), std::move(notice), false});
 }
 
-bool Engine::notifies(const Group& group, int member) const {
+bool Engine::notifies(const GroupState& group, int member) const {
   const Link* link = links_[member].get();
   if (link == nullptr || !link->usable()) return false;
   if (link->connected()) return true;
@@ -227,7 +182,7 @@ bool Engine::notifies(const Group& group, int member) const {
 }
 
 // Each member that receives the notice passes it on.
-void Engine::notify_members(const Group& group, const AbortNotice& notice) {
+void Engine::notify_members(const GroupState& group, const AbortNotice& notice) {
   for (int member : group.view.members) {
     if (!notifies(group, member)) continue;
     links_[member]->send_abort(group.id, notice);
@@ -235,32 +190,21 @@ void Engine::notify_members(const Group& group, const AbortNotice& notice) {
   }
 }
 
-void Engine::fail_group(Group& group, const Error& error, const AbortNotice& notice) {
-  {
-    MutexLock lock(role_.mutex());
-    if (group.failure) return;
-  }
+void Engine::fail_group(GroupState& group, const Error& error, const AbortNotice& notice) {
+  if (groups_.failure_of(group)) return;
   notify_members(group, notice);
   fail_quietly(group, error, notice);
 }
 
 // The members know it already.
-void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& notice) {
+void Engine::fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice) {
   std::exception_ptr failure = std::make_exception_ptr(error);
-  std::vector<std::weak_ptr<const FailureListener>> listeners;
-  {
-    MutexLock lock(role_.mutex());
-    if (group.failure) return;
-    group.failure = failure;
-    listeners.swap(group.listeners);
-  }
-  for (const auto& listener : listeners)
-    if (const auto told = listener.lock()) (*told)(failure);
+  if (!groups_.fail(group, failure)) return;
   group.pending_failure.reset();
   std::erase_if(failing_groups_, [](const GroupPtr& it) { return !it->pending_failure; });
   // The failure did not touch earlier operations that have all their bytes.
   auto survives = [&](const InFlight& in_flight) {
-    bool before = notice.sequence == 0 || in_flight.work->sequence() < notice.sequence;  // 0: no operation is the cause
+    bool before = notice.sequence == 0 || in_flight.sequence() < notice.sequence;  // 0: no operation is the cause
     return before && in_flight.operation->complete();
   };
   std::vector<InFlight> done, failed;
@@ -280,7 +224,7 @@ void Engine::fail_quietly(Group& group, const Error& error, const AbortNotice& n
   for (InFlight& in_flight : failed) finish(in_flight, failure);
 }
 
-Error Engine::explain_loss(const Group& group, int peer, const Error& cause) const {
+Error Engine::explain_loss(const GroupState& group, int peer, const Error& cause) const {
   ErrorContext context = cause.context();
   peers_[rank_].fill_self(context);
   peers_[peer].fill_peer(context);
@@ -290,7 +234,7 @@ Error Engine::explain_loss(const Group& group, int peer, const Error& cause) con
   if (const InFlight* oldest = group.oldest(); oldest != nullptr) {
     const InFlight& in_flight = *oldest;
     context.operation = in_flight.work->text();
-    context.sequence = static_cast<int64_t>(in_flight.work->sequence());
+    context.sequence = static_cast<int64_t>(in_flight.sequence());
     context.name = in_flight.operation->identity().name;
     during = "during " + in_flight.work->text();
     if (std::string waiting = in_flight.operation->waiting_for(); !waiting.empty())
@@ -302,7 +246,7 @@ Error Engine::explain_loss(const Group& group, int peer, const Error& cause) con
                context);
 }
 
-Error Engine::explain_damage(const Group& group, int peer, const Error& cause) const {
+Error Engine::explain_damage(const GroupState& group, int peer, const Error& cause) const {
   ErrorContext context = cause.context();
   std::string during = "between operations";
   if (const InFlight* oldest = group.oldest(); oldest != nullptr) {
@@ -318,7 +262,7 @@ Error Engine::explain_damage(const Group& group, int peer, const Error& cause) c
 }
 
 // The peer left in good order, or was lost before this operation began.
-Error Engine::explain_departure(const Group& group, int peer) const {
+Error Engine::explain_departure(const GroupState& group, int peer) const {
   if (const auto& loss = losses_[peer]) {
     if (loss->kind() == ErrorKind::kDamaged) return explain_damage(group, peer, *loss);
     const bool told = loss->kind() == ErrorKind::kHandshake && links_[peer]->broken();  // there never was a connection
@@ -333,7 +277,7 @@ Error Engine::explain_timeout(const InFlight& in_flight) const {
   ErrorContext context;
   peers_[rank_].fill_self(context);
   context.operation = in_flight.work->text();
-  context.sequence = static_cast<int64_t>(in_flight.work->sequence());
+  context.sequence = static_cast<int64_t>(in_flight.sequence());
   context.name = in_flight.operation->identity().name;
   std::vector<MissingRank> missing = find_missing(in_flight);
   std::vector<int> open = in_flight.operation->missing();

@@ -1,28 +1,12 @@
-#include "engine/matching.h"
-
+// Sends and receives, as the driver handles them: each is started when its other end is known.
 #include <algorithm>
 
-#include "base/bytes.h"
 #include "engine/engine.h"
 
 namespace ringdp {
 
-uint64_t MessageNumbers::peek(const PointToPoint& ends) const {
-  auto met = met_.find({ends.from, ends.to, ends.tag});
-  uint64_t count = met == met_.end() ? 0 : met->second;
-  uint64_t parties = static_cast<uint64_t>(static_cast<uint32_t>(ends.from)) << 32 | static_cast<uint32_t>(ends.to);
-  uint64_t hash = hash_mix(hash_mix(parties, static_cast<uint32_t>(ends.tag)), count);
-  return (hash & (kMessageBit - 1)) | kMessageBit;
-}
-
-uint64_t MessageNumbers::next(const PointToPoint& ends) {
-  uint64_t number = peek(ends);
-  ++met_[{ends.from, ends.to, ends.tag}];
-  return number;
-}
-
 // Sends start at once. Receives are numbered in the order in which they were posted: see bind_receives.
-void Engine::take_message(Group& group, InFlight in_flight) {
+void Engine::take_message(GroupState& group, InFlight in_flight) {
   const PointToPoint& ends = *in_flight.operation->point_to_point();
   if (ends.sends) return start_message(group, std::move(in_flight));
   if (ends.from == PointToPoint::kAny &&
@@ -33,7 +17,7 @@ void Engine::take_message(Group& group, InFlight in_flight) {
   bind_receives(group);
 }
 
-void Engine::start_message(Group& group, InFlight in_flight) {
+void Engine::start_message(GroupState& group, InFlight in_flight) {
   const PointToPoint& ends = *in_flight.operation->point_to_point();
   FlowIdentity& identity = in_flight.operation->mutable_identity();
   identity.sequence = group.messages.next(ends);
@@ -46,7 +30,7 @@ void Engine::start_message(Group& group, InFlight in_flight) {
 // A receive from a given rank takes that rank's next number at once; a receive from any rank takes it when the next message
 // of some rank has begun to arrive. A receive posted after one from any rank with the same tag waits until that one is bound:
 // the first receive posted gets the first message.
-bool Engine::bind_receives(Group& group) {
+bool Engine::bind_receives(GroupState& group) {
   bool changed = false;
   std::vector<int32_t> open;  // tags of receives from any rank that stay unbound
   for (std::size_t i = 0; i < group.unbound.size();) {
@@ -72,7 +56,7 @@ bool Engine::bind_receives(Group& group) {
   return changed;
 }
 
-int Engine::find_sender(const Group& group, PointToPoint ends) {
+int Engine::find_sender(const GroupState& group, PointToPoint ends) {
   bool some_usable = false;
   for (int step = 1; step < group.view.size; ++step) {
     ends.from = (ends.to + step) % group.view.size;

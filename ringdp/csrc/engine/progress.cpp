@@ -12,7 +12,6 @@ namespace {
 constexpr std::size_t kActivePerGroup = 8;  // operations of a group that share the links at a time
 constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
 constexpr int kPolledLinks = 8;                            // up to so many peers asking each beats asking the poller
-constexpr std::size_t kHistory = 64;                       // operations of a group that are known after they have ended
 constexpr unsigned kDeadlineTurns = 256;                   // a driver that never rests looks at deadlines this often
 constexpr auto kUsedYield = std::chrono::microseconds(4);  // one that no other thread uses takes half a microsecond
 constexpr int kUsedYields = 4;                             // in a row: no passing interrupt
@@ -31,7 +30,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     take_inbox();
     bool moved = advance_groups();
     if (staged_ > 0 || !pending_copies_.empty()) moved |= look_at_copies();
-    if (until != nullptr ? until->finished() : busy_.empty() && !anything_outgoing()) return;
+    if (until != nullptr ? until->finished() : groups_.busy().empty() && !anything_outgoing()) return;
     moved |= pump_links();
     report_failures();
     if (!questions_.empty()) answer_questions();
@@ -84,21 +83,16 @@ void Engine::take_inbox() {
       ++staged_;
       copies_moved_at_ = Clock::now();
     }
-    std::exception_ptr failure;
-    {
-      MutexLock lock(role_.mutex());
-      failure = group->failure;
-    }
-    if (failure) {
+    if (auto failure = groups_.failure_of(*group)) {
       finish(in_flight, failure);
       continue;
     }
-    if (std::find(busy_.begin(), busy_.end(), group) == busy_.end()) busy_.push_back(group);
+    groups_.make_busy(group);
     if (in_flight.operation->point_to_point() != nullptr) {
       take_message(*group, std::move(in_flight));
       continue;
     }
-    if (in_order(in_flight.work->sequence())) {
+    if (in_order(in_flight.sequence())) {
       group->queued.push_back(std::move(in_flight));
       continue;
     }
@@ -111,8 +105,9 @@ void Engine::take_inbox() {
 
 bool Engine::advance_groups() {
   bool changed = false;
-  for (std::size_t i = 0; i < busy_.size();) {
-    GroupPtr group = busy_[i];
+  std::vector<GroupPtr>& busy = groups_.busy();
+  for (std::size_t i = 0; i < busy.size();) {
+    GroupPtr group = busy[i];
     if (!group->unbound.empty()) changed |= bind_receives(*group);
     while (start_next(*group)) changed = true;
     while (retire(*group)) {
@@ -120,8 +115,8 @@ bool Engine::advance_groups() {
       while (start_next(*group)) {
       }
     }
-    if (group->idle() && i < busy_.size() && busy_[i] == group)
-      busy_.erase(busy_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (group->idle() && i < busy.size() && busy[i] == group)
+      busy.erase(busy.begin() + static_cast<std::ptrdiff_t>(i));
     else
       ++i;
   }
@@ -129,7 +124,7 @@ bool Engine::advance_groups() {
 }
 
 // Operations of a group overlap as long as they use different memory; two on the same memory keep their order.
-bool Engine::start_next(Group& group) {
+bool Engine::start_next(GroupState& group) {
   if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.pending_failure) return false;
   const Operation& next = *group.queued.front().operation;
   for (const InFlight& in_flight : group.active)
@@ -140,23 +135,13 @@ bool Engine::start_next(Group& group) {
   return true;
 }
 
-// The earlier operation that the same callback issued on the same memory; null if there is none.
-const Engine::InFlight* Engine::in_the_way(const Group& group, const InFlight& nested) {
-  if (!nested.callback) return nullptr;
-  for (const InFlight& earlier : group.nested) {
-    if (&earlier == &nested) break;
-    if (earlier.callback == nested.callback && nested.operation->conflicts(*earlier.operation)) return &earlier;
-  }
-  return nullptr;
-}
-
 // Does nothing in a group with a pending failure, whose operations that have not started fail with it; nor before the input
 // has come (look_at_copies calls again), nor while an earlier operation is in the way (retire calls again).
-void Engine::start(Group& group, InFlight& in_flight) {
+void Engine::start(GroupState& group, InFlight& in_flight) {
   Operation& operation = *in_flight.operation;
-  if (group.pending_failure || !operation.can_start() || in_the_way(group, in_flight) != nullptr) return;
-  OperationContext context{group.id, in_flight.work->sequence(), links_, &scratch_};
-  remember(group, operation.identity());
+  if (group.pending_failure || !operation.can_start() || group.in_the_way(in_flight) != nullptr) return;
+  OperationContext context{group.id, in_flight.sequence(), links_, &scratch_};
+  group.remember(operation.identity());
   in_flight.moved_at = in_flight.asked_at = Clock::now();
   try {
     operation.start(context);
@@ -177,37 +162,7 @@ void Engine::start(Group& group, InFlight& in_flight) {
   }
 }
 
-// Frames may come for an operation from which this rank expects none: Link asks what it was.
-void Engine::remember(Group& group, const FlowIdentity& identity) {
-  if (!in_order(identity.sequence)) {
-    if (group.nested_history.size() == kHistory) group.nested_history.pop_front();
-    group.nested_history.push_back(identity);
-    group.nested_history.back().group = group.id;
-    return;
-  }
-  group.history.resize(kHistory);
-  FlowIdentity& kept = group.history[identity.sequence % kHistory];
-  kept = identity;
-  kept.group = group.id;
-  group.started_upto = std::max(group.started_upto, identity.sequence);
-}
-
-Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
-  GroupPtr group = find_group(group_id);
-  if (!group) return {};
-  if (!in_order(sequence)) {
-    for (const FlowIdentity& identity : group->nested_history)
-      if (identity.sequence == sequence) return {true, &identity};
-    return {};
-  }
-  if (sequence > group->started_upto) return {};
-  for (const InFlight& in_flight : group->active)  // still waiting for its input, while a later one has started
-    if (in_flight.work->sequence() == sequence && !in_flight.operation->started()) return {};
-  const FlowIdentity& kept = group->history[sequence % kHistory];
-  return {true, kept.sequence == sequence ? &kept : nullptr};
-}
-
-bool Engine::retire(Group& group) {
+bool Engine::retire(GroupState& group) {
   if (group.pending_failure) return false;
   auto first_of_callback = [&](const InFlight& in_flight) {  // what one issued ends in order, too
     auto same = [&](const InFlight& other) { return other.callback == in_flight.callback; };
@@ -330,15 +285,10 @@ bool Engine::lie_down() {
   return quiet;
 }
 
-bool Engine::Group::any_running(const std::function<bool(const InFlight&)>& look) const {
-  return std::any_of(active.begin(), active.end(), look) || std::any_of(nested.begin(), nested.end(), look) ||
-         std::any_of(unbound.begin(), unbound.end(), look);
-}
-
 Deadline Engine::next_deadline() const {
   Deadline first = Deadline::never();
   for (const GroupPtr& group : failing_groups_) first = std::min(first, group->pending_failure->end);
-  for (const GroupPtr& group : busy_) {
+  for (const GroupPtr& group : groups_.busy()) {
     if (group->pending_failure) continue;
     group->any_running([&](const InFlight& in_flight) {
       first = std::min(first, in_flight.deadline);
@@ -350,7 +300,7 @@ Deadline Engine::next_deadline() const {
 
 void Engine::check_deadlines() {
   end_pending_failures();
-  for (const GroupPtr& group : busy_) {
+  for (const GroupPtr& group : groups_.busy()) {
     const InFlight* late = nullptr;
     group->any_running([&](const InFlight& in_flight) {
       if (in_flight.deadline.expired()) late = &in_flight;

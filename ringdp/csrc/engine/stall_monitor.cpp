@@ -59,11 +59,11 @@ void Engine::look_around() {
   auto now = Clock::now();
   if (now < next_look_) return;
   next_look_ = now + kLookPeriod;
-  for (const GroupPtr& group : busy_) {
+  for (const GroupPtr& group : groups_.busy()) {
     if (group->pending_failure) continue;
     if (!group->active.empty()) watch_stall(*group, group->active.front(), now);
     for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
-      if (in_the_way(*group, group->nested[i]) == nullptr) watch_stall(*group, group->nested[i], now);
+      if (group->in_the_way(group->nested[i]) == nullptr) watch_stall(*group, group->nested[i], now);
     if (!group->unbound.empty()) watch_stall(*group, group->unbound.front(), now);
   }
   if (now < next_host_check_) return;
@@ -78,7 +78,7 @@ void Engine::look_around() {
   report_failures();
 }
 
-void Engine::watch_stall(Group& group, InFlight& in_flight, Clock::time_point now) {
+void Engine::watch_stall(GroupState& group, InFlight& in_flight, Clock::time_point now) {
   if (uint64_t progress = in_flight.operation->progress(); progress != in_flight.progress) {
     in_flight.progress = progress;
     in_flight.moved_at = in_flight.asked_at = now;
@@ -102,7 +102,7 @@ void Engine::watch_stall(Group& group, InFlight& in_flight, Clock::time_point no
 }
 
 // Asks all connected members, not only those it waits for directly: these may wait for others themselves.
-void Engine::ask_members(const Group& group, InFlight& in_flight, Clock::time_point now) {
+void Engine::ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now) {
   in_flight.asked_at = now;
   for (int member : group.view.members) {
     Link* link = links_[member].get();
@@ -111,12 +111,12 @@ void Engine::ask_members(const Group& group, InFlight& in_flight, Clock::time_po
     if (!first && answer->second.awaited) continue;
     answer->second.asked_at = now;
     answer->second.awaited = true;
-    link->send_ping(group.id, in_flight.work->sequence());
+    link->send_ping(group.id, in_flight.sequence());
   }
 }
 
 void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerState state) {
-  GroupPtr group = find_group(group_id);
+  GroupPtr group = groups_.find(group_id);
   if (!group) return;
   if (group->pending_failure && group->pending_failure->unnamed) {
     const Link::Disagreement& it = *group->pending_failure->unnamed;
@@ -126,7 +126,7 @@ void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerSta
     }
   }
   auto take = [&](InFlight& in_flight) {
-    if (in_flight.work->sequence() != sequence) return;
+    if (in_flight.sequence() != sequence) return;
     auto answer = in_flight.answers.find(peer);
     if (answer == in_flight.answers.end()) return;
     answer->second.awaited = false;
@@ -145,35 +145,29 @@ void Engine::answer_questions() {
 
 PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   PeerState state;
-  GroupPtr group = find_group(group_id);
-  bool failed = false;
+  GroupPtr group = groups_.find(group_id);
   {
     MutexLock lock(role_.mutex());
     if (called_at_ != Clock::time_point{}) state.since_call_ms = ms_between(called_at_, Clock::now());
-    failed = group && group->failure;
   }
-  for (const GroupPtr& other : busy_) {
+  for (const GroupPtr& other : groups_.busy()) {
     const InFlight* in_flight = other->oldest();
     if (other == group || in_flight == nullptr) continue;
     state.elsewhere = in_flight->work->text() + " of group '" + other->name + "'";
     break;
   }
   if (!group) return state;
-  if (!group->queued.empty())
-    state.last = group->queued.back().work->text();
-  else if (group->started_upto > 0)
-    state.last = group->history[group->started_upto % group->history.size()].text();
-
+  state.last = group->last_called();
   auto running = [&](const InFlight& in_flight) {
     state.progress = PeerState::Progress::kRunning;
     state.waits_for = in_flight.operation->missing();
     state.missing = find_missing(in_flight);
     state.name = in_flight.operation->identity().name;
   };
-  auto is_it = [&](const InFlight& in_flight) { return in_flight.work->sequence() == sequence; };
+  auto is_it = [&](const InFlight& in_flight) { return in_flight.sequence() == sequence; };
   state.progress = PeerState::Progress::kNotCalled;
   if (!group->active.empty()) state.waits_for = group->active.front().operation->missing();  // what it may be stuck in
-  if (Link::Started known = find_started(group_id, sequence); known.started) {
+  if (Link::Started known = group->find_started(sequence); known.started) {
     state.progress = PeerState::Progress::kDone;
     if (known.identity != nullptr) state.name = known.identity->name;
   }
@@ -185,12 +179,12 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   if (auto it = std::find_if(group->active.begin(), group->active.end(), is_it); it != group->active.end())
     running(*it);
   if (auto it = std::find_if(group->nested.begin(), group->nested.end(), is_it); it != group->nested.end()) {
-    const InFlight* first = in_the_way(*group, *it);
+    const InFlight* first = group->in_the_way(*it);
     running(first != nullptr ? *first : *it);
     if (first != nullptr) state.progress = PeerState::Progress::kQueued;
     state.name = it->operation->identity().name;
   }
-  if (failed) state.progress = PeerState::Progress::kFailed;
+  if (groups_.failure_of(*group)) state.progress = PeerState::Progress::kFailed;
   return state;
 }
 
