@@ -48,9 +48,7 @@ bool Engine::look_at_copies(GroupState& group, InFlight& in_flight) {
 
 // When a sleeping driver must look again, beside what its descriptors tell it.
 void Engine::set_timer() {
-  auto next = Clock::time_point::max();
-  if (limiter_ && std::any_of(links_.begin(), links_.end(), [](auto& link) { return link && link->held_back(); }))
-    next = limiter_->next();
+  auto next = links_.next_send();
   if (copying_) {
     const auto now = Clock::now();
     const auto pause = std::clamp<Clock::duration>((now - copies_moved_at_) / 4, kShortestPause, kLongestPause);

@@ -26,16 +26,15 @@ Error forked_error() {
 }
 
 Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
-    : rank_(rank),
-      options_(std::move(options)),
-      role_(poller_, [this] { return DriverRole::Leftover{anything_outgoing(), !pending_copies_.empty()}; }),
+    : options_(std::move(options)),
+      role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), !pending_copies_.empty()}; }),
       groups_(role_),
-      links_(peers.size()),
-      writing_(peers.size(), 0),
-      farewells_(peers.size()),
-      losses_(peers.size()) {
-  for (MetPeer& peer : peers) peers_.push_back(peer.info);
-  if (options_.rate_bytes_per_s > 0) limiter_.emplace(options_.rate_bytes_per_s);
+      links_(rank, std::move(peers), options_, role_, poller_, link_events(),
+             [this](int peer, const Error& error) { lose_link(peer, error); }),
+      farewells_(links_.world()),
+      losses_(links_.world()) {}
+
+Link::Events Engine::link_events() {
   Link::Events events;
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
   events.mismatched = [this](Link::Disagreement it) { on_mismatched(std::move(it)); };
@@ -49,23 +48,7 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
   events.answered = [this](int from, uint64_t group, uint64_t sequence, PeerState state) {
     on_answered(from, group, sequence, std::move(state));
   };
-  for (MetPeer& peer : peers) {
-    int place = peer.info.rank;
-    if (place == rank_) continue;
-    std::unique_ptr<Channel> channel = peer.channel ? adopt(std::move(peer.channel), place) : nullptr;
-    links_[place] = std::make_unique<Link>(peers_[rank_], peer.info, std::move(channel), events, peer.checksums);
-    links_[place]->limit_segments(options_.segment_bytes);
-    links_[place]->watch_host(options_.host_silence_ms);
-  }
-}
-
-std::unique_ptr<Channel> Engine::adopt(std::unique_ptr<Channel> channel, int peer) {
-  poller_.add(channel->poll_fd(), static_cast<uint32_t>(peer));
-  if (int bell = channel->bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(peer));
-  if (limiter_ && !channel->direct()) channel = std::make_unique<LimitedChannel>(std::move(channel), *limiter_);
-  if (options_.wrap_channel) channel = options_.wrap_channel(std::move(channel), peer);
-  some_streams_ |= !channel->direct();
-  return channel;
+  return events;
 }
 
 void Engine::connect(int peer, std::unique_ptr<Channel> channel, bool checksums) {
@@ -76,8 +59,7 @@ void Engine::connect(int peer, std::unique_ptr<Channel> channel, bool checksums)
       if (role_.closed() || link.connected() || !link.usable())
         return;  // it was given up: the peer sees this connection end
     }
-    link.connect(adopt(std::move(channel), peer), checksums);
-    guarded(peer, [](Link& it) { return it.pump_send(); });
+    links_.connect(peer, std::move(channel), checksums);
   });
 }
 
@@ -126,11 +108,10 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
     if (!group) return;
     take_inbox();
     bool in_flight = !group->idle();
-    Error error(ErrorKind::kState, "the process group was " + how + " on rank " + std::to_string(rank_) +
+    Error error(ErrorKind::kState, "the process group was " + how + " on rank " + std::to_string(rank()) +
                                        " while operations were in flight");
     if (in_flight) fail_group(*group, error, notice_of(error));
-    for (int member : group->view.members)
-      if (links_[member]) links_[member]->discard_group(id);
+    links_.discard_group(id, group->view.members);
     groups_.remove(id);
   });
 }
@@ -185,10 +166,10 @@ void Engine::wait(Work& work, Deadline deadline) {
       }
       if (!work.finished() && deadline.expired()) {
         ErrorContext context;
-        peers_[rank_].fill_self(context);
+        links_.self().fill_self(context);
         context.operation = work.text();
         throw Error(ErrorKind::kTimeout,
-                    work.text() + ": wait Timed out on rank " + std::to_string(rank_) + "; the operation goes on",
+                    work.text() + ": wait Timed out on rank " + std::to_string(rank()) + "; the operation goes on",
                     context);
       }
     }
@@ -260,8 +241,7 @@ void Engine::abort(const std::string& why) {
     take_inbox();
     Error failure(ErrorKind::kState, why);
     for (const GroupPtr& group : groups_.all()) fail_group(*group, failure, notice_of(failure));
-    for (auto& link : links_)
-      if (link) guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
+    links_.send_all();
   });
 }
 
@@ -274,59 +254,25 @@ void Engine::shut_down() {
   if (fork_generation() != generation_) return;
   role_.run([this] {
     take_inbox();
-    Error failure(ErrorKind::kState, "rank " + std::to_string(rank_) + " shut down while operations were in flight");
+    Error failure(ErrorKind::kState, "rank " + std::to_string(rank()) + " shut down while operations were in flight");
     for (const GroupPtr& group : std::vector<GroupPtr>(groups_.busy())) fail_group(*group, failure, notice_of(failure));
     std::string reason;
     {
       MutexLock lock(role_.mutex());
       reason = farewell_;
     }
-    for (auto& link : links_)
-      if (link) link->send_bye(reason);  // who is not connected sees that nothing listens here
-    // A peer that does not read must not keep this rank from leaving.
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
-    while (anything_outgoing() && !deadline.expired()) {
-      bool moved = false;
-      for (auto& link : links_)
-        if (link && link->has_outgoing()) moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
-      if (!moved) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    for (auto& link : links_) {
-      if (!link || !link->connected()) continue;
-      guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kEagerWindowBytes); });
-      if (link->connected()) link->channel().close_send();
-    }
-    auto drained = [](auto& link) { return !link || link->drained(); };
-    while (!std::all_of(links_.begin(), links_.end(), drained) && !deadline.expired())
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    links_.say_goodbye(reason, deadline);
     while (!pending_copies_.empty() && !deadline.expired()) {
       look_at_copies();
       if (!pending_copies_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     // A Work that the caller keeps keeps this engine too, perhaps for long: the descriptors are closed now.
-    for (auto& link : links_)
-      if (link) link->close();
+    links_.close();
     MutexLock lock(role_.mutex());
     poller_.close();
     role_.close();
   });
-}
-
-uint64_t Engine::bytes_sent() const {
-  uint64_t sum = 0;
-  for (const auto& link : links_) sum += link ? link->bytes_sent() : 0;
-  return sum;
-}
-
-uint64_t Engine::bytes_sent_to(int peer) const {
-  const auto& link = links_.at(static_cast<std::size_t>(peer));
-  return link ? link->bytes_sent() : 0;
-}
-
-uint64_t Engine::bytes_received() const {
-  uint64_t sum = 0;
-  for (const auto& link : links_) sum += link ? link->bytes_received() : 0;
-  return sum;
 }
 
 }  // namespace ringdp

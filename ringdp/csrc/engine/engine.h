@@ -20,28 +20,17 @@
 #include "collective/operation.h"
 #include "engine/completion.h"
 #include "engine/driver_role.h"
+#include "engine/engine_options.h"
 #include "engine/group_table.h"
 #include "engine/notices.h"
+#include "engine/peer_links.h"
 #include "engine/pending_copies.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
 #include "transport/poller.h"
-#include "transport/rate_limit.h"
 
 namespace ringdp {
-
-struct EngineOptions {
-  int64_t spin_us = 50;                                // how long a waiting caller polls before it sleeps
-  bool shares_cores = false;                           // more ranks than cores here: a thread that polls yields
-  int64_t stall_notice_ms = 10'000;                    // how often a log line says who an operation waits for; 0: never
-  int64_t host_silence_ms = 4000;                      // after which a peer whose host does not answer is lost
-  int64_t rate_bytes_per_s = 0;                        // what is sent over streams (TCP) at most; 0: all that goes
-  std::function<void(int peer)> want_connection = {};  // to a peer without one; by any thread, must not block
-  std::function<void()> check_interrupt;      // called about ten times a second by threads that wait; may throw
-  std::size_t segment_bytes = kSegmentBytes;  // longest payload of a frame sent; for tests
-  std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel;  // the same
-};
 
 // What a call in a forked child gets: it has neither the connections nor the threads.
 Error forked_error();
@@ -95,12 +84,12 @@ class Engine {
   // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
   void shut_down();
 
-  uint64_t bytes_sent() const;
-  uint64_t bytes_sent_to(int peer) const;
-  uint64_t bytes_received() const;
-  const PeerInfo& peer(int rank) const { return peers_[rank]; }
-  int rank() const { return rank_; }
-  int world() const { return static_cast<int>(peers_.size()); }
+  uint64_t bytes_sent() const { return links_.bytes_sent(); }
+  uint64_t bytes_sent_to(int peer) const { return links_.bytes_sent_to(peer); }
+  uint64_t bytes_received() const { return links_.bytes_received(); }
+  const PeerInfo& peer(int rank) const { return links_.info(rank); }
+  int rank() const { return links_.rank(); }
+  int world() const { return links_.world(); }
 
  private:
   struct Question {
@@ -110,8 +99,8 @@ class Engine {
   };
 
   // Roles and threads (engine.cpp).
-  void check_usable() const;                                                   // not shut down; mutex held
-  std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on
+  void check_usable() const;  // not shut down; mutex held
+  Link::Events link_events();
   void finish(InFlight& in_flight, std::exception_ptr error);
 
   // The driver's work (progress.cpp).
@@ -127,12 +116,7 @@ class Engine {
   void start_message(GroupState& group, InFlight in_flight);
   bool bind_receives(GroupState& group);
   int find_sender(const GroupState& group, PointToPoint ends);
-  bool pump_links();
-  bool serve(const std::vector<Poller::Event>& events);
-  bool lie_down();
   void sleep(const Work* until, Deadline deadline);
-  void watch_blocked();  // tells the poller which channels are full
-  bool anything_outgoing() const;
   void check_deadlines();
   Deadline next_deadline() const;
   bool look_at_copies();  // these three: copies.cpp
@@ -152,8 +136,6 @@ class Engine {
   std::string format_missing(const std::vector<MissingRank>& missing) const;
 
   // Failures (failures.cpp), by the driver.
-  bool guarded(int peer, const std::function<bool(Link&)>& action);  // what it throws ends the link
-  void stop_polling(Link& link);
   void lose_link(int peer, const Error& error);
   void on_departed(int peer, const std::string& reason);
   void on_mismatched(Link::Disagreement disagreement);
@@ -174,15 +156,14 @@ class Engine {
   Error explain_departure(const GroupState& group, int peer) const;
   Error explain_timeout(const InFlight& in_flight) const;
 
-  const int rank_;
   const unsigned generation_ = fork_generation();
   const EngineOptions options_;
-  std::vector<PeerInfo> peers_;
   CompletionQueue completions_;
   NoticeBoard notices_;
   Poller poller_;
   DriverRole role_;
   GroupTable groups_;
+  PeerLinks links_;
 
   // shared
   std::string farewell_;
@@ -190,11 +171,6 @@ class Engine {
   std::vector<std::pair<GroupPtr, InFlight>> inbox_;
 
   // driver
-  std::optional<RateLimiter> limiter_;  // of all streams; outlives the links
-  std::vector<std::unique_ptr<Link>> links_;
-  std::size_t first_link_ = 0;  // with a limiter: whose turn it is
-  bool some_streams_ = false;   // not all links are direct
-  std::vector<char> writing_;   // the poller watches for room to write
   ScratchPool scratch_;
   Clock::time_point crowded_until_{};    // another process wants this core: no polling before that
   int yields_used_ = 0;                  // in a row, by another process
@@ -210,7 +186,6 @@ class Engine {
   std::vector<std::string> farewells_;        // of peers that left
   std::vector<std::optional<Error>> losses_;  // why the link to a peer broke
   Clock::time_point next_look_{};
-  Clock::time_point next_host_check_{};
 };
 
 }  // namespace ringdp

@@ -26,25 +26,6 @@ bool earlier(const AbortNotice& a, const AbortNotice& b) {
 
 }  // namespace
 
-bool Engine::guarded(int peer, const std::function<bool(Link&)>& action) {
-  Link& link = *links_[peer];
-  if (link.broken()) return false;
-  try {
-    bool moved = action(link);
-    if (link.departed()) stop_polling(link);
-    return moved;
-  } catch (const Error& error) {
-    lose_link(peer, error);
-    return true;
-  }
-}
-
-void Engine::stop_polling(Link& link) {
-  if (!link.connected()) return;
-  poller_.remove(link.channel().poll_fd());
-  if (link.channel().bell_fd() >= 0) poller_.remove(link.channel().bell_fd());
-}
-
 void Engine::lose_link(int peer, const Error& error) {
   Link& link = *links_[peer];
   losses_[peer] = error;
@@ -58,12 +39,10 @@ void Engine::lose_link(int peer, const Error& error) {
       queue_failure(group->id, std::move(explained));
     }
     link.send_bye("it gave this connection up: " + error.context().cause);
-    guarded(peer, [](Link& it) { return it.pump_send(); });
+    links_.send_to(peer);
     return;
   }
-  // Closing the link lets a peer that is alive after all notice it.
-  stop_polling(link);
-  link.close();
+  links_.drop(peer);
   for (const GroupPtr& group : concerned) queue_failure(group->id, explain_loss(*group, peer, error));
 }
 
@@ -77,7 +56,7 @@ void Engine::on_departed(int peer, const std::string& reason) {
 }
 
 void Engine::on_mismatched(Link::Disagreement disagreement) {
-  Error error = disagreement.explain(peers_[rank_], peers_[disagreement.peer], "");
+  Error error = disagreement.explain(links_.self(), links_.info(disagreement.peer), "");
   GroupPtr group = groups_.find(disagreement.mine.group);
   if (!group) return;
   if (!disagreement.name_unknown()) return queue_failure(group->id, std::move(error));
@@ -92,20 +71,20 @@ void Engine::on_mismatched(Link::Disagreement disagreement) {
 void Engine::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) {
   GroupPtr group = groups_.find(group_id);
   ErrorContext context;
-  peers_[rank_].fill_self(context);
+  links_.self().fill_self(context);
   context.cause = notice.text;
   context.sequence = static_cast<int64_t>(notice.sequence);
   int guilty = notice.guilty_rank;
   const bool of_two = notice.kind == ErrorKind::kMismatch || notice.kind == ErrorKind::kDamaged;
-  if (guilty == rank_ && of_two) guilty = notice.found_by;  // seen from here it is the other one
-  if (guilty >= 0 && guilty < world()) peers_[guilty].fill_peer(context);
+  if (guilty == rank() && of_two) guilty = notice.found_by;  // seen from here it is the other one
+  if (guilty >= 0 && guilty < world()) links_.info(guilty).fill_peer(context);
   if (const InFlight* oldest = group ? group->oldest() : nullptr; oldest != nullptr) {
     context.operation = oldest->work->text();
     context.name = oldest->operation->identity().name;
   }
   // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not blame
   // this rank.
-  Error error(notice.kind, notice.text + " (reported by " + peers_[peer].text() + ")", context);
+  Error error(notice.kind, notice.text + " (reported by " + links_.info(peer).text() + ")", context);
   if (!group) group = groups_.fail_early(group_id, std::make_exception_ptr(error));
   if (!group) return;
   group->reported_by.insert(peer);
@@ -141,7 +120,7 @@ void Engine::defer_failure(const GroupPtr& group, Failure failure) {
   notify_members(*group, failure.notice);
   int listening = 0;
   for (int member : group->view.members)
-    if (Link* link = links_[member].get(); link != nullptr && link->usable() && link->connected()) ++listening;
+    if (Link* link = links_[member]; link != nullptr && link->usable() && link->connected()) ++listening;
   bool both_know = group->view.size == 2 && (failure.told || failure.notice.kind == ErrorKind::kMismatch);
   if (listening == 0 || both_know) return fail_quietly(*group, failure.error, failure.notice);
   const int64_t listen_ms = failure.notice.unexplained ? kListenForReasonMs : kListenMs;
@@ -175,7 +154,7 @@ void Engine::queue_failure(uint64_t group, Error error) {
 }
 
 bool Engine::notifies(const GroupState& group, int member) const {
-  const Link* link = links_[member].get();
+  const Link* link = links_[member];
   if (link == nullptr || !link->usable()) return false;
   if (link->connected()) return true;
   return std::find(group.neighbours.begin(), group.neighbours.end(), member) != group.neighbours.end();
@@ -186,7 +165,7 @@ void Engine::notify_members(const GroupState& group, const AbortNotice& notice) 
   for (int member : group.view.members) {
     if (!notifies(group, member)) continue;
     links_[member]->send_abort(group.id, notice);
-    guarded(member, [](Link& it) { return it.pump_send(); });
+    links_.send_to(member);
   }
 }
 
@@ -217,17 +196,15 @@ void Engine::fail_quietly(GroupState& group, const Error& error, const AbortNoti
   group.active.clear();
   group.unbound.clear();
   group.queued.clear();
-  for (int member : group.view.members)
-    if (Link* link = links_[member].get(); link != nullptr && !link->broken() && !link->departed())
-      link->discard_group(group.id);
+  links_.discard_group(group.id, group.view.members);
   for (InFlight& in_flight : done) conclude(in_flight);
   for (InFlight& in_flight : failed) finish(in_flight, failure);
 }
 
 Error Engine::explain_loss(const GroupState& group, int peer, const Error& cause) const {
   ErrorContext context = cause.context();
-  peers_[rank_].fill_self(context);
-  peers_[peer].fill_peer(context);
+  links_.self().fill_self(context);
+  links_.info(peer).fill_peer(context);
   if (context.cause.empty()) context.cause = cause.what();
   if (context.advice.empty()) context.advice = "look at that rank's own log for the reason";
   std::string during = "between operations";
@@ -241,8 +218,8 @@ Error Engine::explain_loss(const GroupState& group, int peer, const Error& cause
       during += ", waiting for " + waiting;
   }
   return Error(ErrorKind::kPeerLost,
-               "rank " + std::to_string(rank_) + " (host " + context.host + ") lost " + peers_[peer].text() + " " +
-                   during + ": Connection closed by peer: " + context.cause + "; " + context.advice,
+               "rank " + std::to_string(rank()) + " (host " + context.host + ") lost " + links_.info(peer).text() +
+                   " " + during + ": Connection closed by peer: " + context.cause + "; " + context.advice,
                context);
 }
 
@@ -256,8 +233,8 @@ Error Engine::explain_damage(const GroupState& group, int peer, const Error& cau
     during = "during " + oldest->work->text();
   }
   return Error(ErrorKind::kDamaged,
-               "rank " + std::to_string(rank_) + " (host " + context.host + ") received damaged bytes from " +
-                   peers_[peer].text() + " " + during + ": " + context.cause + "; " + context.advice,
+               "rank " + std::to_string(rank()) + " (host " + context.host + ") received damaged bytes from " +
+                   links_.info(peer).text() + " " + during + ": " + context.cause + "; " + context.advice,
                context);
 }
 
@@ -275,18 +252,18 @@ Error Engine::explain_departure(const GroupState& group, int peer) const {
 
 Error Engine::explain_timeout(const InFlight& in_flight) const {
   ErrorContext context;
-  peers_[rank_].fill_self(context);
+  links_.self().fill_self(context);
   context.operation = in_flight.work->text();
   context.sequence = static_cast<int64_t>(in_flight.sequence());
   context.name = in_flight.operation->identity().name;
   std::vector<MissingRank> missing = find_missing(in_flight);
   std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
-  if (guilty >= 0) peers_[guilty].fill_peer(context);
+  if (guilty >= 0) links_.info(guilty).fill_peer(context);
   context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing));
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
-               in_flight.work->text() + " on rank " + std::to_string(rank_) + " Timed out after " +
+               in_flight.work->text() + " on rank " + std::to_string(rank()) + " Timed out after " +
                    std::to_string(in_flight.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
                context);
 }

@@ -12,7 +12,7 @@ void Engine::take_message(GroupState& group, InFlight in_flight) {
   if (ends.from == PointToPoint::kAny &&
       options_.want_connection)  // a lower rank may not be able to connect to this one
     for (int member : group.view.members)
-      if (links_[member] && !links_[member]->connected()) options_.want_connection(member);
+      if (Link* link = links_[member]; link != nullptr && !link->connected()) options_.want_connection(member);
   group.unbound.push_back(std::move(in_flight));
   bind_receives(group);
 }

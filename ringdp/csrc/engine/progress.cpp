@@ -9,9 +9,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kActivePerGroup = 8;  // operations of a group that share the links at a time
-constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
-constexpr int kPolledLinks = 8;                            // up to so many peers asking each beats asking the poller
+constexpr std::size_t kActivePerGroup = 8;                 // operations of a group that share the links at a time
 constexpr unsigned kDeadlineTurns = 256;                   // a driver that never rests looks at deadlines this often
 constexpr auto kUsedYield = std::chrono::microseconds(4);  // one that no other thread uses takes half a microsecond
 constexpr int kUsedYields = 4;                             // in a row: no passing interrupt
@@ -30,13 +28,13 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     take_inbox();
     bool moved = advance_groups();
     if (staged_ > 0 || !pending_copies_.empty()) moved |= look_at_copies();
-    if (until != nullptr ? until->finished() : groups_.busy().empty() && !anything_outgoing()) return;
-    moved |= pump_links();
+    if (until != nullptr ? until->finished() : groups_.busy().empty() && !links_.anything_outgoing()) return;
+    moved |= links_.pump();
     report_failures();
     if (!questions_.empty()) answer_questions();
     if (role_.look_due()) look_while_idle();
     if (++turns_ % kDeadlineTurns == 0) {
-      serve(poller_.wait(0));  // a driver that never sleeps would not notice that a direct channel's peer is gone
+      links_.poll();  // a driver that never sleeps would not notice that a direct channel's peer is gone
       check_deadlines();
     }
     if (moved) {
@@ -140,13 +138,13 @@ bool Engine::start_next(GroupState& group) {
 void Engine::start(GroupState& group, InFlight& in_flight) {
   Operation& operation = *in_flight.operation;
   if (group.pending_failure || !operation.can_start() || group.in_the_way(in_flight) != nullptr) return;
-  OperationContext context{group.id, in_flight.sequence(), links_, &scratch_};
+  OperationContext context{group.id, in_flight.sequence(), links_.all(), &scratch_};
   group.remember(operation.identity());
   in_flight.moved_at = in_flight.asked_at = Clock::now();
   try {
     operation.start(context);
     for (int member : group.view.members)
-      if (links_[member]) links_[member]->check_early_frames(operation.identity());
+      if (Link* link = links_[member]) link->check_early_frames(operation.identity());
   } catch (const Error& error) {
     queue_failure(group.id, error);
     return;
@@ -155,7 +153,7 @@ void Engine::start(GroupState& group, InFlight& in_flight) {
     return;
   }
   for (int member : group.view.members) {
-    Link* link = links_[member].get();
+    Link* link = links_[member];
     if (link == nullptr || link->usable() || !operation.needs(member)) continue;
     queue_failure(group.id, explain_departure(group, member));
     return;
@@ -197,92 +195,27 @@ void Engine::conclude(InFlight& in_flight) {
   finish(in_flight, failure);
 }
 
-bool Engine::anything_outgoing() const {
-  return std::any_of(links_.begin(), links_.end(), [](const auto& link) { return link && link->has_outgoing(); });
-}
-
-bool Engine::pump_links() {
-  bool moved = false;
-  bool few = world() <= kPolledLinks;
-  const std::size_t first = first_link_;
-  for (std::size_t i = 0; i < links_.size(); ++i) {
-    const std::size_t place = first + i < links_.size() ? first + i : first + i - links_.size();
-    auto& link = links_[place];
-    if (!link || link->broken() || link->departed()) continue;
-    bool ask = few || link->direct();
-    if (link->has_outgoing() && (ask || !link->wants_write())) {
-      bool sent = guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
-      if (sent && limiter_) first_link_ = (place + 1) % links_.size();
-      moved |= sent;
-    }
-    if (ask && link->expects() && !link->broken())
-      moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
-  }
-  if (few || !some_streams_) return moved;
-  watch_blocked();
-  return moved | serve(poller_.wait(0));
-}
-
-bool Engine::serve(const std::vector<Poller::Event>& events) {
-  bool moved = false;
-  for (const Poller::Event& event : events) {
-    int peer = static_cast<int>(event.token);
-    if (event.readable)
-      moved |= guarded(peer, [](Link& it) {
-        it.channel().noticed();
-        return it.pump_receive(kReceiveBudgetBytes);
-      });
-    if (event.writable) moved |= guarded(peer, [](Link& it) { return it.pump_send(); });
-  }
-  return moved;
-}
-
-void Engine::watch_blocked() {
-  for (auto& link : links_) {
-    if (!link || link->direct() || !link->connected() || link->departed()) continue;
-    int peer = link->peer().rank;
-    if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
-    writing_[peer] = link->wants_write();
-    poller_.want_write(link->channel().poll_fd(), static_cast<uint32_t>(peer), link->wants_write());
-  }
-}
-
 void Engine::sleep(const Work* until, Deadline deadline) {
-  watch_blocked();
   set_timer();
   {
     MutexLock lock(role_.mutex());
     if (!inbox_.empty() || !role_.begin_sleep()) return;
   }
   int timeout_ms = std::min(deadline.remaining_ms(kSleepMs), next_deadline().remaining_ms(kSleepMs));
-  if (!lie_down()) timeout_ms = 0;
+  if (!links_.before_sleep()) timeout_ms = 0;
   const auto& events = poller_.wait(timeout_ms);
   {
     MutexLock lock(role_.mutex());
     role_.end_sleep();
   }
-  for (auto& link : links_)
-    if (link && link->direct() && !link->broken()) link->channel().after_sleep();
-  serve(events);
+  links_.after_sleep();
+  links_.serve(events);
   report_failures();
   if (!events.empty() || until == nullptr || !options_.check_interrupt) return;
   if (const auto now = Clock::now(); now - interrupt_check_ >= std::chrono::milliseconds(kSleepMs)) {
     interrupt_check_ = now;
     options_.check_interrupt();
   }
-}
-
-// Tells direct channels that this thread is about to sleep. False if bytes wait in one of them; the driver takes these in,
-// because otherwise it looks only at channels from which an operation expects bytes.
-bool Engine::lie_down() {
-  bool quiet = true;
-  for (auto& link : links_) {
-    if (!link || !link->direct() || link->broken() || link->departed()) continue;
-    if (link->channel().before_sleep(link->wants_write())) continue;
-    quiet = false;
-    guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
-  }
-  return quiet;
 }
 
 Deadline Engine::next_deadline() const {

@@ -11,12 +11,10 @@ namespace ringdp {
 namespace {
 
 constexpr auto kLookPeriod = std::chrono::milliseconds(50);
-constexpr auto kHostPeriod = std::chrono::milliseconds(500);
 constexpr int64_t kAskMs = 1000;     // how often at most the peers are asked about an operation that does not move
 constexpr int64_t kSilentMs = 1000;  // an engine that lives answers sooner, whatever its program does
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
-constexpr std::size_t kIdleBudgetBytes = 1024 * 1024;
-constexpr int kMostHops = 16;  // of what is told from rank to rank: twice the way through 256 ranks
+constexpr int kMostHops = 16;              // of what is told from rank to rank: twice the way through 256 ranks
 
 int64_t ms_between(Clock::time_point from, Clock::time_point to) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(to - from).count();
@@ -44,14 +42,11 @@ void Engine::look_while_idle() {
   take_inbox();
   advance_groups();
   if (staged_ > 0 || !pending_copies_.empty()) look_at_copies();
-  serve(poller_.wait(0));
-  for (auto& link : links_)
-    if (link && !link->broken() && !link->departed())
-      guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kIdleBudgetBytes); });
+  links_.poll();
+  links_.receive_all();
   check_deadlines();
   answer_questions();
-  for (auto& link : links_)
-    if (link && link->has_outgoing()) guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
+  links_.send_all();
   report_failures();
 }
 
@@ -66,16 +61,7 @@ void Engine::look_around() {
       if (group->in_the_way(group->nested[i]) == nullptr) watch_stall(*group, group->nested[i], now);
     if (!group->unbound.empty()) watch_stall(*group, group->unbound.front(), now);
   }
-  if (now < next_host_check_) return;
-  next_host_check_ = now + kHostPeriod;
-  for (auto& link : links_) {
-    if (!link || link->broken() || link->departed()) continue;
-    guarded(link->peer().rank, [](Link& it) {
-      it.check_host();
-      return false;
-    });
-  }
-  report_failures();
+  if (links_.check_hosts(now)) report_failures();
 }
 
 void Engine::watch_stall(GroupState& group, InFlight& in_flight, Clock::time_point now) {
@@ -97,7 +83,7 @@ void Engine::watch_stall(GroupState& group, InFlight& in_flight, Clock::time_poi
     return;  // soon it is known
   group.noticed_at = now;
   notices_.post(LogLevel::kWarning,
-                peers_[rank_].text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() +
+                links_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() +
                     " for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing)));
 }
 
@@ -105,7 +91,7 @@ void Engine::watch_stall(GroupState& group, InFlight& in_flight, Clock::time_poi
 void Engine::ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now) {
   in_flight.asked_at = now;
   for (int member : group.view.members) {
-    Link* link = links_[member].get();
+    Link* link = links_[member];
     if (link == nullptr || !link->usable() || !link->connected()) continue;
     auto [answer, first] = in_flight.answers.try_emplace(member);
     if (!first && answer->second.awaited) continue;
@@ -121,7 +107,7 @@ void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerSta
   if (group->pending_failure && group->pending_failure->unnamed) {
     const Link::Disagreement& it = *group->pending_failure->unnamed;
     if (it.peer == peer && it.mine.sequence == sequence) {
-      queue_failure(group_id, it.explain(peers_[rank_], peers_[peer], state.name));
+      queue_failure(group_id, it.explain(links_.self(), links_.info(peer), state.name));
       return;
     }
   }
@@ -196,7 +182,7 @@ std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
   for (const auto& [peer, answer] : in_flight.answers)
     if (answer.state)
       for (const MissingRank& it : answer.state->missing) next.push_back(it.rank);
-  std::set<int> seen{rank_};
+  std::set<int> seen{rank()};
   auto now = Clock::now();
   int64_t silent_ms = std::min<int64_t>(kSilentMs, in_flight.timeout_ms / 4);
   for (std::size_t i = 0; i < next.size(); ++i) {
@@ -223,7 +209,7 @@ std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
         break;
       case PeerState::Progress::kNotCalled:
         // It is in an earlier operation, which waits for other ranks than this one: those are the missing ones.
-        if (std::any_of(state->waits_for.begin(), state->waits_for.end(), [&](int it) { return it != rank_; })) {
+        if (std::any_of(state->waits_for.begin(), state->waits_for.end(), [&](int it) { return it != rank(); })) {
           next.insert(next.end(), state->waits_for.begin(), state->waits_for.end());
           break;
         }
@@ -249,7 +235,7 @@ void Engine::add_reported_by_others(const InFlight& in_flight, std::vector<Missi
   for (const auto& [peer, answer] : in_flight.answers) {
     if (!answer.state) continue;
     for (const MissingRank& it : answer.state->missing) {
-      if (it.rank < 0 || it.rank >= world() || it.rank == rank_ || it.hops >= kMostHops) continue;
+      if (it.rank < 0 || it.rank >= world() || it.rank == rank() || it.hops >= kMostHops) continue;
       if (links_[it.rank]->connected() || !links_[it.rank]->usable()) continue;
       auto known = std::find_if(found.begin(), found.end(), [&](const auto& other) { return other.rank == it.rank; });
       if (known == found.end())
@@ -263,7 +249,7 @@ void Engine::add_reported_by_others(const InFlight& in_flight, std::vector<Missi
 std::string Engine::format_missing(const std::vector<MissingRank>& missing) const {
   std::string out;
   for (const MissingRank& it : missing) {
-    std::string peer = peers_[it.rank].text();
+    std::string peer = links_.info(it.rank).text();
     peer.insert(peer.size() - 1, "; " + it.why);
     out += (out.empty() ? "" : ", ") + peer;
   }
