@@ -17,7 +17,7 @@ bool Engine::look_at_copies() {
   bool moved = false;
   copying_ = false;
   for (const GroupPtr& group : groups_.busy()) {
-    if (group->pending_failure) continue;
+    if (group->failing) continue;
     for (InFlight& in_flight : group->active) moved |= look_at_copies(*group, in_flight);
     for (InFlight& in_flight : group->nested) moved |= look_at_copies(*group, in_flight);
   }
@@ -38,9 +38,9 @@ bool Engine::look_at_copies(GroupState& group, InFlight& in_flight) {
     else if (moved && in_flight.operation->can_start())
       start(group, in_flight);
   } catch (const Error& error) {
-    queue_failure(group.id, error);
+    failures_.queue(group.id, error);
   } catch (const std::exception& error) {  // what the device's libraries throw
-    queue_failure(group.id, Error(ErrorKind::kSystem, in_flight.operation->identity().text() + ": " + error.what()));
+    failures_.queue(group.id, Error(ErrorKind::kSystem, in_flight.operation->identity().text() + ": " + error.what()));
   }
   copying_ |= !staging->all_there();
   return moved;

@@ -30,23 +30,26 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
       role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), !pending_copies_.empty()}; }),
       groups_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
-             [this](int peer, const Error& error) { lose_link(peer, error); }),
-      farewells_(links_.world()),
-      losses_(links_.world()) {}
+             [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
+      failures_(role_, groups_, links_, [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+        end_operations(group, failure, cause);
+      }) {}
 
 Link::Events Engine::link_events() {
   Link::Events events;
-  events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) { on_aborted(from, group, notice); };
-  events.mismatched = [this](Link::Disagreement it) { on_mismatched(std::move(it)); };
+  events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) {
+    failures_.on_aborted(from, group, notice);
+  };
+  events.mismatched = [this](Link::Disagreement it) { failures_.on_mismatched(std::move(it)); };
   events.wanted = [this](int to) { options_.want_connection(to); };
   events.started = [this](uint64_t id, uint64_t sequence) {
     const GroupPtr group = groups_.find(id);
     return group ? group->find_started(sequence) : Link::Started{};
   };
-  events.departed = [this](int from, const std::string& reason) { on_departed(from, reason); };
+  events.departed = [this](int from, const std::string& reason) { failures_.on_departed(from, reason); };
   events.asked = [this](int from, uint64_t group, uint64_t sequence) { questions_.push_back({from, group, sequence}); };
   events.answered = [this](int from, uint64_t group, uint64_t sequence, PeerState state) {
-    on_answered(from, group, sequence, std::move(state));
+    if (!failures_.on_named(from, group, sequence, state.name)) on_answered(from, group, sequence, std::move(state));
   };
   return events;
 }
@@ -70,15 +73,8 @@ void Engine::cannot_connect(int peer, const Error& error, bool gone) {
       MutexLock lock(role_.mutex());
       if (role_.closed() || link.connected() || !link.usable()) return;
     }
-    losses_[peer] = error;
-    if (gone) {
-      link.give_up();
-      on_departed(peer, error.context().cause);
-    } else {
-      link.close();
-      for (const GroupPtr& group : groups_.with(peer)) queue_failure(group->id, error);
-    }
-    report_failures();
+    failures_.on_unreachable(peer, error, gone);
+    failures_.report();
   });
 }
 
@@ -110,7 +106,7 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
     bool in_flight = !group->idle();
     Error error(ErrorKind::kState, "the process group was " + how + " on rank " + std::to_string(rank()) +
                                        " while operations were in flight");
-    if (in_flight) fail_group(*group, error, notice_of(error));
+    if (in_flight) failures_.fail(*group, error);
     links_.discard_group(id, group->view.members);
     groups_.remove(id);
   });
@@ -219,10 +215,8 @@ void Engine::run_communication_thread() {
         turn == DriverRole::Turn::kLook ? look_while_idle() : drive(nullptr, Deadline::never(), 0);
       } catch (const std::exception& error) {
         notices_.post(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
-        failures_.clear();
-        Error failure(ErrorKind::kSystem, error.what());
-        for (const GroupPtr& group : std::vector<GroupPtr>(groups_.busy()))
-          fail_group(*group, failure, notice_of(failure));
+        failures_.forget_queued();
+        failures_.fail_all(std::vector<GroupPtr>(groups_.busy()), Error(ErrorKind::kSystem, error.what()));
       }
     });
   }
@@ -239,8 +233,7 @@ void Engine::abort(const std::string& why) {
   if (fork_generation() != generation_) return;
   role_.run([&] {
     take_inbox();
-    Error failure(ErrorKind::kState, why);
-    for (const GroupPtr& group : groups_.all()) fail_group(*group, failure, notice_of(failure));
+    failures_.fail_all(groups_.all(), Error(ErrorKind::kState, why));
     links_.send_all();
   });
 }
@@ -255,7 +248,7 @@ void Engine::shut_down() {
   role_.run([this] {
     take_inbox();
     Error failure(ErrorKind::kState, "rank " + std::to_string(rank()) + " shut down while operations were in flight");
-    for (const GroupPtr& group : std::vector<GroupPtr>(groups_.busy())) fail_group(*group, failure, notice_of(failure));
+    failures_.fail_all(std::vector<GroupPtr>(groups_.busy()), failure);
     std::string reason;
     {
       MutexLock lock(role_.mutex());

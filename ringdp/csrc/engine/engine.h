@@ -21,6 +21,7 @@
 #include "engine/completion.h"
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
+#include "engine/failure_agreement.h"
 #include "engine/group_table.h"
 #include "engine/notices.h"
 #include "engine/peer_links.h"
@@ -135,25 +136,9 @@ class Engine {
   void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;
   std::string format_missing(const std::vector<MissingRank>& missing) const;
 
-  // Failures (failures.cpp), by the driver.
-  void lose_link(int peer, const Error& error);
-  void on_departed(int peer, const std::string& reason);
-  void on_mismatched(Link::Disagreement disagreement);
-  void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
-  void report_failures();
-  void queue_failure(uint64_t group, Error error);  // when the link at hand has been pumped
-  void defer_failure(const GroupPtr& group, Failure failure);
-  void end_pending_failures();
-  void notify_members(const GroupState& group, const AbortNotice& notice);
-  // Whether this rank tells that member of a failure of the group: over usable connections, and to the neighbours in a
-  // group whose members are not all connected.
-  bool notifies(const GroupState& group, int member) const;
-  void fail_group(GroupState& group, const Error& error, const AbortNotice& notice);
-  void fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice);
-  static AbortNotice notice_of(const Error& error);
-  Error explain_loss(const GroupState& group, int peer, const Error& cause) const;
-  Error explain_damage(const GroupState& group, int peer, const Error& cause) const;
-  Error explain_departure(const GroupState& group, int peer) const;
+  // Ends all operations of a failed group, see FailureAgreement::EndOperations.
+  void end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause);
+
   Error explain_timeout(const InFlight& in_flight) const;
 
   const unsigned generation_ = fork_generation();
@@ -164,6 +149,7 @@ class Engine {
   DriverRole role_;
   GroupTable groups_;
   PeerLinks links_;
+  FailureAgreement failures_;
 
   // shared
   std::string farewell_;
@@ -180,11 +166,7 @@ class Engine {
   bool copying_ = false;                 // one of them waits for input
   Clock::time_point copies_moved_at_{};
   PendingCopies pending_copies_;
-  std::vector<Failure> failures_;    // found while a link was being pumped
   std::vector<Question> questions_;  // the same
-  std::vector<GroupPtr> failing_groups_;
-  std::vector<std::string> farewells_;        // of peers that left
-  std::vector<std::optional<Error>> losses_;  // why the link to a peer broke
   Clock::time_point next_look_{};
 };
 

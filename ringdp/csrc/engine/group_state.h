@@ -64,22 +64,6 @@ struct InFlight {
   uint64_t sequence() const { return work->sequence(); }
 };
 
-// Failure: why a group fails.
-struct Failure {
-  uint64_t group;
-  Error error;
-  AbortNotice notice;  // what the other members are told
-  bool told = false;   // heard from one of them
-};
-
-// PendingFailure: a failure that waits a moment before it is final: another rank may know an earlier cause, or the name that
-// the other side gave the operation.
-struct PendingFailure {
-  Failure failure;
-  Deadline end;
-  std::optional<Link::Disagreement> unnamed;
-};
-
 class GroupState {
  public:
   GroupState(uint64_t id, GroupView view, std::vector<int> neighbours, std::string name);
@@ -89,9 +73,9 @@ class GroupState {
   const std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
   const std::string name;
 
-  std::optional<PendingFailure> pending_failure;  // nothing starts or ends any more
-  std::set<int> reported_by;                      // ranks that reported a failure of it
-  Clock::time_point noticed_at{};                 // when the log last said that something waits
+  bool failing = false;            // a failure is pending: nothing starts or ends any more
+  std::set<int> reported_by;       // ranks that reported a failure of it
+  Clock::time_point noticed_at{};  // when the log last said that something waits
   std::deque<InFlight> queued;
   std::deque<InFlight> active;   // started, retired in order
   std::vector<InFlight> nested;  // messages, and what callbacks issued, in order within each

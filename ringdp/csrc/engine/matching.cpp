@@ -66,8 +66,8 @@ int Engine::find_sender(const GroupState& group, PointToPoint ends) {
   }
   if (!some_usable) {
     int first = group.view.members[static_cast<std::size_t>((ends.to + 1) % group.view.size)];
-    queue_failure(group.id,
-                  explain_loss(group, first, Error(ErrorKind::kPeerLost, "it left the job, as all others did")));
+    failures_.queue(group.id, failures_.explain_loss(
+                                  group, first, Error(ErrorKind::kPeerLost, "it left the job, as all others did")));
   }
   return PointToPoint::kAny;
 }

@@ -30,7 +30,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     if (staged_ > 0 || !pending_copies_.empty()) moved |= look_at_copies();
     if (until != nullptr ? until->finished() : groups_.busy().empty() && !links_.anything_outgoing()) return;
     moved |= links_.pump();
-    report_failures();
+    failures_.report();
     if (!questions_.empty()) answer_questions();
     if (role_.look_due()) look_while_idle();
     if (++turns_ % kDeadlineTurns == 0) {
@@ -123,7 +123,7 @@ bool Engine::advance_groups() {
 
 // Operations of a group overlap as long as they use different memory; two on the same memory keep their order.
 bool Engine::start_next(GroupState& group) {
-  if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.pending_failure) return false;
+  if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.failing) return false;
   const Operation& next = *group.queued.front().operation;
   for (const InFlight& in_flight : group.active)
     if (next.conflicts(*in_flight.operation)) return false;
@@ -137,7 +137,7 @@ bool Engine::start_next(GroupState& group) {
 // has come (look_at_copies calls again), nor while an earlier operation is in the way (retire calls again).
 void Engine::start(GroupState& group, InFlight& in_flight) {
   Operation& operation = *in_flight.operation;
-  if (group.pending_failure || !operation.can_start() || group.in_the_way(in_flight) != nullptr) return;
+  if (group.failing || !operation.can_start() || group.in_the_way(in_flight) != nullptr) return;
   OperationContext context{group.id, in_flight.sequence(), links_.all(), &scratch_};
   group.remember(operation.identity());
   in_flight.moved_at = in_flight.asked_at = Clock::now();
@@ -146,22 +146,22 @@ void Engine::start(GroupState& group, InFlight& in_flight) {
     for (int member : group.view.members)
       if (Link* link = links_[member]) link->check_early_frames(operation.identity());
   } catch (const Error& error) {
-    queue_failure(group.id, error);
+    failures_.queue(group.id, error);
     return;
   } catch (const std::exception& error) {  // the caller's buffers: no memory for a copy, for example
-    queue_failure(group.id, Error(ErrorKind::kSystem, operation.identity().text() + ": " + error.what()));
+    failures_.queue(group.id, Error(ErrorKind::kSystem, operation.identity().text() + ": " + error.what()));
     return;
   }
   for (int member : group.view.members) {
     Link* link = links_[member];
     if (link == nullptr || link->usable() || !operation.needs(member)) continue;
-    queue_failure(group.id, explain_departure(group, member));
+    failures_.queue(group.id, failures_.explain_departure(group, member));
     return;
   }
 }
 
 bool Engine::retire(GroupState& group) {
-  if (group.pending_failure) return false;
+  if (group.failing) return false;
   auto first_of_callback = [&](const InFlight& in_flight) {  // what one issued ends in order, too
     auto same = [&](const InFlight& other) { return other.callback == in_flight.callback; };
     return !in_flight.callback || &*std::find_if(group.nested.begin(), group.nested.end(), same) == &in_flight;
@@ -210,7 +210,7 @@ void Engine::sleep(const Work* until, Deadline deadline) {
   }
   links_.after_sleep();
   links_.serve(events);
-  report_failures();
+  failures_.report();
   if (!events.empty() || until == nullptr || !options_.check_interrupt) return;
   if (const auto now = Clock::now(); now - interrupt_check_ >= std::chrono::milliseconds(kSleepMs)) {
     interrupt_check_ = now;
@@ -218,11 +218,29 @@ void Engine::sleep(const Work* until, Deadline deadline) {
   }
 }
 
+void Engine::end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+  auto survives = [&](const InFlight& in_flight) {
+    return (cause == 0 || in_flight.sequence() < cause) && in_flight.operation->complete();
+  };
+  std::vector<InFlight> done, failed;
+  for (InFlight& in_flight : group.active) (survives(in_flight) ? done : failed).push_back(std::move(in_flight));
+  for (InFlight& in_flight : group.nested) failed.push_back(std::move(in_flight));
+  for (InFlight& in_flight : failed) in_flight.operation->abandon();
+  for (InFlight& in_flight : group.unbound) failed.push_back(std::move(in_flight));
+  for (InFlight& in_flight : group.queued) failed.push_back(std::move(in_flight));
+  group.nested.clear();
+  group.active.clear();
+  group.unbound.clear();
+  group.queued.clear();
+  links_.discard_group(group.id, group.view.members);
+  for (InFlight& in_flight : done) conclude(in_flight);
+  for (InFlight& in_flight : failed) finish(in_flight, failure);
+}
+
 Deadline Engine::next_deadline() const {
-  Deadline first = Deadline::never();
-  for (const GroupPtr& group : failing_groups_) first = std::min(first, group->pending_failure->end);
+  Deadline first = failures_.next_deadline();
   for (const GroupPtr& group : groups_.busy()) {
-    if (group->pending_failure) continue;
+    if (group->failing) continue;
     group->any_running([&](const InFlight& in_flight) {
       first = std::min(first, in_flight.deadline);
       return false;
@@ -232,16 +250,16 @@ Deadline Engine::next_deadline() const {
 }
 
 void Engine::check_deadlines() {
-  end_pending_failures();
+  failures_.end_pending();
   for (const GroupPtr& group : groups_.busy()) {
     const InFlight* late = nullptr;
     group->any_running([&](const InFlight& in_flight) {
       if (in_flight.deadline.expired()) late = &in_flight;
       return late != nullptr;
     });
-    if (late != nullptr && !group->pending_failure) queue_failure(group->id, explain_timeout(*late));
+    if (late != nullptr && !group->failing) failures_.queue(group->id, explain_timeout(*late));
   }
-  report_failures();
+  failures_.report();
   look_around();
 }
 

@@ -47,7 +47,7 @@ void Engine::look_while_idle() {
   check_deadlines();
   answer_questions();
   links_.send_all();
-  report_failures();
+  failures_.report();
 }
 
 void Engine::look_around() {
@@ -55,13 +55,13 @@ void Engine::look_around() {
   if (now < next_look_) return;
   next_look_ = now + kLookPeriod;
   for (const GroupPtr& group : groups_.busy()) {
-    if (group->pending_failure) continue;
+    if (group->failing) continue;
     if (!group->active.empty()) watch_stall(*group, group->active.front(), now);
     for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
       if (group->in_the_way(group->nested[i]) == nullptr) watch_stall(*group, group->nested[i], now);
     if (!group->unbound.empty()) watch_stall(*group, group->unbound.front(), now);
   }
-  if (links_.check_hosts(now)) report_failures();
+  if (links_.check_hosts(now)) failures_.report();
 }
 
 void Engine::watch_stall(GroupState& group, InFlight& in_flight, Clock::time_point now) {
@@ -104,13 +104,6 @@ void Engine::ask_members(const GroupState& group, InFlight& in_flight, Clock::ti
 void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerState state) {
   GroupPtr group = groups_.find(group_id);
   if (!group) return;
-  if (group->pending_failure && group->pending_failure->unnamed) {
-    const Link::Disagreement& it = *group->pending_failure->unnamed;
-    if (it.peer == peer && it.mine.sequence == sequence) {
-      queue_failure(group_id, it.explain(links_.self(), links_.info(peer), state.name));
-      return;
-    }
-  }
   auto take = [&](InFlight& in_flight) {
     if (in_flight.sequence() != sequence) return;
     auto answer = in_flight.answers.find(peer);
@@ -254,6 +247,24 @@ std::string Engine::format_missing(const std::vector<MissingRank>& missing) cons
     out += (out.empty() ? "" : ", ") + peer;
   }
   return out;
+}
+
+Error Engine::explain_timeout(const InFlight& in_flight) const {
+  ErrorContext context;
+  links_.self().fill_self(context);
+  context.operation = in_flight.work->text();
+  context.sequence = static_cast<int64_t>(in_flight.sequence());
+  context.name = in_flight.operation->identity().name;
+  std::vector<MissingRank> missing = find_missing(in_flight);
+  std::vector<int> open = in_flight.operation->missing();
+  int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
+  if (guilty >= 0) links_.info(guilty).fill_peer(context);
+  context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing));
+  context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
+  return Error(ErrorKind::kTimeout,
+               in_flight.work->text() + " on rank " + std::to_string(rank()) + " Timed out after " +
+                   std::to_string(in_flight.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
+               context);
 }
 
 }  // namespace ringdp
