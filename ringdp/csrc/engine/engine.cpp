@@ -31,9 +31,11 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
       groups_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
              [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
-      failures_(role_, groups_, links_, [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
-        end_operations(group, failure, cause);
-      }) {}
+      failures_(role_, groups_, links_,
+                [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+                  end_operations(group, failure, cause);
+                }),
+      stalls_(role_, groups_, links_, notices_, options_.stall_notice_ms) {}
 
 Link::Events Engine::link_events() {
   Link::Events events;
@@ -47,9 +49,9 @@ Link::Events Engine::link_events() {
     return group ? group->find_started(sequence) : Link::Started{};
   };
   events.departed = [this](int from, const std::string& reason) { failures_.on_departed(from, reason); };
-  events.asked = [this](int from, uint64_t group, uint64_t sequence) { questions_.push_back({from, group, sequence}); };
-  events.answered = [this](int from, uint64_t group, uint64_t sequence, PeerState state) {
-    if (!failures_.on_named(from, group, sequence, state.name)) on_answered(from, group, sequence, std::move(state));
+  events.asked = [this](int from, uint64_t group, uint64_t sequence) { stalls_.on_asked(from, group, sequence); };
+  events.answered = [this](int from, uint64_t group, uint64_t sequence, const PeerState& state) {
+    if (!failures_.on_named(from, group, sequence, state.name)) stalls_.on_answered(from, group, sequence, state);
   };
   return events;
 }
@@ -119,7 +121,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   const GroupPtr group = groups_.find(group_id);
   if (!group) throw Error(ErrorKind::kState, "this process group was destroyed");
   if (auto failure = groups_.failure_of(*group)) std::rethrow_exception(failure);
-  called_at_ = Clock::now();
+  stalls_.note_call();
   FlowIdentity& identity = submission.operation->mutable_identity();
   InFlight in_flight;
   if (submission.operation->point_to_point() != nullptr) {

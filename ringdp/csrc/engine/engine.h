@@ -26,6 +26,7 @@
 #include "engine/notices.h"
 #include "engine/peer_links.h"
 #include "engine/pending_copies.h"
+#include "engine/stall_monitor.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
@@ -93,12 +94,6 @@ class Engine {
   int world() const { return links_.world(); }
 
  private:
-  struct Question {
-    int peer;
-    uint64_t group;
-    uint64_t sequence;
-  };
-
   // Roles and threads (engine.cpp).
   void check_usable() const;  // not shut down; mutex held
   Link::Events link_events();
@@ -124,22 +119,9 @@ class Engine {
   bool look_at_copies(GroupState& group, InFlight& in_flight);
   void set_timer();
 
-  // Operations that do not move (stall_monitor.cpp), by the driver.
   void look_while_idle();
-  void look_around();
-  void watch_stall(GroupState& group, InFlight& in_flight, Clock::time_point now);
-  void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
-  void on_answered(int peer, uint64_t group, uint64_t sequence, PeerState state);
-  void answer_questions();
-  PeerState state_of(uint64_t group, uint64_t sequence) const;
-  std::vector<MissingRank> find_missing(const InFlight& in_flight) const;
-  void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;
-  std::string format_missing(const std::vector<MissingRank>& missing) const;
-
   // Ends all operations of a failed group, see FailureAgreement::EndOperations.
   void end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause);
-
-  Error explain_timeout(const InFlight& in_flight) const;
 
   const unsigned generation_ = fork_generation();
   const EngineOptions options_;
@@ -150,10 +132,10 @@ class Engine {
   GroupTable groups_;
   PeerLinks links_;
   FailureAgreement failures_;
+  StallMonitor stalls_;
 
   // shared
   std::string farewell_;
-  Clock::time_point called_at_{};  // the last submit
   std::vector<std::pair<GroupPtr, InFlight>> inbox_;
 
   // driver
@@ -166,8 +148,6 @@ class Engine {
   bool copying_ = false;                 // one of them waits for input
   Clock::time_point copies_moved_at_{};
   PendingCopies pending_copies_;
-  std::vector<Question> questions_;  // the same
-  Clock::time_point next_look_{};
 };
 
 }  // namespace ringdp

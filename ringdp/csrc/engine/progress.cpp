@@ -31,7 +31,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     if (until != nullptr ? until->finished() : groups_.busy().empty() && !links_.anything_outgoing()) return;
     moved |= links_.pump();
     failures_.report();
-    if (!questions_.empty()) answer_questions();
+    stalls_.answer();
     if (role_.look_due()) look_while_idle();
     if (++turns_ % kDeadlineTurns == 0) {
       links_.poll();  // a driver that never sleeps would not notice that a direct channel's peer is gone
@@ -257,10 +257,27 @@ void Engine::check_deadlines() {
       if (in_flight.deadline.expired()) late = &in_flight;
       return late != nullptr;
     });
-    if (late != nullptr && !group->failing) failures_.queue(group->id, explain_timeout(*late));
+    if (late != nullptr && !group->failing) failures_.queue(group->id, stalls_.explain_timeout(*late));
   }
   failures_.report();
-  look_around();
+  const auto now = Clock::now();
+  stalls_.look(now);
+  if (links_.check_hosts(now)) failures_.report();
+}
+
+// One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
+void Engine::look_while_idle() {
+  const FloatModeScope float_mode;
+  role_.looked();
+  take_inbox();
+  advance_groups();
+  if (staged_ > 0 || !pending_copies_.empty()) look_at_copies();
+  links_.poll();
+  links_.receive_all();
+  check_deadlines();
+  stalls_.answer();
+  links_.send_all();
+  failures_.report();
 }
 
 }  // namespace ringdp

@@ -1,11 +1,8 @@
-// The stall monitor, run by the driver: for an operation that does not move it asks the other ranks for its state, answers
-// their questions, logs the ranks that are waited for, and checks whether the peers' hosts answer.
+#include "engine/stall_monitor.h"
+
 #include <algorithm>
 #include <cstdio>
 #include <set>
-
-#include "engine/engine.h"
-#include "kernels/float_mode.h"
 
 namespace ringdp {
 namespace {
@@ -35,48 +32,35 @@ std::string last_call(const PeerState& state) {
 
 }  // namespace
 
-// One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
-void Engine::look_while_idle() {
-  const FloatModeScope float_mode;
-  role_.looked();
-  take_inbox();
-  advance_groups();
-  if (staged_ > 0 || !pending_copies_.empty()) look_at_copies();
-  links_.poll();
-  links_.receive_all();
-  check_deadlines();
-  answer_questions();
-  links_.send_all();
-  failures_.report();
-}
+StallMonitor::StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
+                           int64_t notice_ms)
+    : role_(role), groups_(groups), links_(links), notices_(notices), notice_ms_(notice_ms) {}
 
-void Engine::look_around() {
-  auto now = Clock::now();
+void StallMonitor::look(Clock::time_point now) {
+  role_.assert_held();
   if (now < next_look_) return;
   next_look_ = now + kLookPeriod;
   for (const GroupPtr& group : groups_.busy()) {
     if (group->failing) continue;
-    if (!group->active.empty()) watch_stall(*group, group->active.front(), now);
+    if (!group->active.empty()) watch(*group, group->active.front(), now);
     for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
-      if (group->in_the_way(group->nested[i]) == nullptr) watch_stall(*group, group->nested[i], now);
-    if (!group->unbound.empty()) watch_stall(*group, group->unbound.front(), now);
+      if (group->in_the_way(group->nested[i]) == nullptr) watch(*group, group->nested[i], now);
+    if (!group->unbound.empty()) watch(*group, group->unbound.front(), now);
   }
-  if (links_.check_hosts(now)) failures_.report();
 }
 
-void Engine::watch_stall(GroupState& group, InFlight& in_flight, Clock::time_point now) {
+void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_point now) {
   if (uint64_t progress = in_flight.operation->progress(); progress != in_flight.progress) {
     in_flight.progress = progress;
     in_flight.moved_at = in_flight.asked_at = now;
     in_flight.answers.clear();
     return;
   }
-  int64_t period_ms = options_.stall_notice_ms;
-  int64_t ask_ms = std::min(in_flight.timeout_ms / 8, period_ms > 0 ? period_ms / 4 : kAskMs);
+  int64_t ask_ms = std::min(in_flight.timeout_ms / 8, notice_ms_ > 0 ? notice_ms_ / 4 : kAskMs);
   if (ms_between(in_flight.asked_at, now) >= std::clamp<int64_t>(ask_ms, 50, kAskMs))
     ask_members(group, in_flight, now);
   int64_t stalled_ms = ms_between(in_flight.moved_at, now);
-  if (period_ms == 0 || stalled_ms < period_ms || ms_between(group.noticed_at, now) < period_ms) return;
+  if (notice_ms_ == 0 || stalled_ms < notice_ms_ || ms_between(group.noticed_at, now) < notice_ms_) return;
   std::vector<MissingRank> missing = find_missing(in_flight);
   auto pending = [&](const auto& answer) { return answer.second.awaited; };
   if (missing.empty() && std::any_of(in_flight.answers.begin(), in_flight.answers.end(), pending))
@@ -88,7 +72,7 @@ void Engine::watch_stall(GroupState& group, InFlight& in_flight, Clock::time_poi
 }
 
 // Asks all connected members, not only those it waits for directly: these may wait for others themselves.
-void Engine::ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now) {
+void StallMonitor::ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now) {
   in_flight.asked_at = now;
   for (int member : group.view.members) {
     Link* link = links_[member];
@@ -101,7 +85,8 @@ void Engine::ask_members(const GroupState& group, InFlight& in_flight, Clock::ti
   }
 }
 
-void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerState state) {
+void StallMonitor::on_answered(int peer, uint64_t group_id, uint64_t sequence, const PeerState& state) {
+  role_.assert_held();
   GroupPtr group = groups_.find(group_id);
   if (!group) return;
   auto take = [&](InFlight& in_flight) {
@@ -116,19 +101,24 @@ void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerSta
   for (InFlight& in_flight : group->unbound) take(in_flight);
 }
 
-void Engine::answer_questions() {
+void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence) {
+  role_.assert_held();
+  questions_.push_back({peer, group, sequence});
+}
+
+void StallMonitor::answer() {
+  role_.assert_held();
+  if (questions_.empty()) return;
   std::vector<Question> asked;
   asked.swap(questions_);
   for (const Question& it : asked) links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.group, it.sequence));
 }
 
-PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
+PeerState StallMonitor::state_of(uint64_t group_id, uint64_t sequence) const {
   PeerState state;
   GroupPtr group = groups_.find(group_id);
-  {
-    MutexLock lock(role_.mutex());
-    if (called_at_ != Clock::time_point{}) state.since_call_ms = ms_between(called_at_, Clock::now());
-  }
+  if (const auto called_at = called_at_.load(std::memory_order_relaxed); called_at != 0)
+    state.since_call_ms = ms_between(Clock::time_point(Clock::duration(called_at)), Clock::now());
   for (const GroupPtr& other : groups_.busy()) {
     const InFlight* in_flight = other->oldest();
     if (other == group || in_flight == nullptr) continue;
@@ -168,19 +158,19 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
 }
 
 // Follows the chain of ranks that wait for one another, as far as their answers go, to the ranks that have not come.
-std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
+std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) const {
   std::vector<MissingRank> found;
   std::vector<int> next = in_flight.operation->missing();
   // Other ranks may know of a missing one to which no chain of this rank's peers leads.
   for (const auto& [peer, answer] : in_flight.answers)
     if (answer.state)
       for (const MissingRank& it : answer.state->missing) next.push_back(it.rank);
-  std::set<int> seen{rank()};
+  std::set<int> seen{links_.rank()};
   auto now = Clock::now();
   int64_t silent_ms = std::min<int64_t>(kSilentMs, in_flight.timeout_ms / 4);
   for (std::size_t i = 0; i < next.size(); ++i) {
     int peer = next[i];
-    if (peer < 0 || peer >= world() || !seen.insert(peer).second) continue;
+    if (peer < 0 || peer >= links_.world() || !seen.insert(peer).second) continue;
     auto answer = in_flight.answers.find(peer);
     if (answer == in_flight.answers.end()) continue;
     const auto& [asked_at, awaited, state] = answer->second;
@@ -202,7 +192,8 @@ std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
         break;
       case PeerState::Progress::kNotCalled:
         // It is in an earlier operation, which waits for other ranks than this one: those are the missing ones.
-        if (std::any_of(state->waits_for.begin(), state->waits_for.end(), [&](int it) { return it != rank(); })) {
+        if (std::any_of(state->waits_for.begin(), state->waits_for.end(),
+                        [&](int it) { return it != links_.rank(); })) {
           next.insert(next.end(), state->waits_for.begin(), state->waits_for.end());
           break;
         }
@@ -224,11 +215,11 @@ std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
 
 // Peers report the missing ranks to which this one has no connection; they may know them from others. A report that is out of
 // date circulates until it has passed kMostHops ranks.
-void Engine::add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const {
+void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const {
   for (const auto& [peer, answer] : in_flight.answers) {
     if (!answer.state) continue;
     for (const MissingRank& it : answer.state->missing) {
-      if (it.rank < 0 || it.rank >= world() || it.rank == rank() || it.hops >= kMostHops) continue;
+      if (it.rank < 0 || it.rank >= links_.world() || it.rank == links_.rank() || it.hops >= kMostHops) continue;
       if (links_[it.rank]->connected() || !links_[it.rank]->usable()) continue;
       auto known = std::find_if(found.begin(), found.end(), [&](const auto& other) { return other.rank == it.rank; });
       if (known == found.end())
@@ -239,7 +230,7 @@ void Engine::add_reported_by_others(const InFlight& in_flight, std::vector<Missi
   }
 }
 
-std::string Engine::format_missing(const std::vector<MissingRank>& missing) const {
+std::string StallMonitor::format_missing(const std::vector<MissingRank>& missing) const {
   std::string out;
   for (const MissingRank& it : missing) {
     std::string peer = links_.info(it.rank).text();
@@ -249,7 +240,8 @@ std::string Engine::format_missing(const std::vector<MissingRank>& missing) cons
   return out;
 }
 
-Error Engine::explain_timeout(const InFlight& in_flight) const {
+Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
+  role_.assert_held();
   ErrorContext context;
   links_.self().fill_self(context);
   context.operation = in_flight.work->text();
@@ -262,7 +254,7 @@ Error Engine::explain_timeout(const InFlight& in_flight) const {
   context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing));
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
-               in_flight.work->text() + " on rank " + std::to_string(rank()) + " Timed out after " +
+               in_flight.work->text() + " on rank " + std::to_string(links_.rank()) + " Timed out after " +
                    std::to_string(in_flight.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
                context);
 }
