@@ -27,7 +27,7 @@ Error forked_error() {
 
 Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
     : options_(std::move(options)),
-      role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), !pending_copies_.empty()}; }),
+      role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), copies_.under_way()}; }),
       groups_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
              [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
@@ -35,7 +35,8 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
                 [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
                   end_operations(group, failure, cause);
                 }),
-      stalls_(role_, groups_, links_, notices_, options_.stall_notice_ms) {}
+      stalls_(role_, groups_, links_, notices_, options_.stall_notice_ms),
+      copies_(role_, groups_, failures_, completions_, [this](GroupState& group, InFlight& it) { start(group, it); }) {}
 
 Link::Events Engine::link_events() {
   Link::Events events;
@@ -188,10 +189,7 @@ void Engine::finish(InFlight& in_flight, std::exception_ptr error) {
   std::shared_ptr<Staging> staging = in_flight.operation->staging();
   in_flight.operation.reset();
   std::shared_ptr<void> buffers = std::move(in_flight.keep_alive);
-  if (staging) {
-    --staged_;
-    pending_copies_.wait_for(std::move(staging), buffers);
-  }
+  copies_.retire(std::move(staging), buffers);
   {
     MutexLock lock(role_.mutex());
     work->finish(error, on_done ? nullptr : std::move(buffers));
@@ -258,9 +256,9 @@ void Engine::shut_down() {
     }
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
     links_.say_goodbye(reason, deadline);
-    while (!pending_copies_.empty() && !deadline.expired()) {
-      look_at_copies();
-      if (!pending_copies_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    while (copies_.under_way() && !deadline.expired()) {
+      copies_.look();
+      if (copies_.under_way()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     // A Work that the caller keeps keeps this engine too, perhaps for long: the descriptors are closed now.
     links_.close();

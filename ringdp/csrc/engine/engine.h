@@ -25,7 +25,7 @@
 #include "engine/group_table.h"
 #include "engine/notices.h"
 #include "engine/peer_links.h"
-#include "engine/pending_copies.h"
+#include "engine/staged_copies.h"
 #include "engine/stall_monitor.h"
 #include "engine/work.h"
 #include "mesh/link.h"
@@ -115,8 +115,6 @@ class Engine {
   void sleep(const Work* until, Deadline deadline);
   void check_deadlines();
   Deadline next_deadline() const;
-  bool look_at_copies();  // these three: copies.cpp
-  bool look_at_copies(GroupState& group, InFlight& in_flight);
   void set_timer();
 
   void look_while_idle();
@@ -133,6 +131,7 @@ class Engine {
   PeerLinks links_;
   FailureAgreement failures_;
   StallMonitor stalls_;
+  StagedCopies copies_;
 
   // shared
   std::string farewell_;
@@ -144,10 +143,6 @@ class Engine {
   int yields_used_ = 0;                  // in a row, by another process
   unsigned turns_ = 0;                   // rounds of the driver, whichever thread it was
   Clock::time_point interrupt_check_{};  // the last one of a sleeping driver
-  std::size_t staged_ = 0;               // operations whose memory mirrors a device's
-  bool copying_ = false;                 // one of them waits for input
-  Clock::time_point copies_moved_at_{};
-  PendingCopies pending_copies_;
 };
 
 }  // namespace ringdp

@@ -27,7 +27,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
   for (;;) {
     take_inbox();
     bool moved = advance_groups();
-    if (staged_ > 0 || !pending_copies_.empty()) moved |= look_at_copies();
+    moved |= copies_.look();
     if (until != nullptr ? until->finished() : groups_.busy().empty() && !links_.anything_outgoing()) return;
     moved |= links_.pump();
     failures_.report();
@@ -77,10 +77,7 @@ void Engine::take_inbox() {
     requests = role_.take_requests();
   }
   for (auto& [group, in_flight] : arrived) {
-    if (in_flight.operation->staging()) {
-      ++staged_;
-      copies_moved_at_ = Clock::now();
-    }
+    copies_.add(in_flight.operation->staging().get());
     if (auto failure = groups_.failure_of(*group)) {
       finish(in_flight, failure);
       continue;
@@ -134,7 +131,7 @@ bool Engine::start_next(GroupState& group) {
 }
 
 // Does nothing in a group with a pending failure, whose operations that have not started fail with it; nor before the input
-// has come (look_at_copies calls again), nor while an earlier operation is in the way (retire calls again).
+// has come (StagedCopies calls again), nor while an earlier operation is in the way (retire calls again).
 void Engine::start(GroupState& group, InFlight& in_flight) {
   Operation& operation = *in_flight.operation;
   if (group.failing || !operation.can_start() || group.in_the_way(in_flight) != nullptr) return;
@@ -193,6 +190,12 @@ void Engine::conclude(InFlight& in_flight) {
     failure = std::current_exception();
   }
   finish(in_flight, failure);
+}
+
+// When a sleeping driver must look again, beside what its descriptors tell it.
+void Engine::set_timer() {
+  const auto next = std::min(links_.next_send(), copies_.next_look());
+  if (next != Clock::time_point::max()) poller_.wake_at(next);
 }
 
 void Engine::sleep(const Work* until, Deadline deadline) {
@@ -271,7 +274,7 @@ void Engine::look_while_idle() {
   role_.looked();
   take_inbox();
   advance_groups();
-  if (staged_ > 0 || !pending_copies_.empty()) look_at_copies();
+  copies_.look();
   links_.poll();
   links_.receive_all();
   check_deadlines();
