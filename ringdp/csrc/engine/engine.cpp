@@ -36,7 +36,9 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
                   end_operations(group, failure, cause);
                 }),
       stalls_(role_, groups_, links_, notices_, options_.stall_notice_ms),
-      copies_(role_, groups_, failures_, completions_, [this](GroupState& group, InFlight& it) { start(group, it); }) {}
+      copies_(role_, groups_, failures_, completions_, [this](GroupState& group, InFlight& it) { start(group, it); }),
+      messages_(links_, failures_, options_.want_connection,
+                [this](GroupState& group, InFlight& it) { start(group, it); }) {}
 
 Link::Events Engine::link_events() {
   Link::Events events;

@@ -23,6 +23,7 @@
 #include "engine/engine_options.h"
 #include "engine/failure_agreement.h"
 #include "engine/group_table.h"
+#include "engine/message_matching.h"
 #include "engine/notices.h"
 #include "engine/peer_links.h"
 #include "engine/staged_copies.h"
@@ -108,10 +109,6 @@ class Engine {
   void start(GroupState& group, InFlight& in_flight);
   bool retire(GroupState& group);
   void conclude(InFlight& in_flight);
-  void take_message(GroupState& group, InFlight in_flight);  // these four: matching.cpp
-  void start_message(GroupState& group, InFlight in_flight);
-  bool bind_receives(GroupState& group);
-  int find_sender(const GroupState& group, PointToPoint ends);
   void sleep(const Work* until, Deadline deadline);
   void check_deadlines();
   Deadline next_deadline() const;
@@ -132,6 +129,7 @@ class Engine {
   FailureAgreement failures_;
   StallMonitor stalls_;
   StagedCopies copies_;
+  MessageMatching messages_;
 
   // shared
   std::string farewell_;

@@ -84,7 +84,7 @@ void Engine::take_inbox() {
     }
     groups_.make_busy(group);
     if (in_flight.operation->point_to_point() != nullptr) {
-      take_message(*group, std::move(in_flight));
+      messages_.take(*group, std::move(in_flight));
       continue;
     }
     if (in_order(in_flight.sequence())) {
@@ -103,7 +103,7 @@ bool Engine::advance_groups() {
   std::vector<GroupPtr>& busy = groups_.busy();
   for (std::size_t i = 0; i < busy.size();) {
     GroupPtr group = busy[i];
-    if (!group->unbound.empty()) changed |= bind_receives(*group);
+    if (!group->unbound.empty()) changed |= messages_.bind_receives(*group);
     while (start_next(*group)) changed = true;
     while (retire(*group)) {
       changed = true;

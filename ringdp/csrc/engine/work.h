@@ -39,6 +39,7 @@ class Work {
 
  private:
   friend class Engine;
+  friend class MessageMatching;
   static constexpr int kRunning = 0, kDone = 1, kFailed = 2;
 
   void finish(std::exception_ptr error, std::shared_ptr<void> buffers) {
