@@ -1,5 +1,3 @@
-// Threads and roles: which thread may drive, how operations come in and how waiting ends. The driver's work is in
-// progress.cpp.
 #include "engine/engine.h"
 
 #include <algorithm>
@@ -33,12 +31,12 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
              [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
       failures_(role_, groups_, links_,
                 [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
-                  end_operations(group, failure, cause);
+                  progress_.end_operations(group, failure, cause);
                 }),
       stalls_(role_, groups_, links_, notices_, options_.stall_notice_ms),
-      copies_(role_, groups_, failures_, completions_, [this](GroupState& group, InFlight& it) { start(group, it); }),
-      messages_(links_, failures_, options_.want_connection,
-                [this](GroupState& group, InFlight& it) { start(group, it); }) {}
+      copies_(role_, groups_, failures_, completions_,
+              [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
+      progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, options_) {}
 
 Link::Events Engine::link_events() {
   Link::Events events;
@@ -107,7 +105,7 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
   role_.run([this, id, &how] {
     GroupPtr group = groups_.find(id);
     if (!group) return;
-    take_inbox();
+    progress_.take_inbox();
     bool in_flight = !group->idle();
     Error error(ErrorKind::kState, "the process group was " + how + " on rank " + std::to_string(rank()) +
                                        " while operations were in flight");
@@ -147,8 +145,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   in_flight.deadline = Deadline::after_ms(submission.timeout_ms);
   in_flight.timeout_ms = submission.timeout_ms;
   std::shared_ptr<Work> work = in_flight.work;
-  inbox_.emplace_back(group, std::move(in_flight));
-  role_.operation_began(submission.caller_waits);
+  progress_.submit(group, std::move(in_flight), submission.caller_waits);
   return work;
 }
 
@@ -158,7 +155,7 @@ void Engine::wait(Work& work, Deadline deadline) {
     MutexLock lock(role_.mutex());
     while (!work.finished()) {
       if (!role_.held()) {
-        role_.drive(lock, [&] { drive(&work, deadline, options_.spin_us); });
+        role_.drive(lock, [&] { progress_.drive(&work, deadline, options_.spin_us); });
       } else if (!role_.wait_for_change(lock, std::chrono::milliseconds(deadline.remaining_ms(kInterruptMs))) &&
                  options_.check_interrupt) {
         lock.unlock();
@@ -183,30 +180,6 @@ void Engine::wait(Work& work, Deadline deadline) {
   if (work.failed()) std::rethrow_exception(work.error());
 }
 
-void Engine::finish(InFlight& in_flight, std::exception_ptr error) {
-  std::shared_ptr<Work> work = std::move(in_flight.work);
-  auto on_done = std::move(work->on_done_);
-  // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread drops
-  // the buffers, or the thread that waits for the work.
-  std::shared_ptr<Staging> staging = in_flight.operation->staging();
-  in_flight.operation.reset();
-  std::shared_ptr<void> buffers = std::move(in_flight.keep_alive);
-  copies_.retire(std::move(staging), buffers);
-  {
-    MutexLock lock(role_.mutex());
-    work->finish(error, on_done ? nullptr : std::move(buffers));
-    role_.operation_ended();
-  }
-  const int lane = work->lane();
-  const uint64_t group = work->group(), sequence = work->sequence();
-  if (on_done) {
-    completions_.push(lane, group, sequence,
-                      [on_done = std::move(on_done), error, buffers = std::move(buffers)] { on_done(error); });
-  } else if (work.use_count() == 1) {  // no thread waits for it any more
-    completions_.push(lane, group, sequence, [work = std::move(work)] {});
-  }
-}
-
 void Engine::run_communication_thread() {
   MutexLock lock(role_.mutex());
   for (;;) {
@@ -214,7 +187,7 @@ void Engine::run_communication_thread() {
     if (turn == DriverRole::Turn::kEnd) return;
     role_.drive(lock, [&] {
       try {
-        turn == DriverRole::Turn::kLook ? look_while_idle() : drive(nullptr, Deadline::never(), 0);
+        turn == DriverRole::Turn::kLook ? progress_.look_at_all() : progress_.drive(nullptr, Deadline::never(), 0);
       } catch (const std::exception& error) {
         notices_.post(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
         failures_.forget_queued();
@@ -234,7 +207,7 @@ std::exception_ptr Engine::failure_of(uint64_t id) const {
 void Engine::abort(const std::string& why) {
   if (fork_generation() != generation_) return;
   role_.run([&] {
-    take_inbox();
+    progress_.take_inbox();
     failures_.fail_all(groups_.all(), Error(ErrorKind::kState, why));
     links_.send_all();
   });
@@ -248,7 +221,7 @@ void Engine::set_farewell(const std::string& reason) {
 void Engine::shut_down() {
   if (fork_generation() != generation_) return;
   role_.run([this] {
-    take_inbox();
+    progress_.take_inbox();
     Error failure(ErrorKind::kState, "rank " + std::to_string(rank()) + " shut down while operations were in flight");
     failures_.fail_all(std::vector<GroupPtr>(groups_.busy()), failure);
     std::string reason;

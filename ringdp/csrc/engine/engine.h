@@ -1,17 +1,16 @@
-// Engine: all operations in flight of one Runtime, over its Links. At any moment at most one thread drives it: the caller
-// of a synchronous operation or of `wait` if no other thread does, otherwise the communication thread.
-// Owned by the Runtime, shared with Works and group handles. Called by GroupHandle, and by Link through its events.
-//
-// Who may touch what: the members under "shared" are guarded by the mutex of the DriverRole; those under "driver" belong to
-// the thread that holds the role. submit, wait and the group functions are for any thread. The engine never takes Python's
-// lock; an interrupt check given to `wait` may.
+// Engine: all operations in flight of one Runtime, over its links. It is the way in: groups, `submit`, `wait`, `shut_down`. The
+// work is done by its parts, which know each other as far as their headers say: DriverRole (who drives), GroupTable (what is in
+// flight), PeerLinks (the network), FailureAgreement, StallMonitor, StagedCopies and Progress (what the driver does). At any
+// moment at most one thread drives: the caller of a synchronous operation or of `wait` if no other thread does, otherwise the
+// communication thread.
+// Owned by the Runtime, shared with Works and group handles. Any thread. The engine never takes Python's lock; an interrupt
+// check given to `wait` may.
 #pragma once
 
-#include <atomic>
-#include <deque>
+#include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,9 +22,9 @@
 #include "engine/engine_options.h"
 #include "engine/failure_agreement.h"
 #include "engine/group_table.h"
-#include "engine/message_matching.h"
 #include "engine/notices.h"
 #include "engine/peer_links.h"
+#include "engine/progress.h"
 #include "engine/staged_copies.h"
 #include "engine/stall_monitor.h"
 #include "engine/work.h"
@@ -95,28 +94,8 @@ class Engine {
   int world() const { return links_.world(); }
 
  private:
-  // Roles and threads (engine.cpp).
-  void check_usable() const;  // not shut down; mutex held
+  void check_usable() const RINGDP_REQUIRES(role_.mutex());  // not shut down
   Link::Events link_events();
-  void finish(InFlight& in_flight, std::exception_ptr error);
-
-  // The driver's work (progress.cpp).
-  void drive(const Work* until, Deadline deadline, int64_t spin_us);
-  bool poll_on(Clock::time_point end);
-  void take_inbox();
-  bool advance_groups();  // starts and retires; true if anything changed
-  bool start_next(GroupState& group);
-  void start(GroupState& group, InFlight& in_flight);
-  bool retire(GroupState& group);
-  void conclude(InFlight& in_flight);
-  void sleep(const Work* until, Deadline deadline);
-  void check_deadlines();
-  Deadline next_deadline() const;
-  void set_timer();
-
-  void look_while_idle();
-  // Ends all operations of a failed group, see FailureAgreement::EndOperations.
-  void end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause);
 
   const unsigned generation_ = fork_generation();
   const EngineOptions options_;
@@ -129,18 +108,9 @@ class Engine {
   FailureAgreement failures_;
   StallMonitor stalls_;
   StagedCopies copies_;
-  MessageMatching messages_;
+  Progress progress_;
 
-  // shared
-  std::string farewell_;
-  std::vector<std::pair<GroupPtr, InFlight>> inbox_;
-
-  // driver
-  ScratchPool scratch_;
-  Clock::time_point crowded_until_{};    // another process wants this core: no polling before that
-  int yields_used_ = 0;                  // in a row, by another process
-  unsigned turns_ = 0;                   // rounds of the driver, whichever thread it was
-  Clock::time_point interrupt_check_{};  // the last one of a sleeping driver
+  std::string farewell_ RINGDP_GUARDED_BY(role_.mutex());
 };
 
 }  // namespace ringdp

@@ -1,9 +1,9 @@
-// What the driver of the engine does: start operations, move bytes, retire what is complete, sleep when nothing moves.
+#include "engine/progress.h"
+
 #include <sched.h>
 
 #include <algorithm>
 
-#include "engine/engine.h"
 #include "kernels/float_mode.h"
 
 namespace ringdp {
@@ -20,7 +20,28 @@ constexpr int kSleepMs = 100;  // a sleeping driver looks at deadlines and signa
 
 }  // namespace
 
-void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
+Progress::Progress(DriverRole& role, Poller& poller, GroupTable& groups, PeerLinks& links, FailureAgreement& failures,
+                   StallMonitor& stalls, StagedCopies& copies, CompletionQueue& completions,
+                   const EngineOptions& options)
+    : role_(role),
+      poller_(poller),
+      groups_(groups),
+      links_(links),
+      failures_(failures),
+      stalls_(stalls),
+      copies_(copies),
+      completions_(completions),
+      options_(options),
+      messages_(links, failures, options.want_connection,
+                [this](GroupState& group, InFlight& in_flight) { start(group, in_flight); }) {}
+
+void Progress::submit(const GroupPtr& group, InFlight in_flight, bool caller_waits) {
+  inbox_.emplace_back(group, std::move(in_flight));
+  role_.operation_began(caller_waits);
+}
+
+void Progress::drive(const Work* until, Deadline deadline, int64_t spin_us) {
+  role_.assert_held();
   const FloatModeScope float_mode;
   auto last_move = Clock::now();
   bool spinning = spin_us > 0;
@@ -32,7 +53,7 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     moved |= links_.pump();
     failures_.report();
     stalls_.answer();
-    if (role_.look_due()) look_while_idle();
+    if (role_.look_due()) look_at_all();
     if (++turns_ % kDeadlineTurns == 0) {
       links_.poll();  // a driver that never sleeps would not notice that a direct channel's peer is gone
       check_deadlines();
@@ -50,11 +71,26 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
   }
 }
 
+void Progress::look_at_all() {
+  role_.assert_held();
+  const FloatModeScope float_mode;
+  role_.looked();
+  take_inbox();
+  advance_groups();
+  copies_.look();
+  links_.poll();
+  links_.receive_all();
+  check_deadlines();
+  stalls_.answer();
+  links_.send_all();
+  failures_.report();
+}
+
 // Between two looks of a polling driver. It yields, because another process may want this core, perhaps the rank that it
 // waits for. Where every rank can have a core of its own, and a yield shows that another process runs on this one, polling
 // does harm: another program keeps the core for milliseconds once it has it, and the kernel leaves two ranks that alternate
 // on one core there while another core is idle. A sleeper is woken at once, on an idle core. False: sleep now.
-bool Engine::poll_on(Clock::time_point end) {
+bool Progress::poll_on(Clock::time_point end) {
   auto before = Clock::now();
   if (before >= end || before < crowded_until_) return false;
   sched_yield();
@@ -68,7 +104,8 @@ bool Engine::poll_on(Clock::time_point end) {
   return true;
 }
 
-void Engine::take_inbox() {
+void Progress::take_inbox() {
+  role_.assert_held();
   std::vector<std::pair<GroupPtr, InFlight>> arrived;
   std::vector<std::function<void()>> requests;
   {
@@ -98,7 +135,7 @@ void Engine::take_inbox() {
   for (auto& request : requests) request();
 }
 
-bool Engine::advance_groups() {
+bool Progress::advance_groups() {
   bool changed = false;
   std::vector<GroupPtr>& busy = groups_.busy();
   for (std::size_t i = 0; i < busy.size();) {
@@ -119,7 +156,7 @@ bool Engine::advance_groups() {
 }
 
 // Operations of a group overlap as long as they use different memory; two on the same memory keep their order.
-bool Engine::start_next(GroupState& group) {
+bool Progress::start_next(GroupState& group) {
   if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.failing) return false;
   const Operation& next = *group.queued.front().operation;
   for (const InFlight& in_flight : group.active)
@@ -130,9 +167,8 @@ bool Engine::start_next(GroupState& group) {
   return true;
 }
 
-// Does nothing in a group with a pending failure, whose operations that have not started fail with it; nor before the input
-// has come (StagedCopies calls again), nor while an earlier operation is in the way (retire calls again).
-void Engine::start(GroupState& group, InFlight& in_flight) {
+void Progress::start(GroupState& group, InFlight& in_flight) {
+  role_.assert_held();
   Operation& operation = *in_flight.operation;
   if (group.failing || !operation.can_start() || group.in_the_way(in_flight) != nullptr) return;
   OperationContext context{group.id, in_flight.sequence(), links_.all(), &scratch_};
@@ -157,7 +193,7 @@ void Engine::start(GroupState& group, InFlight& in_flight) {
   }
 }
 
-bool Engine::retire(GroupState& group) {
+bool Progress::retire(GroupState& group) {
   if (group.failing) return false;
   auto first_of_callback = [&](const InFlight& in_flight) {  // what one issued ends in order, too
     auto same = [&](const InFlight& other) { return other.callback == in_flight.callback; };
@@ -182,7 +218,7 @@ bool Engine::retire(GroupState& group) {
   return true;
 }
 
-void Engine::conclude(InFlight& in_flight) {
+void Progress::conclude(InFlight& in_flight) {
   std::exception_ptr failure;
   try {
     in_flight.operation->conclude();
@@ -192,13 +228,37 @@ void Engine::conclude(InFlight& in_flight) {
   finish(in_flight, failure);
 }
 
+void Progress::finish(InFlight& in_flight, const std::exception_ptr& error) {
+  std::shared_ptr<Work> work = std::move(in_flight.work);
+  auto on_done = std::move(work->on_done_);
+  // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread drops
+  // the buffers, or the thread that waits for the work.
+  std::shared_ptr<Staging> staging = in_flight.operation->staging();
+  in_flight.operation.reset();
+  std::shared_ptr<void> buffers = std::move(in_flight.keep_alive);
+  copies_.retire(std::move(staging), buffers);
+  {
+    MutexLock lock(role_.mutex());
+    work->finish(error, on_done ? nullptr : std::move(buffers));
+    role_.operation_ended();
+  }
+  const int lane = work->lane();
+  const uint64_t group = work->group(), sequence = work->sequence();
+  if (on_done) {
+    completions_.push(lane, group, sequence,
+                      [on_done = std::move(on_done), error, buffers = std::move(buffers)] { on_done(error); });
+  } else if (work.use_count() == 1) {  // no thread waits for it any more
+    completions_.push(lane, group, sequence, [work = std::move(work)] {});
+  }
+}
+
 // When a sleeping driver must look again, beside what its descriptors tell it.
-void Engine::set_timer() {
+void Progress::set_timer() {
   const auto next = std::min(links_.next_send(), copies_.next_look());
   if (next != Clock::time_point::max()) poller_.wake_at(next);
 }
 
-void Engine::sleep(const Work* until, Deadline deadline) {
+void Progress::sleep(const Work* until, Deadline deadline) {
   set_timer();
   {
     MutexLock lock(role_.mutex());
@@ -221,7 +281,8 @@ void Engine::sleep(const Work* until, Deadline deadline) {
   }
 }
 
-void Engine::end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+void Progress::end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+  role_.assert_held();
   auto survives = [&](const InFlight& in_flight) {
     return (cause == 0 || in_flight.sequence() < cause) && in_flight.operation->complete();
   };
@@ -240,7 +301,7 @@ void Engine::end_operations(GroupState& group, const std::exception_ptr& failure
   for (InFlight& in_flight : failed) finish(in_flight, failure);
 }
 
-Deadline Engine::next_deadline() const {
+Deadline Progress::next_deadline() const {
   Deadline first = failures_.next_deadline();
   for (const GroupPtr& group : groups_.busy()) {
     if (group->failing) continue;
@@ -252,7 +313,7 @@ Deadline Engine::next_deadline() const {
   return first;
 }
 
-void Engine::check_deadlines() {
+void Progress::check_deadlines() {
   failures_.end_pending();
   for (const GroupPtr& group : groups_.busy()) {
     const InFlight* late = nullptr;
@@ -266,21 +327,6 @@ void Engine::check_deadlines() {
   const auto now = Clock::now();
   stalls_.look(now);
   if (links_.check_hosts(now)) failures_.report();
-}
-
-// One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
-void Engine::look_while_idle() {
-  const FloatModeScope float_mode;
-  role_.looked();
-  take_inbox();
-  advance_groups();
-  copies_.look();
-  links_.poll();
-  links_.receive_all();
-  check_deadlines();
-  stalls_.answer();
-  links_.send_all();
-  failures_.report();
 }
 
 }  // namespace ringdp
