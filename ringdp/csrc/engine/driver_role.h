@@ -78,8 +78,8 @@ class RINGDP_CAPABILITY("role") DriverRole {
   bool closed() const RINGDP_REQUIRES(mutex_) { return closed_; }
 
  private:
-  void take(MutexLock& lock) RINGDP_REQUIRES(mutex_);   // returns without the lock
-  void leave(MutexLock& lock) RINGDP_REQUIRES(mutex_);  // comes without the lock, returns with it
+  void take(MutexLock& lock) RINGDP_NOT_CHECKED;   // comes with the lock, returns without it
+  void leave(MutexLock& lock) RINGDP_NOT_CHECKED;  // the other way round
 
   Poller& poller_;
   const std::function<Leftover()> leftover_;

@@ -36,6 +36,7 @@ Progress::Progress(DriverRole& role, Poller& poller, GroupTable& groups, PeerLin
                 [this](GroupState& group, InFlight& in_flight) { start(group, in_flight); }) {}
 
 void Progress::submit(const GroupPtr& group, InFlight in_flight, bool caller_waits) {
+  role_.mutex().assert_held();
   inbox_.emplace_back(group, std::move(in_flight));
   role_.operation_began(caller_waits);
 }

@@ -32,7 +32,7 @@ class Progress {
            StallMonitor& stalls, StagedCopies& copies, CompletionQueue& completions, const EngineOptions& options);
 
   // Any thread, with the mutex of the role held. `caller_waits`: see DriverRole::operation_began.
-  void submit(const GroupPtr& group, InFlight in_flight, bool caller_waits) RINGDP_REQUIRES(role_.mutex());
+  void submit(const GroupPtr& group, InFlight in_flight, bool caller_waits);
   // What was submitted since the last time, and the requests of other threads.
   void take_inbox();
 
