@@ -38,16 +38,16 @@ Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
       progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, options_) {}
 
-Link::Events Engine::link_events() {
-  Link::Events events;
+LinkEvents Engine::link_events() {
+  LinkEvents events;
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) {
     failures_.on_aborted(from, group, notice);
   };
-  events.mismatched = [this](Link::Disagreement it) { failures_.on_mismatched(std::move(it)); };
+  events.mismatched = [this](Disagreement it) { failures_.on_mismatched(std::move(it)); };
   events.wanted = [this](int to) { options_.want_connection(to); };
   events.started = [this](uint64_t id, uint64_t sequence) {
     const GroupPtr group = groups_.find(id);
-    return group ? group->find_started(sequence) : Link::Started{};
+    return group ? group->find_started(sequence) : StartedOperation{};
   };
   events.departed = [this](int from, const std::string& reason) { failures_.on_departed(from, reason); };
   events.asked = [this](int from, uint64_t group, uint64_t sequence) { stalls_.on_asked(from, group, sequence); };

@@ -95,7 +95,7 @@ class Engine {
 
  private:
   void check_usable() const RINGDP_REQUIRES(role_.mutex());  // not shut down
-  Link::Events link_events();
+  LinkEvents link_events();
 
   const unsigned generation_ = fork_generation();
   const EngineOptions options_;

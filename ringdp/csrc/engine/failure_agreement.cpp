@@ -95,7 +95,7 @@ void FailureAgreement::on_departed(int peer, const std::string& reason) {
   }
 }
 
-void FailureAgreement::on_mismatched(Link::Disagreement disagreement) {
+void FailureAgreement::on_mismatched(Disagreement disagreement) {
   role_.assert_held();
   Error error = disagreement.explain(links_.self(), links_.info(disagreement.peer), "");
   GroupPtr group = groups_.find(disagreement.mine.group);
@@ -113,7 +113,7 @@ bool FailureAgreement::on_named(int peer, uint64_t group_id, uint64_t sequence, 
   const GroupPtr group = groups_.find(group_id);
   const Pending* pending = group ? pending_of(*group) : nullptr;
   if (pending == nullptr || !pending->unnamed) return false;
-  const Link::Disagreement& it = *pending->unnamed;
+  const Disagreement& it = *pending->unnamed;
   if (it.peer != peer || it.mine.sequence != sequence) return false;
   queue(group_id, it.explain(links_.self(), links_.info(peer), name));
   return true;
@@ -183,7 +183,7 @@ FailureAgreement::Pending* FailureAgreement::pending_of(const GroupState& group)
 }
 
 void FailureAgreement::make_pending(const GroupPtr& group, Failure failure, int64_t ms,
-                                    std::optional<Link::Disagreement> unnamed) {
+                                    std::optional<Disagreement> unnamed) {
   Pending pending{group, std::move(failure), Deadline::after_ms(ms), std::move(unnamed)};
   if (Pending* other = pending_of(*group))  // came while the members were being told
     *other = std::move(pending);

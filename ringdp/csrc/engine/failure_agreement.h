@@ -46,7 +46,7 @@ class FailureAgreement {
   void on_unreachable(int peer, const Error& error,
                       bool gone);  // there will be no connection; `gone`: the peer has ended
   void on_departed(int peer, const std::string& reason);
-  void on_mismatched(Link::Disagreement disagreement);
+  void on_mismatched(Disagreement disagreement);
   void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
   // What a peer calls an operation. True if a failure has waited for it.
   bool on_named(int peer, uint64_t group, uint64_t sequence, const std::string& name);
@@ -66,11 +66,11 @@ class FailureAgreement {
     GroupPtr group;
     Failure failure;
     Deadline end;
-    std::optional<Link::Disagreement> unnamed;  // waits for the name that the other side gave the operation
+    std::optional<Disagreement> unnamed;  // waits for the name that the other side gave the operation
   };
 
   Pending* pending_of(const GroupState& group) RINGDP_REQUIRES(role_);
-  void make_pending(const GroupPtr& group, Failure failure, int64_t ms, std::optional<Link::Disagreement> unnamed)
+  void make_pending(const GroupPtr& group, Failure failure, int64_t ms, std::optional<Disagreement> unnamed)
       RINGDP_REQUIRES(role_);
   void defer(const GroupPtr& group, Failure failure) RINGDP_REQUIRES(role_);
   void fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice) RINGDP_REQUIRES(role_);

@@ -63,7 +63,7 @@ void GroupState::remember(const FlowIdentity& identity) {
   started_upto_ = std::max(started_upto_, identity.sequence);
 }
 
-Link::Started GroupState::find_started(uint64_t sequence) const {
+StartedOperation GroupState::find_started(uint64_t sequence) const {
   if (!in_order(sequence)) {
     for (const FlowIdentity& identity : nested_history_)
       if (identity.sequence == sequence) return {true, &identity};

@@ -92,7 +92,7 @@ class GroupState {
 
   // An operation starts. Frames may come for one from which this rank expects none: Link asks what it was.
   void remember(const FlowIdentity& identity);
-  Link::Started find_started(uint64_t sequence) const;
+  StartedOperation find_started(uint64_t sequence) const;
   std::string last_called() const;  // in the group's order; empty if nothing
 
  private:

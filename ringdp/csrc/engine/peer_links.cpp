@@ -14,7 +14,7 @@ constexpr auto kHostPeriod = std::chrono::milliseconds(500);
 }  // namespace
 
 PeerLinks::PeerLinks(int rank, std::vector<MetPeer> peers, const EngineOptions& options, const DriverRole& role,
-                     Poller& poller, const Link::Events& events, Lost lost)
+                     Poller& poller, const LinkEvents& events, Lost lost)
     : rank_(rank),
       role_(role),
       poller_(poller),

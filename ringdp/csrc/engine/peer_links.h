@@ -27,7 +27,7 @@ class PeerLinks {
 
   // Peers without a channel are connected later.
   PeerLinks(int rank, std::vector<MetPeer> peers, const EngineOptions& options, const DriverRole& role, Poller& poller,
-            const Link::Events& events, Lost lost);
+            const LinkEvents& events, Lost lost);
 
   int rank() const { return rank_; }
   int world() const { return static_cast<int>(infos_.size()); }

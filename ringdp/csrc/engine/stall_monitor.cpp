@@ -136,7 +136,7 @@ PeerState StallMonitor::state_of(uint64_t group_id, uint64_t sequence) const {
   auto is_it = [&](const InFlight& in_flight) { return in_flight.sequence() == sequence; };
   state.progress = PeerState::Progress::kNotCalled;
   if (!group->active.empty()) state.waits_for = group->active.front().operation->missing();  // what it may be stuck in
-  if (Link::Started known = group->find_started(sequence); known.started) {
+  if (StartedOperation known = group->find_started(sequence); known.started) {
     state.progress = PeerState::Progress::kDone;
     if (known.identity != nullptr) state.name = known.identity->name;
   }
