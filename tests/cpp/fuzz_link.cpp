@@ -158,12 +158,12 @@ void round(Random& random) {
   if (random.one_in(10)) mutate(input, random);
   auto owned = std::make_unique<ScriptedChannel>(std::move(input), random);
   const ScriptedChannel& channel = *owned;
-  Link::Events events;
+  LinkEvents events;
   events.aborted = [&](int, uint64_t, const AbortNotice& notice) {
     require(notice.text.size() <= kAbortTextBytes, "a notice is short");
     count("aborts");
   };
-  events.mismatched = [&](const Link::Disagreement& about) {
+  events.mismatched = [&](const Disagreement& about) {
     Error error = about.explain({0, "here", 1}, {1, "there", 2}, about.name_unknown() ? "theirs" : "");
     require(error.kind() == ErrorKind::kMismatch, "a disagreement is explained");
     count("mismatches");
@@ -185,7 +185,7 @@ void round(Random& random) {
     require(state.waits_for.size() <= kPeerStateBytes && state.last.size() <= kPeerStateBytes, "an answer is short");
     count("answers");
   };
-  events.started = [&](uint64_t, uint64_t) { return Link::Started{random.one_in(20), nullptr}; };
+  events.started = [&](uint64_t, uint64_t) { return StartedOperation{random.one_in(20), nullptr}; };
   Link link({0, "here", 1}, {1, "there", 2}, std::move(owned), events, check.on());
   answering = &link;
   for (int step = 0; step < 60 && !link.departed(); ++step) {

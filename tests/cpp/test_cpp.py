@@ -118,6 +118,15 @@ def test_nothing_from_the_network_does_harm(fuzzer: str) -> None:
     assert all(seen.get(what, 0) > 10 for what in SEEN[fuzzer]), done.stdout
 
 
+def test_no_member_is_used_without_its_lock() -> None:
+    """clang reads in the annotations of base/thread_safety.h which lock, or the driver's role, guards a member."""
+    clang = need_command("clang++", "clang")
+    csrc = HERE.parents[1] / "ringdp" / "csrc"
+    files = [str(path) for path in sorted((csrc / "engine").glob("*.cpp"))]
+    done = run([clang, "-std=c++20", "-fsyntax-only", "-Wthread-safety", "-Werror", f"-I{csrc}", *files])
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the wide kernels are for x86-64")
 @pytest.mark.parametrize(("isa", "register"), [("avx2", "ymm"), ("avx512", "zmm")])
 def test_kernels_are_vectorised_and_not_fused(isa: str, register: str) -> None:

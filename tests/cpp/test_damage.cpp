@@ -108,7 +108,7 @@ struct Seen {
 
 Seen receive(std::vector<std::byte> input, bool checksums, std::size_t piece) {
   Seen seen;
-  Link::Events events;
+  LinkEvents events;
   events.aborted = [&](int, uint64_t group, const AbortNotice& notice) {
     ++seen.words;
     seen.right = seen.right && group == 8 && notice.sequence == 3 && notice.text == "it took too long";
@@ -125,8 +125,8 @@ Seen receive(std::vector<std::byte> input, bool checksums, std::size_t piece) {
     ++seen.words;
     seen.right = seen.right && reason == "the end";
   };
-  events.mismatched = [&](const Link::Disagreement&) { seen.right = false; };
-  events.started = [](uint64_t, uint64_t) { return Link::Started{}; };
+  events.mismatched = [&](const Disagreement&) { seen.right = false; };
+  events.started = [](uint64_t, uint64_t) { return StartedOperation{}; };
   std::vector<std::byte> sent;
   Link link({0, "here", 1}, {1, "there", 2}, std::make_unique<MemoryChannel>(sent, std::move(input), piece), events,
             checksums);

@@ -1,54 +1,38 @@
-// Engine: all operations in flight of one Runtime, over its Links. At any moment at most one thread drives it: the caller
-// of a synchronous operation or of `wait` if no other thread does, otherwise the communication thread.
-// Owned by the Runtime, shared with Works and group handles. Called by GroupHandle, and by Link through its events.
-//
-// Who may touch what: the members under "shared" are guarded by mutex_; those under "driver" belong to the thread that
-// holds the driver's role (driving_), which changes hands under mutex_. submit, wait and the group functions are for any
-// thread. The engine never takes Python's lock; an interrupt check given to `wait` may.
+// Engine: all operations in flight of one Runtime, over its links. It is the way in: groups, `submit`, `wait`, `shut_down`. The
+// work is done by its parts, which know each other as far as their headers say: DriverRole (who drives), GroupTable (what is in
+// flight), PeerLinks (the network), FailureAgreement, StallMonitor, StagedCopies and Progress (what the driver does). At any
+// moment at most one thread drives: the caller of a synchronous operation or of `wait` if no other thread does, otherwise the
+// communication thread.
+// Owned by the Runtime, shared with Works and group handles. Any thread. The engine never takes Python's lock; an interrupt
+// check given to `wait` may.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
-#include <deque>
+#include <cstdint>
+#include <exception>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "collective/operation.h"
 #include "engine/completion.h"
-#include "engine/matching.h"
+#include "engine/driver_role.h"
+#include "engine/engine_options.h"
+#include "engine/failure_agreement.h"
+#include "engine/group_table.h"
 #include "engine/notices.h"
-#include "engine/pending_copies.h"
+#include "engine/peer_links.h"
+#include "engine/progress.h"
+#include "engine/staged_copies.h"
+#include "engine/stall_monitor.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
 #include "transport/poller.h"
-#include "transport/rate_limit.h"
 
 namespace ringdp {
-
-struct EngineOptions {
-  int64_t spin_us = 50;                                // how long a waiting caller polls before it sleeps
-  bool shares_cores = false;                           // more ranks than cores here: a thread that polls yields
-  int64_t stall_notice_ms = 10'000;                    // how often a log line says who an operation waits for; 0: never
-  int64_t host_silence_ms = 4000;                      // after which a peer whose host does not answer is lost
-  int64_t rate_bytes_per_s = 0;                        // what is sent over streams (TCP) at most; 0: all that goes
-  std::function<void(int peer)> want_connection = {};  // to a peer without one; by any thread, must not block
-  std::function<void()> check_interrupt;      // called about ten times a second by threads that wait; may throw
-  std::size_t segment_bytes = kSegmentBytes;  // longest payload of a frame sent; for tests
-  std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel;  // the same
-};
-
-// Told once why a group failed: by the thread that drives, which it must not block, or by the one that begins to listen.
-using FailureListener = std::function<void(const std::exception_ptr&)>;
 
 // What a call in a forked child gets: it has neither the connections nor the threads.
 Error forked_error();
@@ -102,208 +86,31 @@ class Engine {
   // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
   void shut_down();
 
-  uint64_t bytes_sent() const;
-  uint64_t bytes_sent_to(int peer) const;
-  uint64_t bytes_received() const;
-  const PeerInfo& peer(int rank) const { return peers_[rank]; }
-  int rank() const { return rank_; }
-  int world() const { return static_cast<int>(peers_.size()); }
+  uint64_t bytes_sent() const { return links_.bytes_sent(); }
+  uint64_t bytes_sent_to(int peer) const { return links_.bytes_sent_to(peer); }
+  uint64_t bytes_received() const { return links_.bytes_received(); }
+  const PeerInfo& peer(int rank) const { return links_.info(rank); }
+  int rank() const { return links_.rank(); }
+  int world() const { return links_.world(); }
 
  private:
-  struct Answer {  // of a peer that was asked what it knows of an operation
-    Clock::time_point asked_at;
-    bool awaited = true;             // it has not answered that yet
-    std::optional<PeerState> state;  // its last answer
-  };
-  struct InFlight {
-    std::unique_ptr<Operation> operation;
-    std::shared_ptr<Work> work;
-    std::shared_ptr<void> keep_alive;  // with the caller
-    std::optional<uint64_t> callback;  // in which it was issued
-    Deadline deadline = Deadline::never();
-    int64_t timeout_ms = 0;
-    uint64_t progress = 0;                      // at moved_at
-    Clock::time_point moved_at = Clock::now();  // when a byte of it moved last
-    Clock::time_point asked_at = moved_at;      // when the peers were asked about it last
-    std::map<int, Answer> answers;              // by rank; of the time since moved_at
-  };
-  struct Failure {
-    uint64_t group;
-    Error error;
-    AbortNotice notice;  // what the other members are told
-    bool told = false;   // heard from one of them
-  };
-  // A failure that waits a moment before it is final: another rank may know an earlier cause, or the name that the other
-  // side gave the operation.
-  struct PendingFailure {
-    Failure failure;
-    Deadline end;
-    std::optional<Link::Disagreement> unnamed;
-  };
-  struct Group {
-    uint64_t id = 0;
-    GroupView view;
-    std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
-    std::string name;
-    uint64_t next_sequence = 0;                                   // shared
-    std::exception_ptr failure;                                   // shared
-    std::vector<std::weak_ptr<const FailureListener>> listeners;  // shared
-    std::optional<PendingFailure> pending_failure;                // driver: nothing starts or ends any more
-    std::set<int> reported_by;                                    // driver: ranks that reported a failure of it
-    Clock::time_point noticed_at{};                               // driver: when the log last said that something waits
-    std::deque<InFlight> queued;                                  // driver
-    std::deque<InFlight> active;                                  // driver: started, retired in order
-    std::vector<InFlight> nested;             // driver: messages, and what callbacks issued, in order within each
-    std::deque<InFlight> unbound;             // driver: receives that wait to know their sender, as they were posted
-    MessageNumbers messages;                  // driver
-    std::vector<FlowIdentity> history;        // driver: what was started last, at sequence modulo its size
-    std::deque<FlowIdentity> nested_history;  // driver: the same for those issued inside callbacks
-    uint64_t started_upto = 0;                // driver
+  void check_usable() const RINGDP_REQUIRES(role_.mutex());  // not shut down
+  LinkEvents link_events();
 
-    bool idle() const { return queued.empty() && active.empty() && nested.empty() && unbound.empty(); }
-    const InFlight* oldest() const {  // of what has begun, collectives first
-      if (!active.empty()) return &active.front();
-      if (!nested.empty()) return &nested.front();
-      return unbound.empty() ? nullptr : &unbound.front();
-    }
-    // Everything that has begun: calls `look` until it answers true.
-    bool any_running(const std::function<bool(const InFlight&)>& look) const;
-  };
-  using GroupPtr = std::shared_ptr<Group>;  // shared by groups_ and the inbox
-
-  struct Question {
-    int peer;
-    uint64_t group;
-    uint64_t sequence;
-  };
-
-  // Roles and threads (engine.cpp).
-  void check_usable() const;                            // not forked, not shut down; mutex_ held
-  void take_role(std::unique_lock<std::mutex>& lock);   // driving_ was false; returns without the lock
-  void leave_role(std::unique_lock<std::mutex>& lock);  // returns with the lock
-  void run_as_driver(const std::function<void()>& action);
-  std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on
-  void finish(InFlight& in_flight, std::exception_ptr error);
-
-  // The driver's work (progress.cpp).
-  void drive(const Work* until, Deadline deadline, int64_t spin_us);
-  bool poll_on(Clock::time_point end);
-  void take_inbox();
-  bool advance_groups();  // starts and retires; true if anything changed
-  bool start_next(Group& group);
-  void start(Group& group, InFlight& in_flight);
-  static const InFlight* in_the_way(const Group& group, const InFlight& nested);
-  static void remember(Group& group, const FlowIdentity& identity);
-  Link::Started find_started(uint64_t group, uint64_t sequence) const;
-  bool retire(Group& group);
-  void conclude(InFlight& in_flight);
-  void take_message(Group& group, InFlight in_flight);  // these four: matching.cpp
-  void start_message(Group& group, InFlight in_flight);
-  bool bind_receives(Group& group);
-  int find_sender(const Group& group, PointToPoint ends);
-  bool pump_links();
-  bool serve(const std::vector<Poller::Event>& events);
-  bool lie_down();
-  void sleep(const Work* until, Deadline deadline);
-  void watch_blocked();  // tells the poller which channels are full
-  bool anything_outgoing() const;
-  void check_deadlines();
-  Deadline next_deadline() const;
-  bool look_at_copies();  // these three: copies.cpp
-  bool look_at_copies(Group& group, InFlight& in_flight);
-  void set_timer();
-
-  // Operations that do not move (stall_monitor.cpp), by the driver.
-  void look_while_idle();
-  void look_around();
-  void watch_stall(Group& group, InFlight& in_flight, Clock::time_point now);
-  void ask_members(const Group& group, InFlight& in_flight, Clock::time_point now);
-  void on_answered(int peer, uint64_t group, uint64_t sequence, PeerState state);
-  void answer_questions();
-  PeerState state_of(uint64_t group, uint64_t sequence) const;
-  std::vector<MissingRank> find_missing(const InFlight& in_flight) const;
-  void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;
-  std::string format_missing(const std::vector<MissingRank>& missing) const;
-
-  // Failures (failures.cpp), by the driver.
-  bool guarded(int peer, const std::function<bool(Link&)>& action);  // what it throws ends the link
-  void stop_polling(Link& link);
-  void lose_link(int peer, const Error& error);
-  std::vector<GroupPtr> groups_with(int peer) const;
-  void on_departed(int peer, const std::string& reason);
-  void on_mismatched(Link::Disagreement disagreement);
-  void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
-  void report_failures();
-  void queue_failure(uint64_t group, Error error);  // when the link at hand has been pumped
-  void defer_failure(const GroupPtr& group, Failure failure);
-  void end_pending_failures();
-  void notify_members(const Group& group, const AbortNotice& notice);
-  // Whether this rank tells that member of a failure of the group: over usable connections, and to the neighbours in a
-  // group whose members are not all connected.
-  bool notifies(const Group& group, int member) const;
-  void fail_group(Group& group, const Error& error, const AbortNotice& notice);
-  void fail_quietly(Group& group, const Error& error, const AbortNotice& notice);
-  static AbortNotice notice_of(const Error& error);
-  Error explain_loss(const Group& group, int peer, const Error& cause) const;
-  Error explain_damage(const Group& group, int peer, const Error& cause) const;
-  Error explain_departure(const Group& group, int peer) const;
-  Error explain_timeout(const InFlight& in_flight) const;
-  GroupPtr find_group(uint64_t id) const;
-
-  const int rank_;
   const unsigned generation_ = fork_generation();
   const EngineOptions options_;
-  std::vector<PeerInfo> peers_;
   CompletionQueue completions_;
   NoticeBoard notices_;
-  std::atomic<bool> look_due_{false};  // the driver should look at all links once
-
-  // shared
-  mutable std::mutex mutex_;
-  std::condition_variable work_to_do_;  // for the communication thread
-  std::condition_variable waiters_;     // for threads in `wait` that do not drive
-  bool driving_ = false;
-  std::thread::id driver_;
-  bool sleeping_ = false;        // the driver is in poller_.wait or about to be
-  bool flushing_ = false;        // nothing is in flight, but frames wait for room in a channel
-  bool copies_pending_ = false;  // nor that, but copies of what was
-  bool copies_began_ = false;    // since the communication thread last looked
-  bool stopping_ = false;
-  bool closed_ = false;
-  std::string farewell_;
-  Clock::time_point called_at_{};  // the last submit
-  int waiting_ = 0;                // threads on waiters_
-  std::size_t unfinished_ = 0;     // works
-  std::vector<std::pair<GroupPtr, InFlight>> inbox_;
-  std::vector<std::function<void()>> requests_;  // to be run by the driver
-  std::map<uint64_t, GroupPtr> groups_;
-  std::map<uint64_t, uint64_t> made_;                      // groups so far, by key
-  std::map<uint64_t, std::exception_ptr> early_failures_;  // of groups that only others have made so far
-
-  // driver
   Poller poller_;
-  std::optional<RateLimiter> limiter_;  // of all streams; outlives the links
-  std::vector<std::unique_ptr<Link>> links_;
-  std::size_t first_link_ = 0;  // with a limiter: whose turn it is
-  bool some_streams_ = false;   // not all links are direct
-  std::vector<char> writing_;   // the poller watches for room to write
-  ScratchPool scratch_;
-  std::vector<GroupPtr> busy_;           // groups with operations queued or active
-  Clock::time_point crowded_until_{};    // another process wants this core: no polling before that
-  int yields_used_ = 0;                  // in a row, by another process
-  unsigned turns_ = 0;                   // rounds of the driver, whichever thread it was
-  Clock::time_point interrupt_check_{};  // the last one of a sleeping driver
-  std::size_t staged_ = 0;               // operations whose memory mirrors a device's
-  bool copying_ = false;                 // one of them waits for input
-  Clock::time_point copies_moved_at_{};
-  PendingCopies pending_copies_;
-  std::vector<Failure> failures_;    // found while a link was being pumped
-  std::vector<Question> questions_;  // the same
-  std::vector<GroupPtr> failing_groups_;
-  std::vector<std::string> farewells_;        // of peers that left
-  std::vector<std::optional<Error>> losses_;  // why the link to a peer broke
-  Clock::time_point next_look_{};
-  Clock::time_point next_host_check_{};
+  DriverRole role_;
+  GroupTable groups_;
+  PeerLinks links_;
+  FailureAgreement failures_;
+  StallMonitor stalls_;
+  StagedCopies copies_;
+  Progress progress_;
+
+  std::string farewell_ RINGDP_GUARDED_BY(role_.mutex());
 };
 
 }  // namespace ringdp

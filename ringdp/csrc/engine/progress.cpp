@@ -1,18 +1,15 @@
-// What the driver of the engine does: start operations, move bytes, retire what is complete, sleep when nothing moves.
+#include "engine/progress.h"
+
 #include <sched.h>
 
 #include <algorithm>
 
-#include "engine/engine.h"
 #include "kernels/float_mode.h"
 
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kActivePerGroup = 8;  // operations of a group that share the links at a time
-constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
-constexpr int kPolledLinks = 8;                            // up to so many peers asking each beats asking the poller
-constexpr std::size_t kHistory = 64;                       // operations of a group that are known after they have ended
+constexpr std::size_t kActivePerGroup = 8;                 // operations of a group that share the links at a time
 constexpr unsigned kDeadlineTurns = 256;                   // a driver that never rests looks at deadlines this often
 constexpr auto kUsedYield = std::chrono::microseconds(4);  // one that no other thread uses takes half a microsecond
 constexpr int kUsedYields = 4;                             // in a row: no passing interrupt
@@ -23,21 +20,43 @@ constexpr int kSleepMs = 100;  // a sleeping driver looks at deadlines and signa
 
 }  // namespace
 
-void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
+Progress::Progress(DriverRole& role, Poller& poller, GroupTable& groups, PeerLinks& links, FailureAgreement& failures,
+                   StallMonitor& stalls, StagedCopies& copies, CompletionQueue& completions,
+                   const EngineOptions& options)
+    : role_(role),
+      poller_(poller),
+      groups_(groups),
+      links_(links),
+      failures_(failures),
+      stalls_(stalls),
+      copies_(copies),
+      completions_(completions),
+      options_(options),
+      messages_(links, failures, options.want_connection,
+                [this](GroupState& group, InFlight& in_flight) { start(group, in_flight); }) {}
+
+void Progress::submit(const GroupPtr& group, InFlight in_flight, bool caller_waits) {
+  role_.mutex().assert_held();
+  inbox_.emplace_back(group, std::move(in_flight));
+  role_.operation_began(caller_waits);
+}
+
+void Progress::drive(const Work* until, Deadline deadline, int64_t spin_us) {
+  role_.assert_held();
   const FloatModeScope float_mode;
   auto last_move = Clock::now();
   bool spinning = spin_us > 0;
   for (;;) {
     take_inbox();
     bool moved = advance_groups();
-    if (staged_ > 0 || !pending_copies_.empty()) moved |= look_at_copies();
-    if (until != nullptr ? until->finished() : busy_.empty() && !anything_outgoing()) return;
-    moved |= pump_links();
-    report_failures();
-    if (!questions_.empty()) answer_questions();
-    if (look_due_.load(std::memory_order_relaxed)) look_while_idle();
+    moved |= copies_.look();
+    if (until != nullptr ? until->finished() : groups_.busy().empty() && !links_.anything_outgoing()) return;
+    moved |= links_.pump();
+    failures_.report();
+    stalls_.answer();
+    if (role_.look_due()) look_at_all();
     if (++turns_ % kDeadlineTurns == 0) {
-      serve(poller_.wait(0));  // a driver that never sleeps would not notice that a direct channel's peer is gone
+      links_.poll();  // a driver that never sleeps would not notice that a direct channel's peer is gone
       check_deadlines();
     }
     if (moved) {
@@ -53,11 +72,26 @@ void Engine::drive(const Work* until, Deadline deadline, int64_t spin_us) {
   }
 }
 
+void Progress::look_at_all() {
+  role_.assert_held();
+  const FloatModeScope float_mode;
+  role_.looked();
+  take_inbox();
+  advance_groups();
+  copies_.look();
+  links_.poll();
+  links_.receive_all();
+  check_deadlines();
+  stalls_.answer();
+  links_.send_all();
+  failures_.report();
+}
+
 // Between two looks of a polling driver. It yields, because another process may want this core, perhaps the rank that it
 // waits for. Where every rank can have a core of its own, and a yield shows that another process runs on this one, polling
 // does harm: another program keeps the core for milliseconds once it has it, and the kernel leaves two ranks that alternate
 // on one core there while another core is idle. A sleeper is woken at once, on an idle core. False: sleep now.
-bool Engine::poll_on(Clock::time_point end) {
+bool Progress::poll_on(Clock::time_point end) {
   auto before = Clock::now();
   if (before >= end || before < crowded_until_) return false;
   sched_yield();
@@ -71,35 +105,27 @@ bool Engine::poll_on(Clock::time_point end) {
   return true;
 }
 
-void Engine::take_inbox() {
+void Progress::take_inbox() {
+  role_.assert_held();
   std::vector<std::pair<GroupPtr, InFlight>> arrived;
   std::vector<std::function<void()>> requests;
   {
-    std::lock_guard lock(mutex_);
-    if (inbox_.empty() && requests_.empty()) return;
+    MutexLock lock(role_.mutex());
     arrived.swap(inbox_);
-    requests.swap(requests_);
+    requests = role_.take_requests();
   }
   for (auto& [group, in_flight] : arrived) {
-    if (in_flight.operation->staging()) {
-      ++staged_;
-      copies_moved_at_ = Clock::now();
-    }
-    std::exception_ptr failure;
-    {
-      std::lock_guard lock(mutex_);
-      failure = group->failure;
-    }
-    if (failure) {
+    copies_.add(in_flight.operation->staging().get());
+    if (auto failure = groups_.failure_of(*group)) {
       finish(in_flight, failure);
       continue;
     }
-    if (std::find(busy_.begin(), busy_.end(), group) == busy_.end()) busy_.push_back(group);
+    groups_.make_busy(group);
     if (in_flight.operation->point_to_point() != nullptr) {
-      take_message(*group, std::move(in_flight));
+      messages_.take(*group, std::move(in_flight));
       continue;
     }
-    if (in_order(in_flight.work->sequence())) {
+    if (in_order(in_flight.sequence())) {
       group->queued.push_back(std::move(in_flight));
       continue;
     }
@@ -110,19 +136,20 @@ void Engine::take_inbox() {
   for (auto& request : requests) request();
 }
 
-bool Engine::advance_groups() {
+bool Progress::advance_groups() {
   bool changed = false;
-  for (std::size_t i = 0; i < busy_.size();) {
-    GroupPtr group = busy_[i];
-    if (!group->unbound.empty()) changed |= bind_receives(*group);
+  std::vector<GroupPtr>& busy = groups_.busy();
+  for (std::size_t i = 0; i < busy.size();) {
+    GroupPtr group = busy[i];
+    if (!group->unbound.empty()) changed |= messages_.bind_receives(*group);
     while (start_next(*group)) changed = true;
     while (retire(*group)) {
       changed = true;
       while (start_next(*group)) {
       }
     }
-    if (group->idle() && i < busy_.size() && busy_[i] == group)
-      busy_.erase(busy_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (group->idle() && i < busy.size() && busy[i] == group)
+      busy.erase(busy.begin() + static_cast<std::ptrdiff_t>(i));
     else
       ++i;
   }
@@ -130,8 +157,8 @@ bool Engine::advance_groups() {
 }
 
 // Operations of a group overlap as long as they use different memory; two on the same memory keep their order.
-bool Engine::start_next(Group& group) {
-  if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.pending_failure) return false;
+bool Progress::start_next(GroupState& group) {
+  if (group.queued.empty() || group.active.size() >= kActivePerGroup || group.failing) return false;
   const Operation& next = *group.queued.front().operation;
   for (const InFlight& in_flight : group.active)
     if (next.conflicts(*in_flight.operation)) return false;
@@ -141,75 +168,34 @@ bool Engine::start_next(Group& group) {
   return true;
 }
 
-// The earlier operation that the same callback issued on the same memory; null if there is none.
-const Engine::InFlight* Engine::in_the_way(const Group& group, const InFlight& nested) {
-  if (!nested.callback) return nullptr;
-  for (const InFlight& earlier : group.nested) {
-    if (&earlier == &nested) break;
-    if (earlier.callback == nested.callback && nested.operation->conflicts(*earlier.operation)) return &earlier;
-  }
-  return nullptr;
-}
-
-// Does nothing in a group with a pending failure, whose operations that have not started fail with it; nor before the input
-// has come (look_at_copies calls again), nor while an earlier operation is in the way (retire calls again).
-void Engine::start(Group& group, InFlight& in_flight) {
+void Progress::start(GroupState& group, InFlight& in_flight) {
+  role_.assert_held();
   Operation& operation = *in_flight.operation;
-  if (group.pending_failure || !operation.can_start() || in_the_way(group, in_flight) != nullptr) return;
-  OperationContext context{group.id, in_flight.work->sequence(), links_, &scratch_};
-  remember(group, operation.identity());
+  if (group.failing || !operation.can_start() || group.in_the_way(in_flight) != nullptr) return;
+  OperationContext context{group.id, in_flight.sequence(), links_.all(), &scratch_};
+  group.remember(operation.identity());
   in_flight.moved_at = in_flight.asked_at = Clock::now();
   try {
     operation.start(context);
     for (int member : group.view.members)
-      if (links_[member]) links_[member]->check_early_frames(operation.identity());
+      if (Link* link = links_[member]) link->check_early_frames(operation.identity());
   } catch (const Error& error) {
-    queue_failure(group.id, error);
+    failures_.queue(group.id, error);
     return;
   } catch (const std::exception& error) {  // the caller's buffers: no memory for a copy, for example
-    queue_failure(group.id, Error(ErrorKind::kSystem, operation.identity().text() + ": " + error.what()));
+    failures_.queue(group.id, Error(ErrorKind::kSystem, operation.identity().text() + ": " + error.what()));
     return;
   }
   for (int member : group.view.members) {
-    Link* link = links_[member].get();
+    Link* link = links_[member];
     if (link == nullptr || link->usable() || !operation.needs(member)) continue;
-    queue_failure(group.id, explain_departure(group, member));
+    failures_.queue(group.id, failures_.explain_departure(group, member));
     return;
   }
 }
 
-// Frames may come for an operation from which this rank expects none: Link asks what it was.
-void Engine::remember(Group& group, const FlowIdentity& identity) {
-  if (!in_order(identity.sequence)) {
-    if (group.nested_history.size() == kHistory) group.nested_history.pop_front();
-    group.nested_history.push_back(identity);
-    group.nested_history.back().group = group.id;
-    return;
-  }
-  group.history.resize(kHistory);
-  FlowIdentity& kept = group.history[identity.sequence % kHistory];
-  kept = identity;
-  kept.group = group.id;
-  group.started_upto = std::max(group.started_upto, identity.sequence);
-}
-
-Link::Started Engine::find_started(uint64_t group_id, uint64_t sequence) const {
-  GroupPtr group = find_group(group_id);
-  if (!group) return {};
-  if (!in_order(sequence)) {
-    for (const FlowIdentity& identity : group->nested_history)
-      if (identity.sequence == sequence) return {true, &identity};
-    return {};
-  }
-  if (sequence > group->started_upto) return {};
-  for (const InFlight& in_flight : group->active)  // still waiting for its input, while a later one has started
-    if (in_flight.work->sequence() == sequence && !in_flight.operation->started()) return {};
-  const FlowIdentity& kept = group->history[sequence % kHistory];
-  return {true, kept.sequence == sequence ? &kept : nullptr};
-}
-
-bool Engine::retire(Group& group) {
-  if (group.pending_failure) return false;
+bool Progress::retire(GroupState& group) {
+  if (group.failing) return false;
   auto first_of_callback = [&](const InFlight& in_flight) {  // what one issued ends in order, too
     auto same = [&](const InFlight& other) { return other.callback == in_flight.callback; };
     return !in_flight.callback || &*std::find_if(group.nested.begin(), group.nested.end(), same) == &in_flight;
@@ -233,7 +219,7 @@ bool Engine::retire(Group& group) {
   return true;
 }
 
-void Engine::conclude(InFlight& in_flight) {
+void Progress::conclude(InFlight& in_flight) {
   std::exception_ptr failure;
   try {
     in_flight.operation->conclude();
@@ -243,75 +229,52 @@ void Engine::conclude(InFlight& in_flight) {
   finish(in_flight, failure);
 }
 
-bool Engine::anything_outgoing() const {
-  return std::any_of(links_.begin(), links_.end(), [](const auto& link) { return link && link->has_outgoing(); });
-}
-
-bool Engine::pump_links() {
-  bool moved = false;
-  bool few = world() <= kPolledLinks;
-  const std::size_t first = first_link_;
-  for (std::size_t i = 0; i < links_.size(); ++i) {
-    const std::size_t place = first + i < links_.size() ? first + i : first + i - links_.size();
-    auto& link = links_[place];
-    if (!link || link->broken() || link->departed()) continue;
-    bool ask = few || link->direct();
-    if (link->has_outgoing() && (ask || !link->wants_write())) {
-      bool sent = guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
-      if (sent && limiter_) first_link_ = (place + 1) % links_.size();
-      moved |= sent;
-    }
-    if (ask && link->expects() && !link->broken())
-      moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+void Progress::finish(InFlight& in_flight, const std::exception_ptr& error) {
+  std::shared_ptr<Work> work = std::move(in_flight.work);
+  auto on_done = std::move(work->on_done_);
+  // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread drops
+  // the buffers, or the thread that waits for the work.
+  std::shared_ptr<Staging> staging = in_flight.operation->staging();
+  in_flight.operation.reset();
+  std::shared_ptr<void> buffers = std::move(in_flight.keep_alive);
+  copies_.retire(std::move(staging), buffers);
+  {
+    MutexLock lock(role_.mutex());
+    work->finish(error, on_done ? nullptr : std::move(buffers));
+    role_.operation_ended();
   }
-  if (few || !some_streams_) return moved;
-  watch_blocked();
-  return moved | serve(poller_.wait(0));
-}
-
-bool Engine::serve(const std::vector<Poller::Event>& events) {
-  bool moved = false;
-  for (const Poller::Event& event : events) {
-    int peer = static_cast<int>(event.token);
-    if (event.readable)
-      moved |= guarded(peer, [](Link& it) {
-        it.channel().noticed();
-        return it.pump_receive(kReceiveBudgetBytes);
-      });
-    if (event.writable) moved |= guarded(peer, [](Link& it) { return it.pump_send(); });
-  }
-  return moved;
-}
-
-void Engine::watch_blocked() {
-  for (auto& link : links_) {
-    if (!link || link->direct() || !link->connected() || link->departed()) continue;
-    int peer = link->peer().rank;
-    if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
-    writing_[peer] = link->wants_write();
-    poller_.want_write(link->channel().poll_fd(), static_cast<uint32_t>(peer), link->wants_write());
+  const int lane = work->lane();
+  const uint64_t group = work->group(), sequence = work->sequence();
+  if (on_done) {
+    completions_.push(lane, group, sequence,
+                      [on_done = std::move(on_done), error, buffers = std::move(buffers)] { on_done(error); });
+  } else if (work.use_count() == 1) {  // no thread waits for it any more
+    completions_.push(lane, group, sequence, [work = std::move(work)] {});
   }
 }
 
-void Engine::sleep(const Work* until, Deadline deadline) {
-  watch_blocked();
+// When a sleeping driver must look again, beside what its descriptors tell it.
+void Progress::set_timer() {
+  const auto next = std::min(links_.next_send(), copies_.next_look());
+  if (next != Clock::time_point::max()) poller_.wake_at(next);
+}
+
+void Progress::sleep(const Work* until, Deadline deadline) {
   set_timer();
   {
-    std::lock_guard lock(mutex_);
-    if (!inbox_.empty() || !requests_.empty()) return;
-    sleeping_ = true;
+    MutexLock lock(role_.mutex());
+    if (!inbox_.empty() || !role_.begin_sleep()) return;
   }
   int timeout_ms = std::min(deadline.remaining_ms(kSleepMs), next_deadline().remaining_ms(kSleepMs));
-  if (!lie_down()) timeout_ms = 0;
+  if (!links_.before_sleep()) timeout_ms = 0;
   const auto& events = poller_.wait(timeout_ms);
   {
-    std::lock_guard lock(mutex_);
-    sleeping_ = false;
+    MutexLock lock(role_.mutex());
+    role_.end_sleep();
   }
-  for (auto& link : links_)
-    if (link && link->direct() && !link->broken()) link->channel().after_sleep();
-  serve(events);
-  report_failures();
+  links_.after_sleep();
+  links_.serve(events);
+  failures_.report();
   if (!events.empty() || until == nullptr || !options_.check_interrupt) return;
   if (const auto now = Clock::now(); now - interrupt_check_ >= std::chrono::milliseconds(kSleepMs)) {
     interrupt_check_ = now;
@@ -319,29 +282,30 @@ void Engine::sleep(const Work* until, Deadline deadline) {
   }
 }
 
-// Tells direct channels that this thread is about to sleep. False if bytes wait in one of them; the driver takes these in,
-// because otherwise it looks only at channels from which an operation expects bytes.
-bool Engine::lie_down() {
-  bool quiet = true;
-  for (auto& link : links_) {
-    if (!link || !link->direct() || link->broken() || link->departed()) continue;
-    if (link->channel().before_sleep(link->wants_write())) continue;
-    quiet = false;
-    guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
-  }
-  return quiet;
+void Progress::end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+  role_.assert_held();
+  auto survives = [&](const InFlight& in_flight) {
+    return (cause == 0 || in_flight.sequence() < cause) && in_flight.operation->complete();
+  };
+  std::vector<InFlight> done, failed;
+  for (InFlight& in_flight : group.active) (survives(in_flight) ? done : failed).push_back(std::move(in_flight));
+  for (InFlight& in_flight : group.nested) failed.push_back(std::move(in_flight));
+  for (InFlight& in_flight : failed) in_flight.operation->abandon();
+  for (InFlight& in_flight : group.unbound) failed.push_back(std::move(in_flight));
+  for (InFlight& in_flight : group.queued) failed.push_back(std::move(in_flight));
+  group.nested.clear();
+  group.active.clear();
+  group.unbound.clear();
+  group.queued.clear();
+  links_.discard_group(group.id, group.view.members);
+  for (InFlight& in_flight : done) conclude(in_flight);
+  for (InFlight& in_flight : failed) finish(in_flight, failure);
 }
 
-bool Engine::Group::any_running(const std::function<bool(const InFlight&)>& look) const {
-  return std::any_of(active.begin(), active.end(), look) || std::any_of(nested.begin(), nested.end(), look) ||
-         std::any_of(unbound.begin(), unbound.end(), look);
-}
-
-Deadline Engine::next_deadline() const {
-  Deadline first = Deadline::never();
-  for (const GroupPtr& group : failing_groups_) first = std::min(first, group->pending_failure->end);
-  for (const GroupPtr& group : busy_) {
-    if (group->pending_failure) continue;
+Deadline Progress::next_deadline() const {
+  Deadline first = failures_.next_deadline();
+  for (const GroupPtr& group : groups_.busy()) {
+    if (group->failing) continue;
     group->any_running([&](const InFlight& in_flight) {
       first = std::min(first, in_flight.deadline);
       return false;
@@ -350,18 +314,20 @@ Deadline Engine::next_deadline() const {
   return first;
 }
 
-void Engine::check_deadlines() {
-  end_pending_failures();
-  for (const GroupPtr& group : busy_) {
+void Progress::check_deadlines() {
+  failures_.end_pending();
+  for (const GroupPtr& group : groups_.busy()) {
     const InFlight* late = nullptr;
     group->any_running([&](const InFlight& in_flight) {
       if (in_flight.deadline.expired()) late = &in_flight;
       return late != nullptr;
     });
-    if (late != nullptr && !group->pending_failure) queue_failure(group->id, explain_timeout(*late));
+    if (late != nullptr && !group->failing) failures_.queue(group->id, stalls_.explain_timeout(*late));
   }
-  report_failures();
-  look_around();
+  failures_.report();
+  const auto now = Clock::now();
+  stalls_.look(now);
+  if (links_.check_hosts(now)) failures_.report();
 }
 
 }  // namespace ringdp

@@ -1,22 +1,17 @@
-// The stall monitor, run by the driver: for an operation that does not move it asks the other ranks for its state, answers
-// their questions, logs the ranks that are waited for, and checks whether the peers' hosts answer.
+#include "engine/stall_monitor.h"
+
 #include <algorithm>
 #include <cstdio>
 #include <set>
-
-#include "engine/engine.h"
-#include "kernels/float_mode.h"
 
 namespace ringdp {
 namespace {
 
 constexpr auto kLookPeriod = std::chrono::milliseconds(50);
-constexpr auto kHostPeriod = std::chrono::milliseconds(500);
 constexpr int64_t kAskMs = 1000;     // how often at most the peers are asked about an operation that does not move
 constexpr int64_t kSilentMs = 1000;  // an engine that lives answers sooner, whatever its program does
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
-constexpr std::size_t kIdleBudgetBytes = 1024 * 1024;
-constexpr int kMostHops = 16;  // of what is told from rank to rank: twice the way through 256 ranks
+constexpr int kMostHops = 16;              // of what is told from rank to rank: twice the way through 256 ranks
 
 int64_t ms_between(Clock::time_point from, Clock::time_point to) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(to - from).count();
@@ -37,96 +32,65 @@ std::string last_call(const PeerState& state) {
 
 }  // namespace
 
-// One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
-void Engine::look_while_idle() {
-  const FloatModeScope float_mode;
-  look_due_.store(false, std::memory_order_relaxed);
-  take_inbox();
-  advance_groups();
-  if (staged_ > 0 || !pending_copies_.empty()) look_at_copies();
-  serve(poller_.wait(0));
-  for (auto& link : links_)
-    if (link && !link->broken() && !link->departed())
-      guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kIdleBudgetBytes); });
-  check_deadlines();
-  answer_questions();
-  for (auto& link : links_)
-    if (link && link->has_outgoing()) guarded(link->peer().rank, [](Link& it) { return it.pump_send(); });
-  report_failures();
-}
+StallMonitor::StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
+                           int64_t notice_ms)
+    : role_(role), groups_(groups), links_(links), notices_(notices), notice_ms_(notice_ms) {}
 
-void Engine::look_around() {
-  auto now = Clock::now();
+void StallMonitor::look(Clock::time_point now) {
+  role_.assert_held();
   if (now < next_look_) return;
   next_look_ = now + kLookPeriod;
-  for (const GroupPtr& group : busy_) {
-    if (group->pending_failure) continue;
-    if (!group->active.empty()) watch_stall(*group, group->active.front(), now);
+  for (const GroupPtr& group : groups_.busy()) {
+    if (group->failing) continue;
+    if (!group->active.empty()) watch(*group, group->active.front(), now);
     for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
-      if (in_the_way(*group, group->nested[i]) == nullptr) watch_stall(*group, group->nested[i], now);
-    if (!group->unbound.empty()) watch_stall(*group, group->unbound.front(), now);
+      if (group->in_the_way(group->nested[i]) == nullptr) watch(*group, group->nested[i], now);
+    if (!group->unbound.empty()) watch(*group, group->unbound.front(), now);
   }
-  if (now < next_host_check_) return;
-  next_host_check_ = now + kHostPeriod;
-  for (auto& link : links_) {
-    if (!link || link->broken() || link->departed()) continue;
-    guarded(link->peer().rank, [](Link& it) {
-      it.check_host();
-      return false;
-    });
-  }
-  report_failures();
 }
 
-void Engine::watch_stall(Group& group, InFlight& in_flight, Clock::time_point now) {
+void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_point now) {
   if (uint64_t progress = in_flight.operation->progress(); progress != in_flight.progress) {
     in_flight.progress = progress;
     in_flight.moved_at = in_flight.asked_at = now;
     in_flight.answers.clear();
     return;
   }
-  int64_t period_ms = options_.stall_notice_ms;
-  int64_t ask_ms = std::min(in_flight.timeout_ms / 8, period_ms > 0 ? period_ms / 4 : kAskMs);
+  int64_t ask_ms = std::min(in_flight.timeout_ms / 8, notice_ms_ > 0 ? notice_ms_ / 4 : kAskMs);
   if (ms_between(in_flight.asked_at, now) >= std::clamp<int64_t>(ask_ms, 50, kAskMs))
     ask_members(group, in_flight, now);
   int64_t stalled_ms = ms_between(in_flight.moved_at, now);
-  if (period_ms == 0 || stalled_ms < period_ms || ms_between(group.noticed_at, now) < period_ms) return;
+  if (notice_ms_ == 0 || stalled_ms < notice_ms_ || ms_between(group.noticed_at, now) < notice_ms_) return;
   std::vector<MissingRank> missing = find_missing(in_flight);
   auto pending = [&](const auto& answer) { return answer.second.awaited; };
   if (missing.empty() && std::any_of(in_flight.answers.begin(), in_flight.answers.end(), pending))
     return;  // soon it is known
   group.noticed_at = now;
   notices_.post(LogLevel::kWarning,
-                peers_[rank_].text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() +
+                links_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() +
                     " for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing)));
 }
 
 // Asks all connected members, not only those it waits for directly: these may wait for others themselves.
-void Engine::ask_members(const Group& group, InFlight& in_flight, Clock::time_point now) {
+void StallMonitor::ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now) {
   in_flight.asked_at = now;
   for (int member : group.view.members) {
-    Link* link = links_[member].get();
+    Link* link = links_[member];
     if (link == nullptr || !link->usable() || !link->connected()) continue;
     auto [answer, first] = in_flight.answers.try_emplace(member);
     if (!first && answer->second.awaited) continue;
     answer->second.asked_at = now;
     answer->second.awaited = true;
-    link->send_ping(group.id, in_flight.work->sequence());
+    link->send_ping(group.id, in_flight.sequence());
   }
 }
 
-void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerState state) {
-  GroupPtr group = find_group(group_id);
+void StallMonitor::on_answered(int peer, uint64_t group_id, uint64_t sequence, const PeerState& state) {
+  role_.assert_held();
+  GroupPtr group = groups_.find(group_id);
   if (!group) return;
-  if (group->pending_failure && group->pending_failure->unnamed) {
-    const Link::Disagreement& it = *group->pending_failure->unnamed;
-    if (it.peer == peer && it.mine.sequence == sequence) {
-      queue_failure(group_id, it.explain(peers_[rank_], peers_[peer], state.name));
-      return;
-    }
-  }
   auto take = [&](InFlight& in_flight) {
-    if (in_flight.work->sequence() != sequence) return;
+    if (in_flight.sequence() != sequence) return;
     auto answer = in_flight.answers.find(peer);
     if (answer == in_flight.answers.end()) return;
     answer->second.awaited = false;
@@ -137,43 +101,42 @@ void Engine::on_answered(int peer, uint64_t group_id, uint64_t sequence, PeerSta
   for (InFlight& in_flight : group->unbound) take(in_flight);
 }
 
-void Engine::answer_questions() {
+void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence) {
+  role_.assert_held();
+  questions_.push_back({peer, group, sequence});
+}
+
+void StallMonitor::answer() {
+  role_.assert_held();
+  if (questions_.empty()) return;
   std::vector<Question> asked;
   asked.swap(questions_);
   for (const Question& it : asked) links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.group, it.sequence));
 }
 
-PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
+PeerState StallMonitor::state_of(uint64_t group_id, uint64_t sequence) const {
   PeerState state;
-  GroupPtr group = find_group(group_id);
-  bool failed = false;
-  {
-    std::lock_guard lock(mutex_);
-    if (called_at_ != Clock::time_point{}) state.since_call_ms = ms_between(called_at_, Clock::now());
-    failed = group && group->failure;
-  }
-  for (const GroupPtr& other : busy_) {
+  GroupPtr group = groups_.find(group_id);
+  if (const auto called_at = called_at_.load(std::memory_order_relaxed); called_at != 0)
+    state.since_call_ms = ms_between(Clock::time_point(Clock::duration(called_at)), Clock::now());
+  for (const GroupPtr& other : groups_.busy()) {
     const InFlight* in_flight = other->oldest();
     if (other == group || in_flight == nullptr) continue;
     state.elsewhere = in_flight->work->text() + " of group '" + other->name + "'";
     break;
   }
   if (!group) return state;
-  if (!group->queued.empty())
-    state.last = group->queued.back().work->text();
-  else if (group->started_upto > 0)
-    state.last = group->history[group->started_upto % group->history.size()].text();
-
+  state.last = group->last_called();
   auto running = [&](const InFlight& in_flight) {
     state.progress = PeerState::Progress::kRunning;
     state.waits_for = in_flight.operation->missing();
     state.missing = find_missing(in_flight);
     state.name = in_flight.operation->identity().name;
   };
-  auto is_it = [&](const InFlight& in_flight) { return in_flight.work->sequence() == sequence; };
+  auto is_it = [&](const InFlight& in_flight) { return in_flight.sequence() == sequence; };
   state.progress = PeerState::Progress::kNotCalled;
   if (!group->active.empty()) state.waits_for = group->active.front().operation->missing();  // what it may be stuck in
-  if (Link::Started known = find_started(group_id, sequence); known.started) {
+  if (StartedOperation known = group->find_started(sequence); known.started) {
     state.progress = PeerState::Progress::kDone;
     if (known.identity != nullptr) state.name = known.identity->name;
   }
@@ -185,29 +148,29 @@ PeerState Engine::state_of(uint64_t group_id, uint64_t sequence) const {
   if (auto it = std::find_if(group->active.begin(), group->active.end(), is_it); it != group->active.end())
     running(*it);
   if (auto it = std::find_if(group->nested.begin(), group->nested.end(), is_it); it != group->nested.end()) {
-    const InFlight* first = in_the_way(*group, *it);
+    const InFlight* first = group->in_the_way(*it);
     running(first != nullptr ? *first : *it);
     if (first != nullptr) state.progress = PeerState::Progress::kQueued;
     state.name = it->operation->identity().name;
   }
-  if (failed) state.progress = PeerState::Progress::kFailed;
+  if (groups_.failure_of(*group)) state.progress = PeerState::Progress::kFailed;
   return state;
 }
 
 // Follows the chain of ranks that wait for one another, as far as their answers go, to the ranks that have not come.
-std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
+std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) const {
   std::vector<MissingRank> found;
   std::vector<int> next = in_flight.operation->missing();
   // Other ranks may know of a missing one to which no chain of this rank's peers leads.
   for (const auto& [peer, answer] : in_flight.answers)
     if (answer.state)
       for (const MissingRank& it : answer.state->missing) next.push_back(it.rank);
-  std::set<int> seen{rank_};
+  std::set<int> seen{links_.rank()};
   auto now = Clock::now();
   int64_t silent_ms = std::min<int64_t>(kSilentMs, in_flight.timeout_ms / 4);
   for (std::size_t i = 0; i < next.size(); ++i) {
     int peer = next[i];
-    if (peer < 0 || peer >= world() || !seen.insert(peer).second) continue;
+    if (peer < 0 || peer >= links_.world() || !seen.insert(peer).second) continue;
     auto answer = in_flight.answers.find(peer);
     if (answer == in_flight.answers.end()) continue;
     const auto& [asked_at, awaited, state] = answer->second;
@@ -229,7 +192,8 @@ std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
         break;
       case PeerState::Progress::kNotCalled:
         // It is in an earlier operation, which waits for other ranks than this one: those are the missing ones.
-        if (std::any_of(state->waits_for.begin(), state->waits_for.end(), [&](int it) { return it != rank_; })) {
+        if (std::any_of(state->waits_for.begin(), state->waits_for.end(),
+                        [&](int it) { return it != links_.rank(); })) {
           next.insert(next.end(), state->waits_for.begin(), state->waits_for.end());
           break;
         }
@@ -251,11 +215,11 @@ std::vector<MissingRank> Engine::find_missing(const InFlight& in_flight) const {
 
 // Peers report the missing ranks to which this one has no connection; they may know them from others. A report that is out of
 // date circulates until it has passed kMostHops ranks.
-void Engine::add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const {
+void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const {
   for (const auto& [peer, answer] : in_flight.answers) {
     if (!answer.state) continue;
     for (const MissingRank& it : answer.state->missing) {
-      if (it.rank < 0 || it.rank >= world() || it.rank == rank_ || it.hops >= kMostHops) continue;
+      if (it.rank < 0 || it.rank >= links_.world() || it.rank == links_.rank() || it.hops >= kMostHops) continue;
       if (links_[it.rank]->connected() || !links_[it.rank]->usable()) continue;
       auto known = std::find_if(found.begin(), found.end(), [&](const auto& other) { return other.rank == it.rank; });
       if (known == found.end())
@@ -266,14 +230,33 @@ void Engine::add_reported_by_others(const InFlight& in_flight, std::vector<Missi
   }
 }
 
-std::string Engine::format_missing(const std::vector<MissingRank>& missing) const {
+std::string StallMonitor::format_missing(const std::vector<MissingRank>& missing) const {
   std::string out;
   for (const MissingRank& it : missing) {
-    std::string peer = peers_[it.rank].text();
+    std::string peer = links_.info(it.rank).text();
     peer.insert(peer.size() - 1, "; " + it.why);
     out += (out.empty() ? "" : ", ") + peer;
   }
   return out;
+}
+
+Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
+  role_.assert_held();
+  ErrorContext context;
+  links_.self().fill_self(context);
+  context.operation = in_flight.work->text();
+  context.sequence = static_cast<int64_t>(in_flight.sequence());
+  context.name = in_flight.operation->identity().name;
+  std::vector<MissingRank> missing = find_missing(in_flight);
+  std::vector<int> open = in_flight.operation->missing();
+  int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
+  if (guilty >= 0) links_.info(guilty).fill_peer(context);
+  context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing));
+  context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
+  return Error(ErrorKind::kTimeout,
+               in_flight.work->text() + " on rank " + std::to_string(links_.rank()) + " Timed out after " +
+                   std::to_string(in_flight.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
+               context);
 }
 
 }  // namespace ringdp

@@ -39,6 +39,8 @@ class Work {
 
  private:
   friend class Engine;
+  friend class MessageMatching;
+  friend class Progress;
   static constexpr int kRunning = 0, kDone = 1, kFailed = 2;
 
   void finish(std::exception_ptr error, std::shared_ptr<void> buffers) {

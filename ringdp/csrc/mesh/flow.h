@@ -12,6 +12,7 @@
 
 namespace ringdp {
 
+struct PeerInfo;
 class SendFlow;
 class RecvFlow;
 
@@ -51,6 +52,16 @@ struct FlowIdentity {
   uint64_t elements(uint64_t bytes) const;
   std::string place() const;  // "#17", "in a callback", "from rank 1 to rank 2"
   std::string text() const;   // "all_reduce #17 (float32[10], SUM)"
+};
+
+// Two ranks disagree about one operation. The peer's name for it is not in its frames, only the name's hash.
+struct Disagreement {
+  FlowIdentity mine;
+  FrameHeader theirs;
+  int peer = -1;
+
+  bool name_unknown() const;  // the peer's operation has a name, and it is not this rank's
+  Error explain(const PeerInfo& self, const PeerInfo& peer_info, const std::string& peer_name) const;
 };
 
 class SendFlow {

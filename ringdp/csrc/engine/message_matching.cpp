@@ -1,52 +1,39 @@
-#include "engine/matching.h"
+#include "engine/message_matching.h"
 
 #include <algorithm>
-
-#include "base/bytes.h"
-#include "engine/engine.h"
+#include <utility>
+#include <vector>
 
 namespace ringdp {
 
-uint64_t MessageNumbers::peek(const PointToPoint& ends) const {
-  auto met = met_.find({ends.from, ends.to, ends.tag});
-  uint64_t count = met == met_.end() ? 0 : met->second;
-  uint64_t parties = static_cast<uint64_t>(static_cast<uint32_t>(ends.from)) << 32 | static_cast<uint32_t>(ends.to);
-  uint64_t hash = hash_mix(hash_mix(parties, static_cast<uint32_t>(ends.tag)), count);
-  return (hash & (kMessageBit - 1)) | kMessageBit;
-}
+MessageMatching::MessageMatching(PeerLinks& links, FailureAgreement& failures,
+                                 std::function<void(int peer)> want_connection, Start start)
+    : links_(links), failures_(failures), want_connection_(std::move(want_connection)), start_(std::move(start)) {}
 
-uint64_t MessageNumbers::next(const PointToPoint& ends) {
-  uint64_t number = peek(ends);
-  ++met_[{ends.from, ends.to, ends.tag}];
-  return number;
-}
-
-// Sends start at once. Receives are numbered in the order in which they were posted: see bind_receives.
-void Engine::take_message(Group& group, InFlight in_flight) {
+void MessageMatching::take(GroupState& group, InFlight in_flight) {
   const PointToPoint& ends = *in_flight.operation->point_to_point();
-  if (ends.sends) return start_message(group, std::move(in_flight));
-  if (ends.from == PointToPoint::kAny &&
-      options_.want_connection)  // a lower rank may not be able to connect to this one
+  if (ends.sends) return number(group, std::move(in_flight));
+  if (ends.from == PointToPoint::kAny && want_connection_)  // a lower rank may not be able to connect to this one
     for (int member : group.view.members)
-      if (links_[member] && !links_[member]->connected()) options_.want_connection(member);
+      if (Link* link = links_[member]; link != nullptr && !link->connected()) want_connection_(member);
   group.unbound.push_back(std::move(in_flight));
   bind_receives(group);
 }
 
-void Engine::start_message(Group& group, InFlight in_flight) {
+void MessageMatching::number(GroupState& group, InFlight in_flight) {
   const PointToPoint& ends = *in_flight.operation->point_to_point();
   FlowIdentity& identity = in_flight.operation->mutable_identity();
   identity.sequence = group.messages.next(ends);
   in_flight.work->sequence_.store(identity.sequence, std::memory_order_release);
   in_flight.work->source_.store(ends.from, std::memory_order_release);
   group.nested.push_back(std::move(in_flight));
-  start(group, group.nested.back());
+  start_(group, group.nested.back());
 }
 
 // A receive from a given rank takes that rank's next number at once; a receive from any rank takes it when the next message
 // of some rank has begun to arrive. A receive posted after one from any rank with the same tag waits until that one is bound:
 // the first receive posted gets the first message.
-bool Engine::bind_receives(Group& group) {
+bool MessageMatching::bind_receives(GroupState& group) {
   bool changed = false;
   std::vector<int32_t> open;  // tags of receives from any rank that stay unbound
   for (std::size_t i = 0; i < group.unbound.size();) {
@@ -66,13 +53,13 @@ bool Engine::bind_receives(Group& group) {
     }
     InFlight in_flight = std::move(group.unbound[i]);
     group.unbound.erase(group.unbound.begin() + static_cast<std::ptrdiff_t>(i));
-    start_message(group, std::move(in_flight));
+    number(group, std::move(in_flight));
     changed = true;
   }
   return changed;
 }
 
-int Engine::find_sender(const Group& group, PointToPoint ends) {
+int MessageMatching::find_sender(const GroupState& group, PointToPoint ends) {
   bool some_usable = false;
   for (int step = 1; step < group.view.size; ++step) {
     ends.from = (ends.to + step) % group.view.size;
@@ -82,8 +69,8 @@ int Engine::find_sender(const Group& group, PointToPoint ends) {
   }
   if (!some_usable) {
     int first = group.view.members[static_cast<std::size_t>((ends.to + 1) % group.view.size)];
-    queue_failure(group.id,
-                  explain_loss(group, first, Error(ErrorKind::kPeerLost, "it left the job, as all others did")));
+    failures_.queue(group.id, failures_.explain_loss(
+                                  group, first, Error(ErrorKind::kPeerLost, "it left the job, as all others did")));
   }
   return PointToPoint::kAny;
 }

@@ -1,13 +1,11 @@
-// The sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time. A flow may go
-// as far as the receiver has granted, and eagerly beyond that for its first kSmallFlowBytes, while the peer's window has room:
-// so small messages need no round trip, and a slow rank holds large ones back. A frame that has begun is always finished, from a
-// copy if its operation has ended, because the peer would otherwise take the next header for payload.
+#include "mesh/link_sender.h"
+
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
-#include "base/text.h"
-#include "mesh/link.h"
+#include "mesh/early_frames.h"
 
 namespace ringdp {
 namespace {
@@ -21,7 +19,12 @@ constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and 
 
 }  // namespace
 
-void Link::attach(SendFlow& flow) {
+void LinkSender::opened(bool checksums) {
+  check_ = FrameCheck(checksums && !connection_.direct());
+  for (auto& [header, payload] : std::exchange(waiting_, {})) control(header, payload);
+}
+
+void LinkSender::attach(SendFlow& flow) {
   auto grant = early_grants_.find({flow.identity->group, flow.identity->sequence});
   if (grant != early_grants_.end()) {
     flow.granted = std::min(grant->second, flow.total);
@@ -31,7 +34,8 @@ void Link::attach(SendFlow& flow) {
   wish();
 }
 
-void Link::detach(SendFlow& flow) {
+// A frame that has begun is always finished, because the peer would otherwise take the next header for payload.
+void LinkSender::detach(SendFlow& flow) {
   std::erase(sending_, &flow);
   if (payload_flow_ != &flow) return;
   // Half of the frame is sent: the other half comes from a copy.
@@ -40,9 +44,13 @@ void Link::detach(SendFlow& flow) {
   payload_ = orphan_;
 }
 
+void LinkSender::discard_group(uint64_t group) {
+  std::erase_if(early_grants_, [&](const auto& entry) { return entry.first.first == group; });
+}
+
 // How many bytes beyond flow.sent may go now. Bytes beyond the grant are eager: within the flow's first kSmallFlowBytes and
 // the peer's window. A larger flow never ends before its last grant has come, so no grant arrives too late.
-std::size_t Link::allowance(const SendFlow& flow) const {
+std::size_t LinkSender::allowance(const SendFlow& flow) const {
   if (flow.sent < flow.granted) return flow.granted - flow.sent;
   if (flow.requested) return 0;
   uint64_t eager_end = std::min<uint64_t>(flow.total, kSmallFlowBytes);
@@ -53,33 +61,33 @@ std::size_t Link::allowance(const SendFlow& flow) const {
   return std::min(rest, window);
 }
 
-bool Link::sendable(const SendFlow& flow) const {
+bool LinkSender::sendable(const SendFlow& flow) const {
   if (flow.total == 0) return !flow.opened;
   return flow.ready > flow.sent && allowance(flow) > 0;
 }
 
 // A small flow that finds the window used up asks for its grant. Once asked, it waits for that, so none comes too late.
-bool Link::must_request(const SendFlow& flow) const {
+bool LinkSender::must_request(const SendFlow& flow) const {
   bool small = flow.total > 0 && flow.total <= kSmallFlowBytes;
   return small && !flow.requested && flow.granted == 0 && flow.ready > flow.sent && allowance(flow) == 0;
 }
 
-void Link::wish() {
-  if (connected() || wished_ || !usable()) return;
+void LinkSender::wish() {
+  if (connection_.connected() || wished_ || !connection_.usable()) return;
   wished_ = true;
-  events_.wanted(peer_.rank);
+  events_.wanted();
 }
 
-bool Link::has_outgoing() const {
-  if (!connected() || departed_) return false;
+bool LinkSender::has_outgoing() const {
+  if (!connection_.connected() || connection_.departed()) return false;
   if (frame_under_way() || !control_.empty()) return true;
   return !said_bye_ && std::any_of(sending_.begin(), sending_.end(),
                                    [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
 }
 
-void Link::append_control(FrameHeader header, const std::string& payload) {
+void LinkSender::control(FrameHeader header, const std::string& payload) {
   if (said_bye_) return;
-  if (!connected()) {
+  if (!connection_.connected()) {
     waiting_.emplace_back(header, payload);
     return wish();
   }
@@ -91,46 +99,49 @@ void Link::append_control(FrameHeader header, const std::string& payload) {
   if (!payload.empty()) std::memcpy(control_.data() + at + check_.head_bytes(), payload.data(), payload.size());
 }
 
-void Link::append_control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
-                          const std::string& payload) {
+void LinkSender::control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
+                         const std::string& payload) {
   FrameHeader header;
   header.type = type;
   header.group = group;
   header.sequence = sequence;
   header.offset = offset;
-  append_control(header, payload);
+  control(header, payload);
 }
 
-void Link::announce(const FlowIdentity& identity) {
-  if (broken_ || departed_) return;
-  FrameHeader header;
-  header.group = identity.group;
-  header.sequence = identity.sequence;
-  header.fingerprint = identity.fingerprint;
-  header.shape = identity.shape;
-  append_control(header);
-}
-
-void Link::send_abort(uint64_t group, const AbortNotice& notice) {
-  if (!broken_ && !departed_) append_control(FrameType::kAbort, group, notice.sequence, 0, notice.encode());
-}
-
-void Link::send_bye(const std::string& reason) {
-  if (!connected() || departed_) return;
-  append_control(FrameType::kBye, 0, 0, 0, clean_text(reason, kReasonBytes));
+void LinkSender::say_bye(const std::string& reason) {
+  control(FrameType::kBye, 0, 0, 0, reason);
   said_bye_ = true;
 }
 
-void Link::send_ping(uint64_t group, uint64_t sequence) {
-  if (!broken_ && !departed_ && control_.size() < kMaxTalkBytes) append_control(FrameType::kPing, group, sequence, 0);
+bool LinkSender::may_talk() const { return control_.size() < kMaxTalkBytes; }
+
+bool LinkSender::grant(const FrameHeader& header) {
+  for (SendFlow* flow : sending_) {
+    if (flow->identity->group != header.group || flow->identity->sequence != header.sequence) continue;
+    flow->granted = std::min(std::max(flow->granted, header.offset), flow->total);
+    return true;
+  }
+  return false;
 }
 
-void Link::send_pong(uint64_t group, uint64_t sequence, const PeerState& state) {
-  if (!broken_ && !departed_ && control_.size() < kMaxTalkBytes)
-    append_control(FrameType::kPong, group, sequence, 0, state.encode());
+bool LinkSender::grant_early(const FrameHeader& header) {
+  if (early_grants_.size() >= kMaxEarlyOperations) return false;
+  uint64_t& kept = early_grants_[{header.group, header.sequence}];
+  kept = std::max(kept, header.offset);
+  return true;
 }
 
-bool Link::stage_next() {
+void LinkSender::consumed(uint32_t bytes) {
+  consumed_ += bytes;
+  if (static_cast<uint32_t>(consumed_ - consumed_reported_) >= kEagerWindowBytes / 2) control(FrameType::kCredit, 0, 0);
+}
+
+std::size_t LinkSender::padding_of(std::size_t payload) const {
+  return connection_.direct() ? Channel::padding_of(payload) : 0;
+}
+
+bool LinkSender::stage_next() {
   head_.clear();
   head_sent_ = 0;
   payload_ = {};
@@ -140,7 +151,7 @@ bool Link::stage_next() {
   for (SendFlow* flow : sending_) {
     if (!must_request(*flow)) continue;
     flow->requested = true;
-    append_control(FrameType::kRequest, flow->identity->group, flow->identity->sequence, 0);
+    control(FrameType::kRequest, flow->identity->group, flow->identity->sequence);
   }
   std::swap(head_, control_);
   if (said_bye_) return !head_.empty();
@@ -169,7 +180,7 @@ bool Link::stage_next() {
   return true;
 }
 
-void Link::finish_frame_sent() {
+void LinkSender::finish_frame() {
   SendFlow* flow = std::exchange(payload_flow_, nullptr);
   std::size_t sent = payload_.size();
   payload_ = {};
@@ -185,18 +196,18 @@ void Link::finish_frame_sent() {
   flow->handler->flushed(*flow);
 }
 
-bool Link::pump_send() {
+bool LinkSender::pump() {
   blocked_ = false;
   std::size_t moved = 0;
-  while (connected() && !departed_ && moved < kSendBudgetBytes) {
+  while (connection_.connected() && !connection_.departed() && moved < kSendBudgetBytes) {
     if (!frame_under_way()) {
-      finish_frame_sent();
+      finish_frame();
       if (!stage_next()) break;
     }
     std::array<iovec, 3> pieces;
     std::size_t count = 0;
     // An abort or goodbye must pass also where large packets do not.
-    const bool only_control = payload_.empty() && !direct_;
+    const bool only_control = payload_.empty() && !connection_.direct();
     const std::size_t most = only_control ? kControlPieceBytes : head_.size();
     if (head_sent_ < head_.size())
       pieces[count++] = {head_.data() + head_sent_, std::min(most, head_.size() - head_sent_)};
@@ -206,16 +217,13 @@ bool Link::pump_send() {
       std::size_t sent = payload_sent_ > payload_.size() ? payload_sent_ - payload_.size() : 0;
       pieces[count++] = {const_cast<std::byte*>(kPadding.data()), padding_ - sent};
     }
-    IoResult result = channel_->send(std::span(pieces.data(), count));
+    IoResult result = connection_.channel().send(std::span(pieces.data(), count));
     if (result.status == IoStatus::kWouldBlock) {
       blocked_ = true;
       break;
     }
     if (result.status != IoStatus::kOk) {
-      // The peer is gone; its last frames may explain why.
-      while (!departed_ && pump_receive(kSendBudgetBytes)) {
-      }
-      if (!departed_) on_closed(result.error_number);
+      events_.closed(result.error_number);
       break;
     }
     moved += result.bytes;
@@ -224,7 +232,7 @@ bool Link::pump_send() {
     head_sent_ += of_head;
     payload_sent_ += result.bytes - of_head;
   }
-  if (connected() && !frame_under_way()) finish_frame_sent();
+  if (connection_.connected() && !frame_under_way()) finish_frame();
   return moved > 0;
 }
 

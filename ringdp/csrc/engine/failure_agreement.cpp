@@ -1,0 +1,305 @@
+#include "engine/failure_agreement.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <utility>
+
+namespace ringdp {
+namespace {
+
+constexpr int64_t kListenMs = 20;            // for an earlier cause from another rank
+constexpr int64_t kListenForReasonMs = 100;  // why a connection ended
+constexpr int64_t kNameMs = 1000;            // for the other side's name of an operation
+
+bool earlier(const AbortNotice& a, const AbortNotice& b) {
+  auto key = [](const AbortNotice& it) {
+    return std::tuple(it.unexplained, it.sequence == 0 ? UINT64_MAX : it.sequence,
+                      it.guilty_rank < 0 ? INT32_MAX : it.guilty_rank);
+  };
+  return key(a) < key(b);
+}
+
+AbortNotice notice_of(const Error& error) {
+  AbortNotice notice;
+  notice.kind = error.kind();
+  notice.guilty_rank = error.context().peer;
+  notice.found_by = error.context().rank;
+  notice.unexplained = error.context().unexplained;
+  notice.sequence = error.context().sequence >= 0 ? static_cast<uint64_t>(error.context().sequence) : 0;
+  notice.text = error.what();
+  return notice;
+}
+
+}  // namespace
+
+FailureAgreement::FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links,
+                                   EndOperations end_operations)
+    : role_(role),
+      groups_(groups),
+      links_(links),
+      end_operations_(std::move(end_operations)),
+      farewells_(links.world()),
+      losses_(links.world()) {}
+
+void FailureAgreement::queue(uint64_t group, Error error) {
+  role_.assert_held();
+  AbortNotice notice = notice_of(error);
+  queued_.push_back({group, std::move(error), std::move(notice), false});
+}
+
+void FailureAgreement::forget_queued() {
+  role_.assert_held();
+  queued_.clear();
+}
+
+void FailureAgreement::on_lost(int peer, const Error& error) {
+  role_.assert_held();
+  Link& link = *links_[peer];
+  losses_[peer] = error;
+  const std::vector<GroupPtr> concerned = groups_.with(peer);
+  if (link.damaged()) {
+    // The other direction may be sound, and the peer then knows nothing of the damage: it is told for each group, also for
+    // those that it makes later.
+    for (const GroupPtr& group : concerned) {
+      Error explained = explain_damage(*group, peer, error);
+      link.send_abort(group->id, notice_of(explained));
+      queue(group->id, std::move(explained));
+    }
+    link.send_bye("it gave this connection up: " + error.context().cause);
+    links_.send_to(peer);
+    return;
+  }
+  links_.drop(peer);
+  for (const GroupPtr& group : concerned) queue(group->id, explain_loss(*group, peer, error));
+}
+
+void FailureAgreement::on_unreachable(int peer, const Error& error, bool gone) {
+  role_.assert_held();
+  losses_[peer] = error;
+  if (gone) {
+    links_[peer]->give_up();
+    return on_departed(peer, error.context().cause);
+  }
+  links_.drop(peer);
+  for (const GroupPtr& group : groups_.with(peer)) queue(group->id, error);
+}
+
+// A goodbye is not a failure by itself: only operations that still need the peer fail.
+void FailureAgreement::on_departed(int peer, const std::string& reason) {
+  role_.assert_held();
+  farewells_[peer] = reason;
+  for (const GroupPtr& group : groups_.busy()) {
+    bool needed = group->any_running([&](const InFlight& in_flight) { return in_flight.operation->needs(peer); });
+    if (needed) queue(group->id, explain_departure(*group, peer));
+  }
+}
+
+void FailureAgreement::on_mismatched(Disagreement disagreement) {
+  role_.assert_held();
+  Error error = disagreement.explain(links_.self(), links_.info(disagreement.peer), "");
+  GroupPtr group = groups_.find(disagreement.mine.group);
+  if (!group) return;
+  if (!disagreement.name_unknown()) return queue(group->id, std::move(error));
+  if (group->failing) return;  // what is known already says as much
+  if (groups_.failure_of(*group)) return;
+  links_[disagreement.peer]->send_ping(disagreement.mine.group, disagreement.mine.sequence);
+  Failure failure{group->id, error, notice_of(error), false};
+  make_pending(group, std::move(failure), kNameMs, std::move(disagreement));
+}
+
+bool FailureAgreement::on_named(int peer, uint64_t group_id, uint64_t sequence, const std::string& name) {
+  role_.assert_held();
+  const GroupPtr group = groups_.find(group_id);
+  const Pending* pending = group ? pending_of(*group) : nullptr;
+  if (pending == nullptr || !pending->unnamed) return false;
+  const Disagreement& it = *pending->unnamed;
+  if (it.peer != peer || it.mine.sequence != sequence) return false;
+  queue(group_id, it.explain(links_.self(), links_.info(peer), name));
+  return true;
+}
+
+void FailureAgreement::on_aborted(int peer, uint64_t group_id, const AbortNotice& notice) {
+  role_.assert_held();
+  GroupPtr group = groups_.find(group_id);
+  ErrorContext context;
+  links_.self().fill_self(context);
+  context.cause = notice.text;
+  context.sequence = static_cast<int64_t>(notice.sequence);
+  int guilty = notice.guilty_rank;
+  const bool of_two = notice.kind == ErrorKind::kMismatch || notice.kind == ErrorKind::kDamaged;
+  if (guilty == links_.rank() && of_two) guilty = notice.found_by;  // seen from here it is the other one
+  if (guilty >= 0 && guilty < links_.world()) links_.info(guilty).fill_peer(context);
+  if (const InFlight* oldest = group ? group->oldest() : nullptr; oldest != nullptr) {
+    context.operation = oldest->work->text();
+    context.name = oldest->operation->identity().name;
+  }
+  // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not blame
+  // this rank.
+  Error error(notice.kind, notice.text + " (reported by " + links_.info(peer).text() + ")", context);
+  if (!group) group = groups_.fail_early(group_id, std::make_exception_ptr(error));
+  if (!group) return;
+  group->reported_by.insert(peer);
+  queued_.push_back({group_id, std::move(error), notice, true});
+}
+
+void FailureAgreement::report() {
+  role_.assert_held();
+  while (!queued_.empty()) {
+    std::vector<Failure> found;
+    found.swap(queued_);
+    for (Failure& failure : found)
+      if (GroupPtr group = groups_.find(failure.group)) defer(group, std::move(failure));
+  }
+}
+
+// All ranks of a group shall report the same failure: that of the earliest operation, then of the lowest rank. So a rank tells
+// the others at once what it has found, and waits a moment for an earlier cause before it fails its operations.
+void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
+  if (groups_.failure_of(*group)) return;
+  if (Pending* pending = pending_of(*group)) {
+    // A rank that has reported a failure leaves because of it: its loss is not a cause of its own.
+    if (failure.notice.kind == ErrorKind::kPeerLost && group->reported_by.contains(failure.notice.guilty_rank)) return;
+    const bool named = pending->unnamed && failure.notice.kind == ErrorKind::kMismatch;
+    if (!named && !earlier(failure.notice, pending->failure.notice)) return;
+    pending->failure = std::move(failure);
+    if (std::exchange(pending->unnamed, std::nullopt)) pending->end = Deadline::after_ms(kListenMs);
+    return notify_members(*group, pending->failure.notice);
+  }
+  notify_members(*group, failure.notice);
+  int listening = 0;
+  for (int member : group->view.members)
+    if (Link* link = links_[member]; link != nullptr && link->usable() && link->connected()) ++listening;
+  bool both_know = group->view.size == 2 && (failure.told || failure.notice.kind == ErrorKind::kMismatch);
+  if (listening == 0 || both_know) return fail_quietly(*group, failure.error, failure.notice);
+  const int64_t listen_ms = failure.notice.unexplained ? kListenForReasonMs : kListenMs;
+  make_pending(group, std::move(failure), listen_ms, std::nullopt);
+}
+
+FailureAgreement::Pending* FailureAgreement::pending_of(const GroupState& group) {
+  for (Pending& pending : pending_)
+    if (pending.group.get() == &group) return &pending;
+  return nullptr;
+}
+
+void FailureAgreement::make_pending(const GroupPtr& group, Failure failure, int64_t ms,
+                                    std::optional<Disagreement> unnamed) {
+  Pending pending{group, std::move(failure), Deadline::after_ms(ms), std::move(unnamed)};
+  if (Pending* other = pending_of(*group))  // came while the members were being told
+    *other = std::move(pending);
+  else
+    pending_.push_back(std::move(pending));
+  group->failing = true;
+}
+
+void FailureAgreement::end_pending() {
+  role_.assert_held();
+  std::vector<GroupPtr> over;
+  for (const Pending& pending : pending_)
+    if (pending.end.expired()) over.push_back(pending.group);
+  for (const GroupPtr& group : over) {
+    const Pending* pending = pending_of(*group);
+    if (pending == nullptr) continue;
+    const Failure failure = pending->failure;
+    if (pending->unnamed) notify_members(*group, failure.notice);
+    fail_quietly(*group, failure.error, failure.notice);
+  }
+}
+
+Deadline FailureAgreement::next_deadline() const {
+  role_.assert_held();
+  Deadline first = Deadline::never();
+  for (const Pending& pending : pending_) first = std::min(first, pending.end);
+  return first;
+}
+
+// Whether this rank tells that member of a failure of the group: over usable connections, and to the neighbours in a group
+// whose members are not all connected.
+bool FailureAgreement::notifies(const GroupState& group, int member) const {
+  const Link* link = links_[member];
+  if (link == nullptr || !link->usable()) return false;
+  if (link->connected()) return true;
+  return std::find(group.neighbours.begin(), group.neighbours.end(), member) != group.neighbours.end();
+}
+
+// Each member that receives the notice passes it on.
+void FailureAgreement::notify_members(const GroupState& group, const AbortNotice& notice) {
+  for (int member : group.view.members) {
+    if (!notifies(group, member)) continue;
+    links_[member]->send_abort(group.id, notice);
+    links_.send_to(member);
+  }
+}
+
+void FailureAgreement::fail(GroupState& group, const Error& error) {
+  role_.assert_held();
+  if (groups_.failure_of(group)) return;
+  const AbortNotice notice = notice_of(error);
+  notify_members(group, notice);
+  fail_quietly(group, error, notice);
+}
+
+void FailureAgreement::fail_all(const std::vector<GroupPtr>& groups, const Error& error) {
+  for (const GroupPtr& group : groups) fail(*group, error);
+}
+
+// The members know it already.
+void FailureAgreement::fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice) {
+  std::exception_ptr failure = std::make_exception_ptr(error);
+  if (!groups_.fail(group, failure)) return;
+  group.failing = false;
+  std::erase_if(pending_, [&](const Pending& pending) { return pending.group.get() == &group; });
+  end_operations_(group, failure, notice.sequence);
+}
+
+Error FailureAgreement::explain_loss(const GroupState& group, int peer, const Error& cause) const {
+  ErrorContext context = cause.context();
+  links_.self().fill_self(context);
+  links_.info(peer).fill_peer(context);
+  if (context.cause.empty()) context.cause = cause.what();
+  if (context.advice.empty()) context.advice = "look at that rank's own log for the reason";
+  std::string during = "between operations";
+  if (const InFlight* oldest = group.oldest(); oldest != nullptr) {
+    const InFlight& in_flight = *oldest;
+    context.operation = in_flight.work->text();
+    context.sequence = static_cast<int64_t>(in_flight.sequence());
+    context.name = in_flight.operation->identity().name;
+    during = "during " + in_flight.work->text();
+    if (std::string waiting = in_flight.operation->waiting_for(); !waiting.empty())
+      during += ", waiting for " + waiting;
+  }
+  return Error(ErrorKind::kPeerLost,
+               "rank " + std::to_string(links_.rank()) + " (host " + context.host + ") lost " +
+                   links_.info(peer).text() + " " + during + ": Connection closed by peer: " + context.cause + "; " +
+                   context.advice,
+               context);
+}
+
+Error FailureAgreement::explain_damage(const GroupState& group, int peer, const Error& cause) const {
+  ErrorContext context = cause.context();
+  std::string during = "between operations";
+  if (const InFlight* oldest = group.oldest(); oldest != nullptr) {
+    context.operation = oldest->work->text();
+    context.sequence = static_cast<int64_t>(oldest->work->sequence());
+    context.name = oldest->operation->identity().name;
+    during = "during " + oldest->work->text();
+  }
+  return Error(ErrorKind::kDamaged,
+               "rank " + std::to_string(links_.rank()) + " (host " + context.host + ") received damaged bytes from " +
+                   links_.info(peer).text() + " " + during + ": " + context.cause + "; " + context.advice,
+               context);
+}
+
+Error FailureAgreement::explain_departure(const GroupState& group, int peer) const {
+  role_.assert_held();
+  if (const auto& loss = losses_[peer]) {
+    if (loss->kind() == ErrorKind::kDamaged) return explain_damage(group, peer, *loss);
+    const bool told = loss->kind() == ErrorKind::kHandshake && links_[peer]->broken();  // there never was a connection
+    return told ? *loss : explain_loss(group, peer, *loss);
+  }
+  const std::string& reason = farewells_[peer];
+  return explain_loss(group, peer,
+                      Error(ErrorKind::kPeerLost, "it left the job" + (reason.empty() ? "" : ": " + reason)));
+}
+
+}  // namespace ringdp

@@ -1,0 +1,91 @@
+// FailureAgreement: how a group fails, with the same error on all its ranks: a lost peer, a disagreement, a deadline. A group
+// keeps its first failure; all its queued and later operations fail with it. A failure goes through three steps: `queue` notes
+// it while a link is being pumped; `report` tells the members and makes it pending, for a moment in which another rank may
+// report an earlier cause; `end_pending` makes it final and ends the group's operations.
+// Owned by the Engine. Used by the thread that drives: called by the links' events, by Progress and by the Engine.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <list>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "engine/driver_role.h"
+#include "engine/group_table.h"
+#include "engine/peer_links.h"
+#include "mesh/frame.h"
+#include "mesh/link.h"
+
+namespace ringdp {
+
+class FailureAgreement {
+ public:
+  // Ends all operations of a group that has failed, except those before number `cause` that have all their bytes; 0: no
+  // operation is the cause.
+  using EndOperations = std::function<void(GroupState&, const std::exception_ptr& failure, uint64_t cause)>;
+
+  FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, EndOperations end_operations);
+
+  void queue(uint64_t group, Error error);
+  void report();
+  void end_pending();
+  Deadline next_deadline() const;  // of the pending ones
+
+  // At once, and the members are told: this rank ends the group, nobody can know an earlier cause.
+  void fail(GroupState& group, const Error& error);
+  void fail_all(const std::vector<GroupPtr>& groups, const Error& error);
+  void forget_queued();
+
+  // The link to the peer has thrown. It is closed, unless it is damaged.
+  void on_lost(int peer, const Error& error);
+  void on_unreachable(int peer, const Error& error,
+                      bool gone);  // there will be no connection; `gone`: the peer has ended
+  void on_departed(int peer, const std::string& reason);
+  void on_mismatched(Disagreement disagreement);
+  void on_aborted(int peer, uint64_t group, const AbortNotice& notice);
+  // What a peer calls an operation. True if a failure has waited for it.
+  bool on_named(int peer, uint64_t group, uint64_t sequence, const std::string& name);
+
+  // The peer left in good order, or was lost before this operation began.
+  Error explain_departure(const GroupState& group, int peer) const;
+  Error explain_loss(const GroupState& group, int peer, const Error& cause) const;
+
+ private:
+  struct Failure {
+    uint64_t group;
+    Error error;
+    AbortNotice notice;  // what the other members are told
+    bool told = false;   // heard from one of them
+  };
+  struct Pending {
+    GroupPtr group;
+    Failure failure;
+    Deadline end;
+    std::optional<Disagreement> unnamed;  // waits for the name that the other side gave the operation
+  };
+
+  Pending* pending_of(const GroupState& group) RINGDP_REQUIRES(role_);
+  void make_pending(const GroupPtr& group, Failure failure, int64_t ms, std::optional<Disagreement> unnamed)
+      RINGDP_REQUIRES(role_);
+  void defer(const GroupPtr& group, Failure failure) RINGDP_REQUIRES(role_);
+  void fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice) RINGDP_REQUIRES(role_);
+  void notify_members(const GroupState& group, const AbortNotice& notice);
+  bool notifies(const GroupState& group, int member) const;
+  Error explain_damage(const GroupState& group, int peer, const Error& cause) const;
+
+  const DriverRole& role_;
+  GroupTable& groups_;
+  PeerLinks& links_;
+  const EndOperations end_operations_;
+  std::vector<Failure> queued_ RINGDP_GUARDED_BY(role_);
+  std::list<Pending> pending_ RINGDP_GUARDED_BY(role_);                // a list: one comes while another is being told
+  std::vector<std::string> farewells_ RINGDP_GUARDED_BY(role_);        // of peers that left
+  std::vector<std::optional<Error>> losses_ RINGDP_GUARDED_BY(role_);  // why the link to a peer broke
+};
+
+}  // namespace ringdp

@@ -1,0 +1,100 @@
+#include "engine/group_table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/bytes.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kMostEarlyFailures = 256;  // of groups that this rank has not made yet
+
+}  // namespace
+
+GroupPtr GroupTable::add(uint64_t key, const GroupView& view, std::vector<int> neighbours, const std::string& name) {
+  MutexLock lock(mutex_);
+  const uint64_t id = hash_mix(key, ++made_[key]);
+  auto group = std::make_shared<GroupState>(id, view, std::move(neighbours), name);
+  if (auto early = early_failures_.extract(id)) group->failure_ = early.mapped();
+  return groups_[id] = std::move(group);
+}
+
+void GroupTable::remove(uint64_t id) {
+  GroupPtr removed;  // destroyed without the lock
+  MutexLock lock(mutex_);
+  if (auto found = groups_.extract(id)) removed = std::move(found.mapped());
+}
+
+GroupPtr GroupTable::find(uint64_t id) const {
+  MutexLock lock(mutex_);
+  auto found = groups_.find(id);
+  return found == groups_.end() ? nullptr : found->second;
+}
+
+std::vector<GroupPtr> GroupTable::all() const {
+  std::vector<GroupPtr> found;
+  MutexLock lock(mutex_);
+  for (const auto& [id, group] : groups_) found.push_back(group);
+  return found;
+}
+
+std::vector<GroupPtr> GroupTable::with(int peer) const {
+  std::vector<GroupPtr> found = all();
+  std::erase_if(found, [&](const GroupPtr& group) {
+    const auto& members = group->view.members;
+    return std::find(members.begin(), members.end(), peer) == members.end();
+  });
+  return found;
+}
+
+uint64_t GroupTable::next_sequence(GroupState& group) {
+  MutexLock lock(mutex_);
+  return ++group.next_sequence_;
+}
+
+bool GroupTable::fail(GroupState& group, const std::exception_ptr& failure) {
+  std::vector<std::weak_ptr<const FailureListener>> listeners;
+  {
+    MutexLock lock(mutex_);
+    if (group.failure_) return false;
+    group.failure_ = failure;
+    listeners.swap(group.listeners_);
+  }
+  for (const auto& listener : listeners)
+    if (const auto told = listener.lock()) (*told)(failure);
+  return true;
+}
+
+std::exception_ptr GroupTable::failure_of(const GroupState& group) const {
+  MutexLock lock(mutex_);
+  return group.failure_;
+}
+
+void GroupTable::listen(uint64_t id, const std::weak_ptr<const FailureListener>& listener) {
+  std::exception_ptr failure;
+  {
+    MutexLock lock(mutex_);
+    const auto found = groups_.find(id);
+    if (found == groups_.end()) return;
+    failure = found->second->failure_;
+    if (!failure) found->second->listeners_.push_back(listener);
+  }
+  const auto told = failure ? listener.lock() : nullptr;
+  if (told) (*told)(failure);
+}
+
+GroupPtr GroupTable::fail_early(uint64_t id, const std::exception_ptr& failure) {
+  MutexLock lock(mutex_);
+  if (const auto found = groups_.find(id); found != groups_.end()) return found->second;
+  if (early_failures_.size() >= kMostEarlyFailures) early_failures_.erase(early_failures_.begin());
+  early_failures_[id] = failure;
+  return nullptr;
+}
+
+void GroupTable::make_busy(const GroupPtr& group) {
+  role_.assert_held();
+  if (std::find(busy_.begin(), busy_.end(), group) == busy_.end()) busy_.push_back(group);
+}
+
+}  // namespace ringdp

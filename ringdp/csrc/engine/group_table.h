@@ -1,0 +1,65 @@
+// GroupTable: the groups of an engine, by their number on the wire; their order of calls, their failures and who listens for
+// those; and which of them have operations. Owned by the Engine. Any thread, except `busy`. Its mutex is locked last: nothing
+// is called while it is held.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/thread_safety.h"
+#include "engine/driver_role.h"
+#include "engine/group_state.h"
+
+namespace ringdp {
+
+class GroupTable {
+ public:
+  explicit GroupTable(const DriverRole& role) : role_(role) {}
+
+  // The number is made from `key`, which is the same on all members, and from how many groups of that key came before, so that
+  // frames of a destroyed group never reach one that is made like it.
+  GroupPtr add(uint64_t key, const GroupView& view, std::vector<int> neighbours, const std::string& name);
+  void remove(uint64_t id);
+
+  GroupPtr find(uint64_t id) const;  // null where there is none
+  std::vector<GroupPtr> all() const;
+  std::vector<GroupPtr> with(int peer) const;  // of which that rank is a member
+
+  // The number of the next operation in the group's order.
+  uint64_t next_sequence(GroupState& group);
+
+  // A group fails once: false where it has failed already. Tells those that listen.
+  bool fail(GroupState& group, const std::exception_ptr& failure);
+  std::exception_ptr failure_of(const GroupState& group) const;
+  // Calls the listener when the group fails, at once if it has failed. A listener that is gone is not called.
+  void listen(uint64_t id, const std::weak_ptr<const FailureListener>& listener);
+  // A group that only others have made so far has failed: it will have that failure when it is made here. Returns the group
+  // where it was made meanwhile.
+  GroupPtr fail_early(uint64_t id, const std::exception_ptr& failure);
+
+  // Those with operations queued or begun. The driver's.
+  std::vector<GroupPtr>& busy() {
+    role_.assert_held();
+    return busy_;
+  }
+  const std::vector<GroupPtr>& busy() const {
+    role_.assert_held();
+    return busy_;
+  }
+  void make_busy(const GroupPtr& group);
+
+ private:
+  const DriverRole& role_;
+  std::vector<GroupPtr> busy_ RINGDP_GUARDED_BY(role_);
+
+  mutable Mutex mutex_;
+  std::map<uint64_t, GroupPtr> groups_ RINGDP_GUARDED_BY(mutex_);
+  std::map<uint64_t, uint64_t> made_ RINGDP_GUARDED_BY(mutex_);                      // groups so far, by key
+  std::map<uint64_t, std::exception_ptr> early_failures_ RINGDP_GUARDED_BY(mutex_);  // by number
+};
+
+}  // namespace ringdp

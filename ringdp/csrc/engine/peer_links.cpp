@@ -1,0 +1,227 @@
+#include "engine/peer_links.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
+constexpr int kPolledLinks = 8;  // up to so many peers asking each beats asking the poller
+constexpr auto kHostPeriod = std::chrono::milliseconds(500);
+
+}  // namespace
+
+PeerLinks::PeerLinks(int rank, std::vector<MetPeer> peers, const EngineOptions& options, const DriverRole& role,
+                     Poller& poller, const LinkEvents& events, Lost lost)
+    : rank_(rank),
+      role_(role),
+      poller_(poller),
+      wrap_channel_(options.wrap_channel),
+      lost_(std::move(lost)),
+      links_(peers.size()),
+      writing_(peers.size(), 0) {
+  if (options.rate_bytes_per_s > 0) limiter_.emplace(options.rate_bytes_per_s);
+  for (const MetPeer& peer : peers) infos_.push_back(peer.info);
+  for (MetPeer& peer : peers) {
+    const int place = peer.info.rank;
+    if (place == rank_) continue;
+    std::unique_ptr<Channel> channel = peer.channel ? adopt(std::move(peer.channel), place) : nullptr;
+    links_[place] = std::make_unique<Link>(infos_[rank_], peer.info, std::move(channel), events, peer.checksums);
+    links_[place]->limit_segments(options.segment_bytes);
+    links_[place]->watch_host(options.host_silence_ms);
+  }
+}
+
+std::unique_ptr<Channel> PeerLinks::adopt(std::unique_ptr<Channel> channel, int peer) {
+  poller_.add(channel->poll_fd(), static_cast<uint32_t>(peer));
+  if (int bell = channel->bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(peer));
+  if (limiter_ && !channel->direct()) channel = std::make_unique<LimitedChannel>(std::move(channel), *limiter_);
+  if (wrap_channel_) channel = wrap_channel_(std::move(channel), peer);
+  some_streams_ |= !channel->direct();
+  return channel;
+}
+
+void PeerLinks::connect(int peer, std::unique_ptr<Channel> channel, bool checksums) {
+  role_.assert_held();
+  links_[peer]->connect(adopt(std::move(channel), peer), checksums);
+  send_to(peer);
+}
+
+void PeerLinks::stop_polling(Link& link) {
+  if (!link.connected()) return;
+  poller_.remove(link.channel().poll_fd());
+  if (link.channel().bell_fd() >= 0) poller_.remove(link.channel().bell_fd());
+}
+
+void PeerLinks::drop(int peer) {
+  Link& link = *(*this)[peer];
+  stop_polling(link);
+  link.close();
+}
+
+void PeerLinks::discard_group(uint64_t group, const std::vector<int>& members) {
+  for (int member : members)
+    if (Link* link = (*this)[member]) link->discard_group(group);
+}
+
+bool PeerLinks::guarded(int peer, const std::function<bool(Link&)>& action) {
+  Link& link = *(*this)[peer];
+  if (link.broken()) return false;
+  try {
+    bool moved = action(link);
+    if (link.departed()) stop_polling(link);
+    return moved;
+  } catch (const Error& error) {
+    lost_(peer, error);
+    return true;
+  }
+}
+
+bool PeerLinks::pump() {
+  role_.assert_held();
+  bool moved = false;
+  bool few = world() <= kPolledLinks;
+  const std::size_t first = first_;
+  for (std::size_t i = 0; i < links_.size(); ++i) {
+    const std::size_t place = first + i < links_.size() ? first + i : first + i - links_.size();
+    auto& link = links_[place];
+    if (!link || link->broken() || link->departed()) continue;
+    bool ask = few || link->direct();
+    if (link->has_outgoing() && (ask || !link->wants_write())) {
+      bool sent = send_to(link->peer().rank);
+      if (sent && limiter_) first_ = (place + 1) % links_.size();
+      moved |= sent;
+    }
+    if (ask && link->expects() && !link->broken())
+      moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+  }
+  if (few || !some_streams_) return moved;
+  watch_blocked();
+  return moved | poll();
+}
+
+bool PeerLinks::poll() { return serve(poller_.wait(0)); }
+
+bool PeerLinks::serve(const std::vector<Poller::Event>& events) {
+  bool moved = false;
+  for (const Poller::Event& event : events) {
+    int peer = static_cast<int>(event.token);
+    if (event.readable)
+      moved |= guarded(peer, [](Link& it) {
+        it.channel().noticed();
+        return it.pump_receive(kReceiveBudgetBytes);
+      });
+    if (event.writable) moved |= send_to(peer);
+  }
+  return moved;
+}
+
+void PeerLinks::receive_all() {
+  for (auto& link : all())
+    if (link && !link->broken() && !link->departed())
+      guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+}
+
+bool PeerLinks::send_all() {
+  bool moved = false;
+  for (auto& link : all())
+    if (link && link->has_outgoing()) moved |= send_to(link->peer().rank);
+  return moved;
+}
+
+bool PeerLinks::anything_outgoing() const {
+  const auto links = all();
+  return std::any_of(links.begin(), links.end(), [](const auto& link) { return link && link->has_outgoing(); });
+}
+
+void PeerLinks::watch_blocked() {
+  for (auto& link : links_) {
+    if (!link || link->direct() || !link->connected() || link->departed()) continue;
+    int peer = link->peer().rank;
+    if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
+    writing_[peer] = link->wants_write();
+    poller_.want_write(link->channel().poll_fd(), static_cast<uint32_t>(peer), link->wants_write());
+  }
+}
+
+// Tells direct channels that this thread is about to sleep. Bytes that wait in one of them are taken in, because otherwise the
+// driver looks only at channels from which an operation expects bytes.
+bool PeerLinks::before_sleep() {
+  watch_blocked();
+  bool quiet = true;
+  for (auto& link : all()) {
+    if (!link || !link->direct() || link->broken() || link->departed()) continue;
+    if (link->channel().before_sleep(link->wants_write())) continue;
+    quiet = false;
+    guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
+  }
+  return quiet;
+}
+
+void PeerLinks::after_sleep() {
+  for (auto& link : all())
+    if (link && link->direct() && !link->broken()) link->channel().after_sleep();
+}
+
+Clock::time_point PeerLinks::next_send() const {
+  const auto links = all();
+  const bool held_back =
+      limiter_ && std::any_of(links.begin(), links.end(), [](auto& link) { return link && link->held_back(); });
+  return held_back ? limiter_->next() : Clock::time_point::max();
+}
+
+bool PeerLinks::check_hosts(Clock::time_point now) {
+  role_.assert_held();
+  if (now < next_host_check_) return false;
+  next_host_check_ = now + kHostPeriod;
+  for (auto& link : links_) {
+    if (!link || link->broken() || link->departed()) continue;
+    guarded(link->peer().rank, [](Link& it) {
+      it.check_host();
+      return false;
+    });
+  }
+  return true;
+}
+
+void PeerLinks::say_goodbye(const std::string& reason, Deadline deadline) {
+  for (auto& link : all())
+    if (link) link->send_bye(reason);  // who is not connected sees that nothing listens here
+  // A peer that does not read must not keep this rank from leaving.
+  while (anything_outgoing() && !deadline.expired())
+    if (!send_all()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  for (auto& link : links_) {
+    if (!link || !link->connected()) continue;
+    guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kEagerWindowBytes); });
+    if (link->connected()) link->channel().close_send();
+  }
+  auto drained = [](auto& link) { return !link || link->drained(); };
+  while (!std::all_of(links_.begin(), links_.end(), drained) && !deadline.expired())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+void PeerLinks::close() {
+  for (auto& link : all())
+    if (link) link->close();
+}
+
+uint64_t PeerLinks::bytes_sent() const {
+  uint64_t sum = 0;
+  for (const auto& link : links_) sum += link ? link->bytes_sent() : 0;
+  return sum;
+}
+
+uint64_t PeerLinks::bytes_sent_to(int peer) const {
+  const auto& link = links_.at(static_cast<std::size_t>(peer));
+  return link ? link->bytes_sent() : 0;
+}
+
+uint64_t PeerLinks::bytes_received() const {
+  uint64_t sum = 0;
+  for (const auto& link : links_) sum += link ? link->bytes_received() : 0;
+  return sum;
+}
+
+}  // namespace ringdp

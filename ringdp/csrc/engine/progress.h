@@ -1,0 +1,81 @@
+// Progress: what the driver of the engine does: it takes in what was submitted, starts operations, moves bytes, retires what is
+// complete, looks at deadlines, and sleeps when nothing moves. It never takes Python's lock, but for the options' interrupt
+// check: tensors are let go by the thread that waits or by a completion thread.
+// Owned by the Engine, which calls it. Used by the thread that drives, except `submit`.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "collective/scratch.h"
+#include "engine/completion.h"
+#include "engine/driver_role.h"
+#include "engine/engine_options.h"
+#include "engine/failure_agreement.h"
+#include "engine/group_table.h"
+#include "engine/message_matching.h"
+#include "engine/peer_links.h"
+#include "engine/staged_copies.h"
+#include "engine/stall_monitor.h"
+#include "engine/work.h"
+#include "transport/poller.h"
+
+namespace ringdp {
+
+class Progress {
+ public:
+  // Works with the other parts of the same engine, which outlive it.
+  Progress(DriverRole& role, Poller& poller, GroupTable& groups, PeerLinks& links, FailureAgreement& failures,
+           StallMonitor& stalls, StagedCopies& copies, CompletionQueue& completions, const EngineOptions& options);
+
+  // Any thread, with the mutex of the role held. `caller_waits`: see DriverRole::operation_began.
+  void submit(const GroupPtr& group, InFlight in_flight, bool caller_waits);
+  // What was submitted since the last time, and the requests of other threads.
+  void take_inbox();
+
+  // Until the work is done or the deadline has passed; without a work, until nothing is left to do. `spin_us`: how long it
+  // polls before it sleeps. May throw what the interrupt check throws.
+  void drive(const Work* until, Deadline deadline, int64_t spin_us);
+  // One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
+  void look_at_all();
+
+  // Does nothing in a group that is failing, whose operations that have not started fail with it; nor before the input has
+  // come (StagedCopies calls again), nor while an earlier operation is in the way (`retire` calls again).
+  void start(GroupState& group, InFlight& in_flight);
+  // Of a group that has failed, see FailureAgreement::EndOperations.
+  void end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause);
+
+ private:
+  bool poll_on(Clock::time_point end) RINGDP_REQUIRES(role_);
+  bool advance_groups();  // starts and retires; true if anything changed
+  bool start_next(GroupState& group);
+  bool retire(GroupState& group);
+  void conclude(InFlight& in_flight);
+  void finish(InFlight& in_flight, const std::exception_ptr& error);
+  void sleep(const Work* until, Deadline deadline) RINGDP_REQUIRES(role_);
+  void set_timer();
+  void check_deadlines();
+  Deadline next_deadline() const;
+
+  DriverRole& role_;
+  Poller& poller_;
+  GroupTable& groups_;
+  PeerLinks& links_;
+  FailureAgreement& failures_;
+  StallMonitor& stalls_;
+  StagedCopies& copies_;
+  CompletionQueue& completions_;
+  const EngineOptions& options_;
+  MessageMatching messages_;
+  ScratchPool scratch_ RINGDP_GUARDED_BY(role_);
+  std::vector<std::pair<GroupPtr, InFlight>> inbox_ RINGDP_GUARDED_BY(role_.mutex());
+  Clock::time_point crowded_until_ RINGDP_GUARDED_BY(role_){};    // another process wants this core: no polling before
+  int yields_used_ RINGDP_GUARDED_BY(role_) = 0;                  // in a row, by another process
+  unsigned turns_ RINGDP_GUARDED_BY(role_) = 0;                   // rounds of the driver, whichever thread it was
+  Clock::time_point interrupt_check_ RINGDP_GUARDED_BY(role_){};  // the last one of a sleeping driver
+};
+
+}  // namespace ringdp

@@ -1,0 +1,63 @@
+// StallMonitor: who is waited for. For an operation that does not move it asks the other ranks for its state, answers their
+// questions, finds the ranks at the end of the chain of waiting, and logs them. Engines answer whatever their program does, so
+// an answer shows that the process lives.
+// Owned by the Engine. Used by the thread that drives: called by Progress and by the links' events; `note_call` by any thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "engine/driver_role.h"
+#include "engine/group_table.h"
+#include "engine/notices.h"
+#include "engine/peer_links.h"
+#include "mesh/peer_state.h"
+
+namespace ringdp {
+
+class StallMonitor {
+ public:
+  // `notice_ms`: how often a log line says whom an operation waits for; 0: never.
+  StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
+               int64_t notice_ms);
+
+  void note_call() { called_at_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
+
+  // Now and then: asks about what does not move, and writes what is known.
+  void look(Clock::time_point now);
+
+  void on_asked(int peer, uint64_t group, uint64_t sequence);
+  void on_answered(int peer, uint64_t group, uint64_t sequence, const PeerState& state);
+  void answer();  // what was asked while a link was being pumped
+
+  Error explain_timeout(const InFlight& in_flight) const;
+
+ private:
+  struct Question {
+    int peer;
+    uint64_t group;
+    uint64_t sequence;
+  };
+
+  void watch(GroupState& group, InFlight& in_flight, Clock::time_point now);
+  void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
+  PeerState state_of(uint64_t group, uint64_t sequence) const;
+  std::vector<MissingRank> find_missing(const InFlight& in_flight) const;
+  void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;
+  std::string format_missing(const std::vector<MissingRank>& missing) const;
+
+  const DriverRole& role_;
+  const GroupTable& groups_;
+  PeerLinks& links_;
+  NoticeBoard& notices_;
+  const int64_t notice_ms_;
+  std::atomic<Clock::rep> called_at_{0};  // the last submit; 0: none
+  std::vector<Question> questions_ RINGDP_GUARDED_BY(role_);
+  Clock::time_point next_look_ RINGDP_GUARDED_BY(role_){};
+};
+
+}  // namespace ringdp

@@ -1,0 +1,49 @@
+// EarlyFrames: what a peer has sent for operations that have not started here: frames, at most the eager window of payload, and
+// requests for grants. Owned by a LinkReceiver; used by the thread that drives the engine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "mesh/frame.h"
+
+namespace ringdp {
+
+inline constexpr std::size_t kMaxEarlyOperations = 65536;  // how many operations a peer may be ahead
+
+class EarlyFrames {
+ public:
+  struct Frame {
+    FrameHeader header;
+    std::vector<std::byte> payload;
+  };
+  struct Kept {  // of one operation
+    bool requested = false;
+    std::vector<Frame> frames;
+  };
+
+  bool has(uint64_t group, uint64_t sequence) const { return kept_.contains({group, sequence}); }
+  bool fits(std::size_t payload) const { return bytes_ + payload <= kEagerWindowBytes && !full(); }
+
+  // False: it is the second frame without payload. Those use up no window, so an operation may have one only: it announces the
+  // peer, or is its whole payload.
+  bool keep(const FrameHeader& header, std::vector<std::byte> payload);
+  bool request(uint64_t group, uint64_t sequence);  // false: there are too many operations
+
+  std::optional<Kept> take(uint64_t group, uint64_t sequence);
+  std::vector<FrameHeader> discard(uint64_t group);  // returns the headers of what is gone
+
+ private:
+  using Key = std::pair<uint64_t, uint64_t>;  // group, sequence
+
+  bool full() const { return kept_.size() >= kMaxEarlyOperations; }
+
+  std::map<Key, Kept> kept_;
+  std::size_t bytes_ = 0;  // of payload
+};
+
+}  // namespace ringdp

@@ -1,0 +1,67 @@
+// IncomingFlows: the flows that a Link receives, and the frames that belong to none of them. A frame may come before this rank has
+// started its operation; then it is kept, and compared when the operation starts (check_early_frames). Every frame's fingerprint
+// is compared with this rank's own operation, so that a disagreement fails the group on all ranks instead of mixing two
+// operations' bytes. Grants what the flows can take.
+// Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "mesh/connection.h"
+#include "mesh/early_frames.h"
+#include "mesh/flow.h"
+#include "mesh/frame.h"
+#include "mesh/link_events.h"
+#include "mesh/link_sender.h"
+
+namespace ringdp {
+
+class IncomingFlows {
+ public:
+  IncomingFlows(const Connection& connection, LinkSender& sender, const LinkEvents& events)
+      : connection_(connection), sender_(sender), events_(events) {}
+
+  void attach(RecvFlow& flow);
+  void widen(RecvFlow& flow);
+  void detach(RecvFlow& flow) { std::erase(receiving_, &flow); }
+  void check_early_frames(const FlowIdentity& identity);
+  bool has_early(uint64_t group, uint64_t sequence) const { return early_.has(group, sequence); }
+  void discard_group(uint64_t group);
+  bool any() const { return !receiving_.empty(); }
+
+  RecvFlow* find(uint64_t group, uint64_t sequence) const;
+  // True if both sides mean the same operation, and the frame is the next piece of the flow.
+  bool accept(RecvFlow& flow, const FrameHeader& header);
+  // A frame without a flow begins: whether it is to be kept, because its operation has not started here yet.
+  bool keeps(const FrameHeader& header);
+  // It has come whole. `payload` is moved from where it is kept.
+  void keep(const FrameHeader& header, std::vector<std::byte>& payload);
+
+  // `bytes` more of a flow have come; `last`: and with them a frame is whole.
+  void advance(RecvFlow& flow, std::size_t bytes, bool last);
+  // Bytes that lie in a buffer, which is not the flow's own, go where the flow wants them.
+  void hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes) const;
+  void consume(const FrameHeader& header);  // eager payload leaves the window
+
+  void on_grant(const FrameHeader& header);
+  void on_request(const FrameHeader& header);
+
+ private:
+  void grant(RecvFlow& flow);
+  void deliver(RecvFlow& flow, const FrameHeader& header, std::span<const std::byte> bytes);
+  bool has_started(const FrameHeader& header);  // the frame's operation; compared all the same
+  void report_mismatch(const FlowIdentity& mine, const FrameHeader& header);
+
+  const Connection& connection_;
+  LinkSender& sender_;
+  const LinkEvents& events_;
+  std::vector<RecvFlow*> receiving_;
+  EarlyFrames early_;
+  std::set<uint64_t> discarded_;  // groups
+};
+
+}  // namespace ringdp

@@ -1,0 +1,30 @@
+// LinkEvents: what a Link tells its owner, on the thread that drives the engine.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "mesh/flow.h"
+#include "mesh/frame.h"
+#include "mesh/peer_state.h"
+
+namespace ringdp {
+
+// Whether this rank has started an operation, and what it was; null when it is long over.
+struct StartedOperation {
+  bool started = false;
+  const FlowIdentity* identity = nullptr;
+};
+
+struct LinkEvents {
+  std::function<void(int peer, uint64_t group, const AbortNotice&)> aborted;
+  std::function<void(Disagreement)> mismatched;                       // the payload is dropped, the group must fail
+  std::function<void(int peer, const std::string& reason)> departed;  // the peer said goodbye
+  std::function<void(int peer, uint64_t group, uint64_t sequence)> asked;
+  std::function<void(int peer, uint64_t group, uint64_t sequence, PeerState)> answered;
+  std::function<StartedOperation(uint64_t group, uint64_t sequence)> started;
+  std::function<void(int peer)> wanted = {};  // a connection, by a link that waits for one
+};
+
+}  // namespace ringdp

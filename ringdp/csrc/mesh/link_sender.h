@@ -1,0 +1,100 @@
+// LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time. A
+// flow may go as far as the receiver has granted, and eagerly beyond that for its first kSmallFlowBytes, while the peer's window
+// has room: so small messages need no round trip, and a slow rank holds large ones back.
+// Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "mesh/connection.h"
+#include "mesh/flow.h"
+#include "mesh/frame.h"
+#include "mesh/frame_check.h"
+
+namespace ringdp {
+
+class LinkSender {
+ public:
+  struct Events {
+    std::function<void()> wanted;                  // a connection, where there is none
+    std::function<void(int error_number)> closed;  // the channel took nothing: the peer is gone
+  };
+
+  LinkSender(Connection& connection, Events events) : connection_(connection), events_(std::move(events)) {}
+
+  void limit_segments(std::size_t bytes) { segment_bytes_ = bytes; }
+  void opened(bool checksums);  // the connection has a channel
+  void give_up() { waiting_.clear(); }
+  void wish();  // for a connection, where there is none
+
+  void attach(SendFlow& flow);
+  void detach(SendFlow& flow);
+  void discard_group(uint64_t group);
+
+  void control(FrameHeader header, const std::string& payload = {});
+  void control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset = 0, const std::string& payload = {});
+  void say_bye(const std::string& reason);  // nothing is sent behind it
+  bool may_talk() const;                    // questions and answers are not kept without bound
+
+  // What the receiving half hears and does.
+  bool grant(const FrameHeader& header);        // false: there is no such flow
+  bool grant_early(const FrameHeader& header);  // for an operation that has not started yet; false: there are too many
+  void credited(uint32_t credit) { eager_credited_ = credit; }
+  // Eager payload of the peer has left the window here; the next frame tells it so, or a frame of its own once half the window
+  // is due.
+  void consumed(uint32_t bytes);
+
+  bool pump();  // true if anything was sent
+  bool blocked() const { return blocked_; }
+  bool has_outgoing() const;                                                           // frames or sendable flows wait
+  bool has_flows() const { return !sending_.empty(); }                                 // grants may come
+  uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }  // any thread
+
+ private:
+  std::size_t allowance(const SendFlow& flow) const;
+  bool sendable(const SendFlow& flow) const;
+  bool must_request(const SendFlow& flow) const;
+  std::size_t padding_of(std::size_t payload) const;
+  bool stage_next();  // fills the outgoing frame; false if there is none
+  bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }
+  void finish_frame();
+
+  Connection& connection_;
+  const Events events_;
+  FrameCheck check_{false};
+  std::size_t segment_bytes_ = kSegmentBytes;
+  bool wished_ = false;
+  std::vector<std::pair<FrameHeader, std::string>> waiting_;  // control frames, for the connection that is to come
+  bool said_bye_ = false;
+
+  // `head_` holds control frames and the header of the data frame whose payload is `payload_`.
+  std::deque<SendFlow*> sending_;  // oldest operation first
+  std::vector<std::byte> control_;
+  std::vector<std::byte> head_;
+  std::size_t head_sent_ = 0;
+  std::span<const std::byte> payload_;
+  std::size_t payload_sent_ = 0;  // with its padding
+  std::size_t padding_ = 0;       // behind `payload_`, of a direct channel
+  SendFlow* payload_flow_ = nullptr;
+  std::vector<std::byte> orphan_;  // owns `payload_` when its operation is gone
+  bool blocked_ = false;
+
+  std::map<std::pair<uint64_t, uint64_t>, uint64_t> early_grants_;  // by group and sequence
+  uint32_t eager_sent_ = 0;                                         // modulo 2^32, like the credits that answer it
+  uint32_t eager_credited_ = 0;
+  uint32_t consumed_ = 0;  // eager bytes of the peer used up here
+  uint32_t consumed_reported_ = 0;
+
+  std::atomic<uint64_t> bytes_sent_{0};
+};
+
+}  // namespace ringdp
