@@ -1,13 +1,10 @@
 #include "torch/reducer/bucket_layout.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 
 namespace ringdp {
 namespace {
-
-constexpr std::size_t kDescriptionBytes = 200;
 
 struct OpenBucket {
   std::vector<std::size_t> members;
@@ -20,11 +17,6 @@ struct ClosedBucket {
   std::vector<std::size_t> members;
   std::size_t last_position = 0;
 };
-
-uint32_t fnv1a(uint32_t hash, const std::string& text) {
-  for (unsigned char c : text) hash = (hash ^ c) * 16777619u;
-  return (hash ^ 0xffu) * 16777619u;
-}
 
 }  // namespace
 
@@ -74,31 +66,6 @@ BucketPlan plan_bucket(std::span<const LayoutItem> items, std::span<const std::s
     plan.numel += item.numel;
   }
   return plan;
-}
-
-std::string describe_names(std::span<const std::size_t> members, std::span<const std::string> names) {
-  std::string text;
-  uint32_t hash = 2166136261u;
-  std::size_t shown = 0;
-  for (std::size_t i = 0; i < members.size(); ++i) {
-    const std::string& name = names[members[i]];
-    hash = fnv1a(hash, name);
-    if (shown != i || (i > 0 && text.size() + name.size() > kDescriptionBytes)) continue;
-    if (i > 0) text += ", ";
-    text += name.substr(0, kDescriptionBytes);
-    ++shown;
-  }
-  if (shown < members.size()) {
-    char rest[64];
-    std::snprintf(rest, sizeof(rest), ", … %zu more [%08x]", members.size() - shown, hash);
-    text += rest;
-  }
-  return text;
-}
-
-std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
-                            std::span<const std::string> names) {
-  return "bucket " + std::to_string(index) + ": " + describe_names(members, names);
 }
 
 }  // namespace ringdp

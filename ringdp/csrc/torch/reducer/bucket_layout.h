@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 namespace ringdp {
@@ -34,13 +33,5 @@ struct BucketPlan {
 inline constexpr std::size_t kBucketAlignmentBytes = 64;
 
 BucketPlan plan_bucket(std::span<const LayoutItem> items, std::span<const std::size_t> members);
-
-// "layer1.weight, layer1.bias": at most about 200 characters; where names are left out, how many, and a hash of them all,
-// so that two different lists never read the same.
-std::string describe_names(std::span<const std::size_t> members, std::span<const std::string> names);
-
-// "bucket 3: layer1.weight, layer1.bias": names as above.
-std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
-                            std::span<const std::string> names);
 
 }  // namespace ringdp

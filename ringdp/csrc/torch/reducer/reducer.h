@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "torch/reducer/bucket_reducer.h"
+#include "torch/reducer/messages.h"
 #include "torch/reducer/reducer_hooks.h"
 #include "torch/reducer/residuals.h"
 #include "torch/reducer/trainable_parameters.h"
@@ -171,7 +172,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::vector<std::size_t> bucket_bytes();
   std::vector<std::string> bucket_names();  // what their operations are called
   bool rebuilt() const { return rebuilt_; }
-  bool graph_static() const { return unused_names_.empty(); }
 
  private:
   struct GradientState {  // one parameter that requires grad
@@ -204,8 +204,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void throw_if_failed() const;
   void throw_if_unfinished(bool notify);
   std::vector<std::size_t> unfinished() const;
-  std::string missing_text() const;
-  std::string left_text() const;
   std::string notify_others(const std::string& what);
 
   void follow_requires_grad();
@@ -288,8 +286,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool reads_used_map(bool lacking) const;
   bool looks_for_others() const;
   void warn_unused(const std::vector<std::size_t>& missing);
-  std::string unused_here(const std::vector<std::size_t>& missing) const;
-  std::string unused_by_ranks(const std::vector<std::vector<uint8_t>>& used) const;
   void exchange_order();
   void set_idle(std::vector<bool> idle);
   [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
@@ -351,7 +347,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   c10::intrusive_ptr<c10d::Work> used_work_;
   c10::intrusive_ptr<c10d::Work> used_before_;  // of the last backward, if that did not wait for it
   UsedMap used_;
-  std::vector<std::string> unused_names_;
   bool warned_ = false;
   bool ranks_named_ = false;  // the same on all ranks
 

@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "base/naming.h"
-#include "torch/reducer/list_format.h"
+#include "torch/reducer/messages.h"
 #include "torch/reducer/reducer.h"
 #include "torch/reducer/reducer_errors.h"
 
@@ -133,24 +133,20 @@ std::vector<std::size_t> Reducer::agree_about(const std::vector<std::size_t>& fr
 }
 
 void Reducer::throw_where_they_differ(const std::vector<std::vector<uint8_t>>& all) const {
-  RankTable table;
-  for (std::size_t i = 0; i < module_parameters_.size(); ++i) {
-    std::vector<bool> with;
-    for (const auto& rank : all) with.push_back((rank[i] & kTrains) != 0);
-    if (std::adjacent_find(with.begin(), with.end(), std::not_equal_to<>()) != with.end())
-      table.add(with, module_parameters_[i].name);
+  std::vector<std::vector<bool>> trains;
+  for (const auto& rank : all) {
+    std::vector<bool>& one = trains.emplace_back();
+    for (const uint8_t flags : rank) one.push_back((flags & kTrains) != 0);
   }
-  if (table.rows().empty()) return;
-  std::string text = "the ranks disagree about requires_grad:";
-  for (const RankTable::Row& row : table.rows()) {
-    text += " " + listed(row.names) + (row.names.size() == 1 ? " requires" : " require") + " grad on " +
-            describe_ranks(row.ranks, true) + " and not on " + describe_ranks(row.ranks, false) + ".";
-  }
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < module_parameters_.size(); ++i) names.push_back(module_parameters_[i].name);
+  const Disagreement found = requires_grad_disagreement(trains, names);
+  if (found.text.empty()) return;
   ErrorContext context;
   context.rank = bucket_reducer_.group()->getRank();
-  context.name = table.rows().front().names.front();
+  context.name = found.first_name;
   context.advice = "freeze and unfreeze the same parameters on all ranks, before the same forward";
-  throw Error(ErrorKind::kMismatch, text + " Freeze and unfreeze the same on all ranks, before the same forward.",
+  throw Error(ErrorKind::kMismatch, found.text + " Freeze and unfreeze the same on all ranks, before the same forward.",
               context);
 }
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/naming.h"
-#include "torch/reducer/bucket_layout.h"
+#include "torch/reducer/messages.h"
 
 namespace ringdp {
 
