@@ -1,8 +1,9 @@
-// The parts of the reducer that know no torch: what it tells its user.
+// The parts of the reducer that know no torch: which gradient goes into which bucket, and what its user is told.
 #include <string>
 #include <vector>
 
 #include "testing.h"
+#include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/messages.h"
 
 namespace ringdp {
@@ -90,6 +91,103 @@ CASE("a backward that did not end: DDP's error where gradients are missing, an e
 CASE("a gradient that came twice is named with the modules that use it") {
   CHECK(contains(marked_twice_text(2, "c", ""), "Parameter at index 2 with name c has been marked as ready twice"));
   CHECK(contains(marked_twice_text(2, "c", "block (Linear)"), " It is used in block (Linear)."));
+}
+
+PlannedGradient gradient(std::size_t numel, uint64_t group = 0) {
+  PlannedGradient one;
+  one.group = group;
+  one.numel = numel;
+  one.element_bytes = 4;
+  return one;
+}
+
+PlannedGradient alone(std::size_t numel) {
+  PlannedGradient one = gradient(numel);
+  one.alone = true;
+  return one;
+}
+
+PlannedGradient compressed(std::size_t numel) {
+  PlannedGradient one = gradient(numel, 1);
+  one.exact = false;
+  return one;
+}
+
+using Buckets = std::vector<BucketMembers>;
+
+CASE("buckets close at their caps, and come in the order in which they fill up") {
+  BucketPlan plan({8, 16});
+  plan.start({gradient(1), gradient(2), gradient(2), gradient(2), gradient(1)});
+  CHECK(plan.buckets() == (Buckets{{4, 3}, {2, 1}, {0}}));
+  CHECK_EQ(plan.kept(), 3u);
+  CHECK_EQ(plan.bytes(1), 16u);
+  BucketPlan one({});
+  one.start({gradient(1), gradient(1, /*group=*/2), gradient(1)});
+  CHECK(one.buckets() == (Buckets{{1}, {2, 0}}));
+}
+
+CASE("a gradient begins at a multiple of 64 bytes of its bucket") {
+  BucketPlan plan({});
+  plan.start({gradient(3), gradient(17), gradient(1)});
+  const BucketMemory memory = plan.memory(0);
+  CHECK(memory.offsets == (Numbers{0, 16, 48}));
+  CHECK(memory.lengths == (Numbers{1, 17, 3}));
+  CHECK_EQ(memory.numel, 51u);
+}
+
+CASE("the last bucket is an exact one with memory of its own, where there is one") {
+  BucketPlan plan({4});
+  plan.start({alone(8), compressed(1), gradient(1), gradient(1)});
+  CHECK(plan.buckets() == (Buckets{{3}, {1}, {0}, {2}}));
+  CHECK(plan.may_carry_marks(3));
+  CHECK(!plan.may_carry_marks(2));
+  plan.start({compressed(1)});
+  CHECK(!plan.may_carry_marks(0));
+  PlannedGradient sparse = alone(8);
+  sparse.sparse = true;
+  plan.start({sparse});
+  CHECK_EQ(plan.bytes(0), 32u);
+  CHECK_EQ(plan.dense_bytes(0), 0u);
+}
+
+CASE("all ranks plan by the order in which rank 0's gradients arrived") {
+  BucketPlan plan({4});
+  plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});
+  CHECK(!plan.follow_learned());
+  // Parameter 3 did not come, parameter 0 came twice.
+  const std::vector<int32_t> sent = plan.order_to_send(Numbers{0, 2, 0, 1}, {});
+  CHECK(sent == (std::vector<int32_t>{0, 2, 1, 3}));
+  plan.learn(sent);
+  CHECK(plan.order_known());
+  CHECK(!plan.rebuilt());
+  CHECK(plan.follow_learned() == std::optional(true));
+  CHECK(plan.rebuilt());
+  CHECK(plan.buckets() == (Buckets{{0}, {2}, {1}, {3}}));
+  CHECK(!plan.follow_learned());
+  plan.learn(sent);
+  CHECK(plan.follow_learned() == std::optional(false));
+  plan.describe_again({gradient(2), gradient(1), gradient(1), gradient(1)});
+  CHECK(plan.buckets() == (Buckets{{0}, {2}, {1}, {3}}));
+  plan.learn(sent);
+  plan.forget_learned();
+  CHECK(!plan.order_known() && !plan.rebuilt() && !plan.follow_learned());
+  CHECK_THROWS(ErrorKind::kMismatch, plan.learn(std::vector<int32_t>{0, 1, 1, 3}));
+}
+
+CASE("parameters that no rank used share no bucket with the others, and theirs stand last") {
+  BucketPlan plan({});
+  plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});
+  const std::vector<int32_t> sent = plan.order_to_send(Numbers{3, 1}, {false, true, false, true});
+  CHECK(sent == (std::vector<int32_t>{3, 1, ~2, ~0}));
+  plan.learn(sent);
+  CHECK(plan.follow_learned() == std::optional(true));
+  CHECK(plan.buckets() == (Buckets{{3, 1}, {2, 0}}));
+  CHECK_EQ(plan.kept(), 1u);
+  CHECK(plan.may_carry_marks(0));
+  plan.learn(std::vector<int32_t>{~3, ~1, ~2, ~0});  // none would be left
+  CHECK(plan.follow_learned() == std::optional(true));
+  CHECK_EQ(plan.kept(), 1u);
+  CHECK(plan.buckets() == (Buckets{{3, 1, 2, 0}}));
 }
 
 }  // namespace

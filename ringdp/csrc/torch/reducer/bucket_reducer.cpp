@@ -123,7 +123,7 @@ c10d::GradBucket BucketReducer::describe(const Bucket& bucket, at::Tensor buffer
     shapes.push_back(parameters[member].sizes());
     members.push_back(parameters[member]);
   }
-  return c10d::GradBucket(bucket.index, bucket_count, std::move(buffer), bucket.plan.offsets, bucket.plan.lengths,
+  return c10d::GradBucket(bucket.index, bucket_count, std::move(buffer), bucket.memory.offsets, bucket.memory.lengths,
                           std::move(shapes), std::move(members), std::nullopt);
 }
 

@@ -34,10 +34,12 @@ Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10
                  ReducerOptions options)
     : module_parameters_(std::move(parameters)),
       options_(std::move(options)),
+      plan_(options_.caps_bytes),
       bucket_reducer_(std::move(group), options_.average),
       group_size_(bucket_reducer_.ranks()) {
   take_trainable();
-  plan_in_reverse();
+  plan_.start(describe_gradients());
+  planned_anew();
   set_hooks();
 }
 
@@ -70,12 +72,10 @@ bool Reducer::rebuild_buckets() {
   const Lock lock(mutex_);
   if (recomputing()) return false;
   if (active_) throw_if_unfinished(/*notify=*/false);
-  if (!next_order_) return false;
-  const std::vector<std::size_t> order = *std::exchange(next_order_, std::nullopt);
-  const auto before = std::exchange(layout_, {});
-  plan(order);
-  if (layout_ != before) drop_memory();
-  rebuilt_ = true;
+  const std::optional<bool> changed = plan_.follow_learned();
+  if (!changed) return false;
+  planned_anew();
+  if (*changed) drop_memory();
   return true;
 }
 
@@ -136,7 +136,7 @@ void Reducer::begin() {
   }
   auto work = std::exchange(forward_work_, nullptr);
   joining_ = work != nullptr;
-  sending_ = joining_ ? buckets_.size() : kept_;
+  sending_ = joining_ ? buckets_.size() : plan_.kept();
   bucket_reducer_.set_loss_scale(residual_scale());
   if (work) {
     work->wait();

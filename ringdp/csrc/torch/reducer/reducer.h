@@ -22,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/bucket_reducer.h"
 #include "torch/reducer/messages.h"
 #include "torch/reducer/reducer_hooks.h"
@@ -171,7 +172,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::vector<std::vector<std::size_t>> layout();
   std::vector<std::size_t> bucket_bytes();
   std::vector<std::string> bucket_names();  // what their operations are called
-  bool rebuilt() const { return rebuilt_; }
+  bool rebuilt() const { return plan_.rebuilt(); }
 
  private:
   struct GradientState {  // one parameter that requires grad
@@ -214,11 +215,10 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void average_left_over(const std::vector<std::size_t>& indices);
   void take_trainable();
   Reduction* reduction_of(std::size_t param_index) const;
-  LayoutItem layout_item(std::size_t param_index) const;
+  PlannedGradient planned(std::size_t param_index) const;
   c10::ScalarType bucket_dtype(std::size_t param_index) const;
-  void describe_items();
+  std::vector<PlannedGradient> describe_gradients();
   void lay_out_again();
-  bool compressed(std::size_t bucket) const { return gradient_states_[layout_[bucket].front()].reduction != nullptr; }
   int reduction_of_bucket(std::size_t bucket) const;
   Reduction* bucket_reduction(std::size_t bucket) const;
   bool has_residual(const Bucket& bucket) const;
@@ -226,8 +226,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void scale_owned_part(std::size_t param_index, const at::Tensor& residual, float factor) const;
   bool calls_back() const;
 
-  void plan(std::span<const std::size_t> order);
-  void plan_in_reverse();
+  void planned_anew();
   void count_traffic();
   void count_bucket(std::size_t index);
   void allocate();
@@ -287,7 +286,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool looks_for_others() const;
   void warn_unused(const std::vector<std::size_t>& missing);
   void exchange_order();
-  void set_idle(std::vector<bool> idle);
   [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats()
@@ -296,10 +294,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::vector<at::Tensor> parameters_;
   std::vector<std::string> names_;
   std::vector<GradientState> gradient_states_;
-  std::vector<LayoutItem> items_;
-  std::vector<std::size_t> order_;  // that the buckets are laid out by
-  std::vector<bool> idle_;          // no rank had a gradient for it when the order was learned; only with skip_unused
   ReducerOptions options_;
+  BucketPlan plan_;
   BucketReducer bucket_reducer_;
   ReductionPlan reduction_plan_;
   std::vector<int> chosen_;  // see choose; empty: nothing
@@ -318,13 +314,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::unique_ptr<GradientHooks> hooks_;
   bool hooks_removed_ = false;
 
-  std::vector<std::vector<std::size_t>> layout_;
-  std::size_t kept_ = 0;                                // buckets behind these have idle parameters only
-  std::size_t sending_ = 0;                             // those that leave without asking, in this backward
-  std::optional<std::vector<std::size_t>> next_order_;  // to lay the buckets out by at the next forward
-  std::vector<Bucket> buckets_;                         // empty until the first forward needs them
-  bool order_known_ = false;
-  bool rebuilt_ = false;
+  std::size_t sending_ = 0;      // buckets that leave without asking, in this backward
+  std::vector<Bucket> buckets_;  // empty until the first forward needs them
 
   bool armed_ = false;       // a synchronised forward has run, its backward has not begun
   std::weak_ptr<void> due_;  // what the graph of that forward keeps alive

@@ -19,7 +19,7 @@
 #include "collective/compressed.h"
 #include "collective/finite.h"
 #include "cuda/kernels.h"
-#include "torch/reducer/bucket_layout.h"
+#include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/reduction.h"
 
 namespace ringdp {
@@ -39,14 +39,14 @@ struct BucketTimes {
 struct Bucket {
   std::size_t index = 0;
   std::vector<std::size_t> members;  // parameter indices, in the order of the buffer
-  BucketPlan plan;
+  BucketMemory memory;
   std::string name;                    // "bucket 3: layer1.weight, layer1.bias"
   bool sparse = false;                 // one sparse gradient, which is then `buffer` itself
   bool direct = false;                 // one large gradient, reduced where autograd left it: no memory between steps
   Reduction* reduction = nullptr;      // null: exactly
   c10::ScalarType dtype = at::kFloat;  // of the buffer; a gradient of another one is cast in, and the result back
-  at::Tensor buffer;                   // [plan.numel + marks]: what is sent
-  at::Tensor gradients;                // [plan.numel]: the same memory without the marks
+  at::Tensor buffer;                   // [memory.numel + marks]: what is sent
+  at::Tensor gradients;                // [memory.numel]: the same memory without the marks
   at::Tensor marks;  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if
                      // some rank lacked one; undefined in all but one bucket
 

@@ -11,7 +11,7 @@
 namespace ringdp {
 
 int Reducer::reduction_of_bucket(std::size_t bucket) const {
-  const GradientState& first = gradient_states_[layout_[bucket].front()];
+  const GradientState& first = gradient_states_[plan_.buckets()[bucket].front()];
   if (first.reduction == nullptr) return -1;
   if (dynamic_cast<const AutoReduction*>(first.reduction) == nullptr)
     return reduction_plan_.reduction_of[first.param_index];
@@ -21,7 +21,7 @@ int Reducer::reduction_of_bucket(std::size_t bucket) const {
 // Of buckets with AutoReduction that one where nothing else was chosen.
 Reduction* Reducer::bucket_reduction(std::size_t bucket) const {
   const int index = reduction_of_bucket(bucket);
-  return index < 0 ? gradient_states_[layout_[bucket].front()].reduction
+  return index < 0 ? gradient_states_[plan_.buckets()[bucket].front()].reduction
                    : reduction_plan_.reductions[static_cast<std::size_t>(index)].get();
 }
 
@@ -29,17 +29,18 @@ void Reducer::choose(const std::vector<int>& reduction_of_bucket) {
   const Lock lock(mutex_);
   throw_if_failed();
   if (active_) throw Error(ErrorKind::kState, "reductions of buckets cannot be chosen during a backward");
-  if (reduction_of_bucket.size() != layout_.size())
+  if (reduction_of_bucket.size() != plan_.buckets().size())
     throw Error(ErrorKind::kValue, "reductions for " + std::to_string(reduction_of_bucket.size()) +
-                                       " buckets; there are " + std::to_string(layout_.size()));
-  for (std::size_t index = 0; index < layout_.size(); ++index) {
+                                       " buckets; there are " + std::to_string(plan_.buckets().size()));
+  for (std::size_t index = 0; index < plan_.buckets().size(); ++index) {
     const int reduction = reduction_of_bucket[index];
     if (reduction < 0) continue;
     if (reduction >= static_cast<int>(reduction_plan_.reductions.size()))
       throw Error(ErrorKind::kValue, "reduction " + std::to_string(reduction) + " is out of range: the plan has " +
                                          std::to_string(reduction_plan_.reductions.size()));
-    if (dynamic_cast<const AutoReduction*>(gradient_states_[layout_[index].front()].reduction) == nullptr)
-      throw Error(ErrorKind::kValue, describe_bucket(index, layout_[index], names_) + " has a reduction of its own");
+    if (dynamic_cast<const AutoReduction*>(gradient_states_[plan_.buckets()[index].front()].reduction) == nullptr)
+      throw Error(ErrorKind::kValue,
+                  describe_bucket(index, plan_.buckets()[index], names_) + " has a reduction of its own");
   }
   chosen_ = reduction_of_bucket;
   for (Bucket& bucket : buckets_) bucket.reduction = bucket_reduction(bucket.index);
@@ -77,9 +78,9 @@ void Reducer::add_residual(Bucket& bucket) {
     const Residuals::Pair& pair = found->second;
     const at::Tensor residual = pair.current().clone();
     scale_owned_part(param_index, residual, ranks);
-    const auto numel = static_cast<int64_t>(bucket.plan.lengths[position]);
+    const auto numel = static_cast<int64_t>(bucket.memory.lengths[position]);
     bucket.gradients.flatten()
-        .narrow(0, static_cast<int64_t>(bucket.plan.offsets[position]), numel)
+        .narrow(0, static_cast<int64_t>(bucket.memory.offsets[position]), numel)
         .add_(residual, scale);
     bucket.residuals.push_back(residual);  // so that `commit_residuals` knows
   }

@@ -136,7 +136,7 @@ void Reducer::shadow_end_of_backward() {
     const Lock lock(mutex_);
     used_ = {};
     look_at_reports(hook_reductions);
-    if (!order_known_ && !local()) exchange_order();
+    if (!plan_.order_known() && !local()) exchange_order();
   }
   finish_hook_reductions(hook_reductions);
 }
@@ -146,10 +146,9 @@ void Reducer::reset() {
   failed_.clear();
   peer_report_.clear();
   active_ = armed_ = demanded_ = false;
-  order_known_ = rebuilt_ = false;
+  plan_.forget_learned();
   learned_graph_ = false;
   for (GradientState& gradient_state : gradient_states_) gradient_state.arrivals = 0;
-  next_order_.reset();
   forward_work_ = nullptr;
   used_work_ = used_before_ = nullptr;
   futures_.clear();
@@ -195,24 +194,21 @@ ReducerStats Reducer::stats() {
 
 std::vector<std::vector<std::size_t>> Reducer::layout() {
   const Lock lock(mutex_);
-  return layout_;
+  return plan_.buckets();
 }
 
 std::vector<std::size_t> Reducer::bucket_bytes() {
   const Lock lock(mutex_);
   std::vector<std::size_t> result;
-  for (const auto& members : layout_) {
-    std::size_t bytes = 0;
-    for (std::size_t member : members) bytes += items_[member].numel * items_[member].element_bytes;
-    result.push_back(bytes);
-  }
+  for (std::size_t i = 0; i < plan_.buckets().size(); ++i) result.push_back(plan_.bytes(i));
   return result;
 }
 
 std::vector<std::string> Reducer::bucket_names() {
   const Lock lock(mutex_);
   std::vector<std::string> result;
-  for (std::size_t i = 0; i < layout_.size(); ++i) result.push_back(describe_bucket(i, layout_[i], names_));
+  for (std::size_t i = 0; i < plan_.buckets().size(); ++i)
+    result.push_back(describe_bucket(i, plan_.buckets()[i], names_));
   return result;
 }
 

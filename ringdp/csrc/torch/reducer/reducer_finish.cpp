@@ -62,7 +62,7 @@ void Reducer::end_backward() {
       if (options_.host_control) std::swap(used_work_, used_before_);
       if (auto work = std::exchange(used_work_, nullptr)) work->wait();
     });
-    if (kept_ < buckets_.size()) {
+    if (plan_.kept() < buckets_.size()) {
       count_traffic();
       send_late_buckets();
       lock.unlock();
@@ -89,7 +89,7 @@ void Reducer::end_backward() {
   stats_.total_backward_s += stats_.backward_s;
   stats_.total_exposed_wait_s += stats_.exposed_wait_s;
   active_ = false;
-  if (!order_known_ && !local()) exchange_order();
+  if (!plan_.order_known() && !local()) exchange_order();
   lock.unlock();
   finish_hook_reductions(hook_reductions);
 }
@@ -98,7 +98,7 @@ void Reducer::note_times(Clock::time_point gradients_done, const std::vector<std
   stats_.computed_ns = nanoseconds(gradients_done);
   stats_.finished_ns = nanoseconds(Clock::now());
   stats_.unused_bytes = 0;
-  for (std::size_t i : missing) stats_.unused_bytes += static_cast<int64_t>(items_[i].numel * items_[i].element_bytes);
+  for (std::size_t i : missing) stats_.unused_bytes += static_cast<int64_t>(plan_.gradients()[i].bytes());
 }
 
 void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
@@ -115,7 +115,7 @@ void Reducer::follow_announcements() {
 
 // Sends the skipped buckets for which some rank has a gradient after all. All ranks have read the same map.
 void Reducer::send_late_buckets() {
-  for (std::size_t index = kept_; index < buckets_.size(); ++index) {
+  for (std::size_t index = plan_.kept(); index < buckets_.size(); ++index) {
     Bucket& bucket = buckets_[index];
     const auto used = [&](std::size_t member) { return used_.somewhere.empty() || used_.somewhere[member]; };
     const bool sent = index < sending_;
@@ -156,7 +156,8 @@ void Reducer::hand_out() {
 // Reading the map waits for the device: so a rank that has all its gradients reads it only now and then.
 bool Reducer::reads_used_map(bool lacking) const {
   if (options_.unused == UnusedParameters::kForbidden) return false;
-  return lacking || (options_.skip_unused && (kept_ < buckets_.size() || !order_known_)) || looks_for_others();
+  return lacking || (options_.skip_unused && (plan_.kept() < buckets_.size() || !plan_.order_known())) ||
+         looks_for_others();
 }
 
 bool Reducer::looks_for_others() const {
@@ -171,7 +172,7 @@ void Reducer::read_used_map() {
     std::exchange(used_work_, nullptr)->wait();
     counts = used_map_;
   } else {
-    const at::Tensor& marks = buckets_[kept_ - 1].marks;
+    const at::Tensor& marks = buckets_[plan_.kept() - 1].marks;
     if (!marks.defined()) return;
     counts = at::real(marks);
   }
@@ -195,7 +196,7 @@ void Reducer::write_marks(const at::Tensor& marks) const {
 
 bool Reducer::sends_used_map() const {
   if (options_.unused == UnusedParameters::kForbidden || local()) return false;
-  return !buckets_.empty() && !carries_marks(kept_ - 1);
+  return !buckets_.empty() && !carries_marks(plan_.kept() - 1);
 }
 
 void Reducer::launch_used_map(bool with_input) {
@@ -211,47 +212,18 @@ void Reducer::launch_used_map(bool with_input) {
 
 // All ranks take rank 0's order of arrival for the next layout, so that buckets fill up one after the other.
 void Reducer::exchange_order() {
-  order_known_ = true;
   if (gradient_states_.empty()) return;
-  std::vector<bool> seen(gradient_states_.size(), false);
-  std::vector<int32_t> order;
-  for (std::size_t i : arrival_order_) {
-    if (!seen[i]) order.push_back(static_cast<int32_t>(i));
-    seen[i] = true;
-  }
-  for (std::size_t i = gradient_states_.size(); i-- > 0;) {
-    if (!seen[i]) order.push_back(static_cast<int32_t>(i));
-  }
-  if (options_.skip_unused && !used_.somewhere.empty()) {
-    for (int32_t& i : order) {
-      if (!used_.somewhere[static_cast<std::size_t>(i)]) i = ~i;  // negative: idle
-    }
-  }
+  const std::vector<int32_t> order =
+      plan_.order_to_send(arrival_order_, options_.skip_unused ? used_.somewhere : std::vector<bool>());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor sent = at::tensor(order, at::kInt).to(control_device());
+  const at::Tensor sent = at::tensor(order, at::kInt).to(control_device());
   noting_failure(failed_, -1, "order of the gradients", step_, [&] {
     const NamedScope scope("order of the gradients");
     std::vector<at::Tensor> tensors{sent};
     bucket_reducer_.group()->broadcast(tensors)->wait();
   });
   const at::Tensor received = sent.cpu().contiguous();
-  const int32_t* first = received.const_data_ptr<int32_t>();
-  std::vector<std::size_t> next;
-  std::vector<bool> idle(gradient_states_.size(), false);
-  for (std::size_t position = 0; position < order.size(); ++position) {
-    const int32_t entry = first[position];
-    next.push_back(static_cast<std::size_t>(entry < 0 ? ~entry : entry));
-    if (entry < 0 && next.back() < idle.size()) idle[next.back()] = true;
-  }
-  std::vector<std::size_t> sorted = next;
-  std::sort(sorted.begin(), sorted.end());
-  for (std::size_t i = 0; i < sorted.size(); ++i) {
-    if (sorted[i] != i)
-      throw Error(ErrorKind::kMismatch,
-                  "rank 0 sent an order of gradients that is not a permutation of the parameters");
-  }
-  set_idle(std::move(idle));
-  next_order_ = std::move(next);
+  plan_.learn({received.const_data_ptr<int32_t>(), order.size()});
 }
 
 }  // namespace ringdp

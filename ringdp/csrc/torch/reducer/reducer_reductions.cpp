@@ -147,8 +147,8 @@ void Reducer::list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
     const std::size_t param_index = gradient_states_[bucket.members[position]].param_index;
     CompressedSection section;
-    section.x = memory + bucket.plan.offsets[position];
-    section.count = bucket.plan.lengths[position];
+    section.x = memory + bucket.memory.offsets[position];
+    section.count = bucket.memory.lengths[position];
     section.owner_offset = reduction_plan_.owner_offsets[param_index];
     if (with_residuals && (reduction->feedback() || residuals_.all().contains(param_index))) {
       const auto numel = static_cast<int64_t>(section.count);
@@ -245,7 +245,7 @@ bool Reducer::flag_result(const at::Tensor& result) {
 int64_t Reducer::parameter_at(const Bucket& bucket, const std::byte* address) const {
   const auto* begin = static_cast<const std::byte*>(bucket.buffer.const_data_ptr());
   const auto element = static_cast<std::size_t>(address - begin) / bucket.buffer.element_size();
-  const auto& offsets = bucket.plan.offsets;
+  const auto& offsets = bucket.memory.offsets;
   const auto behind = std::upper_bound(offsets.begin(), offsets.end(), element);
   if (behind == offsets.begin()) return -1;
   const auto position = static_cast<std::size_t>(behind - offsets.begin()) - 1;
@@ -367,20 +367,21 @@ void Reducer::set_residuals(const std::map<std::size_t, at::Tensor>& residuals) 
 std::vector<BucketRow> Reducer::bucket_rows() {
   const Lock lock(mutex_);
   std::vector<BucketRow> rows;
-  for (std::size_t index = 0; index < layout_.size(); ++index) {
+  for (std::size_t index = 0; index < plan_.buckets().size(); ++index) {
     BucketRow row;
     row.index = index;
-    row.name = describe_bucket(index, layout_[index], names_);
+    row.name = describe_bucket(index, plan_.buckets()[index], names_);
     row.reduction = reduction_of_bucket(index);
-    row.free = dynamic_cast<const AutoReduction*>(gradient_states_[layout_[index].front()].reduction) != nullptr;
+    row.free =
+        dynamic_cast<const AutoReduction*>(gradient_states_[plan_.buckets()[index].front()].reduction) != nullptr;
     const auto* native = dynamic_cast<const CodecReduction*>(bucket_reduction(index));
-    for (std::size_t member : layout_[index]) {
-      const LayoutItem& item = items_[member];
+    for (std::size_t member : plan_.buckets()[index]) {
+      const PlannedGradient& item = plan_.gradients()[member];
       row.parameters.push_back(gradient_states_[member].param_index);
       row.numel += item.numel;
-      row.bytes_before += item.numel * item.element_bytes;
-      row.bytes_after += native != nullptr && native->enabled() ? codec(native->codec()).encoded_bytes(item.numel)
-                                                                : item.numel * item.element_bytes;
+      row.bytes_before += item.bytes();
+      row.bytes_after +=
+          native != nullptr && native->enabled() ? codec(native->codec()).encoded_bytes(item.numel) : item.bytes();
     }
     if (index < buckets_.size()) {
       if (const auto& report = buckets_[index].report) row.coding_s = static_cast<double>(report->coding_ns) * 1e-9;

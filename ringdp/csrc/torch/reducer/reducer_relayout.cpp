@@ -28,7 +28,7 @@ void Reducer::follow_requires_grad() {
   for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
     const at::Tensor& parameter = gradient_states_[i].parameter;
     other_data |= parameter.scalar_type() != gradient_states_[i].dtype ||
-                  static_cast<std::size_t>(parameter.numel()) != items_[i].numel;
+                  static_cast<std::size_t>(parameter.numel()) != plan_.gradients()[i].numel;
   }
   if (!changed && !other_data) return;
   const std::vector<std::size_t> frozen = module_parameters_.frozen();
@@ -95,10 +95,10 @@ void Reducer::start_over() {
   hooks_.reset();
   take_trainable();
   drop_memory();
-  plan_in_reverse();
-  next_order_.reset();
+  plan_.start(describe_gradients());
+  planned_anew();
   arrival_order_.clear();
-  order_known_ = rebuilt_ = learned_graph_ = false;
+  learned_graph_ = false;
   set_hooks();
 }
 
@@ -156,9 +156,8 @@ void Reducer::average_left_over(const std::vector<std::size_t>& indices) {
   for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
     GradientState& gradient_state = gradient_states_[i];
     if (!std::binary_search(indices.begin(), indices.end(), gradient_state.param_index)) continue;
-    const std::vector<std::size_t> members{i};
     Bucket bucket;
-    bucket.plan = plan_bucket(items_, members);
+    bucket.memory = lay_out_bucket(plan_.gradients(), std::vector<std::size_t>{i});
     bucket.dtype = bucket_dtype(gradient_state.param_index);
     allocate_bucket(bucket, gradient_state.parameter.device(), 0);
     const at::Tensor mean = gradient_view(bucket, 0, gradient_state.parameter);
