@@ -32,7 +32,7 @@ bool any_accumulator_needed(const GradientHooks& hooks, std::size_t count) {
 
 Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
-    : module_parameters_(std::move(parameters)),
+    : parameters_(std::move(parameters)),
       options_(std::move(options)),
       plan_(options_.caps_bytes),
       bucket_reducer_(std::move(group), options_.average),
@@ -53,7 +53,8 @@ void Reducer::prepare_for_forward() {
   if (recomputing()) return;
   throw_if_failed();
   try {
-    if (!local() && !parameters_.empty()) bucket_reducer_.throw_if_failed(parameters_.front().device().type());
+    if (!local() && !parameters_.tensors().empty())
+      bucket_reducer_.throw_if_failed(parameters_.tensors().front().device().type());
   } catch (...) {
     failed_ = current_error_text();
     throw;
@@ -214,11 +215,7 @@ void Reducer::renew_view(GradientState& gradient_state) {
 
 void Reducer::gradient_arrived_at(std::size_t parameter) {
   const Lock lock(mutex_);
-  const std::size_t param_index = module_parameters_.at_construction(parameter);
-  const auto gradient_state = std::find_if(gradient_states_.begin(), gradient_states_.end(),
-                                           [&](const GradientState& s) { return s.param_index == param_index; });
-  if (gradient_state != gradient_states_.end())
-    gradient_arrived(static_cast<std::size_t>(gradient_state - gradient_states_.begin()));
+  if (const auto now = parameters_.since_construction(parameter)) gradient_arrived(*now);
 }
 
 void Reducer::gradient_arrived(std::size_t parameter) {
@@ -240,7 +237,7 @@ void Reducer::gradient_arrived(std::size_t parameter) {
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
                 "but then got used in the second iteration. this is not compatible with static_graph set to True. "
                 "Parameter: ",
-                names_[parameter]);
+                parameters_.names()[parameter]);
     if (--gradient_state.arrivals_left > 0) return;
   }
   if (gradient_state.ready) throw_marked_twice(parameter);
@@ -260,7 +257,7 @@ void Reducer::write_to_bucket(std::size_t parameter, bool late) {
   if (!gradient_state.used && bucket.index >= sending_ && !late) return;  // the bucket may stay at home
   if (gradient_state.sparse) {
     if (grad.defined()) {
-      TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", names_[parameter]);
+      TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", parameters_.names()[parameter]);
       bucket.buffer = owns_gradient(parameter) ? grad.clone() : grad;
     } else {
       bucket.buffer = at::sparse_coo_tensor(gradient_state.parameter.sizes(),
@@ -325,7 +322,7 @@ void Reducer::launch(Bucket& bucket) {
       list_sections(bucket, bucket.buffer, /*with_residuals=*/true);
       if (has_residual(bucket)) add_residual(bucket);
       take_flag(bucket);
-      bucket_reducer_.launch(bucket, sending_, parameters_);
+      bucket_reducer_.launch(bucket, sending_, parameters_.tensors());
       // A hook's callbacks may issue further operations, at a different time on every rank.
       const bool last = bucket.index + 1 == sending_;
       if (last && !calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);

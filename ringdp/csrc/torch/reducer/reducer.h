@@ -93,6 +93,9 @@ struct ReductionPlan {
 
 class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
  public:
+  using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::recursive_mutex>;
+
   // `parameters`: all of the module's, also those that do not require grad now.
   Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options);
@@ -106,7 +109,10 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // and are dropped: the caller sets them again.
   void replace_parameters(std::vector<ModuleParameter> parameters);
   // By tensor: the number of the parameter of the module that it is, or -1.
-  std::vector<int64_t> find(const std::vector<at::Tensor>& tensors);
+  std::vector<int64_t> find(const std::vector<at::Tensor>& tensors) {
+    const Lock lock(mutex_);
+    return parameters_.find(tensors);
+  }
   bool rebuild_buckets();  // once, after the first backward: true
   void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync);
   // The next backward synchronises even if its forward ran with sync = false.
@@ -192,9 +198,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     int arrivals = 0;  // static graph: expected in one backward
     int arrivals_left = 0;
   };
-  using Clock = std::chrono::steady_clock;
-  using Lock = std::unique_lock<std::recursive_mutex>;
-
   bool local() const { return group_size_ == 1 && !bucket_reducer_.has_hook(); }
   bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
   bool recomputing() const;
@@ -210,8 +213,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void follow_requires_grad();
   void release_gradients(const std::vector<std::size_t>& leaving);
   void start_over();
-  std::vector<std::size_t> agree_about(const std::vector<std::size_t>& frozen);
-  void throw_where_they_differ(const std::vector<std::vector<uint8_t>>& all) const;
   void average_left_over(const std::vector<std::size_t>& indices);
   void take_trainable();
   Reduction* reduction_of(std::size_t param_index) const;
@@ -261,7 +262,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::optional<bool> finite_now();
   void commit_residuals();
   c10::Device control_device() const {
-    return options_.host_control ? c10::Device(c10::kCPU) : parameters_.front().device();
+    return options_.host_control ? c10::Device(c10::kCPU) : parameters_.tensors().front().device();
   }
   bool used_somewhere(std::size_t parameter) const;
   int64_t parameter_at(const Bucket& bucket, const std::byte* address) const;
@@ -289,11 +290,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats()
-  TrainableParameters module_parameters_;
-  // Those that require grad, one entry each.
-  std::vector<at::Tensor> parameters_;
-  std::vector<std::string> names_;
-  std::vector<GradientState> gradient_states_;
+  TrainableParameters parameters_;
+  std::vector<GradientState> gradient_states_;  // by parameter
   ReducerOptions options_;
   BucketPlan plan_;
   BucketReducer bucket_reducer_;

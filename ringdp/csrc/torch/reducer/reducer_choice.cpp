@@ -40,7 +40,7 @@ void Reducer::choose(const std::vector<int>& reduction_of_bucket) {
                                          std::to_string(reduction_plan_.reductions.size()));
     if (dynamic_cast<const AutoReduction*>(gradient_states_[plan_.buckets()[index].front()].reduction) == nullptr)
       throw Error(ErrorKind::kValue,
-                  describe_bucket(index, plan_.buckets()[index], names_) + " has a reduction of its own");
+                  describe_bucket(index, plan_.buckets()[index], parameters_.names()) + " has a reduction of its own");
   }
   chosen_ = reduction_of_bucket;
   for (Bucket& bucket : buckets_) bucket.reduction = bucket_reduction(bucket.index);
@@ -107,7 +107,7 @@ void Reducer::give_residuals(const std::map<std::size_t, at::Tensor>& residuals)
   if (active_) throw Error(ErrorKind::kState, "residuals cannot be set during a backward");
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const auto& [index, values] : residuals) {
-    if (index >= module_parameters_.size() || values.numel() != module_parameters_[index].tensor.numel())
+    if (index >= parameters_.all().size() || values.numel() != parameters_.all()[index].tensor.numel())
       throw Error(ErrorKind::kValue, "the residual of parameter " + std::to_string(index) + " has " +
                                          std::to_string(values.numel()) + " elements");
     const at::Tensor own = values.flatten().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);

@@ -40,7 +40,8 @@ void Reducer::hook_was_set() {
 }
 
 void Reducer::set_hooks() {
-  if (hooks_ == nullptr && watches() && !hooks_removed_) hooks_ = std::make_unique<GradientHooks>(*this, parameters_);
+  if (hooks_ == nullptr && watches() && !hooks_removed_)
+    hooks_ = std::make_unique<GradientHooks>(*this, parameters_.tensors());
 }
 
 void Reducer::set_static_graph() {
@@ -96,7 +97,7 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
   std::vector<c10d::GradBucket> result;
   for (Bucket& bucket : buckets_) {
     give_memory(bucket);
-    const at::Tensor& parameter = parameters_[bucket.members.front()];
+    const at::Tensor& parameter = parameters_.tensors()[bucket.members.front()];
     at::Tensor zeros;
     if (bucket.sparse) {
       zeros = at::zeros_like(parameter);
@@ -105,7 +106,7 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
     } else {
       zeros = at::zeros_like(bucket_reducer_.hook_of(bucket) != nullptr ? bucket.gradients : bucket.buffer);
     }
-    result.push_back(bucket_reducer_.describe(bucket, std::move(zeros), buckets_.size(), parameters_));
+    result.push_back(bucket_reducer_.describe(bucket, std::move(zeros), buckets_.size(), parameters_.tensors()));
   }
   return result;
 }
@@ -208,7 +209,7 @@ std::vector<std::string> Reducer::bucket_names() {
   const Lock lock(mutex_);
   std::vector<std::string> result;
   for (std::size_t i = 0; i < plan_.buckets().size(); ++i)
-    result.push_back(describe_bucket(i, plan_.buckets()[i], names_));
+    result.push_back(describe_bucket(i, plan_.buckets()[i], parameters_.names()));
   return result;
 }
 

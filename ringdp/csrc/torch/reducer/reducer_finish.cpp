@@ -162,7 +162,7 @@ bool Reducer::reads_used_map(bool lacking) const {
 
 bool Reducer::looks_for_others() const {
   if (options_.unused != UnusedParameters::kFinish || static_graph_ || ranks_named_ || joining_) return false;
-  const bool cheap = parameters_.front().is_cpu() && !options_.host_control;
+  const bool cheap = parameters_.tensors().front().is_cpu() && !options_.host_control;
   return group_size_ > 1 && (cheap || (step_ & (step_ - 1)) == 0);
 }
 

@@ -18,12 +18,12 @@ Reduction* Reducer::reduction_of(std::size_t param_index) const {
   if (reduction_plan_.reductions.empty()) return nullptr;
   const int index = reduction_plan_.reduction_of[param_index];
   const bool plain =
-      !module_parameters_[param_index].sparse && module_parameters_[param_index].tensor.is_floating_point();
+      !parameters_.all()[param_index].sparse && parameters_.all()[param_index].tensor.is_floating_point();
   return index < 0 || !plain ? nullptr : reduction_plan_.reductions[static_cast<std::size_t>(index)].get();
 }
 
 PlannedGradient Reducer::planned(std::size_t param_index) const {
-  const ModuleParameter& parameter = module_parameters_[param_index];
+  const ModuleParameter& parameter = parameters_.all()[param_index];
   const c10::Device device = parameter.tensor.device();
   const c10::ScalarType dtype = bucket_dtype(param_index);
   PlannedGradient gradient;
@@ -40,7 +40,7 @@ PlannedGradient Reducer::planned(std::size_t param_index) const {
 }
 
 c10::ScalarType Reducer::bucket_dtype(std::size_t param_index) const {
-  const ModuleParameter& parameter = module_parameters_[param_index];
+  const ModuleParameter& parameter = parameters_.all()[param_index];
   const c10::ScalarType own = parameter.tensor.scalar_type();
   if (parameter.sparse || !parameter.tensor.is_floating_point()) return own;
   return reduction_of(param_index) != nullptr ? at::kFloat : options_.reduce_dtype.value_or(own);
@@ -51,18 +51,13 @@ void Reducer::take_trainable() {
   for (const GradientState& gradient_state : gradient_states_) {
     if (gradient_state.local) local.insert(gradient_state.parameter.unsafeGetTensorImpl());
   }
-  parameters_.clear();
-  names_.clear();
   gradient_states_.clear();
-  for (std::size_t i = 0; i < module_parameters_.size(); ++i) {
-    if (!module_parameters_.trains(i)) continue;
-    parameters_.push_back(module_parameters_[i].tensor);
-    names_.push_back(module_parameters_[i].name);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
     GradientState gradient_state;
-    gradient_state.parameter = module_parameters_[i].tensor;
-    gradient_state.param_index = i;
-    gradient_state.sparse = module_parameters_[i].sparse;
-    gradient_state.local = local.contains(module_parameters_[i].tensor.unsafeGetTensorImpl());
+    gradient_state.parameter = parameters_.tensors()[i];
+    gradient_state.param_index = parameters_.param_index(i);
+    gradient_state.sparse = parameters_[i].sparse;
+    gradient_state.local = local.contains(gradient_state.parameter.unsafeGetTensorImpl());
     gradient_states_.push_back(std::move(gradient_state));
   }
 }
@@ -110,7 +105,7 @@ void Reducer::allocate() {
     bucket.index = index;
     bucket.members = plan_.buckets()[index];
     bucket.memory = plan_.memory(index);
-    bucket.name = describe_bucket(index, bucket.members, names_);
+    bucket.name = describe_bucket(index, bucket.members, parameters_.names());
     bucket.pending = bucket.members.size();
     bucket.reduction = bucket_reduction(index);
     bucket.dtype = bucket_dtype(gradient_states_[bucket.members.front()].param_index);
@@ -134,7 +129,7 @@ bool Reducer::carries_marks(std::size_t bucket) const {
 void Reducer::give_memory(Bucket& bucket) {
   if (bucket.sparse || bucket.direct || bucket.buffer.defined()) return;
   const std::size_t marks = carries_marks(bucket.index) ? parameters_.size() + 1 : 0;
-  allocate_bucket(bucket, parameters_[bucket.members.front()].device(), marks);
+  allocate_bucket(bucket, parameters_.tensors()[bucket.members.front()].device(), marks);
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
     GradientState& gradient_state = gradient_states_[bucket.members[position]];
     gradient_state.view = gradient_view(bucket, position, gradient_state.parameter);

@@ -38,7 +38,8 @@ void Reducer::warn_unused(const std::vector<std::size_t>& missing) {
   if (missing.empty() || std::exchange(warned_, true)) return;
   TORCH_WARN(
       "parameters without gradient in step ", step_, " on rank ", bucket_reducer_.group()->getRank(), ". ",
-      ranks.empty() ? unused_here(missing, used_.somewhere, names_) : unused_by_ranks(ranks, names_),
+      ranks.empty() ? unused_here(missing, used_.somewhere, parameters_.names())
+                    : unused_by_ranks(ranks, parameters_.names()),
       " This warning appears once; find_unused_parameters=True declares that it is intended, False makes it an error.");
 }
 
@@ -76,7 +77,8 @@ void Reducer::throw_if_unfinished(bool notify) {
   }
   UnfinishedBackward backward;
   backward.missing = unfinished();
-  if (notify && peer_report_.empty()) peer_report_ = notify_others(unfinished_notice(step_, backward.missing, names_));
+  if (notify && peer_report_.empty())
+    peer_report_ = notify_others(unfinished_notice(step_, backward.missing, parameters_.names()));
   backward.step = step_;
   backward.rank = bucket_reducer_.group()->getRank();
   backward.ranks = group_size_;
@@ -85,11 +87,11 @@ void Reducer::throw_if_unfinished(bool notify) {
   backward.ended_short = ended_short_;
   backward.static_graph = static_graph_;
   backward.peer_report = peer_report_;
-  TORCH_CHECK(false, unfinished_text(backward, names_));
+  TORCH_CHECK(false, unfinished_text(backward, parameters_.names()));
 }
 
 void Reducer::throw_marked_twice(std::size_t parameter) const {
-  const ModuleParameter& described = module_parameters_[gradient_states_[parameter].param_index];
+  const ModuleParameter& described = parameters_[parameter];
   TORCH_CHECK(false, marked_twice_text(parameter, described.name, described.used_in));
 }
 

@@ -52,7 +52,7 @@ void Reducer::set_reductions(ReductionPlan plan) {
                                                                    : before.reductions[before.reduction_of[i]].get();
   };
   reduction_plan_ = std::move(plan);
-  for (std::size_t i = 0; i < module_parameters_.size(); ++i) {
+  for (std::size_t i = 0; i < parameters_.all().size(); ++i) {
     const Reduction* now = reduction_of(i);
     if (!keeps_residuals(now) || !same_reduction(reduction_before(i), now)) residuals_.drop(i);
   }
@@ -77,30 +77,30 @@ void Reducer::check_reductions(const ReductionPlan& plan) {
   if (!plan.reductions.empty() && bucket_reducer_.has_hook())
     refuse(ErrorKind::kState, BucketReducer::kHookAndCompression);
   if (plan.reductions.empty()) return;
-  if (plan.reduction_of.size() != module_parameters_.size() || plan.owner_offsets.size() != module_parameters_.size()) {
+  if (plan.reduction_of.size() != parameters_.all().size() || plan.owner_offsets.size() != parameters_.all().size()) {
     refuse(ErrorKind::kValue, "one reduction and one owner offset for each of " +
-                                  std::to_string(module_parameters_.size()) + " parameters");
+                                  std::to_string(parameters_.all().size()) + " parameters");
   }
-  for (std::size_t i = 0; i < module_parameters_.size(); ++i) {
+  for (std::size_t i = 0; i < parameters_.all().size(); ++i) {
     const int index = plan.reduction_of[i];
     if (index >= static_cast<int>(plan.reductions.size())) {
-      refuse(ErrorKind::kValue, "parameter " + module_parameters_[i].name + " has reduction " + std::to_string(index) +
+      refuse(ErrorKind::kValue, "parameter " + parameters_.all()[i].name + " has reduction " + std::to_string(index) +
                                     " of " + std::to_string(plan.reductions.size()));
     }
     const auto* native = index < 0 ? nullptr : dynamic_cast<const CodecReduction*>(plan.reductions[index].get());
     if (native == nullptr || group_size_ == 1) continue;
-    if (is_plugin(native->codec()) && !module_parameters_[i].tensor.is_cpu()) {
-      refuse(ErrorKind::kValue, "the codec " + native->name() + " for parameter " + module_parameters_[i].name +
+    if (is_plugin(native->codec()) && !parameters_.all()[i].tensor.is_cpu()) {
+      refuse(ErrorKind::kValue, "the codec " + native->name() + " for parameter " + parameters_.all()[i].name +
                                     " is a C library's, for tensors on the CPU; this one is on " +
-                                    module_parameters_[i].tensor.device().str());
+                                    parameters_.all()[i].tensor.device().str());
     }
-    if (!bucket_reducer_.has_codecs(module_parameters_[i].tensor.device(), plan.exchange_codes)) {
+    if (!bucket_reducer_.has_codecs(parameters_.all()[i].tensor.device(), plan.exchange_codes)) {
       refuse(ErrorKind::kValue,
-             "the codec " + plan.reductions[index]->name() + " for parameter " + module_parameters_[i].name +
+             "the codec " + plan.reductions[index]->name() + " for parameter " + parameters_.all()[i].name +
                  (plan.exchange_codes ? " needs kernels for the parameter's device; this one is on "
                                       : " needs the backend ring and a parameter on the CPU; this one is on ") +
-                 module_parameters_[i].tensor.device().str() + " and is reduced by " +
-                 bucket_reducer_.group()->getBackend(module_parameters_[i].tensor.device().type())->getBackendName() +
+                 parameters_.all()[i].tensor.device().str() + " and is reduced by " +
+                 bucket_reducer_.group()->getBackend(parameters_.all()[i].tensor.device().type())->getBackendName() +
                  "; TORCH_DISTRIBUTED_DEBUG=DETAIL hides ring, too");
     }
   }
@@ -280,7 +280,8 @@ void Reducer::finish_hook_reductions(const HookReductions& used) {
   const bool finite = finite_now().value_or(true);
   std::map<HookReduction*, std::vector<std::string>> unused;
   for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    if (!used_somewhere(i)) unused[dynamic_cast<HookReduction*>(gradient_states_[i].reduction)].push_back(names_[i]);
+    if (!used_somewhere(i))
+      unused[dynamic_cast<HookReduction*>(gradient_states_[i].reduction)].push_back(parameters_.names()[i]);
   }
   lock.unlock();
   for (const auto& [reduction, _] : used) reduction->commit(finite, unused[reduction]);
@@ -335,7 +336,7 @@ std::map<std::size_t, at::Tensor> Reducer::residuals() {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::map<std::size_t, at::Tensor> result;
   for (const auto& [param_index, pair] : residuals_.all()) {
-    result[param_index] = as_parameter(pair.current(), module_parameters_[param_index].tensor).flatten().cpu().clone();
+    result[param_index] = as_parameter(pair.current(), parameters_.all()[param_index].tensor).flatten().cpu().clone();
   }
   return result;
 }
@@ -345,19 +346,19 @@ void Reducer::set_residuals(const std::map<std::size_t, at::Tensor>& residuals) 
   if (active_) throw Error(ErrorKind::kState, "residuals cannot be set during a backward");
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const auto& [param_index, values] : residuals) {
-    const bool known = param_index < module_parameters_.size() && keeps_residuals(reduction_of(param_index));
-    if (!known || values.numel() != module_parameters_[param_index].tensor.numel()) {
+    const bool known = param_index < parameters_.all().size() && keeps_residuals(reduction_of(param_index));
+    if (!known || values.numel() != parameters_.all()[param_index].tensor.numel()) {
       throw Error(ErrorKind::kValue, "a residual of " + std::to_string(values.numel()) + " elements for parameter " +
-                                         (param_index < module_parameters_.size()
-                                              ? module_parameters_[param_index].name + ", which has " +
-                                                    std::to_string(module_parameters_[param_index].tensor.numel()) +
+                                         (param_index < parameters_.all().size()
+                                              ? parameters_.all()[param_index].name + ", which has " +
+                                                    std::to_string(parameters_.all()[param_index].tensor.numel()) +
                                                     (known ? " elements" : " elements and no error feedback")
                                               : std::to_string(param_index) + ", which does not exist"));
     }
   }
   residuals_.clear();
   for (const auto& [param_index, values] : residuals) {
-    const at::Tensor& parameter = module_parameters_[param_index].tensor;
+    const at::Tensor& parameter = parameters_.all()[param_index].tensor;
     const at::Tensor current = at::empty({values.numel()}, parameter.options().dtype(at::kFloat));
     as_parameter(current, parameter).copy_(values.reshape(parameter.sizes()));
     residuals_.set(param_index, current);
@@ -370,7 +371,7 @@ std::vector<BucketRow> Reducer::bucket_rows() {
   for (std::size_t index = 0; index < plan_.buckets().size(); ++index) {
     BucketRow row;
     row.index = index;
-    row.name = describe_bucket(index, plan_.buckets()[index], names_);
+    row.name = describe_bucket(index, plan_.buckets()[index], parameters_.names());
     row.reduction = reduction_of_bucket(index);
     row.free =
         dynamic_cast<const AutoReduction*>(gradient_states_[plan_.buckets()[index].front()].reduction) != nullptr;

@@ -2,26 +2,18 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "base/error.h"
 #include "base/naming.h"
-#include "torch/reducer/messages.h"
 #include "torch/reducer/reducer.h"
 #include "torch/reducer/reducer_errors.h"
 
 namespace ringdp {
-namespace {
-
-constexpr uint8_t kTrains = 1;
-constexpr uint8_t kLeftOver = 2;  // frozen, with gradients that were not averaged
-
-}  // namespace
 
 void Reducer::follow_requires_grad() {
-  const bool changed = module_parameters_.changed();
+  const bool changed = parameters_.changed();
   // module.double() and the like give parameters other data, which hooks and buckets no longer fit. All ranks do that in
   // the same place, as they do the forward, and their modules were alike.
   bool other_data = false;
@@ -31,9 +23,16 @@ void Reducer::follow_requires_grad() {
                   static_cast<std::size_t>(parameter.numel()) != plan_.gradients()[i].numel;
   }
   if (!changed && !other_data) return;
-  const std::vector<std::size_t> frozen = module_parameters_.frozen();
+  const std::vector<std::size_t> frozen = parameters_.frozen();
   try {
-    if (changed && group_size_ > 1) average_left_over(agree_about(frozen));
+    if (changed && group_size_ > 1) {
+      std::vector<bool> left_over(parameters_.all().size(), false);
+      for (const GradientState& gradient_state : gradient_states_)
+        left_over[gradient_state.param_index] = gradient_state.local && gradient_state.parameter.grad().defined();
+      average_left_over(parameters_.agree_about_change(
+          *bucket_reducer_.group(),
+          options_.host_control ? c10::Device(c10::kCPU) : parameters_.all().front().tensor.device(), left_over));
+    }
   } catch (...) {
     failed_ = current_error_text();
     throw;
@@ -43,7 +42,7 @@ void Reducer::follow_requires_grad() {
     if (std::binary_search(frozen.begin(), frozen.end(), gradient_states_[i].param_index)) leaving.push_back(i);
   }
   release_gradients(leaving);
-  module_parameters_.accept();
+  parameters_.accept();
   start_over();
 }
 
@@ -59,27 +58,12 @@ void Reducer::replace_parameters(std::vector<ModuleParameter> parameters) {
     if (!staying.contains(gradient_states_[i].parameter.unsafeGetTensorImpl())) leaving.push_back(i);
   }
   release_gradients(leaving);
-  module_parameters_ = TrainableParameters(std::move(parameters));
+  parameters_ = TrainableParameters(std::move(parameters));
   before = std::exchange(reduction_plan_, {});
   residuals_.clear();
   bucket_reducer_.set_watching(looks_for_non_finite());
   warned_ = false;
   start_over();
-}
-
-std::vector<int64_t> Reducer::find(const std::vector<at::Tensor>& tensors) {
-  const Lock lock(mutex_);
-  std::unordered_map<const c10::TensorImpl*, int64_t> numbers;
-  for (std::size_t i = 0; i < module_parameters_.size(); ++i) {
-    numbers.emplace(module_parameters_[i].tensor.unsafeGetTensorImpl(), static_cast<int64_t>(i));
-  }
-  std::vector<int64_t> result;
-  result.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    const auto found = numbers.find(tensor.unsafeGetTensorImpl());
-    result.push_back(found == numbers.end() ? -1 : found->second);
-  }
-  return result;
 }
 
 // The .grad of these parameters gets memory of its own: a parameter that is reduced no longer would keep its bucket's.
@@ -102,54 +86,6 @@ void Reducer::start_over() {
   set_hooks();
 }
 
-// The parameters among `frozen` for which some rank has gradients that were not averaged.
-std::vector<std::size_t> Reducer::agree_about(const std::vector<std::size_t>& frozen) {
-  std::vector<uint8_t> mine(module_parameters_.size());
-  for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = module_parameters_[i].tensor.requires_grad() ? kTrains : 0;
-  for (const GradientState& gradient_state : gradient_states_) {
-    if (gradient_state.local && gradient_state.parameter.grad().defined())
-      mine[gradient_state.param_index] |= kLeftOver;
-  }
-  const std::string change = module_parameters_.describe_change();
-  std::vector<std::vector<uint8_t>> all;
-  try {
-    all = gather_bytes(*bucket_reducer_.group(), mine,
-                       options_.host_control ? c10::Device(c10::kCPU) : module_parameters_[0].tensor.device(), change);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kMismatch) throw;
-    ErrorContext context = error.context();
-    context.name = change;
-    context.advice = "freeze and unfreeze the same parameters on all ranks, before the same forward";
-    throw Error(error.kind(), "before this forward " + change + ", and not all ranks did the same: " + error.what(),
-                context);
-  }
-  throw_where_they_differ(all);
-  std::vector<std::size_t> left_over;
-  for (std::size_t i : frozen) {
-    if (std::any_of(all.begin(), all.end(), [i](const auto& rank) { return (rank[i] & kLeftOver) != 0; }))
-      left_over.push_back(i);
-  }
-  return left_over;
-}
-
-void Reducer::throw_where_they_differ(const std::vector<std::vector<uint8_t>>& all) const {
-  std::vector<std::vector<bool>> trains;
-  for (const auto& rank : all) {
-    std::vector<bool>& one = trains.emplace_back();
-    for (const uint8_t flags : rank) one.push_back((flags & kTrains) != 0);
-  }
-  std::vector<std::string> names;
-  for (std::size_t i = 0; i < module_parameters_.size(); ++i) names.push_back(module_parameters_[i].name);
-  const Disagreement found = requires_grad_disagreement(trains, names);
-  if (found.text.empty()) return;
-  ErrorContext context;
-  context.rank = bucket_reducer_.group()->getRank();
-  context.name = found.first_name;
-  context.advice = "freeze and unfreeze the same parameters on all ranks, before the same forward";
-  throw Error(ErrorKind::kMismatch, found.text + " Freeze and unfreeze the same on all ranks, before the same forward.",
-              context);
-}
-
 // Gradients accumulated under no_sync are still to be averaged once; the optimizer may apply them.
 void Reducer::average_left_over(const std::vector<std::size_t>& indices) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -164,7 +100,7 @@ void Reducer::average_left_over(const std::vector<std::size_t>& indices) {
     at::Tensor& grad = gradient_state.parameter.mutable_grad();
     if (grad.defined()) copy_gradient(mean, grad);
     {
-      const NamedScope scope("last gradient of " + names_[i]);
+      const NamedScope scope("last gradient of " + parameters_.names()[i]);
       bucket_reducer_.average(bucket.buffer);
     }
     if (gradient_state.sparse) {
