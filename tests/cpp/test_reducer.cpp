@@ -1,8 +1,11 @@
-// The parts of the reducer that know no torch: which gradient goes into which bucket, and what its user is told.
+// The parts of the reducer that know no torch: which gradient goes into which bucket, which bucket may leave when, whether a
+// backward synchronises, and what the user is told.
 #include <string>
 #include <vector>
 
 #include "testing.h"
+#include "torch/reducer/arrival_tracker.h"
+#include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/messages.h"
 
@@ -188,6 +191,98 @@ CASE("parameters that no rank used share no bucket with the others, and theirs s
   CHECK(plan.follow_learned() == std::optional(true));
   CHECK_EQ(plan.kept(), 1u);
   CHECK(plan.buckets() == (Buckets{{3, 1, 2, 0}}));
+}
+
+using Arrival = ArrivalTracker::Arrival;
+
+// Buckets {3}, {2}, {1}, {0}.
+BucketPlan four_buckets() {
+  BucketPlan plan({4});
+  plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});
+  return plan;
+}
+
+CASE("buckets leave in index order, each when all its gradients are there") {
+  const BucketPlan plan = four_buckets();
+  ArrivalTracker arrivals(plan);
+  arrivals.start(4);
+  arrivals.begin(/*sending=*/3);
+  CHECK(arrivals.arrived(2) == Arrival::kComplete);
+  arrivals.note_used(2, true);
+  CHECK(arrivals.mark_ready(2));
+  CHECK(!arrivals.next_full());  // bucket 0 is not
+  CHECK(arrivals.arrived(3) == Arrival::kComplete);
+  CHECK(arrivals.mark_ready(3));
+  CHECK(arrivals.next_full() == std::optional<std::size_t>(0));
+  arrivals.note_sent(0);
+  CHECK(arrivals.next_full() == std::optional<std::size_t>(1));
+  arrivals.note_sent(1);
+  CHECK(!arrivals.next_full());
+  CHECK(arrivals.arrived(3) == Arrival::kTwice);
+  CHECK(arrivals.unfinished() == (Numbers{0, 1}));
+  CHECK(arrivals.complete(/*all_required=*/false));
+  CHECK(!arrivals.complete(/*all_required=*/true));
+  arrivals.mark_ready(1);
+  arrivals.note_sent(2);
+  arrivals.mark_ready(0);
+  CHECK(!arrivals.next_full());  // the fourth bucket does not leave by itself
+  CHECK(arrivals.order() == (Numbers{2, 3}));
+  CHECK(arrivals.used(2) && !arrivals.used(3));
+  arrivals.begin(4);
+  CHECK(!arrivals.used(2) && !arrivals.ready(2) && arrivals.order().empty() && arrivals.sent() == 0);
+}
+
+CASE("a static graph's gradients are counted in the first backward, and the last of each is taken later") {
+  const BucketPlan plan = four_buckets();
+  ArrivalTracker arrivals(plan);
+  arrivals.start(4);
+  arrivals.set_static_graph();
+  arrivals.begin(4);
+  CHECK(arrivals.learning());
+  for (const std::size_t i : Numbers{3, 1, 3}) CHECK(arrivals.arrived(i) == Arrival::kOneOfSeveral);
+  CHECK(arrivals.complete(true));
+  arrivals.graph_learned();
+  for (std::size_t i = 0; i < 4; ++i) CHECK(arrivals.mark_ready(i));
+  CHECK(arrivals.order() == (Numbers{3, 1}));
+  CHECK(arrivals.expected(1) && !arrivals.expected(0));
+  arrivals.begin(4);
+  CHECK(arrivals.arrived(3) == Arrival::kOneOfSeveral);
+  CHECK(!arrivals.complete(true));
+  CHECK(arrivals.arrived(3) == Arrival::kComplete);
+  CHECK(arrivals.arrived(3) == Arrival::kUnexpected);
+  CHECK(arrivals.arrived(0) == Arrival::kUnexpected);
+  CHECK(arrivals.arrived(1) == Arrival::kComplete);
+  CHECK(arrivals.complete(true));
+  arrivals.forget_graph();
+  arrivals.begin(4);
+  CHECK(arrivals.learning());
+}
+
+CASE("a gradient begins a step after a forward that synchronises, and not in a backward that was told to be quiet") {
+  BackwardState backward;
+  CHECK(!backward.synchronises(5));
+  auto graph = std::make_shared<int>();
+  backward.arm(graph);
+  CHECK(backward.due());
+  backward.stay_quiet(5);
+  CHECK(!backward.synchronises(5));
+  CHECK(backward.synchronises(6));
+  graph.reset();
+  CHECK(!backward.due());
+  CHECK(backward.synchronises(6));
+  backward.demand();
+  CHECK(backward.due());
+  backward.begin();
+  CHECK(backward.active() && !backward.due() && !backward.demanded());
+  CHECK_EQ(backward.step(), 1);
+  backward.end_short();
+  CHECK(backward.active() && backward.ended_short());
+  backward.reset();
+  CHECK(!backward.active());
+  backward.begin();
+  CHECK(!backward.ended_short());
+  backward.end();
+  CHECK(!backward.active());
 }
 
 }  // namespace

@@ -103,6 +103,10 @@ void BucketPlan::plan(std::vector<std::size_t> order) {
   };
   const auto last = std::find_if(std::make_reverse_iterator(end), buckets_.rend(), shared);
   if (last != buckets_.rend()) std::rotate(last.base() - 1, last.base(), end);
+  bucket_of_.resize(gradients_.size());
+  for (std::size_t index = 0; index < buckets_.size(); ++index) {
+    for (std::size_t member : buckets_[index]) bucket_of_[member] = index;
+  }
 }
 
 std::size_t BucketPlan::bytes(std::size_t bucket) const {

@@ -59,6 +59,7 @@ class BucketPlan {
   // The marks of used parameters are sent behind the gradients of the last kept bucket, unless that is compressed.
   bool may_carry_marks(std::size_t bucket) const { return bucket + 1 == kept_ && exact(bucket); }
   bool exact(std::size_t bucket) const { return gradients_[buckets_[bucket].front()].exact; }
+  std::size_t bucket_of(std::size_t parameter) const { return bucket_of_[parameter]; }
   BucketMemory memory(std::size_t bucket) const { return lay_out_bucket(gradients_, buckets_[bucket]); }
   std::size_t bytes(std::size_t bucket) const;
   std::size_t dense_bytes(std::size_t bucket) const;  // without sparse gradients
@@ -84,6 +85,7 @@ class BucketPlan {
   std::vector<bool> idle_;  // no rank had a gradient for it when the order was learned; empty: all are busy
   std::vector<std::size_t> order_;
   std::vector<BucketMembers> buckets_;
+  std::vector<std::size_t> bucket_of_;  // by parameter
   std::size_t kept_ = 0;
   std::optional<std::vector<std::size_t>> learned_;
   bool order_known_ = false;

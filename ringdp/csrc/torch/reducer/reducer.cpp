@@ -46,7 +46,7 @@ Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10
 Reducer::~Reducer() = default;
 
 // A forward that checkpointing repeats inside its backward: it does not begin a step.
-bool Reducer::recomputing() const { return active_ && torch::autograd::get_current_graph_task_id() != -1; }
+bool Reducer::recomputing() const { return backward_.active() && torch::autograd::get_current_graph_task_id() != -1; }
 
 void Reducer::prepare_for_forward() {
   const Lock lock(mutex_);
@@ -72,7 +72,7 @@ void Reducer::check_finalized() {
 bool Reducer::rebuild_buckets() {
   const Lock lock(mutex_);
   if (recomputing()) return false;
-  if (active_) throw_if_unfinished(/*notify=*/false);
+  if (backward_.active()) throw_if_unfinished(/*notify=*/false);
   const std::optional<bool> changed = plan_.follow_learned();
   if (!changed) return false;
   planned_anew();
@@ -89,8 +89,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
     if (sync) throw_if_failed();
     allocate();
     if (sync) {
-      armed_ = true;
-      due_ = due;
+      backward_.arm(due);
     }
   }
   watch_outputs(shared_from_this(), outputs, sync, due);
@@ -101,43 +100,34 @@ void Reducer::demand_sync() {
   if (hooks_ == nullptr || gradient_states_.empty()) return;
   throw_if_failed();
   allocate();
-  armed_ = demanded_ = true;
+  backward_.demand();
 }
 
 void Reducer::backward_began(bool sync) {
   const Lock lock(mutex_);
   if (hooks_ == nullptr || gradient_states_.empty() || !any_accumulator_needed(*hooks_, gradient_states_.size()))
     return;
-  if (!sync && !demanded_) {
-    quiet_task_ = torch::autograd::get_current_graph_task_id();
+  if (!sync && !backward_.demanded()) {
+    backward_.stay_quiet(torch::autograd::get_current_graph_task_id());
     return;
   }
-  if (!active_) begin();
+  if (!backward_.active()) begin();
 }
 
 void Reducer::begin() {
   throw_if_failed();
   allocate();
-  active_ = true;
-  ended_short_ = false;
-  armed_ = demanded_ = false;
-  ++step_;
-  next_bucket_ = 0;
+  backward_.begin();
   began_ = Clock::now();
   stats_.began_ns = nanoseconds(began_);
   stats_.launched_ns = 0;
   finite_.reset();
   flags_.clear();
   own_non_finite_ = -1;
-  arrival_order_.clear();
-  for (Bucket& bucket : buckets_) bucket.pending = bucket.members.size();
-  for (GradientState& gradient_state : gradient_states_) {
-    gradient_state.ready = gradient_state.used = gradient_state.copy_back = false;
-    gradient_state.arrivals_left = gradient_state.arrivals;
-  }
+  for (GradientState& gradient_state : gradient_states_) gradient_state.copy_back = false;
   auto work = std::exchange(forward_work_, nullptr);
   joining_ = work != nullptr;
-  sending_ = joining_ ? buckets_.size() : plan_.kept();
+  arrivals_.begin(joining_ ? buckets_.size() : plan_.kept());
   bucket_reducer_.set_loss_scale(residual_scale());
   if (work) {
     work->wait();
@@ -149,13 +139,14 @@ void Reducer::begin() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (auto reducer = std::static_pointer_cast<Reducer>(self.lock())) reducer->end_backward();
   });
-  if (learned_graph_) {
+  if (arrivals_.knows_graph()) {
     for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-      if (gradient_states_[i].arrivals > 0) continue;
+      if (arrivals_.expected(i)) continue;
       write_to_bucket(i);
       mark_ready(i);
     }
-  } else if (options_.unused == UnusedParameters::kExpected && options_.graph_shows_unused && !static_graph_) {
+  } else if (options_.unused == UnusedParameters::kExpected && options_.graph_shows_unused &&
+             !arrivals_.static_graph()) {
     expect_only_what_the_graph_has();
   }
 }
@@ -205,7 +196,7 @@ bool Reducer::owns_gradient(std::size_t parameter) const { return options_.own_g
 // The program has kept the last .grad: that tensor keeps its memory and its values, and the bucket gets a new view.
 void Reducer::renew_view(GradientState& gradient_state) {
   at::Tensor kept = gradient_state.view;
-  const Bucket& bucket = buckets_[gradient_state.bucket];
+  const Bucket& bucket = buckets_[plan_.bucket_of(static_cast<std::size_t>(&gradient_state - gradient_states_.data()))];
   const auto position = std::find_if(bucket.members.begin(), bucket.members.end(),
                                      [&](std::size_t member) { return &gradient_states_[member] == &gradient_state; });
   gradient_state.view =
@@ -220,41 +211,41 @@ void Reducer::gradient_arrived_at(std::size_t parameter) {
 
 void Reducer::gradient_arrived(std::size_t parameter) {
   const Lock lock(mutex_);
-  if (!active_) {
-    if (!armed_ || torch::autograd::get_current_graph_task_id() == quiet_task_) {
+  if (!backward_.active()) {
+    if (!backward_.synchronises(torch::autograd::get_current_graph_task_id())) {
       gradient_states_[parameter].local = true;
       return;
     }
     begin();
   }
-  GradientState& gradient_state = gradient_states_[parameter];
-  if (learning_graph()) {
-    if (gradient_state.arrivals++ == 0) arrival_order_.push_back(parameter);
-    return;
+  switch (arrivals_.arrived(parameter)) {
+    case ArrivalTracker::Arrival::kOneOfSeveral:
+      return;
+    case ArrivalTracker::Arrival::kUnexpected:
+      TORCH_CHECK(
+          false,
+          "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
+          "but then got used in the second iteration. this is not compatible with static_graph set to True. "
+          "Parameter: ",
+          parameters_.names()[parameter]);
+    case ArrivalTracker::Arrival::kTwice:
+      throw_marked_twice(parameter);
+    case ArrivalTracker::Arrival::kComplete:
+      write_to_bucket(parameter);
+      mark_ready(parameter);
   }
-  if (learned_graph_) {
-    TORCH_CHECK(gradient_state.arrivals_left > 0,
-                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
-                "but then got used in the second iteration. this is not compatible with static_graph set to True. "
-                "Parameter: ",
-                parameters_.names()[parameter]);
-    if (--gradient_state.arrivals_left > 0) return;
-  }
-  if (gradient_state.ready) throw_marked_twice(parameter);
-  arrival_order_.push_back(parameter);
-  write_to_bucket(parameter);
-  mark_ready(parameter);
 }
 
 // Writes this rank's gradient to its part of the bucket: zeros if it has none, nothing where .grad already is that part.
 void Reducer::write_to_bucket(std::size_t parameter, bool late) {
   GradientState& gradient_state = gradient_states_[parameter];
   at::Tensor& grad = gradient_state.parameter.mutable_grad();
-  gradient_state.used = grad.defined();
+  const bool used = grad.defined();
+  arrivals_.note_used(parameter, used);
   gradient_state.local = false;
   if (local()) return;
-  Bucket& bucket = buckets_[gradient_state.bucket];
-  if (!gradient_state.used && bucket.index >= sending_ && !late) return;  // the bucket may stay at home
+  Bucket& bucket = buckets_[plan_.bucket_of(parameter)];
+  if (!used && bucket.index >= arrivals_.sending() && !late) return;  // the bucket may stay at home
   if (gradient_state.sparse) {
     if (grad.defined()) {
       TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", parameters_.names()[parameter]);
@@ -301,30 +292,27 @@ void Reducer::adopt(std::size_t parameter, at::Tensor& gradient) {
 }
 
 void Reducer::mark_ready(std::size_t parameter) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  gradient_state.ready = true;
-  if (local()) return;
-  Bucket& bucket = buckets_[gradient_state.bucket];
-  if (--bucket.pending == 0 && !learning_graph()) launch_full_buckets();
+  if (arrivals_.mark_ready(parameter) && !local()) launch_full_buckets();
 }
 
 void Reducer::launch_full_buckets() {
-  while (next_bucket_ < sending_ && buckets_[next_bucket_].pending == 0) launch(buckets_[next_bucket_]);
+  while (const auto next = arrivals_.next_full()) launch(buckets_[*next]);
 }
 
 void Reducer::launch(Bucket& bucket) {
   try {
-    in_bucket(static_cast<int64_t>(bucket.index), bucket.name, step_, [&] {
+    in_bucket(static_cast<int64_t>(bucket.index), bucket.name, backward_.step(), [&] {
       if (bucket.marks.defined()) write_marks(bucket.marks);
-      if (next_bucket_ == 0) stats_.launched_ns = nanoseconds(Clock::now());
-      next_bucket_ = bucket.index + 1;  // also where it fails: the others have seen this rank's part of it, or its end
-      bucket.sent_in = step_;
+      if (arrivals_.sent() == 0) stats_.launched_ns = nanoseconds(Clock::now());
+      arrivals_.note_sent(
+          bucket.index);  // also where it fails: the others have seen this rank's part of it, or its end
+      bucket.sent_in = backward_.step();
       list_sections(bucket, bucket.buffer, /*with_residuals=*/true);
       if (has_residual(bucket)) add_residual(bucket);
       take_flag(bucket);
-      bucket_reducer_.launch(bucket, sending_, parameters_.tensors());
+      bucket_reducer_.launch(bucket, arrivals_.sending(), parameters_.tensors());
       // A hook's callbacks may issue further operations, at a different time on every rank.
-      const bool last = bucket.index + 1 == sending_;
+      const bool last = bucket.index + 1 == arrivals_.sending();
       if (last && !calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
     });
   } catch (...) {

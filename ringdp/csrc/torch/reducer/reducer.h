@@ -22,6 +22,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "torch/reducer/arrival_tracker.h"
+#include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/bucket_reducer.h"
 #include "torch/reducer/messages.h"
@@ -185,7 +187,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     at::Tensor parameter;
     std::size_t param_index = 0;  // its index among all parameters
     at::Tensor view;              // its part of the bucket, which .grad becomes
-    std::size_t bucket = 0;
     bool sparse = false;
     bool direct = false;
     Reduction* reduction = nullptr;      // null: exact
@@ -193,10 +194,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     bool cast = false;                   // the bucket has another
     bool copy_back = false;              // .grad stays as it is; the result is copied into it
     bool local = false;                  // .grad has something that was not averaged (no_sync)
-    bool used = false;                   // has a gradient in this backward
-    bool ready = false;
-    int arrivals = 0;  // static graph: expected in one backward
-    int arrivals_left = 0;
   };
   bool local() const { return group_size_ == 1 && !bucket_reducer_.has_hook(); }
   bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
@@ -204,10 +201,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   static int64_t nanoseconds(Clock::time_point time) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
   }
-  bool learning_graph() const { return static_graph_ && !learned_graph_; }
   void throw_if_failed() const;
   void throw_if_unfinished(bool notify);
-  std::vector<std::size_t> unfinished() const;
   std::string notify_others(const std::string& what);
 
   void follow_requires_grad();
@@ -266,7 +261,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   }
   bool used_somewhere(std::size_t parameter) const;
   int64_t parameter_at(const Bucket& bucket, const std::byte* address) const;
-  bool backward_due() const;
   void write_marks(const at::Tensor& marks) const;
   bool owns_gradient(std::size_t parameter) const;
   bool sends_used_map() const;
@@ -294,6 +288,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::vector<GradientState> gradient_states_;  // by parameter
   ReducerOptions options_;
   BucketPlan plan_;
+  ArrivalTracker arrivals_{plan_};
+  BackwardState backward_;
   BucketReducer bucket_reducer_;
   ReductionPlan reduction_plan_;
   std::vector<int> chosen_;  // see choose; empty: nothing
@@ -312,24 +308,12 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::unique_ptr<GradientHooks> hooks_;
   bool hooks_removed_ = false;
 
-  std::size_t sending_ = 0;      // buckets that leave without asking, in this backward
   std::vector<Bucket> buckets_;  // empty until the first forward needs them
 
-  bool armed_ = false;       // a synchronised forward has run, its backward has not begun
-  std::weak_ptr<void> due_;  // what the graph of that forward keeps alive
-  bool demanded_ = false;    // armed by demand_sync
-  bool active_ = false;      // a synchronised backward is running
-  bool joining_ = false;     // some ranks may have run out of input (torch's Join) and repeat all buckets
-  int quiet_task_ = -1;      // the backward that was told not to synchronise
-  std::size_t next_bucket_ = 0;
-  int64_t step_ = 0;
-  std::vector<std::size_t> arrival_order_;
+  bool joining_ = false;  // some ranks may have run out of input (torch's Join) and repeat all buckets
   std::string failed_;
   std::string error_;
-  std::string peer_report_;   // what the other ranks said to an unfinished backward
-  bool ended_short_ = false;  // that backward ran to its end, and gradients were missing
-  bool static_graph_ = false;
-  bool learned_graph_ = false;
+  std::string peer_report_;  // what the other ranks said to an unfinished backward
   bool optimizer_in_backward_ = false;
 
   at::Tensor used_map_;  // where it is sent on its own

@@ -50,7 +50,6 @@ struct Bucket {
   at::Tensor marks;  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if
                      // some rank lacked one; undefined in all but one bucket
 
-  std::size_t pending = 0;           // gradients still to come in this backward
   std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> future;

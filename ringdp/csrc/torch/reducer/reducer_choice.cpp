@@ -28,7 +28,7 @@ Reduction* Reducer::bucket_reduction(std::size_t bucket) const {
 void Reducer::choose(const std::vector<int>& reduction_of_bucket) {
   const Lock lock(mutex_);
   throw_if_failed();
-  if (active_) throw Error(ErrorKind::kState, "reductions of buckets cannot be chosen during a backward");
+  if (backward_.active()) throw Error(ErrorKind::kState, "reductions of buckets cannot be chosen during a backward");
   if (reduction_of_bucket.size() != plan_.buckets().size())
     throw Error(ErrorKind::kValue, "reductions for " + std::to_string(reduction_of_bucket.size()) +
                                        " buckets; there are " + std::to_string(plan_.buckets().size()));
@@ -88,7 +88,7 @@ void Reducer::add_residual(Bucket& bucket) {
 
 std::map<std::size_t, at::Tensor> Reducer::take_residuals(const std::vector<std::size_t>& parameters) {
   const Lock lock(mutex_);
-  if (active_) throw Error(ErrorKind::kState, "residuals cannot be taken during a backward");
+  if (backward_.active()) throw Error(ErrorKind::kState, "residuals cannot be taken during a backward");
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::map<std::size_t, at::Tensor> result;
   for (const std::size_t index : parameters) {
@@ -104,7 +104,7 @@ std::map<std::size_t, at::Tensor> Reducer::take_residuals(const std::vector<std:
 
 void Reducer::give_residuals(const std::map<std::size_t, at::Tensor>& residuals) {
   const Lock lock(mutex_);
-  if (active_) throw Error(ErrorKind::kState, "residuals cannot be set during a backward");
+  if (backward_.active()) throw Error(ErrorKind::kState, "residuals cannot be set during a backward");
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const auto& [index, values] : residuals) {
     if (index >= parameters_.all().size() || values.numel() != parameters_.all()[index].tensor.numel())

@@ -34,7 +34,7 @@ void Reducer::refuse_hook_with_compression() const {
 
 // Buckets for hooks are laid out without marks, and a world of one has had none.
 void Reducer::hook_was_set() {
-  TORCH_CHECK(!active_, "communication hooks are registered between steps, not during backward");
+  TORCH_CHECK(!backward_.active(), "communication hooks are registered between steps, not during backward");
   drop_memory();
   set_hooks();
 }
@@ -46,10 +46,10 @@ void Reducer::set_hooks() {
 
 void Reducer::set_static_graph() {
   const Lock lock(mutex_);
-  TORCH_CHECK(step_ == 0,
+  TORCH_CHECK(backward_.step() == 0,
               "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
               "constructed.");
-  static_graph_ = true;
+  arrivals_.set_static_graph();
 }
 
 void Reducer::install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
@@ -119,7 +119,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket
   const NamedScope scope(shadowed.name);  // the other ranks' operation has this name
   // Zeros, and no error feedback: this rank's residuals wait until it has input again.
   list_sections(shadowed, bucket.getBuffer(), /*with_residuals=*/false);
-  shadowed.sent_in = step_;
+  shadowed.sent_in = backward_.step();
   return bucket_reducer_.shadow(shadowed, bucket);
 }
 
@@ -146,10 +146,9 @@ void Reducer::reset() {
   const Lock lock(mutex_);
   failed_.clear();
   peer_report_.clear();
-  active_ = armed_ = demanded_ = false;
+  backward_.reset();
   plan_.forget_learned();
-  learned_graph_ = false;
-  for (GradientState& gradient_state : gradient_states_) gradient_state.arrivals = 0;
+  arrivals_.forget_graph();
   forward_work_ = nullptr;
   used_work_ = used_before_ = nullptr;
   futures_.clear();
@@ -175,7 +174,7 @@ void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool avera
 
 std::vector<std::size_t> Reducer::arrivals() {
   const Lock lock(mutex_);
-  return arrival_order_;
+  return arrivals_.order();
 }
 
 std::string Reducer::error() {

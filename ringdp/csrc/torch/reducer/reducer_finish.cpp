@@ -30,32 +30,25 @@ void noting_failure(std::string& failed, int64_t bucket, const std::string& name
 
 void Reducer::end_backward() {
   Lock lock(mutex_);
-  if (!active_) return;
+  if (!backward_.active()) return;
   const auto gradients_done = Clock::now();
   std::vector<std::size_t> missing;
-  ended_short_ = true;  // where it returns below, the next forward says so
+  if (!arrivals_.complete(options_.unused == UnusedParameters::kForbidden)) return backward_.end_short();
   for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    GradientState& gradient_state = gradient_states_[i];
-    if (!gradient_state.ready && !learning_graph() && options_.unused == UnusedParameters::kForbidden &&
-        !static_graph_) {
-      return;
-    }
-    if (learned_graph_ && gradient_state.arrivals_left > 0) return;
-    if (!gradient_state.ready) write_to_bucket(i);
-    if (!gradient_state.used) missing.push_back(i);
+    if (!arrivals_.ready(i)) write_to_bucket(i);
+    if (!arrivals_.used(i)) missing.push_back(i);
   }
-  ended_short_ = false;
-  if (learning_graph()) learned_graph_ = true;
+  arrivals_.graph_learned();
   HookReductions hook_reductions;
   for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    if (!gradient_states_[i].ready) mark_ready(i);
+    if (!arrivals_.ready(i)) mark_ready(i);
   }
   if (!local()) {
     lock.unlock();  // callbacks of hooks may ask this reducer something
-    wait_for_buckets(0, sending_);
+    wait_for_buckets(0, arrivals_.sending());
     lock.lock();
     used_ = {};
-    noting_failure(failed_, -1, "which parameters were used", step_, [&] {
+    noting_failure(failed_, -1, "which parameters were used", backward_.step(), [&] {
       if (calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
       if (reads_used_map(!missing.empty())) read_used_map();
       // The host waits for it only where it reads it, or one backward later: the device's buckets are not done either.
@@ -66,7 +59,7 @@ void Reducer::end_backward() {
       count_traffic();
       send_late_buckets();
       lock.unlock();
-      wait_for_buckets(sending_, buckets_.size());
+      wait_for_buckets(arrivals_.sending(), buckets_.size());
       lock.lock();
     }
     lock.unlock();
@@ -76,7 +69,7 @@ void Reducer::end_backward() {
     look_at_reports(hook_reductions);
     commit_residuals();
     hand_out();
-    noting_failure(failed_, -1, "which ranks lack gradients", step_, [&] { warn_unused(missing); });
+    noting_failure(failed_, -1, "which ranks lack gradients", backward_.step(), [&] { warn_unused(missing); });
   }
   for (auto& future : std::exchange(futures_, {})) {
     wait_until_complete(*future, std::chrono::milliseconds(0));
@@ -88,7 +81,7 @@ void Reducer::end_backward() {
   stats_.exposed_wait_s = local() ? 0 : seconds(Clock::now() - gradients_done);
   stats_.total_backward_s += stats_.backward_s;
   stats_.total_exposed_wait_s += stats_.exposed_wait_s;
-  active_ = false;
+  backward_.end();
   if (!plan_.order_known() && !local()) exchange_order();
   lock.unlock();
   finish_hook_reductions(hook_reductions);
@@ -104,13 +97,14 @@ void Reducer::note_times(Clock::time_point gradients_done, const std::vector<std
 void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
   for (std::size_t index = first; index < end; ++index) {
     Bucket& bucket = buckets_[index];
-    noting_failure(failed_, static_cast<int64_t>(bucket.index), bucket.name, step_,
+    noting_failure(failed_, static_cast<int64_t>(bucket.index), bucket.name, backward_.step(),
                    [&] { bucket_reducer_.wait(bucket); });
   }
 }
 
 void Reducer::follow_announcements() {
-  noting_failure(failed_, -1, "announced before", step_, [&] { bucket_reducer_.follow_announcements(step_); });
+  noting_failure(failed_, -1, "announced before", backward_.step(),
+                 [&] { bucket_reducer_.follow_announcements(backward_.step()); });
 }
 
 // Sends the skipped buckets for which some rank has a gradient after all. All ranks have read the same map.
@@ -118,12 +112,12 @@ void Reducer::send_late_buckets() {
   for (std::size_t index = plan_.kept(); index < buckets_.size(); ++index) {
     Bucket& bucket = buckets_[index];
     const auto used = [&](std::size_t member) { return used_.somewhere.empty() || used_.somewhere[member]; };
-    const bool sent = index < sending_;
+    const bool sent = index < arrivals_.sending();
     if (!sent && std::none_of(bucket.members.begin(), bucket.members.end(), used)) continue;
     count_bucket(index);
     if (sent) continue;
     for (std::size_t member : bucket.members) {
-      if (!gradient_states_[member].used) write_to_bucket(member, /*late=*/true);
+      if (!arrivals_.used(member)) write_to_bucket(member, /*late=*/true);
     }
     launch(bucket);
   }
@@ -136,10 +130,10 @@ void Reducer::hand_out() {
     if (!used_somewhere(i)) continue;
     at::Tensor& grad = gradient_state.parameter.mutable_grad();
     if (gradient_state.sparse) {
-      grad = buckets_[gradient_state.bucket].buffer;
+      grad = buckets_[plan_.bucket_of(i)].buffer;
     } else if (gradient_state.copy_back) {
       if (grad.defined()) grad.copy_(gradient_state.view);  // a hook may have applied it and let it go
-    } else if (!gradient_state.used && !optimizer_in_backward_) {
+    } else if (!arrivals_.used(i) && !optimizer_in_backward_) {
       const bool own = gradient_state.cast || (owns_gradient(i) && !gradient_state.direct);
       grad = own ? gradient_state.view.to(gradient_state.dtype, /*non_blocking=*/false, /*copy=*/true)
                  : gradient_state.view;
@@ -161,9 +155,10 @@ bool Reducer::reads_used_map(bool lacking) const {
 }
 
 bool Reducer::looks_for_others() const {
-  if (options_.unused != UnusedParameters::kFinish || static_graph_ || ranks_named_ || joining_) return false;
+  if (options_.unused != UnusedParameters::kFinish || arrivals_.static_graph() || ranks_named_ || joining_)
+    return false;
   const bool cheap = parameters_.tensors().front().is_cpu() && !options_.host_control;
-  return group_size_ > 1 && (cheap || (step_ & (step_ - 1)) == 0);
+  return group_size_ > 1 && (cheap || (backward_.step() & (backward_.step() - 1)) == 0);
 }
 
 void Reducer::read_used_map() {
@@ -187,7 +182,7 @@ void Reducer::write_marks(const at::Tensor& marks) const {
   marks.fill_(1);
   bool lacking = false;
   for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    if (gradient_states_[i].used) continue;
+    if (arrivals_.used(i)) continue;
     marks.select(0, static_cast<int64_t>(i)).zero_();
     lacking = true;
   }
@@ -202,7 +197,7 @@ bool Reducer::sends_used_map() const {
 void Reducer::launch_used_map(bool with_input) {
   std::vector<int32_t> used(gradient_states_.size() + 1, 0);
   for (std::size_t i = 0; with_input && i < gradient_states_.size(); ++i)
-    (gradient_states_[i].used ? used[i] : used.back()) = 1;
+    (arrivals_.used(i) ? used[i] : used.back()) = 1;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   used_map_ = at::tensor(used, at::kInt).to(control_device());
   const NamedScope scope("which parameters were used");
@@ -214,10 +209,10 @@ void Reducer::launch_used_map(bool with_input) {
 void Reducer::exchange_order() {
   if (gradient_states_.empty()) return;
   const std::vector<int32_t> order =
-      plan_.order_to_send(arrival_order_, options_.skip_unused ? used_.somewhere : std::vector<bool>());
+      plan_.order_to_send(arrivals_.order(), options_.skip_unused ? used_.somewhere : std::vector<bool>());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor sent = at::tensor(order, at::kInt).to(control_device());
-  noting_failure(failed_, -1, "order of the gradients", step_, [&] {
+  noting_failure(failed_, -1, "order of the gradients", backward_.step(), [&] {
     const NamedScope scope("order of the gradients");
     std::vector<at::Tensor> tensors{sent};
     bucket_reducer_.group()->broadcast(tensors)->wait();

@@ -52,6 +52,7 @@ void Reducer::take_trainable() {
     if (gradient_state.local) local.insert(gradient_state.parameter.unsafeGetTensorImpl());
   }
   gradient_states_.clear();
+  arrivals_.start(parameters_.size());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     GradientState gradient_state;
     gradient_state.parameter = parameters_.tensors()[i];
@@ -106,15 +107,11 @@ void Reducer::allocate() {
     bucket.members = plan_.buckets()[index];
     bucket.memory = plan_.memory(index);
     bucket.name = describe_bucket(index, bucket.members, parameters_.names());
-    bucket.pending = bucket.members.size();
     bucket.reduction = bucket_reduction(index);
     bucket.dtype = bucket_dtype(gradient_states_[bucket.members.front()].param_index);
     bucket.sparse = gradient_states_[bucket.members.front()].sparse;
     bucket.direct = !bucket.sparse && !carries_marks(index) && plan_.gradients()[bucket.members.front()].alone;
-    for (std::size_t member : bucket.members) {
-      gradient_states_[member].bucket = index;
-      gradient_states_[member].direct = bucket.direct;
-    }
+    for (std::size_t member : bucket.members) gradient_states_[member].direct = bucket.direct;
   }
   buckets_ = std::move(buckets);
   for (std::size_t index = 0; index < plan_.kept(); ++index) give_memory(buckets_[index]);

@@ -21,23 +21,23 @@ void Reducer::throw_if_failed() const {
   ErrorContext context;
   context.cause = failed_;
   context.advice = "the ranks no longer agree: leave the process group and restart from a checkpoint";
-  throw Error(ErrorKind::kState, "reducing gradients failed in step " + std::to_string(step_) + ": " + failed_,
-              context);
+  throw Error(ErrorKind::kState,
+              "reducing gradients failed in step " + std::to_string(backward_.step()) + ": " + failed_, context);
 }
 
 // The ranks exchange once which gradients each of them lacks; a rank that lacks some warns with the whole list.
 void Reducer::warn_unused(const std::vector<std::size_t>& missing) {
-  if (options_.unused != UnusedParameters::kFinish || static_graph_) return;
+  if (options_.unused != UnusedParameters::kFinish || arrivals_.static_graph()) return;
   std::vector<std::vector<uint8_t>> ranks;
   if (looks_for_others() && used_.some_rank_lacks) {
     ranks_named_ = true;
     std::vector<uint8_t> mine;
-    for (const GradientState& gradient_state : gradient_states_) mine.push_back(gradient_state.used ? 1 : 0);
+    for (std::size_t i = 0; i < arrivals_.size(); ++i) mine.push_back(arrivals_.used(i) ? 1 : 0);
     ranks = gather_bytes(*bucket_reducer_.group(), mine, control_device(), "which ranks lack gradients");
   }
   if (missing.empty() || std::exchange(warned_, true)) return;
   TORCH_WARN(
-      "parameters without gradient in step ", step_, " on rank ", bucket_reducer_.group()->getRank(), ". ",
+      "parameters without gradient in step ", backward_.step(), " on rank ", bucket_reducer_.group()->getRank(), ". ",
       ranks.empty() ? unused_here(missing, used_.somewhere, parameters_.names())
                     : unused_by_ranks(ranks, parameters_.names()),
       " This warning appears once; find_unused_parameters=True declares that it is intended, False makes it an error.");
@@ -59,33 +59,24 @@ std::string Reducer::notify_others(const std::string& what) {
   }
 }
 
-std::vector<std::size_t> Reducer::unfinished() const {
-  std::vector<std::size_t> result;
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    const GradientState& gradient_state = gradient_states_[i];
-    if (!gradient_state.ready || (learned_graph_ && gradient_state.arrivals_left > 0)) result.push_back(i);
-  }
-  return result;
-}
-
 void Reducer::throw_if_unfinished(bool notify) {
-  if (!active_) return;
+  if (!backward_.active()) return;
   const bool forbidden = options_.unused == UnusedParameters::kForbidden;
-  if (!static_graph_ && !forbidden && next_bucket_ == 0) {
-    active_ = false;  // nothing had left: as if it had never begun
+  if (!arrivals_.static_graph() && !forbidden && arrivals_.sent() == 0) {
+    backward_.end();  // nothing had left: as if it had never begun
     return;
   }
   UnfinishedBackward backward;
-  backward.missing = unfinished();
+  backward.missing = arrivals_.unfinished();
   if (notify && peer_report_.empty())
-    peer_report_ = notify_others(unfinished_notice(step_, backward.missing, parameters_.names()));
-  backward.step = step_;
+    peer_report_ = notify_others(unfinished_notice(backward_.step(), backward.missing, parameters_.names()));
+  backward.step = backward_.step();
   backward.rank = bucket_reducer_.group()->getRank();
   backward.ranks = group_size_;
-  backward.sent = next_bucket_;
-  backward.sending = sending_;
-  backward.ended_short = ended_short_;
-  backward.static_graph = static_graph_;
+  backward.sent = arrivals_.sent();
+  backward.sending = arrivals_.sending();
+  backward.ended_short = backward_.ended_short();
+  backward.static_graph = arrivals_.static_graph();
   backward.peer_report = peer_report_;
   TORCH_CHECK(false, unfinished_text(backward, parameters_.names()));
 }

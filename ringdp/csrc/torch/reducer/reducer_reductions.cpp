@@ -64,12 +64,12 @@ void Reducer::set_reductions(ReductionPlan plan) {
 void Reducer::check_reductions(const ReductionPlan& plan) {
   const auto refuse = [](ErrorKind kind, const std::string& text) { throw Error(kind, text); };
   throw_if_failed();
-  if (active_) {
+  if (backward_.active()) {
     refuse(
         ErrorKind::kState,
         "compression cannot change during a backward, nor after one that an exception left: change it between steps");
   }
-  if (backward_due()) {
+  if (backward_.due()) {
     refuse(ErrorKind::kState,
            "compression cannot change between a forward and its backward: change it after backward, or let go of the "
            "forward's output");
@@ -105,9 +105,6 @@ void Reducer::check_reductions(const ReductionPlan& plan) {
     }
   }
 }
-
-// The graph of a forward that synchronises is still there, and no backward has gone through it.
-bool Reducer::backward_due() const { return armed_ && (demanded_ || !due_.expired()); }
 
 bool Reducer::looks_for_non_finite() const { return watching_ || !reduction_plan_.reductions.empty(); }
 
@@ -187,7 +184,8 @@ Reducer::HookReductions Reducer::ask_hook_reductions() {
   HookReductions used;
   for (const Bucket& bucket : buckets_) {
     auto* reduction = dynamic_cast<HookReduction*>(bucket.reduction);
-    if (reduction != nullptr && reduction->enabled() && bucket.sent_in == step_) used.emplace(reduction, std::nullopt);
+    if (reduction != nullptr && reduction->enabled() && bucket.sent_in == backward_.step())
+      used.emplace(reduction, std::nullopt);
   }
   lock.unlock();
   for (auto& [reduction, finite] : used) finite = reduction->finite();
@@ -199,7 +197,7 @@ void Reducer::look_at_reports(const HookReductions& hook_reductions) {
   bool finite = true;
   own_non_finite_ = -1;
   for (const Bucket& bucket : buckets_) {
-    if (bucket.sent_in != step_) continue;
+    if (bucket.sent_in != backward_.step()) continue;
     std::optional<bool> one;
     const auto reduction = hook_reductions.find(dynamic_cast<HookReduction*>(bucket.reduction));
     if (bucket.report) {
@@ -222,7 +220,7 @@ void Reducer::look_at_reports(const HookReductions& hook_reductions) {
 // Checks a result that was not checked while it was reduced (sparse gradients, other backends). Not on a device, where this
 // would wait for the device, and not for a user's hook, whose results may differ between ranks.
 std::optional<bool> Reducer::look_at_result(const Bucket& bucket) {
-  if (!active_ || !looks_for_non_finite() || bucket_reducer_.has_hook()) return std::nullopt;
+  if (!backward_.active() || !looks_for_non_finite() || bucket_reducer_.has_hook()) return std::nullopt;
   const at::Tensor& result = bucket.sparse ? bucket.buffer._values() : bucket.gradients;
   if (result.is_cpu()) return all_finite(result);
   return flag_result(result) ? std::optional(true) : std::nullopt;
@@ -258,7 +256,7 @@ void Reducer::commit_residuals() {
   std::vector<std::size_t> written;
   std::vector<std::size_t> exact;
   for (const Bucket& bucket : buckets_) {
-    if (bucket.sent_in != step_ || bucket.residuals.empty()) continue;
+    if (bucket.sent_in != backward_.step() || bucket.residuals.empty()) continue;
     auto& done = BucketReducer::native(bucket) == nullptr ? exact : written;
     for (std::size_t member : bucket.members) {
       if (used_somewhere(member)) done.push_back(gradient_states_[member].param_index);
@@ -271,7 +269,7 @@ void Reducer::commit_residuals() {
 }
 
 bool Reducer::used_somewhere(std::size_t parameter) const {
-  return gradient_states_[parameter].used || used_.somewhere.empty() || used_.somewhere[parameter];
+  return arrivals_.used(parameter) || used_.somewhere.empty() || used_.somewhere[parameter];
 }
 
 void Reducer::finish_hook_reductions(const HookReductions& used) {
@@ -343,7 +341,7 @@ std::map<std::size_t, at::Tensor> Reducer::residuals() {
 
 void Reducer::set_residuals(const std::map<std::size_t, at::Tensor>& residuals) {
   const Lock lock(mutex_);
-  if (active_) throw Error(ErrorKind::kState, "residuals cannot be set during a backward");
+  if (backward_.active()) throw Error(ErrorKind::kState, "residuals cannot be set during a backward");
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const auto& [param_index, values] : residuals) {
     const bool known = param_index < parameters_.all().size() && keeps_residuals(reduction_of(param_index));

@@ -81,8 +81,6 @@ void Reducer::start_over() {
   drop_memory();
   plan_.start(describe_gradients());
   planned_anew();
-  arrival_order_.clear();
-  learned_graph_ = false;
   set_hooks();
 }
 
