@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 
 namespace ringdp {
 
@@ -32,7 +34,13 @@ class BackwardState {
   void end() { active_ = false; }
   // It ran to its end while gradients were missing, and stays active: the next forward says so.
   void end_short() { ended_short_ = true; }
-  void reset() { active_ = armed_ = demanded_ = false; }
+  void reset() {
+    active_ = armed_ = demanded_ = false;
+    peer_report_.clear();
+  }
+  // What came of telling the other ranks that it did not end.
+  void set_peer_report(std::string report) { peer_report_ = std::move(report); }
+  const std::string& peer_report() const { return peer_report_; }
 
   bool active() const { return active_; }
   bool ended_short() const { return ended_short_; }
@@ -46,6 +54,7 @@ class BackwardState {
   bool ended_short_ = false;
   int quiet_task_ = -1;
   int64_t step_ = 0;
+  std::string peer_report_;
 };
 
 }  // namespace ringdp

@@ -96,19 +96,16 @@ class Builtin final : public c10d::CommHookInterface {
 
 }  // namespace
 
-BucketReducer::BucketReducer(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average)
-    : group_(std::move(group)), average_(average) {}
-
 void BucketReducer::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   TORCH_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
   hook_ = std::move(hook);
 }
 
-void BucketReducer::set_builtin_hook(BuiltinHook which) { set_hook(std::make_unique<Builtin>(group_, which)); }
+void BucketReducer::set_builtin_hook(BuiltinHook which) {
+  set_hook(std::make_unique<Builtin>(group_.process_group(), which));
+}
 
-void BucketReducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average) {
-  group_ = std::move(group);
-  average_ = average;
+void BucketReducer::group_replaced() {
   announced_.clear();
   watchdogs_.clear();
 }
@@ -129,7 +126,7 @@ c10d::GradBucket BucketReducer::describe(const Bucket& bucket, at::Tensor buffer
 
 bool BucketReducer::has_codecs(c10::Device device, bool exchanging) const {
   if (exchanging) return device_codec(device.type()) != nullptr;
-  return device.is_cpu() && ring_of(*group_, device.type()) != nullptr;
+  return device.is_cpu() && group_.ring(device.type()) != nullptr;
 }
 
 const CodecReduction* BucketReducer::native(const Bucket& bucket) {
@@ -145,13 +142,13 @@ c10d::CommHookInterface* BucketReducer::hook_of(const Bucket& bucket) const {
 
 std::shared_ptr<FiniteReport> BucketReducer::report_for(const at::Tensor& buffer) const {
   const bool floating = buffer.is_floating_point() || buffer.is_complex();
-  if (!watching_ || buffer.is_sparse() || !floating || !ring_of(*group_, buffer.device().type())) return nullptr;
+  if (!watching_ || buffer.is_sparse() || !floating || !group_.ring(buffer.device().type())) return nullptr;
   return std::make_shared<FiniteReport>();
 }
 
 BackendWatchdog* BucketReducer::watchdog(c10::DeviceType device) {
   auto found = watchdogs_.find(device);
-  if (found == watchdogs_.end()) found = watchdogs_.emplace(device, watchdog_of(*group_, device)).first;
+  if (found == watchdogs_.end()) found = watchdogs_.emplace(device, watchdog_of(*group_.process_group(), device)).first;
   return found->second.get();
 }
 
@@ -167,7 +164,7 @@ void BucketReducer::announce(const Bucket& bucket, const at::Tensor& buffer, c10
     what.layout_hash = hash_mix(hash_mix(what.layout_hash, section.count), section.owner_offset);
   if (const CodecReduction* reduction = native(bucket))
     what.layout_hash = hash_mix(hash_mix(what.layout_hash, codec_identity(reduction->codec())),
-                                static_cast<uint64_t>(divisor_ == 0 ? ranks() : divisor_));
+                                static_cast<uint64_t>(group_.ranks_with_input()));
   announced_.push_back({bucket.sent_in, watchdog, watchdog->announce(what)});
 }
 
@@ -187,9 +184,9 @@ void BucketReducer::throw_if_failed(c10::DeviceType device) {
 
 c10::intrusive_ptr<c10d::Work> BucketReducer::mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool average = averages(buffer);
+  const bool average = group_.averages(buffer);
   if (!average) {
-    const int64_t divisor = divisor_ == 0 ? ranks() : divisor_;
+    const int64_t divisor = group_.ranks_with_input();
     // Before the sum, as torch's DDP does it, and for the same bits.
     if (divisor != 1) buffer.mul_(1.0 / static_cast<double>(divisor));
   }
@@ -199,8 +196,8 @@ c10::intrusive_ptr<c10d::Work> BucketReducer::mean(at::Tensor buffer, const std:
 c10::intrusive_ptr<c10d::Work> BucketReducer::all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
                                                          const std::shared_ptr<FiniteReport>& report) {
   std::vector<at::Tensor> tensors{as_real(buffer)};
-  if (report) return ring_of(*group_, buffer.device().type())->all_reduce_watched(tensors[0], op, report);
-  return group_->allreduce(tensors, with_op(op));
+  if (report) return group_.ring(buffer.device().type())->all_reduce_watched(tensors[0], op, report);
+  return group_.process_group()->allreduce(tensors, with_op(op));
 }
 
 c10::intrusive_ptr<c10d::Work> BucketReducer::all_reduce_compressed(Bucket& bucket, at::Tensor buffer, CodecId codec) {
@@ -208,16 +205,16 @@ c10::intrusive_ptr<c10d::Work> BucketReducer::all_reduce_compressed(Bucket& buck
   Compression compression;
   compression.codec = codec;
   compression.loss_scale = loss_scale_;
-  compression.divisor = static_cast<std::size_t>(divisor_ == 0 ? ranks() : divisor_);
+  compression.divisor = static_cast<std::size_t>(group_.ranks_with_input());
   if (exchanging_codes_) return all_reduce_over_c10d(bucket, std::move(buffer), compression);
-  ProcessGroupRing* ring = ring_of(*group_, buffer.device().type());
+  ProcessGroupRing* ring = group_.ring(buffer.device().type());
   return ring->all_reduce_compressed(std::move(buffer), bucket.sections, compression, bucket.report, bucket.residuals);
 }
 
 c10::intrusive_ptr<c10d::Work> BucketReducer::all_reduce_over_c10d(Bucket& bucket, at::Tensor buffer,
                                                                    const Compression& compression) {
   C10dCompressedAllReduce::Call call;
-  call.group = group_;
+  call.group = group_.process_group();
   call.buffer = std::move(buffer);
   for (std::size_t i = 0; i < bucket.sections.size(); ++i) {
     const CompressedSection& section = bucket.sections[i];
@@ -236,18 +233,18 @@ c10::intrusive_ptr<c10d::Work> BucketReducer::all_reduce_over_c10d(Bucket& bucke
 // on all ranks, and callbacks would issue theirs at different moments.
 void BucketReducer::keep_order(const at::Tensor& buffer) {
   const auto before = std::exchange(last_codes_, nullptr);
-  if (before && ring_of(*group_, buffer.device().type()) == nullptr) before->wait_until_issued();
+  if (before && group_.ring(buffer.device().type()) == nullptr) before->wait_until_issued();
 }
 
 void BucketReducer::launch(Bucket& bucket, std::size_t bucket_count, const std::vector<at::Tensor>& parameters) {
   if (!bucket.sparse) wait_for_streams(bucket);
   bucket.report = nullptr;
-  if (ranks() == 1 && !has_hook()) return;
+  if (group_.ranks() == 1 && !has_hook()) return;
   keep_order(bucket.buffer);
   const NamedScope scope(bucket.name);
   bucket.times = {Clock::now(), std::make_shared<std::atomic<Clock::time_point>>()};
   bucket.hook = hook_of(bucket);
-  const bool summed = bucket.hook != nullptr || (native(bucket) == nullptr && !averages(bucket.buffer));
+  const bool summed = bucket.hook != nullptr || (native(bucket) == nullptr && !group_.averages(bucket.buffer));
   announce(bucket, bucket.buffer, summed ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG);
   if (bucket.hook != nullptr) {
     at::Tensor buffer = bucket.sparse ? bucket.buffer : bucket.gradients;
@@ -301,7 +298,7 @@ void BucketReducer::wait(Bucket& bucket) {
 // The operations of the hook time out first, because their errors name the ranks that are missing.
 void BucketReducer::wait_for_future(const Bucket& bucket, c10::ivalue::Future& future,
                                     const BackendWatchdog* watchdog) const {
-  const std::chrono::milliseconds limit = timeout_of(*group_, bucket.buffer.device().type());
+  const std::chrono::milliseconds limit = timeout_of(*group_.process_group(), bucket.buffer.device().type());
   const auto look = [&] {
     if (watchdog != nullptr) watchdog->throw_if_failed();
   };
@@ -312,7 +309,7 @@ void BucketReducer::wait_for_future(const Bucket& bucket, c10::ivalue::Future& f
 void BucketReducer::throw_late_hook(const Bucket& bucket, std::chrono::milliseconds limit) const {
   const bool users = bucket.reduction == nullptr;
   ErrorContext context;
-  context.rank = group_->getRank();
+  context.rank = group_.rank();
   context.cause = users ? "the communication hook did not complete its future" : "the compressor did not end";
   context.advice = users ? "a hook has to call set_result or set_exception on every path, also in callbacks and "
                            "threads that raise; if it is only slow, give a longer timeout"
@@ -324,14 +321,14 @@ void BucketReducer::throw_late_hook(const Bucket& bucket, std::chrono::milliseco
 }
 
 void BucketReducer::average(at::Tensor buffer) {
-  set_divisor(0);
+  group_.set_divisor(0);
   mean(std::move(buffer), nullptr)->wait();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> BucketReducer::shadow(Bucket& bucket, c10d::GradBucket& zeros) {
   keep_order(zeros.getBuffer());
   auto* const hook = hook_of(bucket);
-  const bool summed = hook != nullptr || (native(bucket) == nullptr && !averages(zeros.getBuffer()));
+  const bool summed = hook != nullptr || (native(bucket) == nullptr && !group_.averages(zeros.getBuffer()));
   announce(bucket, zeros.getBuffer(), summed ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG);
   if (hook != nullptr) {
     const CallbackGate gate;

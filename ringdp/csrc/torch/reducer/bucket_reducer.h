@@ -16,6 +16,7 @@
 
 #include "engine/work.h"
 #include "torch/reducer/reducer_bucket.h"
+#include "torch/reducer/reducer_group.h"
 
 namespace ringdp {
 
@@ -30,19 +31,13 @@ class BucketReducer {
       "a communication hook and compression both say how buckets are reduced: use one of them (compressors can be "
       "communication hooks too)";
 
-  // `average`: the backend has ReduceOp::AVG; otherwise gradients are multiplied by 1/ranks before they are summed.
-  BucketReducer(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average);
+  explicit BucketReducer(ReducerGroup& group) : group_(group) {}
 
-  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
-  int ranks() const { return group_->getSize(); }
   bool has_hook() const { return hook_ != nullptr; }
 
   void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);  // throws where there is one
   void set_builtin_hook(BuiltinHook which);
-  void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average);
-  // Ranks that still have input (join); 0: all of them, by the backend's average where it has one.
-  void set_divisor(int64_t divisor) { divisor_ = divisor; }
-  int64_t divisor() const { return divisor_; }
+  void group_replaced();
   // The loss scale, a power of two: gradients are that much larger than residuals.
   void set_loss_scale(float scale) { loss_scale_ = scale; }
   // Checks for infinities and NaNs where that takes no extra pass over memory.
@@ -97,7 +92,6 @@ class BucketReducer {
   [[noreturn]] void throw_late_hook(const Bucket& bucket, std::chrono::milliseconds limit) const;
   BackendWatchdog* watchdog(c10::DeviceType device);
   void announce(const Bucket& bucket, const at::Tensor& buffer, c10d::ReduceOp::RedOpType op);
-  bool averages(const at::Tensor& buffer) const { return average_ && divisor_ == 0 && !buffer.is_sparse(); }
 
   struct Announced {
     int64_t step;
@@ -105,9 +99,7 @@ class BucketReducer {
     std::shared_ptr<ringdp::Work> work;
   };
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  bool average_;
-  int64_t divisor_ = 0;
+  ReducerGroup& group_;
   float loss_scale_ = 1.0f;
   bool watching_ = false;
   bool exchanging_codes_ = false;

@@ -35,8 +35,7 @@ Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10
     : parameters_(std::move(parameters)),
       options_(std::move(options)),
       plan_(options_.caps_bytes),
-      bucket_reducer_(std::move(group), options_.average),
-      group_size_(bucket_reducer_.ranks()) {
+      group_(std::move(group), options_.average, options_.names_compared, options_.host_control) {
   take_trainable();
   plan_.start(describe_gradients());
   planned_anew();
@@ -51,12 +50,12 @@ bool Reducer::recomputing() const { return backward_.active() && torch::autograd
 void Reducer::prepare_for_forward() {
   const Lock lock(mutex_);
   if (recomputing()) return;
-  throw_if_failed();
+  failure_.throw_if_failed(backward_.step());
   try {
     if (!local() && !parameters_.tensors().empty())
       bucket_reducer_.throw_if_failed(parameters_.tensors().front().device().type());
   } catch (...) {
-    failed_ = current_error_text();
+    failure_.keep(current_error_text());
     throw;
   }
   throw_if_unfinished(/*notify=*/true);
@@ -65,7 +64,7 @@ void Reducer::prepare_for_forward() {
 
 void Reducer::check_finalized() {
   const Lock lock(mutex_);
-  throw_if_failed();
+  failure_.throw_if_failed(backward_.step());
   throw_if_unfinished(/*notify=*/false);
 }
 
@@ -86,7 +85,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
   {
     const Lock lock(mutex_);
     if (recomputing()) return;
-    if (sync) throw_if_failed();
+    if (sync) failure_.throw_if_failed(backward_.step());
     allocate();
     if (sync) {
       backward_.arm(due);
@@ -98,7 +97,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
 void Reducer::demand_sync() {
   const Lock lock(mutex_);
   if (hooks_ == nullptr || gradient_states_.empty()) return;
-  throw_if_failed();
+  failure_.throw_if_failed(backward_.step());
   allocate();
   backward_.demand();
 }
@@ -115,7 +114,7 @@ void Reducer::backward_began(bool sync) {
 }
 
 void Reducer::begin() {
-  throw_if_failed();
+  failure_.throw_if_failed(backward_.step());
   allocate();
   backward_.begin();
   began_ = Clock::now();
@@ -131,7 +130,7 @@ void Reducer::begin() {
   bucket_reducer_.set_loss_scale(residual_scale());
   if (work) {
     work->wait();
-    divide_by(divide_by_all_ranks_ ? group_size_ : work->result()[0].item<int64_t>());
+    divide_by(divide_by_all_ranks_ ? group_.ranks() : work->result()[0].item<int64_t>());
   } else {
     divide_by(0);
   }
@@ -316,7 +315,7 @@ void Reducer::launch(Bucket& bucket) {
       if (last && !calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
     });
   } catch (...) {
-    if (failed_.empty()) failed_ = current_error_text();
+    failure_.keep(current_error_text());
     throw;
   }
 }

@@ -27,6 +27,8 @@
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/bucket_reducer.h"
 #include "torch/reducer/messages.h"
+#include "torch/reducer/reducer_errors.h"
+#include "torch/reducer/reducer_group.h"
 #include "torch/reducer/reducer_hooks.h"
 #include "torch/reducer/residuals.h"
 #include "torch/reducer/trainable_parameters.h"
@@ -195,15 +197,13 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     bool copy_back = false;              // .grad stays as it is; the result is copied into it
     bool local = false;                  // .grad has something that was not averaged (no_sync)
   };
-  bool local() const { return group_size_ == 1 && !bucket_reducer_.has_hook(); }
+  bool local() const { return group_.ranks() == 1 && !bucket_reducer_.has_hook(); }
   bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
   bool recomputing() const;
   static int64_t nanoseconds(Clock::time_point time) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
   }
-  void throw_if_failed() const;
   void throw_if_unfinished(bool notify);
-  std::string notify_others(const std::string& what);
 
   void follow_requires_grad();
   void release_gradients(const std::vector<std::size_t>& leaving);
@@ -256,9 +256,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void take_flag(Bucket& bucket);
   std::optional<bool> finite_now();
   void commit_residuals();
-  c10::Device control_device() const {
-    return options_.host_control ? c10::Device(c10::kCPU) : parameters_.tensors().front().device();
-  }
   bool used_somewhere(std::size_t parameter) const;
   int64_t parameter_at(const Bucket& bucket, const std::byte* address) const;
   void write_marks(const at::Tensor& marks) const;
@@ -267,6 +264,18 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void launch_used_map(bool with_input);
 
   void end_backward();
+  // Runs `action`, without the lock or with it; its exception gets the operation's name, and the next forward throws the text.
+  template <class Action>
+  void noting_failure(int64_t bucket, const std::string& name, Action&& action) {
+    try {
+      in_bucket(bucket, name, backward_.step(), std::forward<Action>(action));
+    } catch (...) {
+      std::string text = current_error_text();  // may take the GIL
+      const Lock lock(mutex_);
+      failure_.keep(std::move(text));
+      throw;
+    }
+  }
   void note_times(Clock::time_point gradients_done, const std::vector<std::size_t>& missing);
   void wait_for_buckets(std::size_t first, std::size_t end);
   void follow_announcements();
@@ -290,7 +299,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   BucketPlan plan_;
   ArrivalTracker arrivals_{plan_};
   BackwardState backward_;
-  BucketReducer bucket_reducer_;
+  ReducerGroup group_;
+  BucketReducer bucket_reducer_{group_};
   ReductionPlan reduction_plan_;
   std::vector<int> chosen_;  // see choose; empty: nothing
   Residuals residuals_;
@@ -304,16 +314,13 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   };
   // Of this backward, on devices: not 0 where something was not finite. finite_ then speaks of the rest.
   std::unordered_map<c10::Device, Flag> flags_;
-  int group_size_;
   std::unique_ptr<GradientHooks> hooks_;
   bool hooks_removed_ = false;
 
   std::vector<Bucket> buckets_;  // empty until the first forward needs them
 
   bool joining_ = false;  // some ranks may have run out of input (torch's Join) and repeat all buckets
-  std::string failed_;
-  std::string error_;
-  std::string peer_report_;  // what the other ranks said to an unfinished backward
+  FailureRecord failure_;
   bool optimizer_in_backward_ = false;
 
   at::Tensor used_map_;  // where it is sent on its own

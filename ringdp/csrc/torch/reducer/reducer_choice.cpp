@@ -27,7 +27,7 @@ Reduction* Reducer::bucket_reduction(std::size_t bucket) const {
 
 void Reducer::choose(const std::vector<int>& reduction_of_bucket) {
   const Lock lock(mutex_);
-  throw_if_failed();
+  failure_.throw_if_failed(backward_.step());
   if (backward_.active()) throw Error(ErrorKind::kState, "reductions of buckets cannot be chosen during a backward");
   if (reduction_of_bucket.size() != plan_.buckets().size())
     throw Error(ErrorKind::kValue, "reductions for " + std::to_string(reduction_of_bucket.size()) +
@@ -51,7 +51,7 @@ void Reducer::choose(const std::vector<int>& reduction_of_bucket) {
 
 // `residual` lies in memory as the gradient does.
 void Reducer::scale_owned_part(std::size_t param_index, const at::Tensor& residual, float factor) const {
-  ProcessGroupRing* ring = ring_of(*bucket_reducer_.group(), c10::DeviceType::CPU);
+  ProcessGroupRing* ring = group_.ring(c10::kCPU);
   if (ring == nullptr) return;
   const auto count = static_cast<std::size_t>(residual.numel());
   for (const auto& [begin, end] :
@@ -70,7 +70,7 @@ bool Reducer::has_residual(const Bucket& bucket) const {
 void Reducer::add_residual(Bucket& bucket) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const float scale = residual_scale();
-  const auto ranks = static_cast<float>(bucket_reducer_.divisor() == 0 ? group_size_ : bucket_reducer_.divisor());
+  const auto ranks = static_cast<float>(group_.ranks_with_input());
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
     const std::size_t param_index = gradient_states_[bucket.members[position]].param_index;
     const auto found = residuals_.all().find(param_index);
@@ -95,7 +95,7 @@ std::map<std::size_t, at::Tensor> Reducer::take_residuals(const std::vector<std:
     const auto found = residuals_.all().find(index);
     if (found == residuals_.all().end()) continue;
     const at::Tensor residual = found->second.current().clone();
-    scale_owned_part(index, residual, static_cast<float>(group_size_));
+    scale_owned_part(index, residual, static_cast<float>(group_.ranks()));
     result[index] = residual;
     residuals_.drop(index);
   }
@@ -111,7 +111,7 @@ void Reducer::give_residuals(const std::map<std::size_t, at::Tensor>& residuals)
       throw Error(ErrorKind::kValue, "the residual of parameter " + std::to_string(index) + " has " +
                                          std::to_string(values.numel()) + " elements");
     const at::Tensor own = values.flatten().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-    scale_owned_part(index, own, 1.0f / static_cast<float>(group_size_));
+    scale_owned_part(index, own, 1.0f / static_cast<float>(group_.ranks()));
     residuals_.set(index, own);
   }
 }

@@ -144,8 +144,7 @@ void Reducer::shadow_end_of_backward() {
 
 void Reducer::reset() {
   const Lock lock(mutex_);
-  failed_.clear();
-  peer_report_.clear();
+  failure_.clear();
   backward_.reset();
   plan_.forget_learned();
   arrivals_.forget_graph();
@@ -160,10 +159,8 @@ void Reducer::reset() {
 
 void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
   const Lock lock(mutex_);
-  bucket_reducer_.set_group(std::move(group), average);
-  const bool other_size = std::exchange(group_size_, bucket_reducer_.ranks()) != bucket_reducer_.ranks();
-  options_.names_compared = names_compared;
-  options_.host_control = options_.host_control && ring_of(*bucket_reducer_.group(), c10::kCPU) != nullptr;
+  const bool other_size = group_.replace(std::move(group), average, names_compared);
+  bucket_reducer_.group_replaced();
   if (!reduction_plan_.reductions.empty()) {
     check_reductions(reduction_plan_);
     if (other_size) residuals_.clear();  // other ranks own their parts
@@ -179,12 +176,12 @@ std::vector<std::size_t> Reducer::arrivals() {
 
 std::string Reducer::error() {
   const Lock lock(mutex_);
-  return error_;
+  return failure_.thrown();
 }
 
 void Reducer::note_error(const std::string& text) {
   const Lock lock(mutex_);
-  error_ = text;
+  failure_.note_thrown(text);
 }
 
 ReducerStats Reducer::stats() {

@@ -13,21 +13,6 @@
 #include "torch/reducer/reducer_errors.h"
 
 namespace ringdp {
-namespace {
-
-// Runs `action`; its exception gets the operation's name, and `failed` keeps the text for the next forward.
-template <class Action>
-void noting_failure(std::string& failed, int64_t bucket, const std::string& name, int64_t step, Action&& action) {
-  try {
-    in_bucket(bucket, name, step, std::forward<Action>(action));
-  } catch (...) {
-    if (failed.empty()) failed = current_error_text();
-    throw;
-  }
-}
-
-}  // namespace
-
 void Reducer::end_backward() {
   Lock lock(mutex_);
   if (!backward_.active()) return;
@@ -48,11 +33,11 @@ void Reducer::end_backward() {
     wait_for_buckets(0, arrivals_.sending());
     lock.lock();
     used_ = {};
-    noting_failure(failed_, -1, "which parameters were used", backward_.step(), [&] {
+    noting_failure(-1, "which parameters were used", [&] {
       if (calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
       if (reads_used_map(!missing.empty())) read_used_map();
       // The host waits for it only where it reads it, or one backward later: the device's buckets are not done either.
-      if (options_.host_control) std::swap(used_work_, used_before_);
+      if (group_.host_control()) std::swap(used_work_, used_before_);
       if (auto work = std::exchange(used_work_, nullptr)) work->wait();
     });
     if (plan_.kept() < buckets_.size()) {
@@ -69,7 +54,7 @@ void Reducer::end_backward() {
     look_at_reports(hook_reductions);
     commit_residuals();
     hand_out();
-    noting_failure(failed_, -1, "which ranks lack gradients", backward_.step(), [&] { warn_unused(missing); });
+    noting_failure(-1, "which ranks lack gradients", [&] { warn_unused(missing); });
   }
   for (auto& future : std::exchange(futures_, {})) {
     wait_until_complete(*future, std::chrono::milliseconds(0));
@@ -97,14 +82,12 @@ void Reducer::note_times(Clock::time_point gradients_done, const std::vector<std
 void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
   for (std::size_t index = first; index < end; ++index) {
     Bucket& bucket = buckets_[index];
-    noting_failure(failed_, static_cast<int64_t>(bucket.index), bucket.name, backward_.step(),
-                   [&] { bucket_reducer_.wait(bucket); });
+    noting_failure(static_cast<int64_t>(bucket.index), bucket.name, [&] { bucket_reducer_.wait(bucket); });
   }
 }
 
 void Reducer::follow_announcements() {
-  noting_failure(failed_, -1, "announced before", backward_.step(),
-                 [&] { bucket_reducer_.follow_announcements(backward_.step()); });
+  noting_failure(-1, "announced before", [&] { bucket_reducer_.follow_announcements(backward_.step()); });
 }
 
 // Sends the skipped buckets for which some rank has a gradient after all. All ranks have read the same map.
@@ -157,8 +140,8 @@ bool Reducer::reads_used_map(bool lacking) const {
 bool Reducer::looks_for_others() const {
   if (options_.unused != UnusedParameters::kFinish || arrivals_.static_graph() || ranks_named_ || joining_)
     return false;
-  const bool cheap = parameters_.tensors().front().is_cpu() && !options_.host_control;
-  return group_size_ > 1 && (cheap || (backward_.step() & (backward_.step() - 1)) == 0);
+  const bool cheap = parameters_.tensors().front().is_cpu() && !group_.host_control();
+  return group_.ranks() > 1 && (cheap || (backward_.step() & (backward_.step() - 1)) == 0);
 }
 
 void Reducer::read_used_map() {
@@ -199,10 +182,10 @@ void Reducer::launch_used_map(bool with_input) {
   for (std::size_t i = 0; with_input && i < gradient_states_.size(); ++i)
     (arrivals_.used(i) ? used[i] : used.back()) = 1;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  used_map_ = at::tensor(used, at::kInt).to(control_device());
+  used_map_ = at::tensor(used, at::kInt).to(group_.control_device(parameters_.tensors().front()));
   const NamedScope scope("which parameters were used");
   std::vector<at::Tensor> tensors{used_map_};
-  used_work_ = bucket_reducer_.group()->allreduce(tensors);
+  used_work_ = group_.process_group()->allreduce(tensors);
 }
 
 // All ranks take rank 0's order of arrival for the next layout, so that buckets fill up one after the other.
@@ -210,15 +193,11 @@ void Reducer::exchange_order() {
   if (gradient_states_.empty()) return;
   const std::vector<int32_t> order =
       plan_.order_to_send(arrivals_.order(), options_.skip_unused ? used_.somewhere : std::vector<bool>());
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const at::Tensor sent = at::tensor(order, at::kInt).to(control_device());
-  noting_failure(failed_, -1, "order of the gradients", backward_.step(), [&] {
-    const NamedScope scope("order of the gradients");
-    std::vector<at::Tensor> tensors{sent};
-    bucket_reducer_.group()->broadcast(tensors)->wait();
+  std::vector<int32_t> sent;
+  noting_failure(-1, "order of the gradients", [&] {
+    sent = group_.broadcast(order, group_.control_device(parameters_.tensors().front()), "order of the gradients");
   });
-  const at::Tensor received = sent.cpu().contiguous();
-  plan_.learn({received.const_data_ptr<int32_t>(), order.size()});
+  plan_.learn(sent);
 }
 
 }  // namespace ringdp

@@ -119,7 +119,7 @@ void Reducer::allocate() {
 
 bool Reducer::carries_marks(std::size_t bucket) const {
   return plan_.may_carry_marks(bucket) && options_.unused != UnusedParameters::kForbidden &&
-         !bucket_reducer_.has_hook() && !options_.host_control;
+         !bucket_reducer_.has_hook() && !group_.host_control();
 }
 
 // A bucket of idle parameters gets its memory when one of them has a gradient after all.

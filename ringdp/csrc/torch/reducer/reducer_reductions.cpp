@@ -63,7 +63,7 @@ void Reducer::set_reductions(ReductionPlan plan) {
 
 void Reducer::check_reductions(const ReductionPlan& plan) {
   const auto refuse = [](ErrorKind kind, const std::string& text) { throw Error(kind, text); };
-  throw_if_failed();
+  failure_.throw_if_failed(backward_.step());
   if (backward_.active()) {
     refuse(
         ErrorKind::kState,
@@ -88,7 +88,7 @@ void Reducer::check_reductions(const ReductionPlan& plan) {
                                     " of " + std::to_string(plan.reductions.size()));
     }
     const auto* native = index < 0 ? nullptr : dynamic_cast<const CodecReduction*>(plan.reductions[index].get());
-    if (native == nullptr || group_size_ == 1) continue;
+    if (native == nullptr || group_.ranks() == 1) continue;
     if (is_plugin(native->codec()) && !parameters_.all()[i].tensor.is_cpu()) {
       refuse(ErrorKind::kValue, "the codec " + native->name() + " for parameter " + parameters_.all()[i].name +
                                     " is a C library's, for tensors on the CPU; this one is on " +
@@ -100,7 +100,7 @@ void Reducer::check_reductions(const ReductionPlan& plan) {
                  (plan.exchange_codes ? " needs kernels for the parameter's device; this one is on "
                                       : " needs the backend ring and a parameter on the CPU; this one is on ") +
                  parameters_.all()[i].tensor.device().str() + " and is reduced by " +
-                 bucket_reducer_.group()->getBackend(parameters_.all()[i].tensor.device().type())->getBackendName() +
+                 group_.process_group()->getBackend(parameters_.all()[i].tensor.device().type())->getBackendName() +
                  "; TORCH_DISTRIBUTED_DEBUG=DETAIL hides ring, too");
     }
   }
@@ -287,8 +287,8 @@ void Reducer::finish_hook_reductions(const HookReductions& used) {
 
 // Of all ranks: 0.
 void Reducer::divide_by(int64_t ranks_with_input) {
-  const int64_t before = bucket_reducer_.divisor();
-  bucket_reducer_.set_divisor(ranks_with_input);
+  const int64_t before = group_.divisor();
+  group_.set_divisor(ranks_with_input);
   if (before == ranks_with_input) return;
   for (const auto& reduction : reduction_plan_.reductions) {
     if (auto* hook = dynamic_cast<HookReduction*>(reduction.get())) hook->set_divisor(ranks_with_input);

@@ -25,16 +25,14 @@ void Reducer::follow_requires_grad() {
   if (!changed && !other_data) return;
   const std::vector<std::size_t> frozen = parameters_.frozen();
   try {
-    if (changed && group_size_ > 1) {
+    if (changed && group_.ranks() > 1) {
       std::vector<bool> left_over(parameters_.all().size(), false);
       for (const GradientState& gradient_state : gradient_states_)
         left_over[gradient_state.param_index] = gradient_state.local && gradient_state.parameter.grad().defined();
-      average_left_over(parameters_.agree_about_change(
-          *bucket_reducer_.group(),
-          options_.host_control ? c10::Device(c10::kCPU) : parameters_.all().front().tensor.device(), left_over));
+      average_left_over(parameters_.agree_about_change(group_, left_over));
     }
   } catch (...) {
-    failed_ = current_error_text();
+    failure_.keep(current_error_text());
     throw;
   }
   std::vector<std::size_t> leaving;
@@ -49,7 +47,7 @@ void Reducer::follow_requires_grad() {
 void Reducer::replace_parameters(std::vector<ModuleParameter> parameters) {
   ReductionPlan before;  // goes when the lock is free: Python is told
   const Lock lock(mutex_);
-  throw_if_failed();
+  failure_.throw_if_failed(backward_.step());
   throw_if_unfinished(/*notify=*/false);
   std::unordered_set<const c10::TensorImpl*> staying;
   for (const ModuleParameter& one : parameters) staying.insert(one.tensor.unsafeGetTensorImpl());

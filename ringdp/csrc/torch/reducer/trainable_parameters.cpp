@@ -1,15 +1,10 @@
 #include "torch/reducer/trainable_parameters.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/tensor.h>
-
 #include <algorithm>
 #include <unordered_map>
 #include <utility>
 
 #include "base/error.h"
-#include "base/naming.h"
 #include "torch/reducer/messages.h"
 
 namespace ringdp {
@@ -92,7 +87,7 @@ void TrainableParameters::accept() {
   }
 }
 
-std::vector<std::size_t> TrainableParameters::agree_about_change(c10d::ProcessGroup& group, c10::Device device,
+std::vector<std::size_t> TrainableParameters::agree_about_change(ReducerGroup& group,
                                                                  const std::vector<bool>& left_over) const {
   std::vector<uint8_t> mine(all_.size());
   for (std::size_t i = 0; i < mine.size(); ++i) {
@@ -102,7 +97,7 @@ std::vector<std::size_t> TrainableParameters::agree_about_change(c10d::ProcessGr
   const std::string change = describe_change();
   std::vector<std::vector<uint8_t>> ranks;
   try {
-    ranks = gather_bytes(group, mine, device, change);
+    ranks = group.gather(mine, group.control_device(all_.front().tensor), change);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kMismatch) throw;
     ErrorContext context = error.context();
@@ -111,7 +106,7 @@ std::vector<std::size_t> TrainableParameters::agree_about_change(c10d::ProcessGr
     throw Error(error.kind(), "before this forward " + change + ", and not all ranks did the same: " + error.what(),
                 context);
   }
-  throw_where_they_differ(ranks, group.getRank());
+  throw_where_they_differ(ranks, group.rank());
   std::vector<std::size_t> result;
   for (std::size_t i : frozen()) {
     if (std::any_of(ranks.begin(), ranks.end(), [i](const auto& rank) { return (rank[i] & kLeftOver) != 0; }))
@@ -136,25 +131,6 @@ void TrainableParameters::throw_where_they_differ(const std::vector<std::vector<
   context.advice = kSameEverywhere;
   throw Error(ErrorKind::kMismatch, found.text + " Freeze and unfreeze the same on all ranks, before the same forward.",
               context);
-}
-
-std::vector<std::vector<uint8_t>> gather_bytes(c10d::ProcessGroup& group, const std::vector<uint8_t>& mine,
-                                               c10::Device device, const std::string& name) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::vector<at::Tensor> sent{at::tensor(mine, at::kByte).to(device)};
-  std::vector<std::vector<at::Tensor>> received(1);
-  for (int rank = 0; rank < group.getSize(); ++rank) received[0].push_back(at::empty_like(sent[0]));
-  {
-    const NamedScope scope(name);
-    group.allgather(received, sent)->wait();
-  }
-  std::vector<std::vector<uint8_t>> result;
-  for (const at::Tensor& bytes : received[0]) {
-    const at::Tensor here = bytes.cpu().contiguous();
-    const uint8_t* first = here.const_data_ptr<uint8_t>();
-    result.emplace_back(first, first + here.numel());
-  }
-  return result;
 }
 
 }  // namespace ringdp

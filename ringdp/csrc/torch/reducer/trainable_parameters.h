@@ -10,8 +10,9 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
+
+#include "torch/reducer/reducer_group.h"
 
 namespace ringdp {
 
@@ -45,8 +46,7 @@ class TrainableParameters {
   // All ranks learn what changed on each of them. `left_over`: by param_index, whether this rank has a gradient that was not
   // averaged. Returns those that are frozen and for which some rank has one. Throws on all ranks if they differ about
   // requires_grad.
-  std::vector<std::size_t> agree_about_change(c10d::ProcessGroup& group, c10::Device device,
-                                              const std::vector<bool>& left_over) const;
+  std::vector<std::size_t> agree_about_change(ReducerGroup& group, const std::vector<bool>& left_over) const;
   void accept();
 
  private:
@@ -61,9 +61,5 @@ class TrainableParameters {
   std::vector<at::Tensor> tensors_;
   std::vector<std::string> names_;
 };
-
-// The bytes of every rank, by rank; `mine` has the same length on all ranks. The operation is called `name`.
-std::vector<std::vector<uint8_t>> gather_bytes(c10d::ProcessGroup& group, const std::vector<uint8_t>& mine,
-                                               c10::Device device, const std::string& name);
 
 }  // namespace ringdp
