@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "engine/work.h"
-#include "torch/reducer/reducer_bucket.h"
+#include "torch/reducer/bucket.h"
 #include "torch/reducer/reducer_group.h"
 
 namespace ringdp {

@@ -1,12 +1,7 @@
 #include "torch/reducer/reducer.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/sparse_coo_tensor.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
 #include <utility>
@@ -35,11 +30,9 @@ Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10
     : parameters_(std::move(parameters)),
       options_(std::move(options)),
       plan_(options_.caps_bytes),
+      store_(parameters_, plan_, hooks_, options_.own_gradients),
       group_(std::move(group), options_.average, options_.names_compared, options_.host_control) {
-  take_trainable();
-  plan_.start(describe_gradients());
-  planned_anew();
-  set_hooks();
+  start();
 }
 
 Reducer::~Reducer() = default;
@@ -75,12 +68,12 @@ bool Reducer::rebuild_buckets() {
   const std::optional<bool> changed = plan_.follow_learned();
   if (!changed) return false;
   planned_anew();
-  if (*changed) drop_memory();
+  if (*changed) store_.drop();
   return true;
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync) {
-  if (hooks_ == nullptr || gradient_states_.empty()) return;
+  if (!hooks_.attached() || parameters_.size() == 0) return;
   const std::shared_ptr<void> due = std::make_shared<int>();
   {
     const Lock lock(mutex_);
@@ -96,7 +89,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
 
 void Reducer::demand_sync() {
   const Lock lock(mutex_);
-  if (hooks_ == nullptr || gradient_states_.empty()) return;
+  if (!hooks_.attached() || parameters_.size() == 0) return;
   failure_.throw_if_failed(backward_.step());
   allocate();
   backward_.demand();
@@ -104,8 +97,7 @@ void Reducer::demand_sync() {
 
 void Reducer::backward_began(bool sync) {
   const Lock lock(mutex_);
-  if (hooks_ == nullptr || gradient_states_.empty() || !any_accumulator_needed(*hooks_, gradient_states_.size()))
-    return;
+  if (!hooks_.attached() || parameters_.size() == 0 || !any_accumulator_needed(hooks_, parameters_.size())) return;
   if (!sync && !backward_.demanded()) {
     backward_.stay_quiet(torch::autograd::get_current_graph_task_id());
     return;
@@ -123,10 +115,10 @@ void Reducer::begin() {
   finite_.reset();
   flags_.clear();
   own_non_finite_ = -1;
-  for (GradientState& gradient_state : gradient_states_) gradient_state.copy_back = false;
+  store_.begin_backward();
   auto work = std::exchange(forward_work_, nullptr);
   joining_ = work != nullptr;
-  arrivals_.begin(joining_ ? buckets_.size() : plan_.kept());
+  arrivals_.begin(joining_ ? store_.size() : plan_.kept());
   bucket_reducer_.set_loss_scale(residual_scale());
   if (work) {
     work->wait();
@@ -139,7 +131,7 @@ void Reducer::begin() {
     if (auto reducer = std::static_pointer_cast<Reducer>(self.lock())) reducer->end_backward();
   });
   if (arrivals_.knows_graph()) {
-    for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (arrivals_.expected(i)) continue;
       write_to_bucket(i);
       mark_ready(i);
@@ -154,53 +146,12 @@ void Reducer::begin() {
 void Reducer::expect_only_what_the_graph_has() {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (nodes == nullptr) return;
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    if (nodes->count(hooks_->accumulator(i)) == 0) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (nodes->count(hooks_.accumulator(i)) == 0) {
       write_to_bucket(i);
       mark_ready(i);
     }
   }
-}
-
-bool Reducer::take_gradient(std::size_t parameter, const at::Tensor& gradient) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  if ((!gradient_state.view.defined() && !gradient_state.direct) || gradient_state.cast || !gradient.defined() ||
-      c10::GradMode::is_enabled()) {
-    return false;
-  }
-  if (gradient.layout() != at::kStrided || gradient.unsafeGetTensorImpl()->is_python_dispatch() ||
-      gradient.scalar_type() != gradient_state.parameter.scalar_type()) {
-    return false;
-  }
-  at::Tensor& grad = gradient_state.parameter.mutable_grad();
-  if (grad.defined() || !gradient_state.parameter.requires_grad() || owns_gradient(parameter)) return false;
-  if (torch::autograd::impl::post_acc_grad_hooks(gradient_state.parameter) != nullptr)
-    return false;  // they want autograd to do it
-  if (gradient_state.direct) {
-    // As autograd would, but without the reference it keeps for the hooks that follow.
-    if (held_elsewhere(gradient) || !torch::autograd::utils::obeys_layout_contract(gradient, gradient_state.parameter))
-      return false;
-    grad = gradient.detach();
-    return true;
-  }
-  if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
-  copy_gradient(gradient_state.view, gradient);
-  grad = gradient_state.view;
-  return true;
-}
-
-// Whether .grad has memory of its own: by option, or because another wrapper reduces the same parameter at the same time.
-bool Reducer::owns_gradient(std::size_t parameter) const { return options_.own_gradients || hooks_->shared(parameter); }
-
-// The program has kept the last .grad: that tensor keeps its memory and its values, and the bucket gets a new view.
-void Reducer::renew_view(GradientState& gradient_state) {
-  at::Tensor kept = gradient_state.view;
-  const Bucket& bucket = buckets_[plan_.bucket_of(static_cast<std::size_t>(&gradient_state - gradient_states_.data()))];
-  const auto position = std::find_if(bucket.members.begin(), bucket.members.end(),
-                                     [&](std::size_t member) { return &gradient_states_[member] == &gradient_state; });
-  gradient_state.view =
-      gradient_view(bucket, static_cast<std::size_t>(position - bucket.members.begin()), gradient_state.parameter);
-  leave_bucket(kept);
 }
 
 void Reducer::gradient_arrived_at(std::size_t parameter) {
@@ -212,7 +163,7 @@ void Reducer::gradient_arrived(std::size_t parameter) {
   const Lock lock(mutex_);
   if (!backward_.active()) {
     if (!backward_.synchronises(torch::autograd::get_current_graph_task_id())) {
-      gradient_states_[parameter].local = true;
+      store_.set_left_over(parameter, true);
       return;
     }
     begin();
@@ -235,59 +186,14 @@ void Reducer::gradient_arrived(std::size_t parameter) {
   }
 }
 
-// Writes this rank's gradient to its part of the bucket: zeros if it has none, nothing where .grad already is that part.
+// Its part of the bucket becomes this rank's gradient, or zeros if it has none.
 void Reducer::write_to_bucket(std::size_t parameter, bool late) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  at::Tensor& grad = gradient_state.parameter.mutable_grad();
-  const bool used = grad.defined();
+  const bool used = parameters_.tensors()[parameter].grad().defined();
   arrivals_.note_used(parameter, used);
-  gradient_state.local = false;
+  store_.set_left_over(parameter, false);
   if (local()) return;
-  Bucket& bucket = buckets_[plan_.bucket_of(parameter)];
-  if (!used && bucket.index >= arrivals_.sending() && !late) return;  // the bucket may stay at home
-  if (gradient_state.sparse) {
-    if (grad.defined()) {
-      TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", parameters_.names()[parameter]);
-      bucket.buffer = owns_gradient(parameter) ? grad.clone() : grad;
-    } else {
-      bucket.buffer = at::sparse_coo_tensor(gradient_state.parameter.sizes(),
-                                            gradient_state.parameter.options().layout(at::kSparse));
-    }
-    return;
-  }
-  give_memory(bucket);
-  if (bucket.direct) {
-    write_direct(parameter, bucket);
-  } else if (!grad.defined()) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
-    gradient_state.view.zero_();
-  } else if (grad.unsafeGetTensorImpl() != gradient_state.view.unsafeGetTensorImpl() || owns_gradient(parameter)) {
-    adopt(parameter, grad);
-  }
-  remember_stream(bucket);
-}
-
-void Reducer::write_direct(std::size_t parameter, Bucket& bucket) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  at::Tensor& grad = gradient_state.parameter.mutable_grad();
-  const bool in_place = !hooks_->shared(parameter);
-  bucket.buffer = bucket.gradients = in_place ? as_buffer(grad, gradient_state.parameter) : at::Tensor();
-  if (bucket.buffer.defined()) return;
-  allocate_bucket(bucket, gradient_state.parameter.device(), 0);
-  gradient_state.view = gradient_view(bucket, 0, gradient_state.parameter);
-  if (grad.defined()) adopt(parameter, grad);
-}
-
-void Reducer::adopt(std::size_t parameter, at::Tensor& gradient) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
-  copy_gradient(gradient_state.view, gradient);
-  if (gradient.requires_grad() || gradient_state.cast || owns_gradient(parameter)) {
-    gradient_state.copy_back = true;  // create_graph: what comes later differentiates through it
-  } else {
-    gradient = gradient_state.view;
-  }
+  if (!used && plan_.bucket_of(parameter) >= arrivals_.sending() && !late) return;  // the bucket may stay at home
+  store_.write(parameter);
 }
 
 void Reducer::mark_ready(std::size_t parameter) {
@@ -295,7 +201,7 @@ void Reducer::mark_ready(std::size_t parameter) {
 }
 
 void Reducer::launch_full_buckets() {
-  while (const auto next = arrivals_.next_full()) launch(buckets_[*next]);
+  while (const auto next = arrivals_.next_full()) launch(store_[*next]);
 }
 
 void Reducer::launch(Bucket& bucket) {

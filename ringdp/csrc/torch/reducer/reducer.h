@@ -26,10 +26,11 @@
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/bucket_reducer.h"
+#include "torch/reducer/bucket_store.h"
+#include "torch/reducer/gradient_hooks.h"
 #include "torch/reducer/messages.h"
 #include "torch/reducer/reducer_errors.h"
 #include "torch/reducer/reducer_group.h"
-#include "torch/reducer/reducer_hooks.h"
 #include "torch/reducer/residuals.h"
 #include "torch/reducer/trainable_parameters.h"
 
@@ -124,7 +125,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void check_finalized();
 
   // Backward.
-  bool take_gradient(std::size_t parameter, const at::Tensor& gradient) override;
+  bool take_gradient(std::size_t parameter, const at::Tensor& gradient) override {
+    return store_.take(parameter, gradient);
+  }
   void gradient_arrived(std::size_t parameter) override;
   void backward_began(bool sync) override;
   // gradient_arrived, called by Python: `parameter` counts those that required grad at construction.
@@ -162,7 +165,10 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   std::vector<BucketRow> bucket_rows();
 
   // zero_grad(set_to_none=False) for all parameters here: one pass per bucket where it can be.
-  void zero_gradients();
+  void zero_gradients() {
+    const Lock lock(mutex_);
+    store_.zero_gradients();
+  }
 
   // For ranks that ran out of input (torch's Join).
   void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks);
@@ -185,18 +191,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool rebuilt() const { return plan_.rebuilt(); }
 
  private:
-  struct GradientState {  // one parameter that requires grad
-    at::Tensor parameter;
-    std::size_t param_index = 0;  // its index among all parameters
-    at::Tensor view;              // its part of the bucket, which .grad becomes
-    bool sparse = false;
-    bool direct = false;
-    Reduction* reduction = nullptr;      // null: exact
-    c10::ScalarType dtype = at::kFloat;  // its own when the buckets were laid out
-    bool cast = false;                   // the bucket has another
-    bool copy_back = false;              // .grad stays as it is; the result is copied into it
-    bool local = false;                  // .grad has something that was not averaged (no_sync)
-  };
   bool local() const { return group_.ranks() == 1 && !bucket_reducer_.has_hook(); }
   bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
   bool recomputing() const;
@@ -206,10 +200,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void throw_if_unfinished(bool notify);
 
   void follow_requires_grad();
-  void release_gradients(const std::vector<std::size_t>& leaving);
-  void start_over();
+  void start();
   void average_left_over(const std::vector<std::size_t>& indices);
-  void take_trainable();
   Reduction* reduction_of(std::size_t param_index) const;
   PlannedGradient planned(std::size_t param_index) const;
   c10::ScalarType bucket_dtype(std::size_t param_index) const;
@@ -226,18 +218,12 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void count_traffic();
   void count_bucket(std::size_t index);
   void allocate();
-  bool carries_marks(std::size_t bucket) const;
-  void give_memory(Bucket& bucket);
-  void drop_memory();
   void hook_was_set();
   void set_hooks();
 
   void begin();
   void expect_only_what_the_graph_has();
   void write_to_bucket(std::size_t parameter, bool late = false);
-  void write_direct(std::size_t parameter, Bucket& bucket);
-  void adopt(std::size_t parameter, at::Tensor& gradient);
-  void renew_view(GradientState& gradient_state);
   void mark_ready(std::size_t parameter);
   void launch_full_buckets();
   void launch(Bucket& bucket);
@@ -259,7 +245,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool used_somewhere(std::size_t parameter) const;
   int64_t parameter_at(const Bucket& bucket, const std::byte* address) const;
   void write_marks(const at::Tensor& marks) const;
-  bool owns_gradient(std::size_t parameter) const;
   bool sends_used_map() const;
   void launch_used_map(bool with_input);
 
@@ -294,9 +279,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats()
   TrainableParameters parameters_;
-  std::vector<GradientState> gradient_states_;  // by parameter
   ReducerOptions options_;
   BucketPlan plan_;
+  BucketStore store_;
   ArrivalTracker arrivals_{plan_};
   BackwardState backward_;
   ReducerGroup group_;
@@ -314,10 +299,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   };
   // Of this backward, on devices: not 0 where something was not finite. finite_ then speaks of the rest.
   std::unordered_map<c10::Device, Flag> flags_;
-  std::unique_ptr<GradientHooks> hooks_;
-  bool hooks_removed_ = false;
-
-  std::vector<Bucket> buckets_;  // empty until the first forward needs them
 
   bool joining_ = false;  // some ranks may have run out of input (torch's Join) and repeat all buckets
   FailureRecord failure_;
@@ -334,6 +315,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool divide_by_all_ranks_ = true;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures_;
 
+  GradientHooks hooks_{*this};
   ReducerStats stats_;
   Clock::time_point began_;
 };

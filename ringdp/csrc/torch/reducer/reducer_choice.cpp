@@ -11,17 +11,17 @@
 namespace ringdp {
 
 int Reducer::reduction_of_bucket(std::size_t bucket) const {
-  const GradientState& first = gradient_states_[plan_.buckets()[bucket].front()];
-  if (first.reduction == nullptr) return -1;
-  if (dynamic_cast<const AutoReduction*>(first.reduction) == nullptr)
-    return reduction_plan_.reduction_of[first.param_index];
+  const std::size_t first = parameters_.param_index(plan_.buckets()[bucket].front());
+  const Reduction* reduction = reduction_of(first);
+  if (reduction == nullptr) return -1;
+  if (dynamic_cast<const AutoReduction*>(reduction) == nullptr) return reduction_plan_.reduction_of[first];
   return chosen_.empty() ? -1 : chosen_[bucket];
 }
 
 // Of buckets with AutoReduction that one where nothing else was chosen.
 Reduction* Reducer::bucket_reduction(std::size_t bucket) const {
   const int index = reduction_of_bucket(bucket);
-  return index < 0 ? gradient_states_[plan_.buckets()[bucket].front()].reduction
+  return index < 0 ? reduction_of(parameters_.param_index(plan_.buckets()[bucket].front()))
                    : reduction_plan_.reductions[static_cast<std::size_t>(index)].get();
 }
 
@@ -38,12 +38,13 @@ void Reducer::choose(const std::vector<int>& reduction_of_bucket) {
     if (reduction >= static_cast<int>(reduction_plan_.reductions.size()))
       throw Error(ErrorKind::kValue, "reduction " + std::to_string(reduction) + " is out of range: the plan has " +
                                          std::to_string(reduction_plan_.reductions.size()));
-    if (dynamic_cast<const AutoReduction*>(gradient_states_[plan_.buckets()[index].front()].reduction) == nullptr)
+    if (dynamic_cast<const AutoReduction*>(reduction_of(parameters_.param_index(plan_.buckets()[index].front()))) ==
+        nullptr)
       throw Error(ErrorKind::kValue,
                   describe_bucket(index, plan_.buckets()[index], parameters_.names()) + " has a reduction of its own");
   }
   chosen_ = reduction_of_bucket;
-  for (Bucket& bucket : buckets_) bucket.reduction = bucket_reduction(bucket.index);
+  for (Bucket& bucket : store_) bucket.reduction = bucket_reduction(bucket.index);
 }
 
 // ---- Residuals. Where this rank owns the mean, a residual holds what the mean lacks; elsewhere it holds what this rank's
@@ -61,9 +62,8 @@ void Reducer::scale_owned_part(std::size_t param_index, const at::Tensor& residu
 
 bool Reducer::has_residual(const Bucket& bucket) const {
   if (dynamic_cast<const AutoReduction*>(bucket.reduction) == nullptr) return false;
-  return std::any_of(bucket.members.begin(), bucket.members.end(), [&](std::size_t member) {
-    return residuals_.all().contains(gradient_states_[member].param_index);
-  });
+  return std::any_of(bucket.members.begin(), bucket.members.end(),
+                     [&](std::size_t member) { return residuals_.all().contains(parameters_.param_index(member)); });
 }
 
 // An exact bucket sends what earlier codes left out. When the step counts, no residual remains.
@@ -72,7 +72,7 @@ void Reducer::add_residual(Bucket& bucket) {
   const float scale = residual_scale();
   const auto ranks = static_cast<float>(group_.ranks_with_input());
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
-    const std::size_t param_index = gradient_states_[bucket.members[position]].param_index;
+    const std::size_t param_index = parameters_.param_index(bucket.members[position]);
     const auto found = residuals_.all().find(param_index);
     if (found == residuals_.all().end()) continue;
     const Residuals::Pair& pair = found->second;

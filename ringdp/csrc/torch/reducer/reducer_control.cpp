@@ -35,13 +35,12 @@ void Reducer::refuse_hook_with_compression() const {
 // Buckets for hooks are laid out without marks, and a world of one has had none.
 void Reducer::hook_was_set() {
   TORCH_CHECK(!backward_.active(), "communication hooks are registered between steps, not during backward");
-  drop_memory();
+  store_.drop();
   set_hooks();
 }
 
 void Reducer::set_hooks() {
-  if (hooks_ == nullptr && watches() && !hooks_removed_)
-    hooks_ = std::make_unique<GradientHooks>(*this, parameters_.tensors());
+  if (watches()) hooks_.attach(parameters_.tensors());
 }
 
 void Reducer::set_static_graph() {
@@ -59,30 +58,7 @@ void Reducer::install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future
 
 void Reducer::remove_hooks() {
   const Lock lock(mutex_);
-  hooks_.reset();
-  hooks_removed_ = true;
-}
-
-void Reducer::zero_gradients() {
-  const Lock lock(mutex_);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto is_view = [&](std::size_t i) {
-    const at::Tensor& grad = gradient_states_[i].parameter.grad();
-    return grad.defined() && grad.is_same(gradient_states_[i].view);
-  };
-  std::vector<bool> done(gradient_states_.size(), false);
-  for (Bucket& bucket : buckets_) {
-    if (bucket.sparse || !std::all_of(bucket.members.begin(), bucket.members.end(), is_view)) continue;
-    bucket.gradients.zero_();
-    for (std::size_t member : bucket.members) done[member] = true;
-  }
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    at::Tensor& grad = gradient_states_[i].parameter.mutable_grad();
-    if (!done[i] && grad.defined()) {
-      if (grad.requires_grad()) grad = grad.detach();
-      grad.zero_();
-    }
-  }
+  hooks_.remove();
 }
 
 void Reducer::set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks) {
@@ -95,27 +71,18 @@ std::vector<c10d::GradBucket> Reducer::zero_buckets() {
   const Lock lock(mutex_);
   allocate();
   std::vector<c10d::GradBucket> result;
-  for (Bucket& bucket : buckets_) {
-    give_memory(bucket);
-    const at::Tensor& parameter = parameters_.tensors()[bucket.members.front()];
-    at::Tensor zeros;
-    if (bucket.sparse) {
-      zeros = at::zeros_like(parameter);
-    } else if (bucket.direct) {
-      zeros = at::zeros({parameter.numel()}, parameter.options());
-    } else {
-      zeros = at::zeros_like(bucket_reducer_.hook_of(bucket) != nullptr ? bucket.gradients : bucket.buffer);
-    }
-    result.push_back(bucket_reducer_.describe(bucket, std::move(zeros), buckets_.size(), parameters_.tensors()));
+  for (Bucket& bucket : store_) {
+    at::Tensor zeros = store_.zeros(bucket.index, bucket_reducer_.hook_of(bucket) != nullptr);
+    result.push_back(bucket_reducer_.describe(bucket, std::move(zeros), store_.size(), parameters_.tensors()));
   }
   return result;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket) {
   const Lock lock(mutex_);
-  TORCH_CHECK(bucket.getIndex() < buckets_.size(), "bucket ", bucket.getIndex(), " is out of range: there are ",
-              buckets_.size());
-  Bucket& shadowed = buckets_[bucket.getIndex()];
+  TORCH_CHECK(bucket.getIndex() < store_.size(), "bucket ", bucket.getIndex(), " is out of range: there are ",
+              store_.size());
+  Bucket& shadowed = store_[bucket.getIndex()];
   const NamedScope scope(shadowed.name);  // the other ranks' operation has this name
   // Zeros, and no error feedback: this rank's residuals wait until it has input again.
   list_sections(shadowed, bucket.getBuffer(), /*with_residuals=*/false);
@@ -151,7 +118,7 @@ void Reducer::reset() {
   forward_work_ = nullptr;
   used_work_ = used_before_ = nullptr;
   futures_.clear();
-  for (Bucket& bucket : buckets_) {
+  for (Bucket& bucket : store_) {
     bucket.work = nullptr;
     bucket.future = nullptr;
   }

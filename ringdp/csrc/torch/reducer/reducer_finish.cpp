@@ -19,13 +19,13 @@ void Reducer::end_backward() {
   const auto gradients_done = Clock::now();
   std::vector<std::size_t> missing;
   if (!arrivals_.complete(options_.unused == UnusedParameters::kForbidden)) return backward_.end_short();
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!arrivals_.ready(i)) write_to_bucket(i);
     if (!arrivals_.used(i)) missing.push_back(i);
   }
   arrivals_.graph_learned();
   HookReductions hook_reductions;
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!arrivals_.ready(i)) mark_ready(i);
   }
   if (!local()) {
@@ -40,11 +40,11 @@ void Reducer::end_backward() {
       if (group_.host_control()) std::swap(used_work_, used_before_);
       if (auto work = std::exchange(used_work_, nullptr)) work->wait();
     });
-    if (plan_.kept() < buckets_.size()) {
+    if (plan_.kept() < store_.size()) {
       count_traffic();
       send_late_buckets();
       lock.unlock();
-      wait_for_buckets(arrivals_.sending(), buckets_.size());
+      wait_for_buckets(arrivals_.sending(), store_.size());
       lock.lock();
     }
     lock.unlock();
@@ -81,7 +81,7 @@ void Reducer::note_times(Clock::time_point gradients_done, const std::vector<std
 
 void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
   for (std::size_t index = first; index < end; ++index) {
-    Bucket& bucket = buckets_[index];
+    Bucket& bucket = store_[index];
     noting_failure(static_cast<int64_t>(bucket.index), bucket.name, [&] { bucket_reducer_.wait(bucket); });
   }
 }
@@ -92,8 +92,8 @@ void Reducer::follow_announcements() {
 
 // Sends the skipped buckets for which some rank has a gradient after all. All ranks have read the same map.
 void Reducer::send_late_buckets() {
-  for (std::size_t index = plan_.kept(); index < buckets_.size(); ++index) {
-    Bucket& bucket = buckets_[index];
+  for (std::size_t index = plan_.kept(); index < store_.size(); ++index) {
+    Bucket& bucket = store_[index];
     const auto used = [&](std::size_t member) { return used_.somewhere.empty() || used_.somewhere[member]; };
     const bool sent = index < arrivals_.sending();
     if (!sent && std::none_of(bucket.members.begin(), bucket.members.end(), used)) continue;
@@ -107,33 +107,16 @@ void Reducer::send_late_buckets() {
 }
 
 void Reducer::hand_out() {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    GradientState& gradient_state = gradient_states_[i];
-    if (!used_somewhere(i)) continue;
-    at::Tensor& grad = gradient_state.parameter.mutable_grad();
-    if (gradient_state.sparse) {
-      grad = buckets_[plan_.bucket_of(i)].buffer;
-    } else if (gradient_state.copy_back) {
-      if (grad.defined()) grad.copy_(gradient_state.view);  // a hook may have applied it and let it go
-    } else if (!arrivals_.used(i) && !optimizer_in_backward_) {
-      const bool own = gradient_state.cast || (owns_gradient(i) && !gradient_state.direct);
-      grad = own ? gradient_state.view.to(gradient_state.dtype, /*non_blocking=*/false, /*copy=*/true)
-                 : gradient_state.view;
-    }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (used_somewhere(i)) store_.hand_out(i, arrivals_.used(i) || optimizer_in_backward_);
   }
-  for (Bucket& bucket : buckets_) {
-    if (!bucket.direct) continue;
-    bucket.buffer.reset();
-    bucket.gradients.reset();
-    gradient_states_[bucket.members.front()].view.reset();
-  }
+  store_.end_backward();
 }
 
 // Reading the map waits for the device: so a rank that has all its gradients reads it only now and then.
 bool Reducer::reads_used_map(bool lacking) const {
   if (options_.unused == UnusedParameters::kForbidden) return false;
-  return lacking || (options_.skip_unused && (plan_.kept() < buckets_.size() || !plan_.order_known())) ||
+  return lacking || (options_.skip_unused && (plan_.kept() < store_.size() || !plan_.order_known())) ||
          looks_for_others();
 }
 
@@ -150,37 +133,36 @@ void Reducer::read_used_map() {
     std::exchange(used_work_, nullptr)->wait();
     counts = used_map_;
   } else {
-    const at::Tensor& marks = buckets_[plan_.kept() - 1].marks;
+    const at::Tensor& marks = store_[plan_.kept() - 1].marks;
     if (!marks.defined()) return;
     counts = at::real(marks);
   }
   const at::Tensor flags = counts.gt(0).cpu().contiguous();
   const bool* flag = flags.const_data_ptr<bool>();
-  used_.somewhere.assign(flag, flag + gradient_states_.size());
-  used_.some_rank_lacks = flag[gradient_states_.size()];
+  used_.somewhere.assign(flag, flag + parameters_.size());
+  used_.some_rank_lacks = flag[parameters_.size()];
 }
 
 void Reducer::write_marks(const at::Tensor& marks) const {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   marks.fill_(1);
   bool lacking = false;
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (arrivals_.used(i)) continue;
     marks.select(0, static_cast<int64_t>(i)).zero_();
     lacking = true;
   }
-  if (!lacking) marks.select(0, static_cast<int64_t>(gradient_states_.size())).zero_();
+  if (!lacking) marks.select(0, static_cast<int64_t>(parameters_.size())).zero_();
 }
 
 bool Reducer::sends_used_map() const {
   if (options_.unused == UnusedParameters::kForbidden || local()) return false;
-  return !buckets_.empty() && !carries_marks(plan_.kept() - 1);
+  return !store_.empty() && !store_[plan_.kept() - 1].carries_marks;
 }
 
 void Reducer::launch_used_map(bool with_input) {
-  std::vector<int32_t> used(gradient_states_.size() + 1, 0);
-  for (std::size_t i = 0; with_input && i < gradient_states_.size(); ++i)
-    (arrivals_.used(i) ? used[i] : used.back()) = 1;
+  std::vector<int32_t> used(parameters_.size() + 1, 0);
+  for (std::size_t i = 0; with_input && i < parameters_.size(); ++i) (arrivals_.used(i) ? used[i] : used.back()) = 1;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   used_map_ = at::tensor(used, at::kInt).to(group_.control_device(parameters_.tensors().front()));
   const NamedScope scope("which parameters were used");
@@ -190,7 +172,7 @@ void Reducer::launch_used_map(bool with_input) {
 
 // All ranks take rank 0's order of arrival for the next layout, so that buckets fill up one after the other.
 void Reducer::exchange_order() {
-  if (gradient_states_.empty()) return;
+  if (parameters_.size() == 0) return;
   const std::vector<int32_t> order =
       plan_.order_to_send(arrivals_.order(), options_.skip_unused ? used_.somewhere : std::vector<bool>());
   std::vector<int32_t> sent;

@@ -46,31 +46,22 @@ c10::ScalarType Reducer::bucket_dtype(std::size_t param_index) const {
   return reduction_of(param_index) != nullptr ? at::kFloat : options_.reduce_dtype.value_or(own);
 }
 
-void Reducer::take_trainable() {
-  std::unordered_set<const c10::TensorImpl*> local;
-  for (const GradientState& gradient_state : gradient_states_) {
-    if (gradient_state.local) local.insert(gradient_state.parameter.unsafeGetTensorImpl());
-  }
-  gradient_states_.clear();
+// With the parameters that require grad now.
+void Reducer::start() {
+  hooks_.detach();
   arrivals_.start(parameters_.size());
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    GradientState gradient_state;
-    gradient_state.parameter = parameters_.tensors()[i];
-    gradient_state.param_index = parameters_.param_index(i);
-    gradient_state.sparse = parameters_[i].sparse;
-    gradient_state.local = local.contains(gradient_state.parameter.unsafeGetTensorImpl());
-    gradient_states_.push_back(std::move(gradient_state));
-  }
+  store_.start();
+  plan_.start(describe_gradients());
+  planned_anew();
+  set_hooks();
 }
 
 // For the plan; this depends on their reductions.
 std::vector<PlannedGradient> Reducer::describe_gradients() {
   std::vector<PlannedGradient> gradients;
-  for (GradientState& gradient_state : gradient_states_) {
-    gradients.push_back(planned(gradient_state.param_index));
-    gradient_state.reduction = reduction_of(gradient_state.param_index);
-    gradient_state.dtype = gradient_state.parameter.scalar_type();
-    gradient_state.cast = bucket_dtype(gradient_state.param_index) != gradient_state.dtype;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    gradients.push_back(planned(parameters_.param_index(i)));
+    store_.set_dtype(i, bucket_dtype(parameters_.param_index(i)));
   }
   return gradients;
 }
@@ -94,48 +85,15 @@ void Reducer::count_bucket(std::size_t index) {
 void Reducer::lay_out_again() {
   plan_.describe_again(describe_gradients());
   planned_anew();
-  drop_memory();
+  store_.drop();
 }
 
 // At the first forward that needs it, not at construction: a hook may still be registered, and evaluation needs none.
 void Reducer::allocate() {
-  if (!buckets_.empty() || local()) return;
-  std::vector<Bucket> buckets(plan_.buckets().size());
-  for (std::size_t index = 0; index < buckets.size(); ++index) {
-    Bucket& bucket = buckets[index];
-    bucket.index = index;
-    bucket.members = plan_.buckets()[index];
-    bucket.memory = plan_.memory(index);
-    bucket.name = describe_bucket(index, bucket.members, parameters_.names());
-    bucket.reduction = bucket_reduction(index);
-    bucket.dtype = bucket_dtype(gradient_states_[bucket.members.front()].param_index);
-    bucket.sparse = gradient_states_[bucket.members.front()].sparse;
-    bucket.direct = !bucket.sparse && !carries_marks(index) && plan_.gradients()[bucket.members.front()].alone;
-    for (std::size_t member : bucket.members) gradient_states_[member].direct = bucket.direct;
-  }
-  buckets_ = std::move(buckets);
-  for (std::size_t index = 0; index < plan_.kept(); ++index) give_memory(buckets_[index]);
-}
-
-bool Reducer::carries_marks(std::size_t bucket) const {
-  return plan_.may_carry_marks(bucket) && options_.unused != UnusedParameters::kForbidden &&
-         !bucket_reducer_.has_hook() && !group_.host_control();
-}
-
-// A bucket of idle parameters gets its memory when one of them has a gradient after all.
-void Reducer::give_memory(Bucket& bucket) {
-  if (bucket.sparse || bucket.direct || bucket.buffer.defined()) return;
-  const std::size_t marks = carries_marks(bucket.index) ? parameters_.size() + 1 : 0;
-  allocate_bucket(bucket, parameters_.tensors()[bucket.members.front()].device(), marks);
-  for (std::size_t position = 0; position < bucket.members.size(); ++position) {
-    GradientState& gradient_state = gradient_states_[bucket.members[position]];
-    gradient_state.view = gradient_view(bucket, position, gradient_state.parameter);
-  }
-}
-
-void Reducer::drop_memory() {
-  buckets_.clear();
-  for (GradientState& gradient_state : gradient_states_) gradient_state.view.reset();
+  if (!store_.empty() || local()) return;
+  store_.allocate(/*marks=*/options_.unused != UnusedParameters::kForbidden && !bucket_reducer_.has_hook() &&
+                  !group_.host_control());
+  for (Bucket& bucket : store_) bucket.reduction = bucket_reduction(bucket.index);
 }
 
 }  // namespace ringdp

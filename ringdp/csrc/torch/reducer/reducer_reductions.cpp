@@ -142,7 +142,7 @@ void Reducer::list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_
   if (reduction == nullptr) return;
   auto* memory = buffer.mutable_data_ptr<float>();
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
-    const std::size_t param_index = gradient_states_[bucket.members[position]].param_index;
+    const std::size_t param_index = parameters_.param_index(bucket.members[position]);
     CompressedSection section;
     section.x = memory + bucket.memory.offsets[position];
     section.count = bucket.memory.lengths[position];
@@ -182,7 +182,7 @@ void Reducer::take_flag(Bucket& bucket) {
 Reducer::HookReductions Reducer::ask_hook_reductions() {
   Lock lock(mutex_);
   HookReductions used;
-  for (const Bucket& bucket : buckets_) {
+  for (const Bucket& bucket : store_) {
     auto* reduction = dynamic_cast<HookReduction*>(bucket.reduction);
     if (reduction != nullptr && reduction->enabled() && bucket.sent_in == backward_.step())
       used.emplace(reduction, std::nullopt);
@@ -196,7 +196,7 @@ void Reducer::look_at_reports(const HookReductions& hook_reductions) {
   bool known = true;
   bool finite = true;
   own_non_finite_ = -1;
-  for (const Bucket& bucket : buckets_) {
+  for (const Bucket& bucket : store_) {
     if (bucket.sent_in != backward_.step()) continue;
     std::optional<bool> one;
     const auto reduction = hook_reductions.find(dynamic_cast<HookReduction*>(bucket.reduction));
@@ -247,7 +247,7 @@ int64_t Reducer::parameter_at(const Bucket& bucket, const std::byte* address) co
   const auto behind = std::upper_bound(offsets.begin(), offsets.end(), element);
   if (behind == offsets.begin()) return -1;
   const auto position = static_cast<std::size_t>(behind - offsets.begin()) - 1;
-  return static_cast<int64_t>(gradient_states_[bucket.members[position]].param_index);
+  return static_cast<int64_t>(parameters_.param_index(bucket.members[position]));
 }
 
 // Parameters that no rank used keep what they had.
@@ -255,11 +255,11 @@ void Reducer::commit_residuals() {
   if (!finite_.value_or(true)) return;
   std::vector<std::size_t> written;
   std::vector<std::size_t> exact;
-  for (const Bucket& bucket : buckets_) {
+  for (const Bucket& bucket : store_) {
     if (bucket.sent_in != backward_.step() || bucket.residuals.empty()) continue;
     auto& done = BucketReducer::native(bucket) == nullptr ? exact : written;
     for (std::size_t member : bucket.members) {
-      if (used_somewhere(member)) done.push_back(gradient_states_[member].param_index);
+      if (used_somewhere(member)) done.push_back(parameters_.param_index(member));
     }
   }
   for (const std::size_t param_index : exact) residuals_.drop(param_index);
@@ -277,9 +277,9 @@ void Reducer::finish_hook_reductions(const HookReductions& used) {
   if (used.empty()) return;
   const bool finite = finite_now().value_or(true);
   std::map<HookReduction*, std::vector<std::string>> unused;
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!used_somewhere(i))
-      unused[dynamic_cast<HookReduction*>(gradient_states_[i].reduction)].push_back(parameters_.names()[i]);
+      unused[dynamic_cast<HookReduction*>(reduction_of(parameters_.param_index(i)))].push_back(parameters_.names()[i]);
   }
   lock.unlock();
   for (const auto& [reduction, _] : used) reduction->commit(finite, unused[reduction]);
@@ -315,10 +315,10 @@ std::optional<bool> Reducer::finite_now() {
 std::vector<std::size_t> Reducer::non_finite() {
   const Lock lock(mutex_);
   std::vector<std::size_t> result;
-  for (const GradientState& gradient_state : gradient_states_) {
-    const at::Tensor& grad = gradient_state.parameter.grad();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& grad = parameters_.tensors()[i].grad();
     if (grad.defined() && !all_finite(grad.is_sparse() ? grad._values() : grad))
-      result.push_back(gradient_state.param_index);
+      result.push_back(parameters_.param_index(i));
   }
   return result;
 }
@@ -371,22 +371,22 @@ std::vector<BucketRow> Reducer::bucket_rows() {
     row.index = index;
     row.name = describe_bucket(index, plan_.buckets()[index], parameters_.names());
     row.reduction = reduction_of_bucket(index);
-    row.free =
-        dynamic_cast<const AutoReduction*>(gradient_states_[plan_.buckets()[index].front()].reduction) != nullptr;
+    row.free = dynamic_cast<const AutoReduction*>(
+                   reduction_of(parameters_.param_index(plan_.buckets()[index].front()))) != nullptr;
     const auto* native = dynamic_cast<const CodecReduction*>(bucket_reduction(index));
     for (std::size_t member : plan_.buckets()[index]) {
       const PlannedGradient& item = plan_.gradients()[member];
-      row.parameters.push_back(gradient_states_[member].param_index);
+      row.parameters.push_back(parameters_.param_index(member));
       row.numel += item.numel;
       row.bytes_before += item.bytes();
       row.bytes_after +=
           native != nullptr && native->enabled() ? codec(native->codec()).encoded_bytes(item.numel) : item.bytes();
     }
-    if (index < buckets_.size()) {
-      if (const auto& report = buckets_[index].report) row.coding_s = static_cast<double>(report->coding_ns) * 1e-9;
-      row.launched_s = static_cast<double>(nanoseconds(buckets_[index].times.launched) - stats_.launched_ns) * 1e-9;
-      row.seconds = buckets_[index].times.seconds;
-      row.exposed_s = buckets_[index].times.exposed_s;
+    if (index < store_.size()) {
+      if (const auto& report = store_[index].report) row.coding_s = static_cast<double>(report->coding_ns) * 1e-9;
+      row.launched_s = static_cast<double>(nanoseconds(store_[index].times.launched) - stats_.launched_ns) * 1e-9;
+      row.seconds = store_[index].times.seconds;
+      row.exposed_s = store_[index].times.exposed_s;
     }
     rows.push_back(std::move(row));
   }

@@ -1,4 +1,4 @@
-#include "torch/reducer/reducer_hooks.h"
+#include "torch/reducer/gradient_hooks.h"
 
 #include <torch/csrc/autograd/function_hook.h>
 
@@ -83,12 +83,14 @@ class AtOutput final : public FunctionPreHook {
 
 }  // namespace
 
-GradientHooks::GradientHooks(GradientListener& listener, const std::vector<at::Tensor>& parameters) {
+void GradientHooks::attach(const std::vector<at::Tensor>& parameters) {
+  if (attached_ || removed_) return;
+  attached_ = true;
   hooked_.reserve(parameters.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     Hooked hooked;
     hooked.accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
-    auto before = std::make_unique<BeforeAccumulate>(listener, i);
+    auto before = std::make_unique<BeforeAccumulate>(listener_, i);
     for (const auto& other : hooked.accumulator->pre_hooks()) {
       if (auto* theirs = dynamic_cast<BeforeAccumulate*>(other.get())) {
         theirs->share();
@@ -97,21 +99,28 @@ GradientHooks::GradientHooks(GradientListener& listener, const std::vector<at::T
     }
     hooked.before = before.get();
     hooked.accumulator->add_pre_hook(std::move(before));
-    hooked.after = hooked.accumulator->add_post_hook(std::make_unique<AfterAccumulate>(listener, i));
+    hooked.after = hooked.accumulator->add_post_hook(std::make_unique<AfterAccumulate>(listener_, i));
     hooked_.push_back(std::move(hooked));
   }
 }
 
-GradientHooks::~GradientHooks() {
+void GradientHooks::detach() {
   for (Hooked& hooked : hooked_) {
     auto& before = hooked.accumulator->pre_hooks();
     std::erase_if(before, [&](const auto& hook) { return hook.get() == hooked.before; });
     hooked.accumulator->del_post_hook(hooked.after);
   }
+  hooked_.clear();
+  attached_ = false;
+}
+
+void GradientHooks::remove() {
+  detach();
+  removed_ = true;
 }
 
 bool GradientHooks::shared(std::size_t parameter) const {
-  return static_cast<const BeforeAccumulate*>(hooked_[parameter].before)->shared();
+  return parameter < hooked_.size() && static_cast<const BeforeAccumulate*>(hooked_[parameter].before)->shared();
 }
 
 void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync,

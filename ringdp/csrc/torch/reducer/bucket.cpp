@@ -1,4 +1,4 @@
-#include "torch/reducer/reducer_bucket.h"
+#include "torch/reducer/bucket.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
