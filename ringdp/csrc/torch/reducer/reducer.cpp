@@ -207,7 +207,7 @@ void Reducer::launch_full_buckets() {
 void Reducer::launch(Bucket& bucket) {
   try {
     in_bucket(static_cast<int64_t>(bucket.index), bucket.name, backward_.step(), [&] {
-      if (bucket.marks.defined()) write_marks(bucket.marks);
+      if (bucket.marks.defined()) used_.write(bucket.marks);
       if (arrivals_.sent() == 0) stats_.launched_ns = nanoseconds(Clock::now());
       arrivals_.note_sent(
           bucket.index);  // also where it fails: the others have seen this rank's part of it, or its end
@@ -218,7 +218,7 @@ void Reducer::launch(Bucket& bucket) {
       bucket_reducer_.launch(bucket, arrivals_.sending(), parameters_.tensors());
       // A hook's callbacks may issue further operations, at a different time on every rank.
       const bool last = bucket.index + 1 == arrivals_.sending();
-      if (last && !calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
+      if (last && !calls_back() && sends_used_map()) used_.launch(/*with_input=*/true);
     });
   } catch (...) {
     failure_.keep(current_error_text());

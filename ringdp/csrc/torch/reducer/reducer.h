@@ -33,15 +33,9 @@
 #include "torch/reducer/reducer_group.h"
 #include "torch/reducer/residuals.h"
 #include "torch/reducer/trainable_parameters.h"
+#include "torch/reducer/used_map.h"
 
 namespace ringdp {
-
-// The treatment of a parameter without gradient at the end of backward.
-enum class UnusedParameters {
-  kFinish,    // zeros are sent for it, and one warning names it
-  kExpected,  // the same without warning; its bucket may leave as soon as the graph shows that no gradient will come
-  kForbidden  // DDP's error at the next forward
-};
 
 struct ReducerOptions {
   std::vector<std::size_t> caps_bytes;  // see assign_buckets
@@ -242,11 +236,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void take_flag(Bucket& bucket);
   std::optional<bool> finite_now();
   void commit_residuals();
-  bool used_somewhere(std::size_t parameter) const;
   int64_t parameter_at(const Bucket& bucket, const std::byte* address) const;
-  void write_marks(const at::Tensor& marks) const;
   bool sends_used_map() const;
-  void launch_used_map(bool with_input);
 
   void end_backward();
   // Runs `action`, without the lock or with it; its exception gets the operation's name, and the next forward throws the text.
@@ -266,14 +257,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void follow_announcements();
   void send_late_buckets();
   void hand_out();
-  struct UsedMap {
-    std::vector<bool> somewhere;   // by parameter
-    bool some_rank_lacks = false;  // some rank has no gradient for some parameter
-  };
-  void read_used_map();
-  bool reads_used_map(bool lacking) const;
-  bool looks_for_others() const;
-  void warn_unused(const std::vector<std::size_t>& missing);
   void exchange_order();
   [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
 
@@ -285,6 +268,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   ArrivalTracker arrivals_{plan_};
   BackwardState backward_;
   ReducerGroup group_;
+  UsedMap used_{parameters_, arrivals_, group_, options_.unused};
   BucketReducer bucket_reducer_{group_};
   ReductionPlan reduction_plan_;
   std::vector<int> chosen_;  // see choose; empty: nothing
@@ -303,13 +287,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool joining_ = false;  // some ranks may have run out of input (torch's Join) and repeat all buckets
   FailureRecord failure_;
   bool optimizer_in_backward_ = false;
-
-  at::Tensor used_map_;  // where it is sent on its own
-  c10::intrusive_ptr<c10d::Work> used_work_;
-  c10::intrusive_ptr<c10d::Work> used_before_;  // of the last backward, if that did not wait for it
-  UsedMap used_;
-  bool warned_ = false;
-  bool ranks_named_ = false;  // the same on all ranks
 
   c10::intrusive_ptr<c10d::Work> forward_work_;
   bool divide_by_all_ranks_ = true;

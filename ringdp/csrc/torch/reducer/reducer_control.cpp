@@ -93,16 +93,14 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::shadow(c10d::GradBucket& bucket
 void Reducer::shadow_used_map() {
   const Lock lock(mutex_);
   if (!sends_used_map()) return;
-  if (auto before = std::exchange(used_before_, nullptr)) before->wait();
-  launch_used_map(/*with_input=*/false);
-  std::exchange(used_work_, nullptr)->wait();
+  used_.shadow();
 }
 
 void Reducer::shadow_end_of_backward() {
   const HookReductions hook_reductions = ask_hook_reductions();
   {
     const Lock lock(mutex_);
-    used_ = {};
+    used_.forget();
     look_at_reports(hook_reductions);
     if (!plan_.order_known() && !local()) exchange_order();
   }
@@ -116,7 +114,7 @@ void Reducer::reset() {
   plan_.forget_learned();
   arrivals_.forget_graph();
   forward_work_ = nullptr;
-  used_work_ = used_before_ = nullptr;
+  used_.drop_operations();
   futures_.clear();
   for (Bucket& bucket : store_) {
     bucket.work = nullptr;

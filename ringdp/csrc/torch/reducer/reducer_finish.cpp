@@ -1,7 +1,5 @@
 // The end of backward: it completes the missing gradients, waits for the buckets, hands the results out, and learns the order
 // for the next layout.
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <utility>
@@ -32,13 +30,10 @@ void Reducer::end_backward() {
     lock.unlock();  // callbacks of hooks may ask this reducer something
     wait_for_buckets(0, arrivals_.sending());
     lock.lock();
-    used_ = {};
     noting_failure(-1, "which parameters were used", [&] {
-      if (calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
-      if (reads_used_map(!missing.empty())) read_used_map();
-      // The host waits for it only where it reads it, or one backward later: the device's buckets are not done either.
-      if (group_.host_control()) std::swap(used_work_, used_before_);
-      if (auto work = std::exchange(used_work_, nullptr)) work->wait();
+      if (calls_back() && sends_used_map()) used_.launch(/*with_input=*/true);
+      const bool idle = options_.skip_unused && (plan_.kept() < store_.size() || !plan_.order_known());
+      used_.end_backward(store_[plan_.kept() - 1].marks, !missing.empty() || idle, backward_.step(), joining_);
     });
     if (plan_.kept() < store_.size()) {
       count_traffic();
@@ -54,7 +49,7 @@ void Reducer::end_backward() {
     look_at_reports(hook_reductions);
     commit_residuals();
     hand_out();
-    noting_failure(-1, "which ranks lack gradients", [&] { warn_unused(missing); });
+    noting_failure(-1, "which ranks lack gradients", [&] { used_.warn(missing, backward_.step(), joining_); });
   }
   for (auto& future : std::exchange(futures_, {})) {
     wait_until_complete(*future, std::chrono::milliseconds(0));
@@ -94,7 +89,7 @@ void Reducer::follow_announcements() {
 void Reducer::send_late_buckets() {
   for (std::size_t index = plan_.kept(); index < store_.size(); ++index) {
     Bucket& bucket = store_[index];
-    const auto used = [&](std::size_t member) { return used_.somewhere.empty() || used_.somewhere[member]; };
+    const auto used = [&](std::size_t member) { return used_.somewhere().empty() || used_.somewhere()[member]; };
     const bool sent = index < arrivals_.sending();
     if (!sent && std::none_of(bucket.members.begin(), bucket.members.end(), used)) continue;
     count_bucket(index);
@@ -108,73 +103,20 @@ void Reducer::send_late_buckets() {
 
 void Reducer::hand_out() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (used_somewhere(i)) store_.hand_out(i, arrivals_.used(i) || optimizer_in_backward_);
+    if (used_.used_somewhere(i)) store_.hand_out(i, arrivals_.used(i) || optimizer_in_backward_);
   }
   store_.end_backward();
 }
 
-// Reading the map waits for the device: so a rank that has all its gradients reads it only now and then.
-bool Reducer::reads_used_map(bool lacking) const {
-  if (options_.unused == UnusedParameters::kForbidden) return false;
-  return lacking || (options_.skip_unused && (plan_.kept() < store_.size() || !plan_.order_known())) ||
-         looks_for_others();
-}
-
-bool Reducer::looks_for_others() const {
-  if (options_.unused != UnusedParameters::kFinish || arrivals_.static_graph() || ranks_named_ || joining_)
-    return false;
-  const bool cheap = parameters_.tensors().front().is_cpu() && !group_.host_control();
-  return group_.ranks() > 1 && (cheap || (backward_.step() & (backward_.step() - 1)) == 0);
-}
-
-void Reducer::read_used_map() {
-  at::Tensor counts;
-  if (used_work_) {
-    std::exchange(used_work_, nullptr)->wait();
-    counts = used_map_;
-  } else {
-    const at::Tensor& marks = store_[plan_.kept() - 1].marks;
-    if (!marks.defined()) return;
-    counts = at::real(marks);
-  }
-  const at::Tensor flags = counts.gt(0).cpu().contiguous();
-  const bool* flag = flags.const_data_ptr<bool>();
-  used_.somewhere.assign(flag, flag + parameters_.size());
-  used_.some_rank_lacks = flag[parameters_.size()];
-}
-
-void Reducer::write_marks(const at::Tensor& marks) const {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  marks.fill_(1);
-  bool lacking = false;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (arrivals_.used(i)) continue;
-    marks.select(0, static_cast<int64_t>(i)).zero_();
-    lacking = true;
-  }
-  if (!lacking) marks.select(0, static_cast<int64_t>(parameters_.size())).zero_();
-}
-
 bool Reducer::sends_used_map() const {
-  if (options_.unused == UnusedParameters::kForbidden || local()) return false;
-  return !store_.empty() && !store_[plan_.kept() - 1].carries_marks;
-}
-
-void Reducer::launch_used_map(bool with_input) {
-  std::vector<int32_t> used(parameters_.size() + 1, 0);
-  for (std::size_t i = 0; with_input && i < parameters_.size(); ++i) (arrivals_.used(i) ? used[i] : used.back()) = 1;
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  used_map_ = at::tensor(used, at::kInt).to(group_.control_device(parameters_.tensors().front()));
-  const NamedScope scope("which parameters were used");
-  std::vector<at::Tensor> tensors{used_map_};
-  used_work_ = group_.process_group()->allreduce(tensors);
+  return used_.needed() && !local() && !store_.empty() && !store_[plan_.kept() - 1].carries_marks;
 }
 
 // All ranks take rank 0's order of arrival for the next layout, so that buckets fill up one after the other.
 void Reducer::exchange_order() {
   if (parameters_.size() == 0) return;
   const std::vector<int32_t> order =
-      plan_.order_to_send(arrivals_.order(), options_.skip_unused ? used_.somewhere : std::vector<bool>());
+      plan_.order_to_send(arrivals_.order(), options_.skip_unused ? used_.somewhere() : std::vector<bool>());
   std::vector<int32_t> sent;
   noting_failure(-1, "order of the gradients", [&] {
     sent = group_.broadcast(order, group_.control_device(parameters_.tensors().front()), "order of the gradients");

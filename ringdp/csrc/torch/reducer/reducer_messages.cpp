@@ -6,24 +6,6 @@
 #include "torch/reducer/reducer.h"
 
 namespace ringdp {
-// The ranks exchange once which gradients each of them lacks; a rank that lacks some warns with the whole list.
-void Reducer::warn_unused(const std::vector<std::size_t>& missing) {
-  if (options_.unused != UnusedParameters::kFinish || arrivals_.static_graph()) return;
-  std::vector<std::vector<uint8_t>> ranks;
-  if (looks_for_others() && used_.some_rank_lacks) {
-    ranks_named_ = true;
-    std::vector<uint8_t> mine;
-    for (std::size_t i = 0; i < arrivals_.size(); ++i) mine.push_back(arrivals_.used(i) ? 1 : 0);
-    ranks = group_.gather(mine, group_.control_device(parameters_.tensors().front()), "which ranks lack gradients");
-  }
-  if (missing.empty() || std::exchange(warned_, true)) return;
-  TORCH_WARN(
-      "parameters without gradient in step ", backward_.step(), " on rank ", group_.rank(), ". ",
-      ranks.empty() ? unused_here(missing, used_.somewhere, parameters_.names())
-                    : unused_by_ranks(ranks, parameters_.names()),
-      " This warning appears once; find_unused_parameters=True declares that it is intended, False makes it an error.");
-}
-
 void Reducer::throw_if_unfinished(bool notify) {
   if (!backward_.active()) return;
   const bool forbidden = options_.unused == UnusedParameters::kForbidden;

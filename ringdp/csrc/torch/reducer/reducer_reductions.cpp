@@ -259,7 +259,7 @@ void Reducer::commit_residuals() {
     if (bucket.sent_in != backward_.step() || bucket.residuals.empty()) continue;
     auto& done = BucketReducer::native(bucket) == nullptr ? exact : written;
     for (std::size_t member : bucket.members) {
-      if (used_somewhere(member)) done.push_back(parameters_.param_index(member));
+      if (used_.used_somewhere(member)) done.push_back(parameters_.param_index(member));
     }
   }
   for (const std::size_t param_index : exact) residuals_.drop(param_index);
@@ -268,17 +268,13 @@ void Reducer::commit_residuals() {
   residuals_.commit(written, flags);
 }
 
-bool Reducer::used_somewhere(std::size_t parameter) const {
-  return arrivals_.used(parameter) || used_.somewhere.empty() || used_.somewhere[parameter];
-}
-
 void Reducer::finish_hook_reductions(const HookReductions& used) {
   Lock lock(mutex_);
   if (used.empty()) return;
   const bool finite = finite_now().value_or(true);
   std::map<HookReduction*, std::vector<std::string>> unused;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!used_somewhere(i))
+    if (!used_.used_somewhere(i))
       unused[dynamic_cast<HookReduction*>(reduction_of(parameters_.param_index(i)))].push_back(parameters_.names()[i]);
   }
   lock.unlock();

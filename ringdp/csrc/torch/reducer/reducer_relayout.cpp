@@ -46,7 +46,7 @@ void Reducer::replace_parameters(std::vector<ModuleParameter> parameters) {
   before = std::exchange(reduction_plan_, {});
   residuals_.clear();
   bucket_reducer_.set_watching(looks_for_non_finite());
-  warned_ = false;
+  used_.warn_again();
   start();
 }
 
