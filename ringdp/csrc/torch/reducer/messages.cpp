@@ -201,6 +201,13 @@ std::string unfinished_notice(int64_t step, const std::vector<std::size_t>& miss
          (missing.empty() ? "" : ": no gradient for " + describe_names(missing, names));
 }
 
+std::string unexpected_text(const std::string& name) {
+  return "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
+         "but then got used in the second iteration. this is not compatible with static_graph set to True. "
+         "Parameter: " +
+         name;
+}
+
 std::string marked_twice_text(std::size_t parameter, const std::string& name, const std::string& used_in) {
   return "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
          "1) Use of a module parameter outside the `forward` function. Please make sure model parameters are not "

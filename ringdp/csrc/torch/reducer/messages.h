@@ -58,6 +58,8 @@ std::string unfinished_text(const UnfinishedBackward& backward, std::span<const 
 std::string unfinished_notice(int64_t step, const std::vector<std::size_t>& missing,
                               std::span<const std::string> names);
 
+// With a static graph.
+std::string unexpected_text(const std::string& name);
 // `used_in`: the modules that have the parameter; may be empty.
 std::string marked_twice_text(std::size_t parameter, const std::string& name, const std::string& used_in);
 
