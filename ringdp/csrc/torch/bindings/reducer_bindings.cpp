@@ -148,7 +148,7 @@ auto noting(Reducer& reducer) {
   try {
     return (reducer.*Method)();
   } catch (...) {
-    reducer.failure()->note_thrown(current_error_text());
+    reducer.guard()->note_thrown(current_error_text());
     throw;
   }
 }
@@ -196,6 +196,19 @@ using ByParameter = GradientCompression::ByParameter;
 
 std::vector<int64_t> find(Reducer& reducer, const std::vector<at::Tensor>& tensors) {
   return reducer.layout()->parameters.find(tensors);
+}
+
+// `index` counts the parameters that required grad at construction.
+void gradient_arrived(Reducer& reducer, std::size_t index) {
+  const auto layout = reducer.layout();
+  if (const auto parameter = layout->parameters.since_construction(index)) reducer.gradient_arrived(*parameter);
+}
+
+void choose(Reducer& reducer, const std::vector<int>& reduction_of_bucket) {
+  const auto guard = reducer.guard();
+  guard->throw_if_failed();
+  guard->refuse_in_backward("reductions of buckets cannot be chosen during a backward");
+  reducer.layout()->choose(reduction_of_bucket);
 }
 
 ByParameter take_residuals(Reducer& reducer, const std::vector<std::size_t>& parameters) {
@@ -250,7 +263,7 @@ bool rebuilt(Reducer& reducer) { return reducer.layout()->plan.rebuilt(); }
 std::vector<std::size_t> arrivals(Reducer& reducer) { return reducer.arrivals()->order(); }
 
 // The text of the last thing that the reducer threw, and of what backward ended with.
-std::string error(Reducer& reducer) { return reducer.failure()->thrown(); }
+std::string error(Reducer& reducer) { return reducer.guard()->thrown(); }
 
 // For torch's Join.
 void set_forward_work(Reducer& reducer, c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks) {
@@ -280,7 +293,7 @@ void bind_reducer(py::module_& module) {
       .def("register_builtin_comm_hook", &register_builtin_hook, py::arg("hook"), NoGil())
       .def("set_reductions", &set_reductions, py::arg("reductions"), py::arg("reduction_of"), py::arg("owner_offsets"),
            py::arg("exchange_codes") = false, NoGil())
-      .def("choose", &Reducer::choose, py::arg("reduction_of_bucket"), NoGil())
+      .def("choose", &choose, py::arg("reduction_of_bucket"), NoGil())
       .def("take_residuals", &take_residuals, py::arg("parameters"), NoGil())
       .def("give_residuals", &give_residuals, py::arg("residuals"), NoGil())
       .def("watch_finite", &watch_finite, py::arg("watch"), NoGil())
@@ -305,7 +318,7 @@ void bind_reducer(py::module_& module) {
       .def("error", &error, NoGil())
       // The names torch's DistributedDataParallel uses.
       .def("_rebuild_buckets", &noting<&Reducer::rebuild_buckets>, NoGil())
-      .def("_autograd_hook", &Reducer::gradient_arrived_at, py::arg("index"), NoGil())
+      .def("_autograd_hook", &gradient_arrived, py::arg("index"), NoGil())
       .def("_check_reducer_finalized", &noting<&Reducer::check_finalized>, NoGil())
       .def("_get_zeros_like_grad_buckets", &zero_buckets, NoGil())
       .def("_run_comm_hook", &run_hook, py::arg("bucket"), NoGil())

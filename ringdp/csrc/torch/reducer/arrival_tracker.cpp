@@ -58,6 +58,14 @@ bool ArrivalTracker::complete(bool all_required) const {
   });
 }
 
+std::vector<std::size_t> ArrivalTracker::unexpected() const {
+  std::vector<std::size_t> result;
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    if (states_[i].arrivals == 0) result.push_back(i);
+  }
+  return result;
+}
+
 std::vector<std::size_t> ArrivalTracker::unfinished() const {
   std::vector<std::size_t> result;
   for (std::size_t i = 0; i < states_.size(); ++i) {

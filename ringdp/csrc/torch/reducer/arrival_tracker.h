@@ -50,7 +50,7 @@ class ArrivalTracker {
   bool knows_graph() const { return learned_; }
   // In a backward in which a static graph's gradients are counted, no bucket leaves before its end.
   bool learning() const { return static_graph_ && !learned_; }
-  bool expected(std::size_t parameter) const { return states_[parameter].arrivals > 0; }  // by a static graph
+  std::vector<std::size_t> unexpected() const;  // parameters that a static graph has no gradient for
   std::size_t size() const { return states_.size(); }
   std::size_t sent() const { return next_bucket_; }
   std::size_t sending() const { return sending_; }

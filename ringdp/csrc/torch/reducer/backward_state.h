@@ -7,8 +7,6 @@
 #include <string>
 #include <utility>
 
-#include "base/error.h"
-
 namespace ringdp {
 
 class BackwardState {
@@ -39,10 +37,6 @@ class BackwardState {
   void reset() {
     active_ = armed_ = demanded_ = false;
     peer_report_.clear();
-  }
-  // Throws what `refusal` says while it is under way, also where an exception has left it.
-  void refuse(const char* refusal) const {
-    if (active_) throw Error(ErrorKind::kState, refusal);
   }
   // What came of telling the other ranks that it did not end.
   void set_peer_report(std::string report) { peer_report_ = std::move(report); }

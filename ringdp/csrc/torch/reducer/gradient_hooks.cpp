@@ -1,6 +1,7 @@
 #include "torch/reducer/gradient_hooks.h"
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <atomic>
@@ -117,6 +118,24 @@ void GradientHooks::detach() {
 void GradientHooks::remove() {
   detach();
   removed_ = true;
+}
+
+bool GradientHooks::any_runs() const {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) return !hooked_.empty();
+  return std::any_of(hooked_.begin(), hooked_.end(), [&](const Hooked& hooked) {
+    const auto found = chosen->find(hooked.accumulator.get());
+    return found != chosen->end() && found->second.needed_;
+  });
+}
+
+std::vector<std::size_t> GradientHooks::not_in_graph() const {
+  std::vector<std::size_t> result;
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  for (std::size_t i = 0; nodes != nullptr && i < hooked_.size(); ++i) {
+    if (nodes->count(hooked_[i].accumulator.get()) == 0) result.push_back(i);
+  }
+  return result;
 }
 
 bool GradientHooks::shared(std::size_t parameter) const {

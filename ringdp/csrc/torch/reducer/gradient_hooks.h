@@ -42,7 +42,11 @@ class GradientHooks {
   void remove();  // for good
   bool attached() const { return attached_; }
 
-  torch::autograd::Node* accumulator(std::size_t parameter) const { return hooked_[parameter].accumulator.get(); }
+  // In the backward under way: whether it runs an accumulator at all. One with chosen inputs (autograd.grad,
+  // backward(inputs=…)) may run none.
+  bool any_runs() const;
+  // The parameters whose accumulators its graph lacks; none where the engine has not listed its nodes.
+  std::vector<std::size_t> not_in_graph() const;
   // Whether another listener has, or has had, hooks on the same parameter.
   bool shared(std::size_t parameter) const;
 

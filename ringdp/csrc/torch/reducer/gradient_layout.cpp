@@ -61,6 +61,13 @@ bool GradientLayout::follow_learned_order() {
   return true;
 }
 
+std::vector<int32_t> GradientLayout::exchange_order(const std::vector<std::size_t>& arrivals,
+                                                    const std::vector<bool>& used_somewhere) {
+  const std::vector<bool> all_busy;
+  return group.broadcast(plan.order_to_send(arrivals, options.skip_unused ? used_somewhere : all_busy),
+                         group.control_device(parameters.tensors().front()), "order of the gradients");
+}
+
 std::vector<PlannedGradient> GradientLayout::describe_gradients() {
   std::vector<PlannedGradient> gradients;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -96,6 +103,10 @@ void GradientLayout::allocate() {
   store.allocate(/*marks=*/options.unused != UnusedParameters::kForbidden && !buckets.has_hook() &&
                  !group.host_control());
   for (Bucket& bucket : store) bucket.reduction = compression.of_bucket(bucket.index);
+}
+
+void GradientLayout::throw_if_group_failed() {
+  if (!local() && parameters.size() > 0) buckets.throw_if_failed(parameters.tensors().front().device().type());
 }
 
 bool GradientLayout::sends_used_map() const {

@@ -53,9 +53,13 @@ class GradientLayout {
 
   // Nothing is sent, and gradients lie where autograd leaves them.
   bool local() const { return group.ranks() == 1 && !buckets.has_hook(); }
+  // Gradients are reported, and there are some.
+  bool watched() const { return hooks.attached() && parameters.size() > 0; }
   // Buckets get their memory at the first forward that needs it, not at construction: a hook may still be registered, and
   // evaluation needs none.
   void allocate();
+  // Throws the failure of ring's group where another backend reduces the buckets.
+  void throw_if_group_failed();
   // Whether hooks may issue operations at any time, also after the last bucket was launched.
   bool calls_back() const { return buckets.has_hook() || compression.calls_back(); }
   // Which parameters were used is an operation of its own: no bucket carries it.
@@ -65,6 +69,10 @@ class GradientLayout {
 
   // By the order that rank 0 has seen; once, after the first backward: true.
   bool follow_learned_order();
+  // What rank 0 sends of the order in which the gradients arrived, to be learned for the next plan, so that buckets fill up
+  // one after the other.
+  std::vector<int32_t> exchange_order(const std::vector<std::size_t>& arrivals,
+                                      const std::vector<bool>& used_somewhere);
   // Parameters were frozen or unfrozen since the last layout, or got other data: true. Throws on all ranks if they do not
   // agree about that.
   bool follow_requires_grad();

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "base/error.h"
 #include "torch/backend/future_wait.h"
 #include "torch/reducer/messages.h"
 
@@ -16,24 +15,12 @@ using torch::autograd::get_current_graph_task_id;
 
 constexpr const char* kHooksBetweenSteps = "communication hooks are registered between steps, not during backward";
 
-// The accumulators among `count` that a backward with chosen inputs (autograd.grad, backward(inputs=…)) will run.
-bool any_accumulator_needed(const GradientHooks& hooks, std::size_t count) {
-  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  if (chosen == nullptr || chosen->empty()) return true;
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto found = chosen->find(hooks.accumulator(i));
-    if (found != chosen->end() && found->second.needed_) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
     : layout_(std::move(parameters), std::move(group), std::move(options), *this) {
-  arrivals_.start(layout_.parameters.size());
-  times_.count_kept(layout_.plan);
+  note_other_parameters();
 }
 
 // ---- Forward.
@@ -44,71 +31,41 @@ bool Reducer::recomputing() const { return backward_.active() && get_current_gra
 void Reducer::prepare_for_forward() {
   const Lock lock(mutex_);
   if (recomputing()) return;
-  throw_if_failed();
-  try {
-    if (!layout_.local() && layout_.parameters.size() > 0)
-      layout_.buckets.throw_if_failed(layout_.parameters.tensors().front().device().type());
-  } catch (...) {
-    failure_.keep(current_error_text());
-    throw;
-  }
-  throw_if_unfinished(/*notify=*/true);
-  try {
-    if (!layout_.follow_requires_grad()) return;
-  } catch (...) {
-    failure_.keep(current_error_text());
-    throw;
-  }
+  guard_.throw_if_failed();
+  guard_.keeping([&] { layout_.throw_if_group_failed(); });
+  guard_.throw_if_unfinished(/*notify=*/true);
+  if (guard_.keeping([&] { return layout_.follow_requires_grad(); })) note_other_parameters();
+}
+
+// Nothing has arrived of them.
+void Reducer::note_other_parameters() {
   arrivals_.start(layout_.parameters.size());
   times_.count_kept(layout_.plan);
 }
 
 void Reducer::check_finalized() {
   const Lock lock(mutex_);
-  throw_if_failed();
-  throw_if_unfinished(/*notify=*/false);
-}
-
-void Reducer::throw_if_unfinished(bool notify) {
-  if (!backward_.active()) return;
-  const bool forbidden = layout_.options.unused == UnusedParameters::kForbidden;
-  if (!arrivals_.static_graph() && !forbidden && arrivals_.sent() == 0)
-    return backward_.end();  // nothing had left: as if it had never begun
-  const std::vector<std::string>& names = layout_.parameters.names();
-  UnfinishedBackward unfinished;
-  unfinished.missing = arrivals_.unfinished();
-  if (notify && backward_.peer_report().empty()) {
-    backward_.set_peer_report(
-        layout_.group.notify_others(unfinished_notice(backward_.step(), unfinished.missing, names),
-                                    layout_.group.control_device(layout_.parameters.tensors().front())));
-  }
-  unfinished.step = backward_.step();
-  unfinished.rank = layout_.group.rank();
-  unfinished.ranks = layout_.group.ranks();
-  unfinished.sent = arrivals_.sent();
-  unfinished.sending = arrivals_.sending();
-  unfinished.ended_short = backward_.ended_short();
-  unfinished.static_graph = arrivals_.static_graph();
-  unfinished.peer_report = backward_.peer_report();
-  TORCH_CHECK(false, unfinished_text(unfinished, names));
+  guard_.throw_if_failed();
+  guard_.throw_if_unfinished(/*notify=*/false);
 }
 
 bool Reducer::rebuild_buckets() {
   const Lock lock(mutex_);
   if (recomputing()) return false;
-  if (backward_.active()) throw_if_unfinished(/*notify=*/false);
+  if (backward_.active()) guard_.throw_if_unfinished(/*notify=*/false);
   if (!layout_.follow_learned_order()) return false;
   times_.count_kept(layout_.plan);
   return true;
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync) {
-  const std::shared_ptr<void> due = std::make_shared<int>();
+  std::shared_ptr<void> due;
   {
     const Lock lock(mutex_);
-    if (!layout_.hooks.attached() || layout_.parameters.size() == 0 || recomputing()) return;
-    if (sync) throw_if_failed();
+    if (!layout_.watched() || recomputing()) return;
+    if (sync) guard_.throw_if_failed();
     layout_.allocate();
+    due = std::make_shared<int>();
     if (sync) backward_.arm(due);
   }
   watch_outputs(shared_from_this(), outputs, sync, due);
@@ -116,8 +73,8 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
 
 void Reducer::demand_sync() {
   const Lock lock(mutex_);
-  if (!layout_.hooks.attached() || layout_.parameters.size() == 0) return;
-  throw_if_failed();
+  if (!layout_.watched()) return;
+  guard_.throw_if_failed();
   layout_.allocate();
   backward_.demand();
 }
@@ -126,15 +83,13 @@ void Reducer::demand_sync() {
 
 void Reducer::backward_began(bool sync) {
   const Lock lock(mutex_);
-  if (!layout_.hooks.attached() || layout_.parameters.size() == 0 ||
-      !any_accumulator_needed(layout_.hooks, layout_.parameters.size()))
-    return;
+  if (!layout_.watched() || !layout_.hooks.any_runs()) return;
   if (!sync && !backward_.demanded()) return backward_.stay_quiet(get_current_graph_task_id());
   if (!backward_.active()) begin();
 }
 
 void Reducer::begin() {
-  throw_if_failed();
+  guard_.throw_if_failed();
   layout_.allocate();
   backward_.begin();
   times_.begin();
@@ -148,32 +103,17 @@ void Reducer::begin() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (auto reducer = self.lock()) reducer->end_backward();
   });
-  if (arrivals_.knows_graph()) {
-    for (std::size_t i = 0; i < arrivals_.size(); ++i) {
-      if (arrivals_.expected(i)) continue;
-      write_to_bucket(i);
-      mark_ready(i);
-    }
-  } else if (layout_.options.unused == UnusedParameters::kExpected && layout_.options.graph_shows_unused &&
-             !arrivals_.static_graph()) {
-    expect_only_what_the_graph_has();
-  }
-}
-
-// The engine has listed the nodes that this backward will run.
-void Reducer::expect_only_what_the_graph_has() {
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (nodes == nullptr) return;
-  for (std::size_t i = 0; i < arrivals_.size(); ++i) {
-    if (nodes->count(layout_.hooks.accumulator(i)) > 0) continue;
+  for (const std::size_t i : never_to_come()) {
     write_to_bucket(i);
     mark_ready(i);
   }
 }
 
-void Reducer::gradient_arrived_at(std::size_t position) {
-  const Lock lock(mutex_);
-  if (const auto parameter = layout_.parameters.since_construction(position)) gradient_arrived(*parameter);
+// The parameters of which it is known when a backward begins that no gradient will come.
+std::vector<std::size_t> Reducer::never_to_come() const {
+  if (arrivals_.knows_graph()) return arrivals_.unexpected();
+  const bool shown = layout_.options.unused == UnusedParameters::kExpected && layout_.options.graph_shows_unused;
+  return shown && !arrivals_.static_graph() ? layout_.hooks.not_in_graph() : std::vector<std::size_t>();
 }
 
 void Reducer::gradient_arrived(std::size_t parameter) {
@@ -232,13 +172,13 @@ void Reducer::noting_failure(int64_t bucket, const std::string& name, Action&& a
   } catch (...) {
     std::string text = current_error_text();
     const Lock lock(mutex_);
-    failure_.keep(std::move(text));
+    guard_.keep(std::move(text));
     throw;
   }
 }
 
-// ---- The end of backward. Callbacks of hooks may ask this reducer something, so nothing is waited for under the lock that
-// a hook may have to end.
+// ---- The end of backward. It lets go of the lock wherever hooks or their callbacks may run, which may ask this reducer
+// something.
 
 void Reducer::end_backward() {
   Lock lock(mutex_);
@@ -289,7 +229,7 @@ void Reducer::end_backward() {
   }
   times_.end(gradients_done, missing_bytes, layout_.local());
   backward_.end();
-  if (!layout_.plan.order_known() && !layout_.local()) exchange_order();
+  exchange_order();
   commit_hooks(std::move(lock), hooks);
 }
 
@@ -324,18 +264,12 @@ void Reducer::hand_out() {
   layout_.store.end_backward();
 }
 
-// All ranks take rank 0's order of arrival for the next plan, so that buckets fill up one after the other.
 void Reducer::exchange_order() {
-  if (layout_.parameters.size() == 0) return;
-  const std::vector<bool> all_busy;
-  const std::vector<int32_t> order =
-      layout_.plan.order_to_send(arrivals_.order(), layout_.options.skip_unused ? used_.somewhere() : all_busy);
-  std::vector<int32_t> sent;
-  noting_failure(-1, "order of the gradients", [&] {
-    const c10::Device device = layout_.group.control_device(layout_.parameters.tensors().front());
-    sent = layout_.group.broadcast(order, device, "order of the gradients");
-  });
-  layout_.plan.learn(sent);
+  if (layout_.plan.order_known() || layout_.local() || layout_.parameters.size() == 0) return;
+  std::vector<int32_t> order;
+  noting_failure(-1, "order of the gradients",
+                 [&] { order = layout_.exchange_order(arrivals_.order(), used_.somewhere()); });
+  layout_.plan.learn(order);
 }
 
 void Reducer::shadow_end_of_backward() {
@@ -346,7 +280,7 @@ void Reducer::shadow_end_of_backward() {
   lock.lock();
   used_.forget();
   layout_.overflow.collect(layout_.store, backward_.step(), hooks, /*look_at_results=*/false);
-  if (!layout_.plan.order_known() && !layout_.local()) exchange_order();
+  exchange_order();
   commit_hooks(std::move(lock), hooks);
 }
 
@@ -364,43 +298,25 @@ void Reducer::commit_hooks(Lock lock, const HookVerdicts& hooks) {
 void Reducer::replace_parameters(std::vector<ModuleParameter> parameters) {
   ReductionPlan before;  // goes when the lock is free: Python is told
   const Lock lock(mutex_);
-  throw_if_failed();
-  throw_if_unfinished(/*notify=*/false);
+  guard_.throw_if_failed();
+  guard_.throw_if_unfinished(/*notify=*/false);
   before = layout_.replace_parameters(std::move(parameters));
   used_.warn_again();
-  arrivals_.start(layout_.parameters.size());
-  times_.count_kept(layout_.plan);
-}
-
-void Reducer::refuse_change() const {
-  throw_if_failed();
-  backward_.refuse(
-      "compression cannot change during a backward, nor after one that an exception left: change it between steps");
-  if (!backward_.due()) return;
-  throw Error(
-      ErrorKind::kState,
-      "compression cannot change between a forward and its backward: change it after backward, or let go of the "
-      "forward's output");
+  note_other_parameters();
 }
 
 void Reducer::set_reductions(ReductionPlan reductions) {
   ReductionPlan before;  // goes when the lock is free: Python is told
   const Lock lock(mutex_);
-  refuse_change();
+  guard_.refuse_change_of_compression();
   layout_.check_reductions(reductions);
   before = layout_.set_reductions(std::move(reductions));
   times_.count_kept(layout_.plan);
 }
 
-void Reducer::choose(const std::vector<int>& reduction_of_bucket) {
-  const Lock lock(mutex_);
-  throw_if_failed();
-  layout_between_steps("reductions of buckets cannot be chosen during a backward")->choose(reduction_of_bucket);
-}
-
 Reducer::Locked<GradientLayout> Reducer::layout_between_steps(const char* refusal) {
   Lock lock(mutex_);
-  backward_.refuse(refusal);
+  guard_.refuse_in_backward(refusal);
   return {std::move(lock), layout_};
 }
 
@@ -432,14 +348,14 @@ void Reducer::install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future
 void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
   const Lock lock(mutex_);
   const bool compressed = !layout_.compression.none();
-  if (compressed) refuse_change();
+  if (compressed) guard_.refuse_change_of_compression();
   layout_.set_group(std::move(group), average, names_compared);
   if (compressed) times_.count_kept(layout_.plan);
 }
 
 void Reducer::reset() {
   const Lock lock(mutex_);
-  failure_.clear();
+  guard_.reset();
   backward_.reset();
   layout_.plan.forget_learned();
   arrivals_.forget_graph();

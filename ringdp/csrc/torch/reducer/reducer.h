@@ -24,6 +24,7 @@
 #include "torch/reducer/join_shadow.h"
 #include "torch/reducer/reducer_errors.h"
 #include "torch/reducer/reducer_stats.h"
+#include "torch/reducer/step_guard.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
@@ -63,10 +64,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     return layout_.store.take(parameter, gradient);
   }
   void gradient_arrived(std::size_t parameter) override;
-  // The same, called by Python: `position` counts those that required grad at construction.
-  void gradient_arrived_at(std::size_t position);
   void backward_began(bool sync) override;
-  void hook_failed(const std::string& text) override { failure()->note_thrown(text); }
+  void hook_failed(const std::string& text) override { guard()->note_thrown(text); }
   // The end of backward waits for these, too.
   void install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
   // The plain sum, for hooks that divide themselves; without the lock.
@@ -78,7 +77,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // The module has other parameters from now on, on which the ranks have agreed. The caller sets reductions again.
   void replace_parameters(std::vector<ModuleParameter> parameters);
   void set_reductions(ReductionPlan reductions);
-  void choose(const std::vector<int>& reduction_of_bucket);
   void register_hook(std::unique_ptr<c10d::CommHookInterface> hook);
   void register_builtin_hook(BuiltinHook which);
   void set_static_graph();
@@ -91,19 +89,17 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // Throws what `refusal` says during a backward.
   Locked<GradientLayout> layout_between_steps(const char* refusal);
   Locked<JoinShadow> join() { return {Lock(mutex_), join_}; }
-  Locked<FailureRecord> failure() { return {Lock(mutex_), failure_}; }
+  Locked<StepGuard> guard() { return {Lock(mutex_), guard_}; }
   Locked<const ArrivalTracker> arrivals() { return {Lock(mutex_), arrivals_}; }
   Locked<const BackwardState> backward() { return {Lock(mutex_), backward_}; }
   Locked<const StepTimes> times() { return {Lock(mutex_), times_}; }
 
  private:
   bool recomputing() const;
-  void throw_if_failed() const { failure_.throw_if_failed(backward_.step()); }
-  void throw_if_unfinished(bool notify);
-  void refuse_change() const;
+  void note_other_parameters();
 
   void begin();
-  void expect_only_what_the_graph_has();
+  std::vector<std::size_t> never_to_come() const;
   void write_to_bucket(std::size_t parameter, bool late = false);
   void mark_ready(std::size_t parameter);
   void launch(Bucket& bucket);
@@ -123,7 +119,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   BackwardState backward_;
   UsedMap used_{layout_.parameters, arrivals_, layout_.group, layout_.options.unused};
   JoinShadow join_{layout_, used_};
-  FailureRecord failure_;
+  StepGuard guard_{layout_, arrivals_, backward_};
   StepTimes times_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures_;
   bool optimizer_in_backward_ = false;

@@ -69,14 +69,6 @@ void rethrow_from_bucket(int64_t bucket, const std::string& name, int64_t step) 
   }
 }
 
-void FailureRecord::throw_if_failed(int64_t step) const {
-  if (failed_.empty()) return;
-  ErrorContext context;
-  context.cause = failed_;
-  context.advice = "the ranks no longer agree: leave the process group and restart from a checkpoint";
-  throw Error(ErrorKind::kState, "reducing gradients failed in step " + std::to_string(step) + ": " + failed_, context);
-}
-
 std::string current_error_text() {
   try {
     throw;

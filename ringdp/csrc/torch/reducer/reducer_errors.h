@@ -1,5 +1,4 @@
-// Errors of buckets: adds the bucket's number and parameter names to any exception that an operation throws, and keeps the
-// first one.
+// Errors of buckets: adds the bucket's number and parameter names to any exception that an operation throws.
 // Used by the Reducer, on the threads that run backward, without the GIL; it takes the GIL for Python exceptions.
 #pragma once
 
@@ -24,24 +23,5 @@ void in_bucket(int64_t bucket, const std::string& name, int64_t step, Action&& a
 
 // The text of the exception being handled.
 std::string current_error_text();
-
-// FailureRecord: what made a reducer give up. Owned by the Reducer, used under its lock.
-class FailureRecord {
- public:
-  // The first one counts.
-  void keep(std::string text) {
-    if (failed_.empty()) failed_ = std::move(text);
-  }
-  void throw_if_failed(int64_t step) const;
-  void clear() { failed_.clear(); }
-
-  // For DDP's logging data: the text of the last thing that the reducer threw, and of what a backward ended with.
-  void note_thrown(std::string text) { thrown_ = std::move(text); }
-  const std::string& thrown() const { return thrown_; }
-
- private:
-  std::string failed_;
-  std::string thrown_;
-};
 
 }  // namespace ringdp
