@@ -314,6 +314,15 @@ def test_architecture_names_files_and_functions_there_are() -> None:
             assert re.search(rf"\b{function}\(", pages.read(files[0])), f"{question} {function}"
 
 
+def test_the_way_of_a_gradient_leads_through_functions_there_are() -> None:
+    ways = pages.section(ARCHITECTURE, "The way of a gradient").split("### In the code\n")[1]
+    places = re.findall(r"^(\d+)\. `(\w+)` in `([\w/]+\.\w+)`", ways, re.MULTILINE)
+    assert max(int(number) for number, _, _ in places) <= 15
+    assert len({(function, file) for _, function, file in places}) == len(places) == len(re.findall(r"^\d", ways, re.M))
+    for _, function, file in places:
+        assert re.search(rf"\b{function}\(", pages.read(file)), f"{file} {function}"
+
+
 def test_names_are_public() -> None:
     here = [block.text for block in python_blocks() if block.page not in ELSEWHERE]
     for name in re.findall(r"\bringdp\.([A-Za-z_]+)", " ".join(here)):

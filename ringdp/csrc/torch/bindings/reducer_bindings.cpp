@@ -10,6 +10,7 @@
 
 #include "torch/bindings/bindings.h"
 #include "torch/bindings/without_python_lock.h"
+#include "torch/reducer/messages.h"
 #include "torch/reducer/reducer.h"
 #include "torch/reducer/reducer_errors.h"
 
@@ -80,7 +81,7 @@ py::dict stats_as_dict(Reducer& reducer) {
   ReducerStats stats;
   {
     py::gil_scoped_release no_gil;
-    stats = reducer.stats();
+    stats = reducer.times()->stats();
   }
   py::dict result;
   result["steps"] = stats.steps;
@@ -102,7 +103,8 @@ py::list rows_as_dicts(Reducer& reducer) {
   std::vector<BucketRow> rows;
   {
     py::gil_scoped_release no_gil;
-    rows = reducer.bucket_rows();
+    const auto times = reducer.times();
+    rows = bucket_rows(*reducer.layout(), times->stats());
   }
   py::list result;
   for (const BucketRow& row : rows) {
@@ -129,7 +131,7 @@ py::dict times_as_dict(Reducer& reducer) {
   ReducerStats stats;
   {
     py::gil_scoped_release no_gil;
-    stats = reducer.stats();
+    stats = reducer.times()->stats();
   }
   py::dict result;
   result["began_ns"] = stats.began_ns;
@@ -146,7 +148,7 @@ auto noting(Reducer& reducer) {
   try {
     return (reducer.*Method)();
   } catch (...) {
-    reducer.note_error(current_error_text());
+    reducer.guard()->note_thrown(current_error_text());
     throw;
   }
 }
@@ -180,12 +182,99 @@ void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<PythonF
 }
 
 std::shared_ptr<PythonFuture> run_hook(Reducer& reducer, c10d::GradBucket& bucket) {
-  return std::make_shared<PythonFuture>(reducer.shadow(bucket));
+  return std::make_shared<PythonFuture>(reducer.join()->shadow(bucket, reducer.backward()->step()));
 }
 
 std::shared_ptr<PythonFuture> run_sum(Reducer& reducer, const c10d::GradBucket& bucket) {
   return std::make_shared<PythonFuture>(reducer.sum(bucket));
 }
+
+// What is bound below: a function of one of the reducer's parts, called under its lock.
+constexpr const char* kNotTaken = "residuals cannot be taken during a backward";
+constexpr const char* kNotSet = "residuals cannot be set during a backward";
+using ByParameter = GradientCompression::ByParameter;
+
+std::vector<int64_t> find(Reducer& reducer, const std::vector<at::Tensor>& tensors) {
+  return reducer.layout()->parameters.find(tensors);
+}
+
+// `index` counts the parameters that required grad at construction.
+void gradient_arrived(Reducer& reducer, std::size_t index) {
+  const auto layout = reducer.layout();
+  if (const auto parameter = layout->parameters.since_construction(index)) reducer.gradient_arrived(*parameter);
+}
+
+void choose(Reducer& reducer, const std::vector<int>& reduction_of_bucket) {
+  const auto guard = reducer.guard();
+  guard->throw_if_failed();
+  guard->refuse_in_backward("reductions of buckets cannot be chosen during a backward");
+  reducer.layout()->choose(reduction_of_bucket);
+}
+
+ByParameter take_residuals(Reducer& reducer, const std::vector<std::size_t>& parameters) {
+  return reducer.layout_between_steps(kNotTaken)->compression.take_residuals(parameters);
+}
+
+void give_residuals(Reducer& reducer, const ByParameter& residuals) {
+  reducer.layout_between_steps(kNotSet)->compression.give_residuals(residuals);
+}
+
+ByParameter residuals(Reducer& reducer) { return reducer.layout()->compression.residuals(); }
+
+void set_residuals(Reducer& reducer, const ByParameter& residuals) {
+  reducer.layout_between_steps(kNotSet)->compression.set_residuals(residuals);
+}
+
+void set_loss_scale(Reducer& reducer, double scale) { reducer.layout()->compression.set_loss_scale(scale); }
+
+void watch_finite(Reducer& reducer, bool watch) { reducer.layout()->overflow.watch(watch); }
+
+std::optional<bool> finite(Reducer& reducer) { return reducer.layout()->overflow.finite(); }
+
+std::vector<std::size_t> non_finite(Reducer& reducer) { return reducer.layout()->overflow.non_finite(); }
+
+int64_t own_non_finite(Reducer& reducer) { return reducer.layout()->overflow.own_non_finite(); }
+
+void zero_gradients(Reducer& reducer) { reducer.layout()->store.zero_gradients(); }
+
+void remove_hooks(Reducer& reducer) { reducer.layout()->hooks.remove(); }
+
+std::vector<BucketMembers> layout(Reducer& reducer) { return reducer.layout()->plan.buckets(); }
+
+std::vector<std::size_t> bucket_bytes(Reducer& reducer) {
+  const auto layout = reducer.layout();
+  std::vector<std::size_t> result;
+  for (std::size_t i = 0; i < layout->plan.buckets().size(); ++i) result.push_back(layout->plan.bytes(i));
+  return result;
+}
+
+// What their operations are called.
+std::vector<std::string> bucket_names(Reducer& reducer) {
+  const auto layout = reducer.layout();
+  std::vector<std::string> result;
+  for (std::size_t i = 0; i < layout->plan.buckets().size(); ++i)
+    result.push_back(describe_bucket(i, layout->plan.buckets()[i], layout->parameters.names()));
+  return result;
+}
+
+bool rebuilt(Reducer& reducer) { return reducer.layout()->plan.rebuilt(); }
+
+// Parameters in the order of the last backward.
+std::vector<std::size_t> arrivals(Reducer& reducer) { return reducer.arrivals()->order(); }
+
+// The text of the last thing that the reducer threw, and of what backward ended with.
+std::string error(Reducer& reducer) { return reducer.guard()->thrown(); }
+
+// For torch's Join.
+void set_forward_work(Reducer& reducer, c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks) {
+  reducer.join()->set_forward_work(std::move(work), divide_by_all_ranks);
+}
+
+void shadow_with(Reducer& reducer, int64_t ranks_with_input) { reducer.join()->divide_by(ranks_with_input); }
+
+std::vector<c10d::GradBucket> zero_buckets(Reducer& reducer) { return reducer.join()->zero_buckets(); }
+
+void shadow_used_map(Reducer& reducer) { reducer.join()->shadow_used_map(); }
 
 }  // namespace
 
@@ -198,48 +287,48 @@ void bind_reducer(py::module_& module) {
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
            py::arg("sparse"), NoGil())
-      .def("find", &Reducer::find, py::arg("tensors"), NoGil())
+      .def("find", &find, py::arg("tensors"), NoGil())
       .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
       .def("register_builtin_comm_hook", &register_builtin_hook, py::arg("hook"), NoGil())
       .def("set_reductions", &set_reductions, py::arg("reductions"), py::arg("reduction_of"), py::arg("owner_offsets"),
            py::arg("exchange_codes") = false, NoGil())
-      .def("choose", &Reducer::choose, py::arg("reduction_of_bucket"), NoGil())
-      .def("take_residuals", &Reducer::take_residuals, py::arg("parameters"), NoGil())
-      .def("give_residuals", &Reducer::give_residuals, py::arg("residuals"), NoGil())
-      .def("watch_finite", &Reducer::watch_finite, py::arg("watch"), NoGil())
-      .def("set_loss_scale", &Reducer::set_loss_scale, py::arg("scale"), NoGil())
-      .def("finite", &Reducer::finite, NoGil())
-      .def("non_finite", &Reducer::non_finite, NoGil())
-      .def("own_non_finite", &Reducer::own_non_finite, NoGil())
-      .def("residuals", &Reducer::residuals, NoGil())
-      .def("set_residuals", &Reducer::set_residuals, py::arg("residuals"), NoGil())
+      .def("choose", &choose, py::arg("reduction_of_bucket"), NoGil())
+      .def("take_residuals", &take_residuals, py::arg("parameters"), NoGil())
+      .def("give_residuals", &give_residuals, py::arg("residuals"), NoGil())
+      .def("watch_finite", &watch_finite, py::arg("watch"), NoGil())
+      .def("set_loss_scale", &set_loss_scale, py::arg("scale"), NoGil())
+      .def("finite", &finite, NoGil())
+      .def("non_finite", &non_finite, NoGil())
+      .def("own_non_finite", &own_non_finite, NoGil())
+      .def("residuals", &residuals, NoGil())
+      .def("set_residuals", &set_residuals, py::arg("residuals"), NoGil())
       .def("bucket_rows", &rows_as_dicts)
-      .def("shadow_with", &Reducer::shadow_with, py::arg("ranks_with_input"), NoGil())
-      .def("zero_gradients", &Reducer::zero_gradients, NoGil())
+      .def("shadow_with", &shadow_with, py::arg("ranks_with_input"), NoGil())
+      .def("zero_gradients", &zero_gradients, NoGil())
       .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
-      .def("shadow_used_map", &Reducer::shadow_used_map, NoGil())
-      .def("layout", &Reducer::layout, NoGil())
-      .def("bucket_bytes", &Reducer::bucket_bytes, NoGil())
-      .def("bucket_names", &Reducer::bucket_names, NoGil())
-      .def("rebuilt", &Reducer::rebuilt)
+      .def("shadow_used_map", &shadow_used_map, NoGil())
+      .def("layout", &layout, NoGil())
+      .def("bucket_bytes", &bucket_bytes, NoGil())
+      .def("bucket_names", &bucket_names, NoGil())
+      .def("rebuilt", &rebuilt, NoGil())
       .def("stats", &stats_as_dict)
       .def("times", &times_as_dict)
-      .def("arrivals", &Reducer::arrivals, NoGil())
-      .def("error", &Reducer::error, NoGil())
+      .def("arrivals", &arrivals, NoGil())
+      .def("error", &error, NoGil())
       // The names torch's DistributedDataParallel uses.
       .def("_rebuild_buckets", &noting<&Reducer::rebuild_buckets>, NoGil())
-      .def("_autograd_hook", &Reducer::gradient_arrived_at, py::arg("index"), NoGil())
+      .def("_autograd_hook", &gradient_arrived, py::arg("index"), NoGil())
       .def("_check_reducer_finalized", &noting<&Reducer::check_finalized>, NoGil())
-      .def("_get_zeros_like_grad_buckets", &Reducer::zero_buckets, NoGil())
+      .def("_get_zeros_like_grad_buckets", &zero_buckets, NoGil())
       .def("_run_comm_hook", &run_hook, py::arg("bucket"), NoGil())
       .def("_run_allreduce_hook", &run_sum, py::arg("bucket"), NoGil())
       .def("_install_post_backward_futures", &install_futures, py::arg("futures"))
       .def("_push_all_rebuilt_params", &Reducer::shadow_end_of_backward, NoGil())
-      .def("_remove_autograd_hooks", &Reducer::remove_hooks, NoGil())
+      .def("_remove_autograd_hooks", &remove_hooks, NoGil())
       .def("_reset_state", &Reducer::reset, NoGil())
-      .def("_set_forward_pass_work_handle", &Reducer::set_forward_work, py::arg("work"),
-           py::arg("use_static_world_size"), NoGil())
+      .def("_set_forward_pass_work_handle", &set_forward_work, py::arg("work"), py::arg("use_static_world_size"),
+           NoGil())
       .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward)
       .def("_set_static_graph", &noting<&Reducer::set_static_graph>, NoGil())
       .def("_update_process_group", &Reducer::set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),

@@ -1,121 +1,70 @@
-// BucketReducer: reduces one full bucket to its mean over the ranks. `launch` chooses one of three ways: an exact all-reduce,
-// a codec (ring's compressed all-reduce or C10dCompressedAllReduce), or a communication hook; `wait` ends any of them. It keeps
-// the order of the group's operations, and announces each bucket to the BackendWatchdog where another backend reduces it.
-// Owned by the Reducer, called under its lock by the threads that run backward, without the GIL.
+// BucketReducer: reduces one full bucket to its mean over the ranks: `launch` chooses the strategy and starts the operation,
+// `wait` ends it. It keeps the order of the group's operations, and announces each bucket where another backend reduces it.
+// Owned by the Reducer, called under its lock (but `wait` and `follow_announcements`, which are called without it) by the
+// threads that run backward, without the GIL.
 #pragma once
 
-#include <chrono>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <map>
 #include <memory>
-#include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
-#include <vector>
 
-#include "engine/work.h"
-#include "torch/reducer/reducer_bucket.h"
+#include "torch/reducer/bucket.h"
+#include "torch/reducer/bucket_announcer.h"
+#include "torch/reducer/gradient_compression.h"
+#include "torch/reducer/overflow_report.h"
+#include "torch/reducer/reducer_group.h"
+#include "torch/reducer/reduction_strategy.h"
 
 namespace ringdp {
 
-class C10dCompressedAllReduce;
-class BackendWatchdog;
-
-enum class BuiltinHook { kAllReduce, kFp16Compress };
-
 class BucketReducer {
  public:
-  static constexpr const char* kHookAndCompression =
-      "a communication hook and compression both say how buckets are reduced: use one of them (compressors can be "
-      "communication hooks too)";
+  BucketReducer(ReducerGroup& group, const TrainableParameters& parameters, GradientCompression& compression,
+                OverflowReport& overflow)
+      : exact_(group, overflow),
+        residual_(group, overflow, compression),
+        codec_(group, overflow, compression),
+        hook_(group, parameters),
+        announcer_(group) {}
 
-  // `average`: the backend has ReduceOp::AVG; otherwise gradients are multiplied by 1/ranks before they are summed.
-  BucketReducer(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average);
+  // The user's communication hook.
+  void set_hook(std::unique_ptr<c10d::CommHookInterface> hook) { hook_.set_hook(std::move(hook)); }
+  void set_builtin_hook(BuiltinHook which) { hook_.set_builtin_hook(which); }
+  bool has_hook() const { return hook_.has_hook(); }
+  void group_replaced() { announcer_.group_replaced(); }
 
-  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
-  int ranks() const { return group_->getSize(); }
-  bool has_hook() const { return hook_ != nullptr; }
-
-  void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);  // throws where there is one
-  void set_builtin_hook(BuiltinHook which);
-  void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average);
-  // Ranks that still have input (join); 0: all of them, by the backend's average where it has one.
-  void set_divisor(int64_t divisor) { divisor_ = divisor; }
-  int64_t divisor() const { return divisor_; }
-  // The loss scale, a power of two: gradients are that much larger than residuals.
-  void set_loss_scale(float scale) { loss_scale_ = scale; }
-  // Checks for infinities and NaNs where that takes no extra pass over memory.
-  void set_watching(bool watching) { watching_ = watching; }
-
-  // False: codes go by ring's compressed all-reduce. True: by torch/reducer/c10d_compressed_all_reduce.h, over any backend.
-  void set_exchanging_codes(bool exchanging) { exchanging_codes_ = exchanging; }
-  bool exchanges_codes() const { return exchanging_codes_; }
-  // Whether a codec's bucket can be sent from memory there, in that way.
-  bool has_codecs(c10::Device device, bool exchanging) const;
-  // The bucket's codec, if it has one and it is enabled; else null.
-  static const CodecReduction* native(const Bucket& bucket);
-  // The hook that reduces the bucket: its reduction's, if that is enabled, or the user's. Null: none.
-  c10d::CommHookInterface* hook_of(const Bucket& bucket) const;
-
-  // Starts the bucket's operation, named after the bucket. A codec reduces bucket.sections.
-  void launch(Bucket& bucket, std::size_t bucket_count, const std::vector<at::Tensor>& parameters);
+  // Starts the bucket's operation, named after the bucket.
+  void launch(Bucket& bucket, int64_t step, std::size_t bucket_count);
   // Waits until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws the error of
-  // the operation; also if a hook does not complete its future within the group's timeout.
+  // the operation.
   void wait(Bucket& bucket);
 
-  // When another backend (NCCL) reduces the buckets, each rank announces every bucket over ring (torch/backend/watchdog.h),
-  // without blocking the step. This is called when a backward has ended, and waits until the other ranks have announced the
-  // buckets that this one announced before the last `kLag` backwards. Throws the error of an announcement.
-  static constexpr int64_t kLag = 2;
-  void follow_announcements(int64_t step);
-  // Throws the failure of ring's group, if there is such a watchdog.
-  void throw_if_failed(c10::DeviceType device);
+  // See BucketAnnouncer.
+  void follow_announcements(int64_t step) { announcer_.follow(step); }
+  void throw_if_failed(c10::DeviceType device) { announcer_.throw_if_failed(device); }
 
   // The mean over all ranks, by a plain all-reduce in place: `buffer` is dense and contiguous. Waits for it.
-  void average(at::Tensor buffer);
+  void average(const at::Tensor& buffer) { exact_.average(buffer); }
 
-  // As launch, for a rank that has run out of input: `zeros` takes the place of the bucket's buffer, and `sections` lie in
-  // it.
-  c10::intrusive_ptr<c10::ivalue::Future> shadow(Bucket& bucket, c10d::GradBucket& zeros);
-  // The plain sum, for hooks that divide themselves.
-  c10::intrusive_ptr<c10::ivalue::Future> sum(const c10d::GradBucket& bucket);
-
-  c10d::GradBucket describe(const Bucket& bucket, at::Tensor buffer, std::size_t bucket_count,
-                            const std::vector<at::Tensor>& parameters) const;
+  // For a rank that has run out of input (join): the bucket with zeros of what the others send, and its operation.
+  bool hooked(const Bucket& bucket) const { return hook_.hook_of(bucket) != nullptr; }
+  c10d::GradBucket describe(const Bucket& bucket, at::Tensor zeros, std::size_t bucket_count) const {
+    return hook_.describe(bucket, std::move(zeros), bucket_count);
+  }
+  FuturePointer shadow(Bucket& bucket, c10d::GradBucket& zeros, int64_t step);
+  FuturePointer sum(const c10d::GradBucket& bucket) { return exact_.sum(bucket); }
 
  private:
-  c10::intrusive_ptr<c10d::Work> mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report);
-  c10::intrusive_ptr<c10d::Work> all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
-                                            const std::shared_ptr<FiniteReport>& report);
-  c10::intrusive_ptr<c10d::Work> all_reduce_compressed(Bucket& bucket, at::Tensor buffer, CodecId codec);
-  c10::intrusive_ptr<c10d::Work> all_reduce_over_c10d(Bucket& bucket, at::Tensor buffer,
-                                                      const Compression& compression);
-  void keep_order(const at::Tensor& buffer);
-  std::shared_ptr<FiniteReport> report_for(const at::Tensor& buffer) const;
-  void wait_for_future(const Bucket& bucket, c10::ivalue::Future& future, const BackendWatchdog* watchdog) const;
-  [[noreturn]] void throw_late_hook(const Bucket& bucket, std::chrono::milliseconds limit) const;
-  BackendWatchdog* watchdog(c10::DeviceType device);
-  void announce(const Bucket& bucket, const at::Tensor& buffer, c10d::ReduceOp::RedOpType op);
-  bool averages(const at::Tensor& buffer) const { return average_ && divisor_ == 0 && !buffer.is_sparse(); }
+  ReductionStrategy& strategy_of(const Bucket& bucket);
+  ReductionStrategy& begin(Bucket& bucket, const at::Tensor& buffer, int64_t step, bool shadowing);
 
-  struct Announced {
-    int64_t step;
-    BackendWatchdog* watchdog;  // in watchdogs_
-    std::shared_ptr<ringdp::Work> work;
-  };
-
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  bool average_;
-  int64_t divisor_ = 0;
-  float loss_scale_ = 1.0f;
-  bool watching_ = false;
-  bool exchanging_codes_ = false;
-  std::shared_ptr<C10dCompressedAllReduce> last_codes_;  // shared with its callbacks
-  std::unique_ptr<c10d::CommHookInterface> hook_;
-  std::map<c10::DeviceType, std::shared_ptr<BackendWatchdog>>
-      watchdogs_;  // asked for so far; shared with the ring; may be null
-  std::deque<Announced> announced_;
+  ExactStrategy exact_;
+  ResidualStrategy residual_;
+  CodecStrategy codec_;
+  HookStrategy hook_;
+  BucketAnnouncer announcer_;
+  ReductionStrategy* last_ = nullptr;  // that launched the last bucket
 };
 
 }  // namespace ringdp

@@ -1,341 +1,368 @@
 #include "torch/reducer/reducer.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/sparse_coo_tensor.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
-#include <utility>
 
-#include "base/error.h"
-#include "torch/reducer/reducer_errors.h"
+#include "torch/backend/future_wait.h"
+#include "torch/reducer/messages.h"
 
 namespace ringdp {
 namespace {
 
-// The accumulators among `count` that a backward with chosen inputs (autograd.grad, backward(inputs=…)) will run.
-bool any_accumulator_needed(const GradientHooks& hooks, std::size_t count) {
-  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  if (chosen == nullptr || chosen->empty()) return true;
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto found = chosen->find(hooks.accumulator(i));
-    if (found != chosen->end() && found->second.needed_) return true;
-  }
-  return false;
-}
+using torch::autograd::get_current_graph_task_id;
+
+constexpr const char* kHooksBetweenSteps = "communication hooks are registered between steps, not during backward";
 
 }  // namespace
 
 Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
-    : module_parameters_(std::move(parameters)),
-      options_(std::move(options)),
-      bucket_reducer_(std::move(group), options_.average),
-      group_size_(bucket_reducer_.ranks()) {
-  take_trainable();
-  plan_in_reverse();
-  set_hooks();
+    : layout_(std::move(parameters), std::move(group), std::move(options), *this) {
+  note_other_parameters();
 }
 
-Reducer::~Reducer() = default;
+// ---- Forward.
 
 // A forward that checkpointing repeats inside its backward: it does not begin a step.
-bool Reducer::recomputing() const { return active_ && torch::autograd::get_current_graph_task_id() != -1; }
+bool Reducer::recomputing() const { return backward_.active() && get_current_graph_task_id() != -1; }
 
 void Reducer::prepare_for_forward() {
   const Lock lock(mutex_);
   if (recomputing()) return;
-  throw_if_failed();
-  try {
-    if (!local() && !parameters_.empty()) bucket_reducer_.throw_if_failed(parameters_.front().device().type());
-  } catch (...) {
-    failed_ = current_error_text();
-    throw;
-  }
-  throw_if_unfinished(/*notify=*/true);
-  follow_requires_grad();
+  guard_.throw_if_failed();
+  guard_.keeping([&] { layout_.throw_if_group_failed(); });
+  guard_.throw_if_unfinished(/*notify=*/true);
+  if (guard_.keeping([&] { return layout_.follow_requires_grad(); })) note_other_parameters();
+}
+
+// Nothing has arrived of them.
+void Reducer::note_other_parameters() {
+  arrivals_.start(layout_.parameters.size());
+  times_.count_kept(layout_.plan);
 }
 
 void Reducer::check_finalized() {
   const Lock lock(mutex_);
-  throw_if_failed();
-  throw_if_unfinished(/*notify=*/false);
+  guard_.throw_if_failed();
+  guard_.throw_if_unfinished(/*notify=*/false);
 }
 
 bool Reducer::rebuild_buckets() {
   const Lock lock(mutex_);
   if (recomputing()) return false;
-  if (active_) throw_if_unfinished(/*notify=*/false);
-  if (!next_order_) return false;
-  const std::vector<std::size_t> order = *std::exchange(next_order_, std::nullopt);
-  const auto before = std::exchange(layout_, {});
-  plan(order);
-  if (layout_ != before) drop_memory();
-  rebuilt_ = true;
+  if (backward_.active()) guard_.throw_if_unfinished(/*notify=*/false);
+  if (!layout_.follow_learned_order()) return false;
+  times_.count_kept(layout_.plan);
   return true;
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync) {
-  if (hooks_ == nullptr || gradient_states_.empty()) return;
-  const std::shared_ptr<void> due = std::make_shared<int>();
+  std::shared_ptr<void> due;
   {
     const Lock lock(mutex_);
-    if (recomputing()) return;
-    if (sync) throw_if_failed();
-    allocate();
-    if (sync) {
-      armed_ = true;
-      due_ = due;
-    }
+    if (!layout_.watched() || recomputing()) return;
+    if (sync) guard_.throw_if_failed();
+    layout_.allocate();
+    due = std::make_shared<int>();
+    if (sync) backward_.arm(due);
   }
   watch_outputs(shared_from_this(), outputs, sync, due);
 }
 
 void Reducer::demand_sync() {
   const Lock lock(mutex_);
-  if (hooks_ == nullptr || gradient_states_.empty()) return;
-  throw_if_failed();
-  allocate();
-  armed_ = demanded_ = true;
+  if (!layout_.watched()) return;
+  guard_.throw_if_failed();
+  layout_.allocate();
+  backward_.demand();
 }
+
+// ---- Backward.
 
 void Reducer::backward_began(bool sync) {
   const Lock lock(mutex_);
-  if (hooks_ == nullptr || gradient_states_.empty() || !any_accumulator_needed(*hooks_, gradient_states_.size()))
-    return;
-  if (!sync && !demanded_) {
-    quiet_task_ = torch::autograd::get_current_graph_task_id();
-    return;
-  }
-  if (!active_) begin();
+  if (!layout_.watched() || !layout_.hooks.any_runs()) return;
+  if (!sync && !backward_.demanded()) return backward_.stay_quiet(get_current_graph_task_id());
+  if (!backward_.active()) begin();
 }
 
 void Reducer::begin() {
-  throw_if_failed();
-  allocate();
-  active_ = true;
-  ended_short_ = false;
-  armed_ = demanded_ = false;
-  ++step_;
-  next_bucket_ = 0;
-  began_ = Clock::now();
-  stats_.began_ns = nanoseconds(began_);
-  stats_.launched_ns = 0;
-  finite_.reset();
-  flags_.clear();
-  own_non_finite_ = -1;
-  arrival_order_.clear();
-  for (Bucket& bucket : buckets_) bucket.pending = bucket.members.size();
-  for (GradientState& gradient_state : gradient_states_) {
-    gradient_state.ready = gradient_state.used = gradient_state.copy_back = false;
-    gradient_state.arrivals_left = gradient_state.arrivals;
-  }
-  auto work = std::exchange(forward_work_, nullptr);
-  joining_ = work != nullptr;
-  sending_ = joining_ ? buckets_.size() : kept_;
-  bucket_reducer_.set_loss_scale(residual_scale());
-  if (work) {
-    work->wait();
-    divide_by(divide_by_all_ranks_ ? group_size_ : work->result()[0].item<int64_t>());
-  } else {
-    divide_by(0);
-  }
+  guard_.throw_if_failed();
+  layout_.allocate();
+  backward_.begin();
+  times_.begin();
+  layout_.overflow.begin_backward();
+  layout_.store.begin_backward();
+  layout_.compression.begin_backward();
+  join_.begin_backward();
+  arrivals_.begin(join_.joining() ? layout_.store.size() : layout_.plan.kept());
+  join_.divide();
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
-    if (auto reducer = std::static_pointer_cast<Reducer>(self.lock())) reducer->end_backward();
+    if (auto reducer = self.lock()) reducer->end_backward();
   });
-  if (learned_graph_) {
-    for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-      if (gradient_states_[i].arrivals > 0) continue;
-      write_to_bucket(i);
-      mark_ready(i);
-    }
-  } else if (options_.unused == UnusedParameters::kExpected && options_.graph_shows_unused && !static_graph_) {
-    expect_only_what_the_graph_has();
+  for (const std::size_t i : never_to_come()) {
+    write_to_bucket(i);
+    mark_ready(i);
   }
 }
 
-// The engine has listed the nodes that this backward will run.
-void Reducer::expect_only_what_the_graph_has() {
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (nodes == nullptr) return;
-  for (std::size_t i = 0; i < gradient_states_.size(); ++i) {
-    if (nodes->count(hooks_->accumulator(i)) == 0) {
-      write_to_bucket(i);
-      mark_ready(i);
-    }
-  }
-}
-
-bool Reducer::take_gradient(std::size_t parameter, const at::Tensor& gradient) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  if ((!gradient_state.view.defined() && !gradient_state.direct) || gradient_state.cast || !gradient.defined() ||
-      c10::GradMode::is_enabled()) {
-    return false;
-  }
-  if (gradient.layout() != at::kStrided || gradient.unsafeGetTensorImpl()->is_python_dispatch() ||
-      gradient.scalar_type() != gradient_state.parameter.scalar_type()) {
-    return false;
-  }
-  at::Tensor& grad = gradient_state.parameter.mutable_grad();
-  if (grad.defined() || !gradient_state.parameter.requires_grad() || owns_gradient(parameter)) return false;
-  if (torch::autograd::impl::post_acc_grad_hooks(gradient_state.parameter) != nullptr)
-    return false;  // they want autograd to do it
-  if (gradient_state.direct) {
-    // As autograd would, but without the reference it keeps for the hooks that follow.
-    if (held_elsewhere(gradient) || !torch::autograd::utils::obeys_layout_contract(gradient, gradient_state.parameter))
-      return false;
-    grad = gradient.detach();
-    return true;
-  }
-  if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
-  copy_gradient(gradient_state.view, gradient);
-  grad = gradient_state.view;
-  return true;
-}
-
-// Whether .grad has memory of its own: by option, or because another wrapper reduces the same parameter at the same time.
-bool Reducer::owns_gradient(std::size_t parameter) const { return options_.own_gradients || hooks_->shared(parameter); }
-
-// The program has kept the last .grad: that tensor keeps its memory and its values, and the bucket gets a new view.
-void Reducer::renew_view(GradientState& gradient_state) {
-  at::Tensor kept = gradient_state.view;
-  const Bucket& bucket = buckets_[gradient_state.bucket];
-  const auto position = std::find_if(bucket.members.begin(), bucket.members.end(),
-                                     [&](std::size_t member) { return &gradient_states_[member] == &gradient_state; });
-  gradient_state.view =
-      gradient_view(bucket, static_cast<std::size_t>(position - bucket.members.begin()), gradient_state.parameter);
-  leave_bucket(kept);
-}
-
-void Reducer::gradient_arrived_at(std::size_t parameter) {
-  const Lock lock(mutex_);
-  const std::size_t param_index = module_parameters_.at_construction(parameter);
-  const auto gradient_state = std::find_if(gradient_states_.begin(), gradient_states_.end(),
-                                           [&](const GradientState& s) { return s.param_index == param_index; });
-  if (gradient_state != gradient_states_.end())
-    gradient_arrived(static_cast<std::size_t>(gradient_state - gradient_states_.begin()));
+// The parameters of which it is known when a backward begins that no gradient will come.
+std::vector<std::size_t> Reducer::never_to_come() const {
+  if (arrivals_.knows_graph()) return arrivals_.unexpected();
+  const bool shown = layout_.options.unused == UnusedParameters::kExpected && layout_.options.graph_shows_unused;
+  return shown && !arrivals_.static_graph() ? layout_.hooks.not_in_graph() : std::vector<std::size_t>();
 }
 
 void Reducer::gradient_arrived(std::size_t parameter) {
   const Lock lock(mutex_);
-  if (!active_) {
-    if (!armed_ || torch::autograd::get_current_graph_task_id() == quiet_task_) {
-      gradient_states_[parameter].local = true;
-      return;
-    }
+  if (!backward_.active()) {
+    if (!backward_.synchronises(get_current_graph_task_id())) return layout_.store.set_left_over(parameter, true);
     begin();
   }
-  GradientState& gradient_state = gradient_states_[parameter];
-  if (learning_graph()) {
-    if (gradient_state.arrivals++ == 0) arrival_order_.push_back(parameter);
-    return;
+  const ModuleParameter& described = layout_.parameters[parameter];
+  switch (arrivals_.arrived(parameter)) {
+    case ArrivalTracker::Arrival::kOneOfSeveral:
+      return;
+    case ArrivalTracker::Arrival::kUnexpected:
+      TORCH_CHECK(false, unexpected_text(described.name));
+    case ArrivalTracker::Arrival::kTwice:
+      TORCH_CHECK(false, marked_twice_text(parameter, described.name, described.used_in));
+    case ArrivalTracker::Arrival::kComplete:
+      write_to_bucket(parameter);
+      mark_ready(parameter);
   }
-  if (learned_graph_) {
-    TORCH_CHECK(gradient_state.arrivals_left > 0,
-                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
-                "but then got used in the second iteration. this is not compatible with static_graph set to True. "
-                "Parameter: ",
-                names_[parameter]);
-    if (--gradient_state.arrivals_left > 0) return;
-  }
-  if (gradient_state.ready) throw_marked_twice(parameter);
-  arrival_order_.push_back(parameter);
-  write_to_bucket(parameter);
-  mark_ready(parameter);
 }
 
-// Writes this rank's gradient to its part of the bucket: zeros if it has none, nothing where .grad already is that part.
+// Its part of the bucket becomes this rank's gradient, or zeros if it has none. `late`: of a bucket that was to stay at home.
 void Reducer::write_to_bucket(std::size_t parameter, bool late) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  at::Tensor& grad = gradient_state.parameter.mutable_grad();
-  gradient_state.used = grad.defined();
-  gradient_state.local = false;
-  if (local()) return;
-  Bucket& bucket = buckets_[gradient_state.bucket];
-  if (!gradient_state.used && bucket.index >= sending_ && !late) return;  // the bucket may stay at home
-  if (gradient_state.sparse) {
-    if (grad.defined()) {
-      TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", names_[parameter]);
-      bucket.buffer = owns_gradient(parameter) ? grad.clone() : grad;
-    } else {
-      bucket.buffer = at::sparse_coo_tensor(gradient_state.parameter.sizes(),
-                                            gradient_state.parameter.options().layout(at::kSparse));
-    }
-    return;
-  }
-  give_memory(bucket);
-  if (bucket.direct) {
-    write_direct(parameter, bucket);
-  } else if (!grad.defined()) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
-    gradient_state.view.zero_();
-  } else if (grad.unsafeGetTensorImpl() != gradient_state.view.unsafeGetTensorImpl() || owns_gradient(parameter)) {
-    adopt(parameter, grad);
-  }
-  remember_stream(bucket);
-}
-
-void Reducer::write_direct(std::size_t parameter, Bucket& bucket) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  at::Tensor& grad = gradient_state.parameter.mutable_grad();
-  const bool in_place = !hooks_->shared(parameter);
-  bucket.buffer = bucket.gradients = in_place ? as_buffer(grad, gradient_state.parameter) : at::Tensor();
-  if (bucket.buffer.defined()) return;
-  allocate_bucket(bucket, gradient_state.parameter.device(), 0);
-  gradient_state.view = gradient_view(bucket, 0, gradient_state.parameter);
-  if (grad.defined()) adopt(parameter, grad);
-}
-
-void Reducer::adopt(std::size_t parameter, at::Tensor& gradient) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  if (held_elsewhere(gradient_state.view)) renew_view(gradient_state);
-  copy_gradient(gradient_state.view, gradient);
-  if (gradient.requires_grad() || gradient_state.cast || owns_gradient(parameter)) {
-    gradient_state.copy_back = true;  // create_graph: what comes later differentiates through it
-  } else {
-    gradient = gradient_state.view;
-  }
+  const bool used = layout_.parameters.tensors()[parameter].grad().defined();
+  arrivals_.note_used(parameter, used);
+  layout_.store.set_left_over(parameter, false);
+  if (layout_.local()) return;
+  if (!used && layout_.plan.bucket_of(parameter) >= arrivals_.sending() && !late)
+    return;  // the bucket may stay at home
+  layout_.store.write(parameter);
 }
 
 void Reducer::mark_ready(std::size_t parameter) {
-  GradientState& gradient_state = gradient_states_[parameter];
-  gradient_state.ready = true;
-  if (local()) return;
-  Bucket& bucket = buckets_[gradient_state.bucket];
-  if (--bucket.pending == 0 && !learning_graph()) launch_full_buckets();
-}
-
-void Reducer::launch_full_buckets() {
-  while (next_bucket_ < sending_ && buckets_[next_bucket_].pending == 0) launch(buckets_[next_bucket_]);
+  if (!arrivals_.mark_ready(parameter) || layout_.local()) return;
+  while (const auto next = arrivals_.next_full()) launch(layout_.store[*next]);
 }
 
 void Reducer::launch(Bucket& bucket) {
+  noting_failure(static_cast<int64_t>(bucket.index), bucket.name, [&] {
+    if (bucket.marks.defined()) used_.write(bucket.marks);
+    if (arrivals_.sent() == 0) times_.note_first_launch();
+    arrivals_.note_sent(bucket.index);  // also where it fails: the others have seen this rank's part of it, or its end
+    layout_.buckets.launch(bucket, backward_.step(), arrivals_.sending());
+    // A hook's callbacks may issue further operations, at a different time on every rank.
+    const bool last = bucket.index + 1 == arrivals_.sending();
+    if (last && !layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
+  });
+}
+
+// Runs `action`; its exception gets the operation's name, and the next forward throws its text.
+template <class Action>
+void Reducer::noting_failure(int64_t bucket, const std::string& name, Action&& action) {
   try {
-    in_bucket(static_cast<int64_t>(bucket.index), bucket.name, step_, [&] {
-      if (bucket.marks.defined()) write_marks(bucket.marks);
-      if (next_bucket_ == 0) stats_.launched_ns = nanoseconds(Clock::now());
-      next_bucket_ = bucket.index + 1;  // also where it fails: the others have seen this rank's part of it, or its end
-      bucket.sent_in = step_;
-      list_sections(bucket, bucket.buffer, /*with_residuals=*/true);
-      if (has_residual(bucket)) add_residual(bucket);
-      take_flag(bucket);
-      bucket_reducer_.launch(bucket, sending_, parameters_);
-      // A hook's callbacks may issue further operations, at a different time on every rank.
-      const bool last = bucket.index + 1 == sending_;
-      if (last && !calls_back() && sends_used_map()) launch_used_map(/*with_input=*/true);
-    });
+    in_bucket(bucket, name, backward_.step(), std::forward<Action>(action));
   } catch (...) {
-    if (failed_.empty()) failed_ = current_error_text();
+    std::string text = current_error_text();
+    const Lock lock(mutex_);
+    guard_.keep(std::move(text));
     throw;
   }
 }
 
-void Reducer::hook_failed(const std::string& text) { note_error(text); }
+// ---- The end of backward. It lets go of the lock wherever hooks or their callbacks may run, which may ask this reducer
+// something.
+
+void Reducer::end_backward() {
+  Lock lock(mutex_);
+  if (!backward_.active()) return;
+  const auto gradients_done = StepTimes::Clock::now();
+  if (!arrivals_.complete(layout_.options.unused == UnusedParameters::kForbidden)) return backward_.end_short();
+  std::vector<std::size_t> missing;
+  int64_t missing_bytes = 0;
+  for (std::size_t i = 0; i < arrivals_.size(); ++i) {
+    if (!arrivals_.ready(i)) write_to_bucket(i);
+    if (arrivals_.used(i)) continue;
+    missing.push_back(i);
+    missing_bytes += static_cast<int64_t>(layout_.plan.gradients()[i].bytes());
+  }
+  arrivals_.graph_learned();
+  for (std::size_t i = 0; i < arrivals_.size(); ++i) {
+    if (!arrivals_.ready(i)) mark_ready(i);
+  }
+  HookVerdicts hooks;
+  if (!layout_.local()) {
+    lock.unlock();
+    wait_for_buckets(0, arrivals_.sending());
+    lock.lock();
+    noting_failure(-1, "which parameters were used", [&] {
+      if (layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
+      used_.end_backward(layout_.store[layout_.plan.kept() - 1].marks, !missing.empty() || layout_.may_skip(),
+                         backward_.step(), join_.joining());
+    });
+    if (layout_.plan.kept() < layout_.store.size()) {
+      send_late_buckets();
+      lock.unlock();
+      wait_for_buckets(arrivals_.sending(), layout_.store.size());
+      lock.lock();
+    }
+    hooks = layout_.compression.used_hooks(layout_.store, backward_.step());
+    lock.unlock();
+    noting_failure(-1, "announced before", [&] { layout_.buckets.follow_announcements(backward_.step()); });
+    GradientCompression::ask_hooks(hooks);
+    lock.lock();
+    layout_.overflow.collect(layout_.store, backward_.step(), hooks, /*look_at_results=*/!layout_.buckets.has_hook());
+    layout_.compression.commit(layout_.store, backward_.step(), used_, layout_.overflow);
+    hand_out();
+    noting_failure(-1, "which ranks lack gradients", [&] { used_.warn(missing, backward_.step(), join_.joining()); });
+  }
+  for (auto& future : std::exchange(futures_, {})) {
+    wait_until_complete(*future, std::chrono::milliseconds(0));
+    future->wait();
+  }
+  times_.end(gradients_done, missing_bytes, layout_.local());
+  backward_.end();
+  exchange_order();
+  commit_hooks(std::move(lock), hooks);
+}
+
+void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
+  for (std::size_t index = first; index < end; ++index) {
+    Bucket& bucket = layout_.store[index];
+    noting_failure(static_cast<int64_t>(index), bucket.name, [&] { layout_.buckets.wait(bucket); });
+  }
+}
+
+// Sends the skipped buckets for which some rank has a gradient after all. All ranks have read the same map.
+void Reducer::send_late_buckets() {
+  times_.count_kept(layout_.plan);
+  for (std::size_t index = layout_.plan.kept(); index < layout_.store.size(); ++index) {
+    Bucket& bucket = layout_.store[index];
+    const auto used = [&](std::size_t member) { return used_.somewhere().empty() || used_.somewhere()[member]; };
+    const bool sent = index < arrivals_.sending();
+    if (!sent && std::none_of(bucket.members.begin(), bucket.members.end(), used)) continue;
+    times_.count_bucket(layout_.plan, index);
+    if (sent) continue;
+    for (std::size_t member : bucket.members) {
+      if (!arrivals_.used(member)) write_to_bucket(member, /*late=*/true);
+    }
+    launch(bucket);
+  }
+}
+
+void Reducer::hand_out() {
+  for (std::size_t i = 0; i < arrivals_.size(); ++i) {
+    if (used_.used_somewhere(i)) layout_.store.hand_out(i, /*keep_none=*/arrivals_.used(i) || optimizer_in_backward_);
+  }
+  layout_.store.end_backward();
+}
+
+void Reducer::exchange_order() {
+  if (layout_.plan.order_known() || layout_.local() || layout_.parameters.size() == 0) return;
+  std::vector<int32_t> order;
+  noting_failure(-1, "order of the gradients",
+                 [&] { order = layout_.exchange_order(arrivals_.order(), used_.somewhere()); });
+  layout_.plan.learn(order);
+}
+
+void Reducer::shadow_end_of_backward() {
+  Lock lock(mutex_);
+  HookVerdicts hooks = layout_.compression.used_hooks(layout_.store, backward_.step());
+  lock.unlock();
+  GradientCompression::ask_hooks(hooks);
+  lock.lock();
+  used_.forget();
+  layout_.overflow.collect(layout_.store, backward_.step(), hooks, /*look_at_results=*/false);
+  exchange_order();
+  commit_hooks(std::move(lock), hooks);
+}
+
+// The states that reductions which are hooks have kept count if all was finite.
+void Reducer::commit_hooks(Lock lock, const HookVerdicts& hooks) {
+  if (hooks.finite.empty()) return;
+  const bool finite = layout_.overflow.finite().value_or(true);
+  const GradientCompression::UnusedOf unused = layout_.compression.unused_of_hooks(used_);
+  lock.unlock();
+  GradientCompression::commit_hooks(hooks, finite, unused);
+}
+
+// ---- Between steps.
+
+void Reducer::replace_parameters(std::vector<ModuleParameter> parameters) {
+  ReductionPlan before;  // goes when the lock is free: Python is told
+  const Lock lock(mutex_);
+  guard_.throw_if_failed();
+  guard_.throw_if_unfinished(/*notify=*/false);
+  before = layout_.replace_parameters(std::move(parameters));
+  used_.warn_again();
+  note_other_parameters();
+}
+
+void Reducer::set_reductions(ReductionPlan reductions) {
+  ReductionPlan before;  // goes when the lock is free: Python is told
+  const Lock lock(mutex_);
+  guard_.refuse_change_of_compression();
+  layout_.check_reductions(reductions);
+  before = layout_.set_reductions(std::move(reductions));
+  times_.count_kept(layout_.plan);
+}
+
+Reducer::Locked<GradientLayout> Reducer::layout_between_steps(const char* refusal) {
+  Lock lock(mutex_);
+  guard_.refuse_in_backward(refusal);
+  return {std::move(lock), layout_};
+}
+
+void Reducer::register_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+  const Lock lock(mutex_);
+  TORCH_CHECK(!backward_.active(), kHooksBetweenSteps);
+  layout_.set_hook(std::move(hook));
+}
+
+void Reducer::register_builtin_hook(BuiltinHook which) {
+  const Lock lock(mutex_);
+  TORCH_CHECK(!backward_.active(), kHooksBetweenSteps);
+  layout_.set_builtin_hook(which);
+}
+
+void Reducer::set_static_graph() {
+  const Lock lock(mutex_);
+  TORCH_CHECK(backward_.step() == 0,
+              "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+              "constructed.");
+  arrivals_.set_static_graph();
+}
+
+void Reducer::install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
+  const Lock lock(mutex_);
+  futures_.insert(futures_.end(), std::make_move_iterator(futures.begin()), std::make_move_iterator(futures.end()));
+}
+
+void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
+  const Lock lock(mutex_);
+  const bool compressed = !layout_.compression.none();
+  if (compressed) guard_.refuse_change_of_compression();
+  layout_.set_group(std::move(group), average, names_compared);
+  if (compressed) times_.count_kept(layout_.plan);
+}
+
+void Reducer::reset() {
+  const Lock lock(mutex_);
+  guard_.reset();
+  backward_.reset();
+  layout_.plan.forget_learned();
+  arrivals_.forget_graph();
+  join_.forget_forward_work();
+  used_.drop_operations();
+  futures_.clear();
+  for (Bucket& bucket : layout_.store) bucket.operation = {};
+}
 
 }  // namespace ringdp

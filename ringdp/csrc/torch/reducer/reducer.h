@@ -1,366 +1,128 @@
-// Reducer: decides when gradients leave. It counts the gradients that have arrived, launches buckets in index order, and waits
-// for them at the end of backward. A gradient is copied into its bucket when it arrives, and .grad becomes that part of the
-// bucket: no pass to zero the bucket, no addition, no copy back. A large gradient is a bucket by itself, reduced where
-// autograd left it. Where a parameter already has a .grad, autograd accumulates into it as ever.
+// Reducer: the way of the gradients in a backward. Where a gradient arrives it is written into its bucket; full buckets are
+// launched in index order; the end of backward waits for them, and hands the means out. One step: prepare_for_forward and
+// prepare_for_backward arm it; backward_began begins; for each gradient take_gradient, then gradient_arrived; end_backward.
 //
-// One step: prepare_for_forward and prepare_for_backward arm it; backward_began begins; for each gradient take_gradient, then
-// gradient_arrived, which writes it to its bucket and launches the buckets that are full, in order; end_backward waits, reads
-// which parameters were used, commits residuals and hands the results out. BucketReducer reduces one bucket; its memory is
-// reducer_bucket.h; the layout is reducer_layout.cpp; compression is reducer_reductions.cpp and reducer_choice.cpp.
+// What is reduced and how is GradientLayout's. ArrivalTracker says which bucket may leave, UsedMap which parameters some rank
+// has used, JoinShadow what ranks without input do.
 //
-// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward, under one recursive lock;
-// everything that can block runs without the GIL.
+// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward, under one recursive lock,
+// which the parts never see; everything that can block runs without the GIL.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
-#include <unordered_map>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
 #include <vector>
 
-#include "torch/reducer/bucket_reducer.h"
-#include "torch/reducer/reducer_hooks.h"
-#include "torch/reducer/residuals.h"
-#include "torch/reducer/trainable_parameters.h"
+#include "torch/reducer/arrival_tracker.h"
+#include "torch/reducer/backward_state.h"
+#include "torch/reducer/gradient_hooks.h"
+#include "torch/reducer/gradient_layout.h"
+#include "torch/reducer/join_shadow.h"
+#include "torch/reducer/reducer_errors.h"
+#include "torch/reducer/reducer_stats.h"
+#include "torch/reducer/step_guard.h"
+#include "torch/reducer/used_map.h"
 
 namespace ringdp {
 
-// The treatment of a parameter without gradient at the end of backward.
-enum class UnusedParameters {
-  kFinish,    // zeros are sent for it, and one warning names it
-  kExpected,  // the same without warning; its bucket may leave as soon as the graph shows that no gradient will come
-  kForbidden  // DDP's error at the next forward
-};
-
-struct ReducerOptions {
-  std::vector<std::size_t> caps_bytes;  // see assign_buckets
-  UnusedParameters unused = UnusedParameters::kFinish;
-  bool average = false;            // see BucketReducer
-  bool graph_shows_unused = true;  // false where parameters are not leaves of the graph: _autograd_hook reports them
-  bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
-  bool skip_unused = false;        // buckets for which no rank has gradients are not sent
-  bool host_control = false;    // control data goes over the group's ring, from the CPU, without waiting for a device
-  bool names_compared = false;  // the backend raises on all ranks where an operation's names differ
-  std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
-};
-
-// Timings of the last synchronised backward, and running totals. Host clock only, no device sync.
-struct ReducerStats {
-  int64_t steps = 0;
-  int64_t buckets = 0;
-  int64_t bytes = 0;          // gradients of one step
-  double backward_s = 0;      // from the first output or gradient to the last gradient
-  double exposed_wait_s = 0;  // the end of backward waited for communication
-  double total_backward_s = 0;
-  double total_exposed_wait_s = 0;
-  // When that backward began, launched its first bucket, had its last gradient, and ended: ns of the steady clock.
-  int64_t began_ns = 0;
-  int64_t launched_ns = 0;
-  int64_t computed_ns = 0;
-  int64_t finished_ns = 0;
-  int64_t unused_bytes = 0;  // of parameters without gradient on this rank
-};
-
-// The cost of one bucket the last time it was sent.
-struct BucketRow {
-  std::size_t index = 0;
-  std::string name;
-  int reduction = -1;                   // -1: exact
-  bool free = false;                    // `choose` may give it another
-  std::vector<std::size_t> parameters;  // of the module, in the order of the buffer
-  std::size_t numel = 0;                // gradients
-  std::size_t bytes_before = 0;         // of the gradients in the bucket's dtype
-  std::size_t bytes_after = 0;          // of the codes of one rank's gradients; for reductions that are hooks as before
-  double launched_s = 0;                // when it was launched, from the first bucket of that backward on
-  double coding_s = 0;                  // spent on encoding and decoding in the core
-  double seconds = 0;                   // from launch until it was reduced
-  double exposed_s = 0;                 // for which the end of backward waited for it
-};
-
-// The reductions of parameters that are not reduced exactly; the vectors are indexed by parameter of the module.
-struct ReductionPlan {
-  std::vector<std::shared_ptr<Reduction>> reductions;
-  std::vector<int> reduction_of;        // -1: exact
-  std::vector<uint32_t> owner_offsets;  // which rank owns which part of a parameter: CompressedSection::owner_offset
-  bool exchange_codes = false;          // codes go over c10d (c10d_compressed_all_reduce.h); the same on all ranks
-};
-
 class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
  public:
+  using Lock = std::unique_lock<std::recursive_mutex>;
+
+  // A part of the reducer; the lock is held while this lives.
+  template <class Part>
+  class Locked {
+   public:
+    Locked(Lock lock, Part& part) : lock_(std::move(lock)), part_(&part) {}
+    Part* operator->() const { return part_; }
+    Part& operator*() const { return *part_; }
+
+   private:
+    Lock lock_;
+    Part* part_;
+  };
+
   // `parameters`: all of the module's, also those that do not require grad now.
   Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options);
-  ~Reducer() override;
 
-  // Forward. Throws if the last backward did not finish. Makes the layout anew if parameters were frozen or unfrozen since;
-  // throws on all ranks if they do not agree about that.
+  // ---- Forward.
+  // Throws if the last backward did not finish. Plans anew if parameters were frozen or unfrozen since.
   void prepare_for_forward();
-  // The module has other parameters from now on; called between steps by all ranks, which have agreed about it. Hooks
-  // and buckets are made anew, as where parameters were unfrozen. Reductions and residuals belong to the old ones' numbers
-  // and are dropped: the caller sets them again.
-  void replace_parameters(std::vector<ModuleParameter> parameters);
-  // By tensor: the number of the parameter of the module that it is, or -1.
-  std::vector<int64_t> find(const std::vector<at::Tensor>& tensors);
   bool rebuild_buckets();  // once, after the first backward: true
   void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync);
   // The next backward synchronises even if its forward ran with sync = false.
   void demand_sync();
   void check_finalized();
 
-  // Backward.
-  bool take_gradient(std::size_t parameter, const at::Tensor& gradient) override;
+  // ---- Backward.
+  bool take_gradient(std::size_t parameter, const at::Tensor& gradient) override {
+    return layout_.store.take(parameter, gradient);
+  }
   void gradient_arrived(std::size_t parameter) override;
   void backward_began(bool sync) override;
-  // gradient_arrived, called by Python: `parameter` counts those that required grad at construction.
-  void gradient_arrived_at(std::size_t parameter);
-  void hook_failed(const std::string& text) override;
+  void hook_failed(const std::string& text) override { guard()->note_thrown(text); }
+  // The end of backward waits for these, too.
+  void install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
+  // The plain sum, for hooks that divide themselves; without the lock.
+  FuturePointer sum(const c10d::GradBucket& bucket) { return layout_.buckets.sum(bucket); }
+  // On a rank that has run out of input (join): the collectives that follow the buckets.
+  void shadow_end_of_backward();
 
+  // ---- Between steps: all ranks do the same.
+  // The module has other parameters from now on, on which the ranks have agreed. The caller sets reductions again.
+  void replace_parameters(std::vector<ModuleParameter> parameters);
+  void set_reductions(ReductionPlan reductions);
   void register_hook(std::unique_ptr<c10d::CommHookInterface> hook);
   void register_builtin_hook(BuiltinHook which);
   void set_static_graph();
   void set_optimizer_in_backward() { optimizer_in_backward_ = true; }
-  void install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
-  void remove_hooks();
-
-  // Reductions: see reducer_reductions.cpp. Residuals of parameters whose reduction stays the same are kept.
-  void set_reductions(ReductionPlan plan);
-  // By bucket, in the order of the layout: one of the plan's reductions in place of AutoReduction, or -1. Until the next layout.
-  void choose(const std::vector<int>& reduction_of_bucket);
-  // Residuals by parameter of the module, in units of this rank's gradient: float32 [numel], in the order of its memory.
-  // take_residuals removes them; give_residuals overwrites them.
-  std::map<std::size_t, at::Tensor> take_residuals(const std::vector<std::size_t>& parameters);
-  void give_residuals(const std::map<std::size_t, at::Tensor>& residuals);
-  void watch_finite(bool watch);
-  // For torch's scaler; ringdp's calls note_loss_scale instead.
-  void set_loss_scale(double scale);
-  // This rank has no input and repeats the other ranks' collectives; so many ranks have input.
-  void shadow_with(int64_t ranks_with_input);
-  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nullopt if it was not checked.
-  std::optional<bool> finite();
-  std::vector<std::size_t> non_finite();  // parameters of the module whose .grad is not finite; looks at all of them
-  // In that backward, the first parameter of the module whose gradient on this rank was not finite; -1: none.
-  int64_t own_non_finite();
-  // By parameter of the module, float32 [numel] in the parameter's row-major order. Copies.
-  std::map<std::size_t, at::Tensor> residuals();
-  void set_residuals(const std::map<std::size_t, at::Tensor>& residuals);
-  std::vector<BucketRow> bucket_rows();
-
-  // zero_grad(set_to_none=False) for all parameters here: one pass per bucket where it can be.
-  void zero_gradients();
-
-  // For ranks that ran out of input (torch's Join).
-  void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks);
-  std::vector<c10d::GradBucket> zero_buckets();
-  c10::intrusive_ptr<c10::ivalue::Future> shadow(c10d::GradBucket& bucket);
-  c10::intrusive_ptr<c10::ivalue::Future> sum(const c10d::GradBucket& bucket) { return bucket_reducer_.sum(bucket); }
-  void shadow_used_map();         // where the ranks send it in an operation of its own
-  void shadow_end_of_backward();  // the collectives that follow the buckets
-
-  void reset();
   void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared);
+  void reset();
 
-  ReducerStats stats();
-  std::vector<std::size_t> arrivals();  // parameters in the order of the last backward
-  std::string error();                  // the text of the last thing this threw, and of what backward ended with
-  void note_error(const std::string& text);
-  std::vector<std::vector<std::size_t>> layout();
-  std::vector<std::size_t> bucket_bytes();
-  std::vector<std::string> bucket_names();  // what their operations are called
-  bool rebuilt() const { return rebuilt_; }
-  bool graph_static() const { return unused_names_.empty(); }
+  // ---- The parts, for the bindings.
+  Locked<GradientLayout> layout() { return {Lock(mutex_), layout_}; }
+  // Throws what `refusal` says during a backward.
+  Locked<GradientLayout> layout_between_steps(const char* refusal);
+  Locked<JoinShadow> join() { return {Lock(mutex_), join_}; }
+  Locked<StepGuard> guard() { return {Lock(mutex_), guard_}; }
+  Locked<const ArrivalTracker> arrivals() { return {Lock(mutex_), arrivals_}; }
+  Locked<const BackwardState> backward() { return {Lock(mutex_), backward_}; }
+  Locked<const StepTimes> times() { return {Lock(mutex_), times_}; }
 
  private:
-  struct GradientState {  // one parameter that requires grad
-    at::Tensor parameter;
-    std::size_t param_index = 0;  // its index among all parameters
-    at::Tensor view;              // its part of the bucket, which .grad becomes
-    std::size_t bucket = 0;
-    bool sparse = false;
-    bool direct = false;
-    Reduction* reduction = nullptr;      // null: exact
-    c10::ScalarType dtype = at::kFloat;  // its own when the buckets were laid out
-    bool cast = false;                   // the bucket has another
-    bool copy_back = false;              // .grad stays as it is; the result is copied into it
-    bool local = false;                  // .grad has something that was not averaged (no_sync)
-    bool used = false;                   // has a gradient in this backward
-    bool ready = false;
-    int arrivals = 0;  // static graph: expected in one backward
-    int arrivals_left = 0;
-  };
-  using Clock = std::chrono::steady_clock;
-  using Lock = std::unique_lock<std::recursive_mutex>;
-
-  bool local() const { return group_size_ == 1 && !bucket_reducer_.has_hook(); }
-  bool watches() const { return !local() || options_.unused == UnusedParameters::kForbidden; }
   bool recomputing() const;
-  static int64_t nanoseconds(Clock::time_point time) {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
-  }
-  bool learning_graph() const { return static_graph_ && !learned_graph_; }
-  void throw_if_failed() const;
-  void throw_if_unfinished(bool notify);
-  std::vector<std::size_t> unfinished() const;
-  std::string missing_text() const;
-  std::string left_text() const;
-  std::string notify_others(const std::string& what);
-
-  void follow_requires_grad();
-  void release_gradients(const std::vector<std::size_t>& leaving);
-  void start_over();
-  std::vector<std::size_t> agree_about(const std::vector<std::size_t>& frozen);
-  void throw_where_they_differ(const std::vector<std::vector<uint8_t>>& all) const;
-  void average_left_over(const std::vector<std::size_t>& indices);
-  void take_trainable();
-  Reduction* reduction_of(std::size_t param_index) const;
-  LayoutItem layout_item(std::size_t param_index) const;
-  c10::ScalarType bucket_dtype(std::size_t param_index) const;
-  void describe_items();
-  void lay_out_again();
-  bool compressed(std::size_t bucket) const { return gradient_states_[layout_[bucket].front()].reduction != nullptr; }
-  int reduction_of_bucket(std::size_t bucket) const;
-  Reduction* bucket_reduction(std::size_t bucket) const;
-  bool has_residual(const Bucket& bucket) const;
-  void add_residual(Bucket& bucket);
-  void scale_owned_part(std::size_t param_index, const at::Tensor& residual, float factor) const;
-  bool calls_back() const;
-
-  void plan(std::span<const std::size_t> order);
-  void plan_in_reverse();
-  void count_traffic();
-  void count_bucket(std::size_t index);
-  void allocate();
-  bool carries_marks(std::size_t bucket) const;
-  void give_memory(Bucket& bucket);
-  void drop_memory();
-  void hook_was_set();
-  void set_hooks();
+  void note_other_parameters();
 
   void begin();
-  void expect_only_what_the_graph_has();
+  std::vector<std::size_t> never_to_come() const;
   void write_to_bucket(std::size_t parameter, bool late = false);
-  void write_direct(std::size_t parameter, Bucket& bucket);
-  void adopt(std::size_t parameter, at::Tensor& gradient);
-  void renew_view(GradientState& gradient_state);
   void mark_ready(std::size_t parameter);
-  void launch_full_buckets();
   void launch(Bucket& bucket);
-  void list_sections(Bucket& bucket, const at::Tensor& buffer, bool with_residuals);
-  void refuse_hook_with_compression() const;
-  void check_reductions(const ReductionPlan& plan);
-  bool looks_for_non_finite() const;
-  float residual_scale() const;
-  using HookReductions = std::map<HookReduction*, std::optional<bool>>;  // whether each found its results finite
-  HookReductions ask_hook_reductions();
-  void finish_hook_reductions(const HookReductions& used);
-  void divide_by(int64_t ranks_with_input);
-  void look_at_reports(const HookReductions& hook_reductions);
-  std::optional<bool> look_at_result(const Bucket& bucket);
-  bool flag_result(const at::Tensor& result);
-  void take_flag(Bucket& bucket);
-  std::optional<bool> finite_now();
-  void commit_residuals();
-  c10::Device control_device() const {
-    return options_.host_control ? c10::Device(c10::kCPU) : parameters_.front().device();
-  }
-  bool used_somewhere(std::size_t parameter) const;
-  int64_t parameter_at(const Bucket& bucket, const std::byte* address) const;
-  bool backward_due() const;
-  void write_marks(const at::Tensor& marks) const;
-  bool owns_gradient(std::size_t parameter) const;
-  bool sends_used_map() const;
-  void launch_used_map(bool with_input);
 
   void end_backward();
-  void note_times(Clock::time_point gradients_done, const std::vector<std::size_t>& missing);
   void wait_for_buckets(std::size_t first, std::size_t end);
-  void follow_announcements();
   void send_late_buckets();
   void hand_out();
-  struct UsedMap {
-    std::vector<bool> somewhere;   // by parameter
-    bool some_rank_lacks = false;  // some rank has no gradient for some parameter
-  };
-  void read_used_map();
-  bool reads_used_map(bool lacking) const;
-  bool looks_for_others() const;
-  void warn_unused(const std::vector<std::size_t>& missing);
-  std::string unused_here(const std::vector<std::size_t>& missing) const;
-  std::string unused_by_ranks(const std::vector<std::vector<uint8_t>>& used) const;
   void exchange_order();
-  void set_idle(std::vector<bool> idle);
-  [[noreturn]] void throw_marked_twice(std::size_t parameter) const;
+  void commit_hooks(Lock lock, const HookVerdicts& hooks);
+  template <class Action>
+  void noting_failure(int64_t bucket, const std::string& name, Action&& action);
 
-  std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats()
-  TrainableParameters module_parameters_;
-  // Those that require grad, one entry each.
-  std::vector<at::Tensor> parameters_;
-  std::vector<std::string> names_;
-  std::vector<GradientState> gradient_states_;
-  std::vector<LayoutItem> items_;
-  std::vector<std::size_t> order_;  // that the buckets are laid out by
-  std::vector<bool> idle_;          // no rank had a gradient for it when the order was learned; only with skip_unused
-  ReducerOptions options_;
-  BucketReducer bucket_reducer_;
-  ReductionPlan reduction_plan_;
-  std::vector<int> chosen_;  // see choose; empty: nothing
-  Residuals residuals_;
-  double loss_scale_ = 1.0;
-  bool watching_ = false;
-  std::optional<bool> finite_;
-  int64_t own_non_finite_ = -1;
-  struct Flag {
-    at::Tensor seen;  // int32 [1]
-    c10::Stream made_on;
-  };
-  // Of this backward, on devices: not 0 where something was not finite. finite_ then speaks of the rest.
-  std::unordered_map<c10::Device, Flag> flags_;
-  int group_size_;
-  std::unique_ptr<GradientHooks> hooks_;
-  bool hooks_removed_ = false;
-
-  std::vector<std::vector<std::size_t>> layout_;
-  std::size_t kept_ = 0;                                // buckets behind these have idle parameters only
-  std::size_t sending_ = 0;                             // those that leave without asking, in this backward
-  std::optional<std::vector<std::size_t>> next_order_;  // to lay the buckets out by at the next forward
-  std::vector<Bucket> buckets_;                         // empty until the first forward needs them
-  bool order_known_ = false;
-  bool rebuilt_ = false;
-
-  bool armed_ = false;       // a synchronised forward has run, its backward has not begun
-  std::weak_ptr<void> due_;  // what the graph of that forward keeps alive
-  bool demanded_ = false;    // armed by demand_sync
-  bool active_ = false;      // a synchronised backward is running
-  bool joining_ = false;     // some ranks may have run out of input (torch's Join) and repeat all buckets
-  int quiet_task_ = -1;      // the backward that was told not to synchronise
-  std::size_t next_bucket_ = 0;
-  int64_t step_ = 0;
-  std::vector<std::size_t> arrival_order_;
-  std::string failed_;
-  std::string error_;
-  std::string peer_report_;   // what the other ranks said to an unfinished backward
-  bool ended_short_ = false;  // that backward ran to its end, and gradients were missing
-  bool static_graph_ = false;
-  bool learned_graph_ = false;
-  bool optimizer_in_backward_ = false;
-
-  at::Tensor used_map_;  // where it is sent on its own
-  c10::intrusive_ptr<c10d::Work> used_work_;
-  c10::intrusive_ptr<c10d::Work> used_before_;  // of the last backward, if that did not wait for it
-  UsedMap used_;
-  std::vector<std::string> unused_names_;
-  bool warned_ = false;
-  bool ranks_named_ = false;  // the same on all ranks
-
-  c10::intrusive_ptr<c10d::Work> forward_work_;
-  bool divide_by_all_ranks_ = true;
+  std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats
+  GradientLayout layout_;
+  ArrivalTracker arrivals_{layout_.plan};
+  BackwardState backward_;
+  UsedMap used_{layout_.parameters, arrivals_, layout_.group, layout_.options.unused};
+  JoinShadow join_{layout_, used_};
+  StepGuard guard_{layout_, arrivals_, backward_};
+  StepTimes times_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures_;
-
-  ReducerStats stats_;
-  Clock::time_point began_;
+  bool optimizer_in_backward_ = false;
 };
 
 }  // namespace ringdp

@@ -1,4 +1,6 @@
-// TrainableParameters: all parameters of a module, and which of them required grad when the buckets were laid out.
+// TrainableParameters: all parameters of a module, and which of them required grad when the buckets were laid out. It notices
+// which were frozen or unfrozen since, and lets the ranks agree about that.
+// There are two numbers: `param_index` counts all parameters of the module, `parameter` those that require grad.
 // Owned by the Reducer, used under its lock.
 #pragma once
 
@@ -6,9 +8,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
+
+#include "torch/reducer/reducer_group.h"
 
 namespace ringdp {
 
@@ -23,29 +27,39 @@ class TrainableParameters {
  public:
   explicit TrainableParameters(std::vector<ModuleParameter> parameters);
 
-  std::size_t size() const { return parameters_.size(); }
-  const ModuleParameter& operator[](std::size_t index) const { return parameters_[index]; }
-  bool trains(std::size_t index) const { return trains_[index] != 0; }
-  // Among those that required grad at construction.
-  std::size_t at_construction(std::size_t position) const { return at_construction_.at(position); }
+  const std::vector<ModuleParameter>& all() const { return all_; }
+  // By tensor: its param_index, or -1.
+  std::vector<int64_t> find(const std::vector<at::Tensor>& tensors) const;
+
+  // Those that required grad at the last accept(), in the order of the module.
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  const std::vector<std::string>& names() const { return names_; }
+  std::size_t size() const { return tensors_.size(); }
+  std::size_t param_index(std::size_t parameter) const { return param_indices_[parameter]; }
+  const ModuleParameter& operator[](std::size_t parameter) const { return all_[param_indices_[parameter]]; }
+  // `position` counts those that required grad at construction; nullopt if this one does so no longer.
+  std::optional<std::size_t> since_construction(std::size_t position) const;
 
   // One pass over the tensors' flags: whether any was frozen or unfrozen since the last accept().
   bool changed() const;
-  std::vector<std::size_t> frozen() const;  // require grad no longer
-  // "a.weight no longer requires grad; b.weight, b.bias require grad now": the changes, in at most about 200 characters.
-  std::string describe_change() const;
+  std::vector<std::size_t> frozen() const;  // param_indices of those that require grad no longer
+  // All ranks learn what changed on each of them. `left_over`: by param_index, whether this rank has a gradient that was not
+  // averaged. Returns those that are frozen and for which some rank has one. Throws on all ranks if they differ about
+  // requires_grad.
+  std::vector<std::size_t> agree_about_change(ReducerGroup& group, const std::vector<bool>& left_over) const;
   void accept();
 
  private:
   std::vector<std::size_t> flipped(bool now) const;
+  std::string describe_change() const;
+  void throw_where_they_differ(const std::vector<std::vector<uint8_t>>& ranks, int rank) const;
 
-  std::vector<ModuleParameter> parameters_;
-  std::vector<uint8_t> trains_;
+  std::vector<ModuleParameter> all_;
+  std::vector<uint8_t> trains_;  // by param_index
   std::vector<std::size_t> at_construction_;
+  std::vector<std::size_t> param_indices_;
+  std::vector<at::Tensor> tensors_;
+  std::vector<std::string> names_;
 };
-
-// The bytes of every rank, by rank; `mine` has the same length on all ranks. The operation is called `name`.
-std::vector<std::vector<uint8_t>> gather_bytes(c10d::ProcessGroup& group, const std::vector<uint8_t>& mine,
-                                               c10::Device device, const std::string& name);
 
 }  // namespace ringdp

@@ -1,5 +1,6 @@
 // GradientHooks: the hooks on the parameters' gradient accumulators, by which autograd reports each gradient to a
-// GradientListener (the Reducer). Owned by the Reducer. Called by the threads that run backward, without the GIL.
+// GradientListener (the Reducer). Owned by the Reducer, attached and removed under its lock. Called by the threads that run
+// backward, without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,12 +31,22 @@ class GradientListener {
 
 class GradientHooks {
  public:
-  GradientHooks(GradientListener& listener, const std::vector<at::Tensor>& parameters);
-  ~GradientHooks();
+  explicit GradientHooks(GradientListener& listener) : listener_(listener) {}
+  ~GradientHooks() { detach(); }
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
-  torch::autograd::Node* accumulator(std::size_t parameter) const { return hooked_[parameter].accumulator.get(); }
+  // Nothing where they are attached, or were removed.
+  void attach(const std::vector<at::Tensor>& parameters);
+  void detach();
+  void remove();  // for good
+  bool attached() const { return attached_; }
+
+  // In the backward under way: whether it runs an accumulator at all. One with chosen inputs (autograd.grad,
+  // backward(inputs=…)) may run none.
+  bool any_runs() const;
+  // The parameters whose accumulators its graph lacks; none where the engine has not listed its nodes.
+  std::vector<std::size_t> not_in_graph() const;
   // Whether another listener has, or has had, hooks on the same parameter.
   bool shared(std::size_t parameter) const;
 
@@ -46,7 +57,10 @@ class GradientHooks {
     torch::autograd::FunctionPreHook* before = nullptr;
     uintptr_t after = 0;
   };
+  GradientListener& listener_;
   std::vector<Hooked> hooked_;
+  bool attached_ = false;
+  bool removed_ = false;
 };
 
 // The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are. Their graph keeps

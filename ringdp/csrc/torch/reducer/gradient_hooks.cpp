@@ -1,6 +1,7 @@
-#include "torch/reducer/reducer_hooks.h"
+#include "torch/reducer/gradient_hooks.h"
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <atomic>
@@ -83,12 +84,14 @@ class AtOutput final : public FunctionPreHook {
 
 }  // namespace
 
-GradientHooks::GradientHooks(GradientListener& listener, const std::vector<at::Tensor>& parameters) {
+void GradientHooks::attach(const std::vector<at::Tensor>& parameters) {
+  if (attached_ || removed_) return;
+  attached_ = true;
   hooked_.reserve(parameters.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     Hooked hooked;
     hooked.accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
-    auto before = std::make_unique<BeforeAccumulate>(listener, i);
+    auto before = std::make_unique<BeforeAccumulate>(listener_, i);
     for (const auto& other : hooked.accumulator->pre_hooks()) {
       if (auto* theirs = dynamic_cast<BeforeAccumulate*>(other.get())) {
         theirs->share();
@@ -97,21 +100,46 @@ GradientHooks::GradientHooks(GradientListener& listener, const std::vector<at::T
     }
     hooked.before = before.get();
     hooked.accumulator->add_pre_hook(std::move(before));
-    hooked.after = hooked.accumulator->add_post_hook(std::make_unique<AfterAccumulate>(listener, i));
+    hooked.after = hooked.accumulator->add_post_hook(std::make_unique<AfterAccumulate>(listener_, i));
     hooked_.push_back(std::move(hooked));
   }
 }
 
-GradientHooks::~GradientHooks() {
+void GradientHooks::detach() {
   for (Hooked& hooked : hooked_) {
     auto& before = hooked.accumulator->pre_hooks();
     std::erase_if(before, [&](const auto& hook) { return hook.get() == hooked.before; });
     hooked.accumulator->del_post_hook(hooked.after);
   }
+  hooked_.clear();
+  attached_ = false;
+}
+
+void GradientHooks::remove() {
+  detach();
+  removed_ = true;
+}
+
+bool GradientHooks::any_runs() const {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) return !hooked_.empty();
+  return std::any_of(hooked_.begin(), hooked_.end(), [&](const Hooked& hooked) {
+    const auto found = chosen->find(hooked.accumulator.get());
+    return found != chosen->end() && found->second.needed_;
+  });
+}
+
+std::vector<std::size_t> GradientHooks::not_in_graph() const {
+  std::vector<std::size_t> result;
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  for (std::size_t i = 0; nodes != nullptr && i < hooked_.size(); ++i) {
+    if (nodes->count(hooked_[i].accumulator.get()) == 0) result.push_back(i);
+  }
+  return result;
 }
 
 bool GradientHooks::shared(std::size_t parameter) const {
-  return static_cast<const BeforeAccumulate*>(hooked_[parameter].before)->shared();
+  return parameter < hooked_.size() && static_cast<const BeforeAccumulate*>(hooked_[parameter].before)->shared();
 }
 
 void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync,

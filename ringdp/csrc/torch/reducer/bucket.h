@@ -19,7 +19,7 @@
 #include "collective/compressed.h"
 #include "collective/finite.h"
 #include "cuda/kernels.h"
-#include "torch/reducer/bucket_layout.h"
+#include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/reduction.h"
 
 namespace ringdp {
@@ -36,32 +36,45 @@ struct BucketTimes {
   double exposed_s = 0;                                  // for which the end of backward waited for it
 };
 
+class ReductionStrategy;
+
+// Of a bucket that a codec reduces, the last time it was sent.
+struct BucketCodes {
+  std::vector<CompressedSection> sections;
+  std::vector<cuda::Feedback>
+      feedback;  // of each section, where codes are exchanged (torch/reducer/c10d_compressed_all_reduce.h)
+  std::vector<at::Tensor> residuals;  // the memory they point to; of an exact bucket those that were added to it
+  at::Tensor non_finite;              // int32 [1] on a device, of all buckets there: see C10dCompressedAllReduce
+};
+
+// What a bucket waits for: a work, or a hook's future.
+struct BucketOperation {
+  ReductionStrategy* strategy = nullptr;  // that launched it; null: nothing is under way
+  c10::intrusive_ptr<c10d::Work> work;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  c10d::CommHookInterface* hook = nullptr;  // that reduces the bucket, and whose result `future` is; null: none
+};
+
 struct Bucket {
   std::size_t index = 0;
-  std::vector<std::size_t> members;  // parameter indices, in the order of the buffer
-  BucketPlan plan;
+  std::vector<std::size_t> members;  // parameters, in the order of the buffer
+  BucketMemory memory;
   std::string name;                    // "bucket 3: layer1.weight, layer1.bias"
   bool sparse = false;                 // one sparse gradient, which is then `buffer` itself
   bool direct = false;                 // one large gradient, reduced where autograd left it: no memory between steps
+  bool carries_marks = false;          // it has `marks`, unless it is sparse
   Reduction* reduction = nullptr;      // null: exactly
   c10::ScalarType dtype = at::kFloat;  // of the buffer; a gradient of another one is cast in, and the result back
-  at::Tensor buffer;                   // [plan.numel + marks]: what is sent
-  at::Tensor gradients;                // [plan.numel]: the same memory without the marks
+  at::Tensor buffer;                   // [memory.numel + marks]: what is sent
+  at::Tensor gradients;                // [memory.numel]: the same memory without the marks
   at::Tensor marks;  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if
                      // some rank lacked one; undefined in all but one bucket
-
-  std::size_t pending = 0;           // gradients still to come in this backward
   std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
-  c10::intrusive_ptr<c10d::Work> work;
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  c10d::CommHookInterface* hook = nullptr;  // whose result `future` is
+
+  BucketOperation operation;
   // The last time it was sent, in step `sent_in`.
   int64_t sent_in = 0;
-  std::vector<CompressedSection> sections;  // of a codec's
-  std::vector<cuda::Feedback>
-      feedback;  // of each section, where codes are exchanged (torch/reducer/c10d_compressed_all_reduce.h)
-  std::vector<at::Tensor> residuals;     // the memory they point to
-  at::Tensor non_finite;                 // int32 [1] on a device, of all buckets there: see C10dCompressedAllReduce
+  BucketCodes codes;
   std::shared_ptr<FiniteReport> report;  // null: not checked
   BucketTimes times;
 };

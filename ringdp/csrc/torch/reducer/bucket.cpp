@@ -1,4 +1,4 @@
-#include "torch/reducer/reducer_bucket.h"
+#include "torch/reducer/bucket.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -72,7 +72,7 @@ bool held_elsewhere(const at::Tensor& tensor) {
 void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto options = at::TensorOptions().dtype(bucket.dtype).device(device);
-  const auto numel = static_cast<int64_t>(bucket.plan.numel);
+  const auto numel = static_cast<int64_t>(bucket.memory.numel);
   bucket.buffer = at::empty({numel + static_cast<int64_t>(mark_count)}, options);
   ask_for_huge_pages(bucket.buffer);
   bucket.buffer.zero_();
@@ -81,7 +81,7 @@ void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count)
 }
 
 at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter) {
-  return view_like(parameter, bucket.buffer, static_cast<int64_t>(bucket.plan.offsets[position]));
+  return view_like(parameter, bucket.buffer, static_cast<int64_t>(bucket.memory.offsets[position]));
 }
 
 at::Tensor as_parameter(const at::Tensor& flat, const at::Tensor& parameter) { return view_like(parameter, flat, 0); }

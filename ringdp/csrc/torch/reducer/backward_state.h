@@ -1,0 +1,60 @@
+// BackwardState: whether the next backward synchronises, whether one that does is under way, and how it ended. No torch.
+// Owned by the Reducer, used under its lock. `task`: autograd's number of the backward that runs in this thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace ringdp {
+
+class BackwardState {
+ public:
+  // A forward that synchronises has run; its graph keeps `due`.
+  void arm(const std::shared_ptr<void>& due) {
+    armed_ = true;
+    due_ = due;
+  }
+  // The next backward synchronises, whatever its forward said.
+  void demand() { armed_ = demanded_ = true; }
+  bool demanded() const { return demanded_; }
+  // The graph of a forward that synchronises is still there, and no backward has gone through it.
+  bool due() const { return armed_ && (demanded_ || !due_.expired()); }
+  // This backward leaves the gradients alone.
+  void stay_quiet(int task) { quiet_task_ = task; }
+  // Whether a gradient that arrives now begins a step.
+  bool synchronises(int task) const { return armed_ && task != quiet_task_; }
+
+  void begin() {
+    active_ = true;
+    ended_short_ = armed_ = demanded_ = false;
+    ++step_;
+  }
+  void end() { active_ = false; }
+  // It ran to its end while gradients were missing, and stays active: the next forward says so.
+  void end_short() { ended_short_ = true; }
+  void reset() {
+    active_ = armed_ = demanded_ = false;
+    peer_report_.clear();
+  }
+  // What came of telling the other ranks that it did not end.
+  void set_peer_report(std::string report) { peer_report_ = std::move(report); }
+  const std::string& peer_report() const { return peer_report_; }
+
+  bool active() const { return active_; }
+  bool ended_short() const { return ended_short_; }
+  int64_t step() const { return step_; }  // counts the backwards that synchronise
+
+ private:
+  bool armed_ = false;
+  std::weak_ptr<void> due_;
+  bool demanded_ = false;
+  bool active_ = false;
+  bool ended_short_ = false;
+  int quiet_task_ = -1;
+  int64_t step_ = 0;
+  std::string peer_report_;
+};
+
+}  // namespace ringdp

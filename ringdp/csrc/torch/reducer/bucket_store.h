@@ -1,0 +1,95 @@
+// BucketStore: the buckets' memory, and which part of it each parameter's .grad is. It writes a gradient into its part when it
+// arrives, and hands the mean out when the bucket is reduced: .grad becomes the part itself, so there is no copy back. A large
+// gradient is a bucket by itself, reduced where autograd left it. .grad keeps memory of its own where the options ask for
+// it, where another wrapper reduces the same parameter, where the bucket has another dtype, and in a graph of its own.
+// Owned by the Reducer, used under its lock; but for `take`, which reads and writes only what belongs to its parameter and
+// which the threads that run backward call without it, before they report that parameter.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <functional>
+#include <vector>
+
+#include "torch/reducer/bucket.h"
+#include "torch/reducer/bucket_plan.h"
+#include "torch/reducer/gradient_hooks.h"
+#include "torch/reducer/trainable_parameters.h"
+
+namespace ringdp {
+
+class BucketStore {
+ public:
+  BucketStore(const TrainableParameters& parameters, const BucketPlan& plan, const GradientHooks& hooks,
+              bool own_gradients)
+      : parameters_(parameters), plan_(plan), hooks_(hooks), own_gradients_(own_gradients) {}
+
+  // The parameters are others; what is known of gradients of those that stay is kept. set_dtype follows for each.
+  void start();
+  // Its bucket has this type; the parameter has one of its own.
+  void set_dtype(std::size_t parameter, c10::ScalarType bucket);
+  // module.double() and the like give parameters other data, which hooks and buckets no longer fit.
+  bool other_data() const;
+  void release(std::size_t parameter);  // its .grad, if that is a part of a bucket, gets memory of its own
+
+  // By the plan. `marks`: the last kept bucket has room for which parameters were used.
+  void allocate(bool marks);
+  void drop();
+  bool empty() const { return buckets_.empty(); }  // until allocate
+  std::size_t size() const { return buckets_.size(); }
+  Bucket& operator[](std::size_t index) { return buckets_[index]; }
+  const Bucket& operator[](std::size_t index) const { return buckets_[index]; }
+  auto begin() { return buckets_.begin(); }
+  auto end() { return buckets_.end(); }
+  auto begin() const { return buckets_.begin(); }
+  auto end() const { return buckets_.end(); }
+  // Zeros of what is sent of a bucket; `hooked`: as a hook gets it.
+  at::Tensor zeros(std::size_t index, bool hooked);
+
+  void begin_backward();
+  // Before autograd adds `gradient` to .grad. True: it is there already, in the bucket.
+  bool take(std::size_t parameter, const at::Tensor& gradient);
+  // .grad, or zeros where there is none, becomes the parameter's part of the bucket.
+  void write(std::size_t parameter);
+  // The mean becomes .grad. `keep_none`: not where .grad is None.
+  void hand_out(std::size_t parameter, bool keep_none);
+  void end_backward();
+  void zero_gradients();
+
+  // .grad has something that was not averaged (no_sync).
+  void set_left_over(std::size_t parameter, bool left_over) { slots_[parameter].left_over = left_over; }
+  std::vector<bool> left_over() const;  // by param_index
+  // .grad becomes its mean by `average`, which gets a flat buffer.
+  void average_left_over(std::size_t parameter, const std::function<void(const at::Tensor&)>& average);
+
+ private:
+  struct Slot {  // of one parameter
+    at::Tensor parameter;
+    at::Tensor view;  // its part of the bucket
+    bool direct = false;
+    c10::ScalarType dtype = at::kFloat;  // its own when the buckets were planned
+    c10::ScalarType bucket_dtype = at::kFloat;
+    bool copy_back = false;  // .grad stays as it is; the result is copied into it
+    bool left_over = false;
+
+    bool cast() const { return bucket_dtype != dtype; }
+  };
+
+  // Whether .grad has memory of its own.
+  bool owns_gradient(std::size_t parameter) const { return own_gradients_ || hooks_.shared(parameter); }
+  void give_memory(Bucket& bucket);
+  void write_sparse(std::size_t parameter, Bucket& bucket);
+  void write_direct(std::size_t parameter, Bucket& bucket);
+  void adopt(std::size_t parameter, at::Tensor& gradient);
+  void renew_view(std::size_t parameter);
+
+  const TrainableParameters& parameters_;
+  const BucketPlan& plan_;
+  const GradientHooks& hooks_;
+  const bool own_gradients_;
+  std::vector<Slot> slots_;
+  std::vector<Bucket> buckets_;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,212 @@
+#include "torch/reducer/gradient_layout.h"
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "base/error.h"
+#include "base/naming.h"
+
+namespace ringdp {
+namespace {
+
+// From here on a copy costs more than an operation of its own.
+constexpr std::size_t kDirectBytes = std::size_t{4} << 20;
+
+constexpr const char* kHookAndCompression =
+    "a communication hook and compression both say how buckets are reduced: use one of them (compressors can be "
+    "communication hooks too)";
+
+}  // namespace
+
+GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                               ReducerOptions given, GradientListener& listener)
+    : options(std::move(given)),
+      parameters(std::move(all)),
+      group(std::move(process_group), options.average, options.names_compared, options.host_control),
+      plan(options.caps_bytes),
+      hooks(listener),
+      store(parameters, plan, hooks, options.own_gradients),
+      compression(parameters, plan, group),
+      overflow(parameters),
+      buckets(group, parameters, compression, overflow) {
+  start();
+}
+
+// With the parameters that require grad now.
+void GradientLayout::start() {
+  hooks.detach();
+  store.start();
+  plan.start(describe_gradients());
+  compression.forget_choice();
+  attach_hooks();
+}
+
+void GradientLayout::attach_hooks() {
+  if (!local() || options.unused == UnusedParameters::kForbidden) hooks.attach(parameters.tensors());
+}
+
+// Reductions have changed.
+void GradientLayout::lay_out_again() {
+  plan.describe_again(describe_gradients());
+  compression.forget_choice();
+  store.drop();
+}
+
+bool GradientLayout::follow_learned_order() {
+  const std::optional<bool> changed = plan.follow_learned();
+  if (!changed) return false;
+  compression.forget_choice();
+  if (*changed) store.drop();
+  return true;
+}
+
+std::vector<int32_t> GradientLayout::exchange_order(const std::vector<std::size_t>& arrivals,
+                                                    const std::vector<bool>& used_somewhere) {
+  const std::vector<bool> all_busy;
+  return group.broadcast(plan.order_to_send(arrivals, options.skip_unused ? used_somewhere : all_busy),
+                         group.control_device(parameters.tensors().front()), "order of the gradients");
+}
+
+std::vector<PlannedGradient> GradientLayout::describe_gradients() {
+  std::vector<PlannedGradient> gradients;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = parameters.tensors()[i];
+    const c10::Device device = parameter.device();
+    const c10::ScalarType dtype = bucket_dtype(i);
+    const std::size_t param_index = parameters.param_index(i);
+    PlannedGradient& gradient = gradients.emplace_back();
+    gradient.exact = compression.reduction_of(param_index) == nullptr;
+    const uint64_t reduction =
+        gradient.exact ? 0 : static_cast<uint64_t>(compression.reduction_number(param_index)) + 1;
+    gradient.group = (reduction << 40) | (static_cast<uint64_t>(device.type()) << 32) |
+                     (static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 16) | static_cast<uint64_t>(dtype);
+    gradient.numel = static_cast<std::size_t>(parameter.numel());
+    gradient.element_bytes = c10::elementSize(dtype);
+    gradient.sparse = parameters[i].sparse;
+    const bool in_place = dtype == parameter.scalar_type();
+    gradient.alone = gradient.sparse || (in_place && gradient.bytes() >= kDirectBytes);
+    store.set_dtype(i, dtype);
+  }
+  return gradients;
+}
+
+c10::ScalarType GradientLayout::bucket_dtype(std::size_t parameter) const {
+  const c10::ScalarType own = parameters.tensors()[parameter].scalar_type();
+  if (parameters[parameter].sparse || !c10::isFloatingType(own)) return own;
+  const bool exact = compression.reduction_of(parameters.param_index(parameter)) == nullptr;
+  return exact ? options.reduce_dtype.value_or(own) : at::kFloat;
+}
+
+void GradientLayout::allocate() {
+  if (!store.empty() || local()) return;
+  store.allocate(/*marks=*/options.unused != UnusedParameters::kForbidden && !buckets.has_hook() &&
+                 !group.host_control());
+  for (Bucket& bucket : store) bucket.reduction = compression.of_bucket(bucket.index);
+}
+
+void GradientLayout::throw_if_group_failed() {
+  if (!local() && parameters.size() > 0) buckets.throw_if_failed(parameters.tensors().front().device().type());
+}
+
+bool GradientLayout::sends_used_map() const {
+  if (options.unused == UnusedParameters::kForbidden || local() || store.empty()) return false;
+  return !store[plan.kept() - 1].carries_marks;
+}
+
+bool GradientLayout::may_skip() const {
+  return options.skip_unused && (plan.kept() < store.size() || !plan.order_known());
+}
+
+bool GradientLayout::follow_requires_grad() {
+  const bool changed = parameters.changed();
+  // All ranks give their modules other data in the same place, as they do the forward, and their modules were alike.
+  if (!changed && !store.other_data()) return false;
+  const std::vector<std::size_t> frozen = parameters.frozen();
+  const auto in = [](const std::vector<std::size_t>& sorted, std::size_t param_index) {
+    return std::binary_search(sorted.begin(), sorted.end(), param_index);
+  };
+  if (changed && group.ranks() > 1) {
+    // Gradients accumulated under no_sync are still to be averaged once; the optimizer may apply them.
+    const std::vector<std::size_t> left_over = parameters.agree_about_change(group, store.left_over());
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (!in(left_over, parameters.param_index(i))) continue;
+      store.average_left_over(i, [&](const at::Tensor& buffer) {
+        const NamedScope scope("last gradient of " + parameters.names()[i]);
+        buckets.average(buffer);
+      });
+    }
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (in(frozen, parameters.param_index(i))) store.release(i);
+  }
+  parameters.accept();
+  start();
+  return true;
+}
+
+ReductionPlan GradientLayout::replace_parameters(std::vector<ModuleParameter> others) {
+  std::unordered_set<const c10::TensorImpl*> staying;
+  for (const ModuleParameter& one : others) staying.insert(one.tensor.unsafeGetTensorImpl());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!staying.contains(parameters.tensors()[i].unsafeGetTensorImpl())) store.release(i);
+  }
+  parameters = TrainableParameters(std::move(others));
+  ReductionPlan before = compression.clear();
+  overflow.watch_for_compression(false);
+  start();
+  return before;
+}
+
+void GradientLayout::check_reductions(const ReductionPlan& reductions) const {
+  if (!reductions.reductions.empty() && buckets.has_hook()) throw Error(ErrorKind::kState, kHookAndCompression);
+  compression.check(reductions);
+}
+
+ReductionPlan GradientLayout::set_reductions(ReductionPlan reductions) {
+  ReductionPlan before = compression.set(std::move(reductions));
+  overflow.watch_for_compression(!compression.none());
+  lay_out_again();
+  return before;
+}
+
+void GradientLayout::choose(const std::vector<int>& reduction_of_bucket) {
+  compression.choose(reduction_of_bucket);
+  for (Bucket& bucket : store) bucket.reduction = compression.of_bucket(bucket.index);
+}
+
+// Also of hooks that RingDP itself registers, for mixed precision and optimizers in backward.
+void GradientLayout::refuse_hook_with_compression() const {
+  if (!compression.none()) throw Error(ErrorKind::kState, kHookAndCompression);
+}
+
+void GradientLayout::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+  refuse_hook_with_compression();
+  buckets.set_hook(std::move(hook));
+  hook_was_set();
+}
+
+void GradientLayout::set_builtin_hook(BuiltinHook which) {
+  refuse_hook_with_compression();
+  buckets.set_builtin_hook(which);
+  hook_was_set();
+}
+
+// Buckets for hooks are laid out without marks, and a world of one has had none.
+void GradientLayout::hook_was_set() {
+  store.drop();
+  attach_hooks();
+}
+
+void GradientLayout::set_group(c10::intrusive_ptr<c10d::ProcessGroup> other, bool average, bool names_compared) {
+  const bool other_size = group.replace(std::move(other), average, names_compared);
+  buckets.group_replaced();
+  if (!compression.none()) {
+    check_reductions(compression.reductions());
+    if (other_size) compression.clear_residuals();  // other ranks own their parts
+    lay_out_again();
+  }
+  attach_hooks();
+}
+
+}  // namespace ringdp

@@ -1,0 +1,99 @@
+// GradientLayout: what a reducer reduces, and how: the parameters, their hooks, the plan of their buckets, the buckets' memory,
+// compression, and the group. All of this stays as it is during a step. Between two steps parameters may be frozen or
+// replaced, reductions, hooks or the group may be others; the layout then keeps its parts in line with each other.
+// Owned by the Reducer, used under its lock; but for the hooks, which autograd calls.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <vector>
+
+#include "torch/reducer/bucket_plan.h"
+#include "torch/reducer/bucket_reducer.h"
+#include "torch/reducer/bucket_store.h"
+#include "torch/reducer/gradient_compression.h"
+#include "torch/reducer/gradient_hooks.h"
+#include "torch/reducer/overflow_report.h"
+#include "torch/reducer/reducer_group.h"
+#include "torch/reducer/trainable_parameters.h"
+#include "torch/reducer/used_map.h"
+
+namespace ringdp {
+
+struct ReducerOptions {
+  std::vector<std::size_t> caps_bytes;  // see assign_buckets
+  UnusedParameters unused = UnusedParameters::kFinish;
+  bool average = false;            // see ReducerGroup
+  bool graph_shows_unused = true;  // false where parameters are not leaves of the graph: _autograd_hook reports them
+  bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
+  bool skip_unused = false;        // buckets for which no rank has gradients are not sent
+  bool host_control = false;       // see ReducerGroup
+  bool names_compared = false;     // see ReducerGroup
+  std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
+};
+
+class GradientLayout {
+ public:
+  // `parameters`: all of the module's, also those that do not require grad now.
+  GradientLayout(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                 ReducerOptions options, GradientListener& listener);
+
+  const ReducerOptions options;
+  TrainableParameters parameters;
+  ReducerGroup group;
+  BucketPlan plan;
+  GradientHooks hooks;
+  BucketStore store;
+  GradientCompression compression;
+  OverflowReport overflow;
+  BucketReducer buckets;
+
+  // Nothing is sent, and gradients lie where autograd leaves them.
+  bool local() const { return group.ranks() == 1 && !buckets.has_hook(); }
+  // Gradients are reported, and there are some.
+  bool watched() const { return hooks.attached() && parameters.size() > 0; }
+  // Buckets get their memory at the first forward that needs it, not at construction: a hook may still be registered, and
+  // evaluation needs none.
+  void allocate();
+  // Throws the failure of ring's group where another backend reduces the buckets.
+  void throw_if_group_failed();
+  // Whether hooks may issue operations at any time, also after the last bucket was launched.
+  bool calls_back() const { return buckets.has_hook() || compression.calls_back(); }
+  // Which parameters were used is an operation of its own: no bucket carries it.
+  bool sends_used_map() const;
+  // Some buckets may stay at home, or will as soon as the order of the gradients is known.
+  bool may_skip() const;
+
+  // By the order that rank 0 has seen; once, after the first backward: true.
+  bool follow_learned_order();
+  // What rank 0 sends of the order in which the gradients arrived, to be learned for the next plan, so that buckets fill up
+  // one after the other.
+  std::vector<int32_t> exchange_order(const std::vector<std::size_t>& arrivals,
+                                      const std::vector<bool>& used_somewhere);
+  // Parameters were frozen or unfrozen since the last layout, or got other data: true. Throws on all ranks if they do not
+  // agree about that.
+  bool follow_requires_grad();
+  // The module has other parameters. Reductions and residuals belong to the old ones' numbers and are dropped; the plan
+  // of before is to be released without the lock.
+  ReductionPlan replace_parameters(std::vector<ModuleParameter> others);
+  void check_reductions(const ReductionPlan& reductions) const;
+  ReductionPlan set_reductions(ReductionPlan reductions);
+  void choose(const std::vector<int>& reduction_of_bucket);
+  void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  void set_builtin_hook(BuiltinHook which);
+  void set_group(c10::intrusive_ptr<c10d::ProcessGroup> other, bool average, bool names_compared);
+
+ private:
+  void start();
+  void lay_out_again();
+  std::vector<PlannedGradient> describe_gradients();
+  c10::ScalarType bucket_dtype(std::size_t parameter) const;
+  void attach_hooks();
+  void refuse_hook_with_compression() const;
+  void hook_was_set();
+};
+
+}  // namespace ringdp

@@ -1,0 +1,66 @@
+// What the reducer tells its user: lists of names and ranks, and the sentences about gradients that did not come, came twice,
+// or belong to a backward that did not end. Pure functions of values, without torch; any thread.
+// `names` are those of the parameters that require grad; other vectors with a number of a parameter count these, too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace ringdp {
+
+// "a.weight, a.bias, … 7 more"
+std::string listed(const std::vector<std::string>& names);
+
+// "rank 1" or "ranks 0, 2, 4-7": those whose entry in `ranks` is `which`; "no rank".
+std::string describe_ranks(const std::vector<bool>& ranks, bool which);
+
+// "layer1.weight, layer1.bias": at most about 200 characters; where names are left out, how many, and a hash of them all,
+// so that two different lists never read the same.
+std::string describe_names(std::span<const std::size_t> members, std::span<const std::string> names);
+
+// "bucket 3: layer1.weight, layer1.bias": names as above.
+std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
+                            std::span<const std::string> names);
+
+// What becomes of the parameters `missing`, which have no gradient on this rank. `somewhere`: by parameter, whether some rank
+// has one; empty where that is not known.
+std::string unused_here(const std::vector<std::size_t>& missing, const std::vector<bool>& somewhere,
+                        std::span<const std::string> names);
+// The same about all ranks; `used`: [rank][parameter], not 0 where that rank has a gradient.
+std::string unused_by_ranks(const std::vector<std::vector<uint8_t>>& used, std::span<const std::string> names);
+
+// About parameters that require grad on some ranks and not on others. An empty text: there are none.
+struct Disagreement {
+  std::string text;
+  std::string first_name;
+};
+// `trains`: [rank][parameter of the module], `names` of all of these.
+Disagreement requires_grad_disagreement(const std::vector<std::vector<bool>>& trains,
+                                        std::span<const std::string> names);
+
+// A backward that had not ended when the next step began.
+struct UnfinishedBackward {
+  int64_t step = 0;
+  int rank = 0;
+  int ranks = 1;
+  std::size_t sent = 0;      // buckets
+  std::size_t sending = 0;   // that had to be sent
+  bool ended_short = false;  // it ran to its end without some gradients; otherwise something interrupted it
+  bool static_graph = false;
+  std::vector<std::size_t> missing;  // parameters without gradient, or with too few
+  std::string peer_report;           // what came of telling the other ranks; begins with a space
+};
+std::string unfinished_text(const UnfinishedBackward& backward, std::span<const std::string> names);
+// The name of the operation by which the other ranks learn of it.
+std::string unfinished_notice(int64_t step, const std::vector<std::size_t>& missing,
+                              std::span<const std::string> names);
+
+// With a static graph.
+std::string unexpected_text(const std::string& name);
+// `used_in`: the modules that have the parameter; may be empty.
+std::string marked_twice_text(std::size_t parameter, const std::string& name, const std::string& used_in);
+
+}  // namespace ringdp

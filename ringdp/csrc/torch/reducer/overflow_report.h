@@ -1,0 +1,75 @@
+// OverflowReport: whether a backward gave infinities or NaNs. Most operations look for them while they reduce; the report puts
+// together what they found, and looks itself at results that nobody has looked at. What is found on a device stays there, in
+// a flag, until somebody asks: a step waits for nothing.
+// Owned by the Reducer, used under its lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "torch/reducer/bucket_store.h"
+#include "torch/reducer/reduction.h"
+#include "torch/reducer/residuals.h"
+#include "torch/reducer/trainable_parameters.h"
+
+namespace ringdp {
+
+// The reductions that are hooks and were used in a backward, and whether each found its results finite.
+struct HookVerdicts {
+  std::map<HookReduction*, std::optional<bool>> finite;
+  std::vector<std::shared_ptr<Reduction>> alive;  // they run Python code, which may give the reducer others
+};
+
+class OverflowReport {
+ public:
+  struct Flag {
+    at::Tensor seen;  // int32 [1]: not 0 where something was not finite
+    c10::Stream made_on;
+  };
+
+  explicit OverflowReport(const TrainableParameters& parameters) : parameters_(parameters) {}
+
+  // Who wants it: the program, and compression, whose residuals count only if all is finite.
+  void watch(bool watching) { watching_ = watching; }
+  void watch_for_compression(bool compressed) { compressed_ = compressed; }
+  bool watches() const { return watching_ || compressed_; }
+
+  void begin_backward();
+  // This backward's flag on a device, for kernels that look for non-finite values.
+  const Flag& flag_on(c10::Device device);
+  // The buckets sent in `step` are reduced. `look_at_results`: also where nobody has looked.
+  void collect(const BucketStore& buckets, int64_t step, const HookVerdicts& hooks, bool look_at_results);
+
+  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nullopt if it was not checked. Waits
+  // for the devices that have flags.
+  std::optional<bool> finite();
+  // The same without the flags.
+  std::optional<bool> finite_on_host() const { return finite_; }
+  Residuals::Flags flags() const;
+  // In that backward, the first parameter of the module whose gradient on this rank was not finite; -1: none.
+  int64_t own_non_finite() const { return own_non_finite_; }
+  // Parameters of the module whose .grad is not finite; looks at all of them.
+  std::vector<std::size_t> non_finite() const;
+
+ private:
+  std::optional<bool> look_at(const Bucket& bucket);
+  bool flag_result(const at::Tensor& result);
+  int64_t parameter_at(const Bucket& bucket, const std::byte* address) const;
+
+  const TrainableParameters& parameters_;
+  bool watching_ = false;
+  bool compressed_ = false;
+  std::optional<bool> finite_;  // without what the flags know
+  std::unordered_map<c10::Device, Flag> flags_;
+  int64_t own_non_finite_ = -1;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,87 @@
+#include "torch/reducer/reducer_group.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <chrono>
+#include <utility>
+
+#include "base/naming.h"
+#include "torch/backend/process_group.h"
+#include "torch/reducer/reducer_errors.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::chrono::seconds kTellTimeout{30};
+
+}  // namespace
+
+ReducerGroup::ReducerGroup(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared,
+                           bool host_control)
+    : group_(std::move(group)),
+      ranks_(group_->getSize()),
+      average_(average),
+      names_compared_(names_compared),
+      host_control_(host_control) {}
+
+bool ReducerGroup::replace(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
+  group_ = std::move(group);
+  average_ = average;
+  names_compared_ = names_compared;
+  host_control_ = host_control_ && ring(c10::kCPU) != nullptr;
+  const int before = std::exchange(ranks_, group_->getSize());
+  return before != ranks_;
+}
+
+ProcessGroupRing* ReducerGroup::ring(c10::DeviceType device) const { return ring_of(*group_, device); }
+
+std::vector<std::vector<uint8_t>> ReducerGroup::gather(const std::vector<uint8_t>& mine, c10::Device device,
+                                                       const std::string& name) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<at::Tensor> sent{at::tensor(mine, at::kByte).to(device)};
+  std::vector<std::vector<at::Tensor>> received(1);
+  for (int rank = 0; rank < ranks_; ++rank) received[0].push_back(at::empty_like(sent[0]));
+  {
+    const NamedScope scope(name);
+    group_->allgather(received, sent)->wait();
+  }
+  std::vector<std::vector<uint8_t>> result;
+  for (const at::Tensor& bytes : received[0]) {
+    const at::Tensor here = bytes.cpu().contiguous();
+    const uint8_t* first = here.const_data_ptr<uint8_t>();
+    result.emplace_back(first, first + here.numel());
+  }
+  return result;
+}
+
+std::vector<int32_t> ReducerGroup::broadcast(const std::vector<int32_t>& mine, c10::Device device,
+                                             const std::string& name) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<at::Tensor> tensors{at::tensor(mine, at::kInt).to(device)};
+  {
+    const NamedScope scope(name);
+    group_->broadcast(tensors)->wait();
+  }
+  const at::Tensor here = tensors[0].cpu().contiguous();
+  const int32_t* first = here.const_data_ptr<int32_t>();
+  return {first, first + here.numel()};
+}
+
+std::string ReducerGroup::notify_others(const std::string& what, c10::Device device) {
+  if (!names_compared_ || ranks_ == 1) return {};
+  try {
+    const NamedScope scope(what);
+    std::vector<at::Tensor> tensors{at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device))};
+    c10d::AllreduceOptions options;
+    options.timeout = kTellTimeout;
+    group_->allreduce(tensors, options)->wait();
+    return " The other ranks' backwards stopped at the same place, and none of them waits.";
+  } catch (...) {
+    return " The other ranks were notified, but are in another operation:\n" + current_error_text();
+  }
+}
+
+}  // namespace ringdp

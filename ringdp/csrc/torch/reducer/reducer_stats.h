@@ -1,0 +1,70 @@
+// StepTimes: what a step took and sent, by the host's clock alone; no device is waited for. BucketRow: the same of one bucket.
+// Owned by the Reducer, used under its lock.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "torch/reducer/bucket_plan.h"
+#include "torch/reducer/gradient_layout.h"
+
+namespace ringdp {
+
+// Timings of the last synchronised backward, and running totals.
+struct ReducerStats {
+  int64_t steps = 0;
+  int64_t buckets = 0;
+  int64_t bytes = 0;          // gradients of one step
+  double backward_s = 0;      // from the first output or gradient to the last gradient
+  double exposed_wait_s = 0;  // the end of backward waited for communication
+  double total_backward_s = 0;
+  double total_exposed_wait_s = 0;
+  // When that backward began, launched its first bucket, had its last gradient, and ended: ns of the steady clock.
+  int64_t began_ns = 0;
+  int64_t launched_ns = 0;
+  int64_t computed_ns = 0;
+  int64_t finished_ns = 0;
+  int64_t unused_bytes = 0;  // of parameters without gradient on this rank
+};
+
+class StepTimes {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  void begin();
+  void note_first_launch();
+  // The gradients were complete at `gradients_done`, and now the backward ends.
+  void end(Clock::time_point gradients_done, int64_t unused_bytes, bool local);
+
+  // A step sends the plan's kept buckets, and then those that are counted singly.
+  void count_kept(const BucketPlan& plan);
+  void count_bucket(const BucketPlan& plan, std::size_t bucket);
+  const ReducerStats& stats() const { return stats_; }
+
+ private:
+  ReducerStats stats_;
+  Clock::time_point began_;
+};
+
+// The cost of one bucket the last time it was sent.
+struct BucketRow {
+  std::size_t index = 0;
+  std::string name;
+  int reduction = -1;                   // -1: exact
+  bool free = false;                    // `choose` may give it another
+  std::vector<std::size_t> parameters;  // of the module, in the order of the buffer
+  std::size_t numel = 0;                // gradients
+  std::size_t bytes_before = 0;         // of the gradients in the bucket's dtype
+  std::size_t bytes_after = 0;          // of the codes of one rank's gradients; for reductions that are hooks as before
+  double launched_s = 0;                // when it was launched, from the first bucket of that backward on
+  double coding_s = 0;                  // spent on encoding and decoding in the core
+  double seconds = 0;                   // from launch until it was reduced
+  double exposed_s = 0;                 // for which the end of backward waited for it
+};
+
+std::vector<BucketRow> bucket_rows(const GradientLayout& layout, const ReducerStats& stats);
+
+}  // namespace ringdp

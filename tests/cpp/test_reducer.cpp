@@ -1,0 +1,289 @@
+// The parts of the reducer that know no torch: which gradient goes into which bucket, which bucket may leave when, whether a
+// backward synchronises, and what the user is told.
+#include <string>
+#include <vector>
+
+#include "testing.h"
+#include "torch/reducer/arrival_tracker.h"
+#include "torch/reducer/backward_state.h"
+#include "torch/reducer/bucket_plan.h"
+#include "torch/reducer/messages.h"
+
+namespace ringdp {
+namespace {
+
+using Numbers = std::vector<std::size_t>;
+using Names = std::vector<std::string>;
+
+const Names kNames{"a", "b", "c", "d"};
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+CASE("ranks are listed as ranges") {
+  CHECK_EQ(describe_ranks({true, false, true, false, true, true, true}, true), "ranks 0, 2, 4-6");
+  CHECK_EQ(describe_ranks({true, false, true, true}, true), "ranks 0, 2, 3");
+  CHECK_EQ(describe_ranks({true, false, true}, false), "rank 1");
+  CHECK_EQ(describe_ranks({true}, false), "no rank");
+}
+
+CASE("a long list of names says how many it leaves out, and two lists never read the same") {
+  Names names;
+  Numbers all;
+  for (std::size_t i = 0; i < 100; ++i) {
+    names.push_back("layer" + std::to_string(i) + ".weight");
+    all.push_back(i);
+  }
+  const std::string text = describe_names(all, names);
+  CHECK(text.size() < 260);
+  CHECK(contains(text, "layer0.weight, layer1.weight"));
+  CHECK(contains(text, " more ["));
+  names.back() = "another";
+  CHECK(describe_names(all, names) != text);
+  CHECK_EQ(describe_bucket(3, Numbers{1, 0}, kNames), "bucket 3: b, a");
+  CHECK_EQ(listed(names).substr(0, 14), "layer0.weight,");
+  CHECK(contains(listed(names), "layer19.weight, … 80 more"));
+}
+
+CASE("parameters without gradient: what becomes of them is said by rank where it is known") {
+  CHECK_EQ(unused_here({1, 2}, {}, kNames), "Used on other ranks, so their mean counts zeros from this one: b, c.");
+  CHECK_EQ(unused_here({1, 2}, {true, true, false, true}, kNames),
+           "Used on other ranks, so their mean counts zeros from this one: b. "
+           "Used on no rank, so their .grad stays None: c.");
+  CHECK_EQ(unused_by_ranks({{1, 1, 0, 1}, {1, 0, 0, 1}}, kNames),
+           "b on rank 1; used on rank 0, and their mean counts zeros from the others. "
+           "Used on no rank, so their .grad stays None: c.");
+  CHECK_EQ(unused_by_ranks({{1, 1, 1, 1}, {1, 0, 1, 1}}, kNames),
+           "b on rank 1; used on rank 0, and their mean counts zeros from the others.");
+}
+
+CASE("ranks that disagree about requires_grad are named with the parameters") {
+  CHECK(requires_grad_disagreement({{true, false, true, true}, {true, false, true, true}}, kNames).text.empty());
+  const Disagreement found =
+      requires_grad_disagreement({{true, true, false, true}, {true, false, false, true}}, kNames);
+  CHECK_EQ(found.text, "the ranks disagree about requires_grad: b requires grad on rank 0 and not on rank 1.");
+  CHECK_EQ(found.first_name, "b");
+}
+
+CASE("a backward that did not end: DDP's error where gradients are missing, an exception otherwise") {
+  UnfinishedBackward backward;
+  backward.step = 7;
+  backward.rank = 1;
+  backward.ranks = 2;
+  backward.sent = 1;
+  backward.sending = 3;
+  backward.missing = {2};
+  const std::string left = unfinished_text(backward, kNames);
+  CHECK(contains(left, "The backward of step 7 did not come to its end on rank 1"));
+  CHECK(contains(left, "It had sent 1 of 3 buckets. Ranks whose backward goes on wait for the others."));
+  CHECK(contains(left, "\nParameter indices which did not receive grad for rank 1: 2\n"));
+  backward.missing.clear();
+  CHECK(!contains(unfinished_text(backward, kNames), "did not receive grad"));
+  backward.missing = {0, 3};
+  backward.ended_short = true;
+  backward.peer_report = " The others stopped.";
+  const std::string missing = unfinished_text(backward, kNames);
+  CHECK(contains(missing, "find_unused_parameters=True"));
+  CHECK(contains(missing, "did not receive grad for rank 1: a, d\nThe others stopped."));
+  CHECK(!contains(missing, "did not come to its end"));
+  backward.static_graph = true;
+  CHECK(contains(unfinished_text(backward, kNames), "your training graph has changed"));
+  CHECK_EQ(unfinished_notice(7, {0, 3}, kNames), "backward of step 7 did not end: no gradient for a, d");
+  CHECK_EQ(unfinished_notice(7, {}, kNames), "backward of step 7 did not end");
+}
+
+CASE("a gradient that came twice is named with the modules that use it") {
+  CHECK(contains(marked_twice_text(2, "c", ""), "Parameter at index 2 with name c has been marked as ready twice"));
+  CHECK(contains(marked_twice_text(2, "c", "block (Linear)"), " It is used in block (Linear)."));
+}
+
+PlannedGradient gradient(std::size_t numel, uint64_t group = 0) {
+  PlannedGradient one;
+  one.group = group;
+  one.numel = numel;
+  one.element_bytes = 4;
+  return one;
+}
+
+PlannedGradient alone(std::size_t numel) {
+  PlannedGradient one = gradient(numel);
+  one.alone = true;
+  return one;
+}
+
+PlannedGradient compressed(std::size_t numel) {
+  PlannedGradient one = gradient(numel, 1);
+  one.exact = false;
+  return one;
+}
+
+using Buckets = std::vector<BucketMembers>;
+
+CASE("buckets close at their caps, and come in the order in which they fill up") {
+  BucketPlan plan({8, 16});
+  plan.start({gradient(1), gradient(2), gradient(2), gradient(2), gradient(1)});
+  CHECK(plan.buckets() == (Buckets{{4, 3}, {2, 1}, {0}}));
+  CHECK_EQ(plan.kept(), 3u);
+  CHECK_EQ(plan.bytes(1), 16u);
+  BucketPlan one({});
+  one.start({gradient(1), gradient(1, /*group=*/2), gradient(1)});
+  CHECK(one.buckets() == (Buckets{{1}, {2, 0}}));
+}
+
+CASE("a gradient begins at a multiple of 64 bytes of its bucket") {
+  BucketPlan plan({});
+  plan.start({gradient(3), gradient(17), gradient(1)});
+  const BucketMemory memory = plan.memory(0);
+  CHECK(memory.offsets == (Numbers{0, 16, 48}));
+  CHECK(memory.lengths == (Numbers{1, 17, 3}));
+  CHECK_EQ(memory.numel, 51u);
+}
+
+CASE("the last bucket is an exact one with memory of its own, where there is one") {
+  BucketPlan plan({4});
+  plan.start({alone(8), compressed(1), gradient(1), gradient(1)});
+  CHECK(plan.buckets() == (Buckets{{3}, {1}, {0}, {2}}));
+  CHECK(plan.may_carry_marks(3));
+  CHECK(!plan.may_carry_marks(2));
+  plan.start({compressed(1)});
+  CHECK(!plan.may_carry_marks(0));
+  PlannedGradient sparse = alone(8);
+  sparse.sparse = true;
+  plan.start({sparse});
+  CHECK_EQ(plan.bytes(0), 32u);
+  CHECK_EQ(plan.dense_bytes(0), 0u);
+}
+
+CASE("all ranks plan by the order in which rank 0's gradients arrived") {
+  BucketPlan plan({4});
+  plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});
+  CHECK(!plan.follow_learned());
+  // Parameter 3 did not come, parameter 0 came twice.
+  const std::vector<int32_t> sent = plan.order_to_send(Numbers{0, 2, 0, 1}, {});
+  CHECK(sent == (std::vector<int32_t>{0, 2, 1, 3}));
+  plan.learn(sent);
+  CHECK(plan.order_known());
+  CHECK(!plan.rebuilt());
+  CHECK(plan.follow_learned() == std::optional(true));
+  CHECK(plan.rebuilt());
+  CHECK(plan.buckets() == (Buckets{{0}, {2}, {1}, {3}}));
+  CHECK(!plan.follow_learned());
+  plan.learn(sent);
+  CHECK(plan.follow_learned() == std::optional(false));
+  plan.describe_again({gradient(2), gradient(1), gradient(1), gradient(1)});
+  CHECK(plan.buckets() == (Buckets{{0}, {2}, {1}, {3}}));
+  plan.learn(sent);
+  plan.forget_learned();
+  CHECK(!plan.order_known() && !plan.rebuilt() && !plan.follow_learned());
+  CHECK_THROWS(ErrorKind::kMismatch, plan.learn(std::vector<int32_t>{0, 1, 1, 3}));
+}
+
+CASE("parameters that no rank used share no bucket with the others, and theirs stand last") {
+  BucketPlan plan({});
+  plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});
+  const std::vector<int32_t> sent = plan.order_to_send(Numbers{3, 1}, {false, true, false, true});
+  CHECK(sent == (std::vector<int32_t>{3, 1, ~2, ~0}));
+  plan.learn(sent);
+  CHECK(plan.follow_learned() == std::optional(true));
+  CHECK(plan.buckets() == (Buckets{{3, 1}, {2, 0}}));
+  CHECK_EQ(plan.kept(), 1u);
+  CHECK(plan.may_carry_marks(0));
+  plan.learn(std::vector<int32_t>{~3, ~1, ~2, ~0});  // none would be left
+  CHECK(plan.follow_learned() == std::optional(true));
+  CHECK_EQ(plan.kept(), 1u);
+  CHECK(plan.buckets() == (Buckets{{3, 1, 2, 0}}));
+}
+
+using Arrival = ArrivalTracker::Arrival;
+
+// Buckets {3}, {2}, {1}, {0}.
+BucketPlan four_buckets() {
+  BucketPlan plan({4});
+  plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});
+  return plan;
+}
+
+CASE("buckets leave in index order, each when all its gradients are there") {
+  const BucketPlan plan = four_buckets();
+  ArrivalTracker arrivals(plan);
+  arrivals.start(4);
+  arrivals.begin(/*sending=*/3);
+  CHECK(arrivals.arrived(2) == Arrival::kComplete);
+  arrivals.note_used(2, true);
+  CHECK(arrivals.mark_ready(2));
+  CHECK(!arrivals.next_full());  // bucket 0 is not
+  CHECK(arrivals.arrived(3) == Arrival::kComplete);
+  CHECK(arrivals.mark_ready(3));
+  CHECK(arrivals.next_full() == std::optional<std::size_t>(0));
+  arrivals.note_sent(0);
+  CHECK(arrivals.next_full() == std::optional<std::size_t>(1));
+  arrivals.note_sent(1);
+  CHECK(!arrivals.next_full());
+  CHECK(arrivals.arrived(3) == Arrival::kTwice);
+  CHECK(arrivals.unfinished() == (Numbers{0, 1}));
+  CHECK(arrivals.complete(/*all_required=*/false));
+  CHECK(!arrivals.complete(/*all_required=*/true));
+  arrivals.mark_ready(1);
+  arrivals.note_sent(2);
+  arrivals.mark_ready(0);
+  CHECK(!arrivals.next_full());  // the fourth bucket does not leave by itself
+  CHECK(arrivals.order() == (Numbers{2, 3}));
+  CHECK(arrivals.used(2) && !arrivals.used(3));
+  arrivals.begin(4);
+  CHECK(!arrivals.used(2) && !arrivals.ready(2) && arrivals.order().empty() && arrivals.sent() == 0);
+}
+
+CASE("a static graph's gradients are counted in the first backward, and the last of each is taken later") {
+  const BucketPlan plan = four_buckets();
+  ArrivalTracker arrivals(plan);
+  arrivals.start(4);
+  arrivals.set_static_graph();
+  arrivals.begin(4);
+  CHECK(arrivals.learning());
+  for (const std::size_t i : Numbers{3, 1, 3}) CHECK(arrivals.arrived(i) == Arrival::kOneOfSeveral);
+  CHECK(arrivals.complete(true));
+  arrivals.graph_learned();
+  for (std::size_t i = 0; i < 4; ++i) CHECK(arrivals.mark_ready(i));
+  CHECK(arrivals.order() == (Numbers{3, 1}));
+  CHECK(arrivals.unexpected() == (Numbers{0, 2}));
+  arrivals.begin(4);
+  CHECK(arrivals.arrived(3) == Arrival::kOneOfSeveral);
+  CHECK(!arrivals.complete(true));
+  CHECK(arrivals.arrived(3) == Arrival::kComplete);
+  CHECK(arrivals.arrived(3) == Arrival::kUnexpected);
+  CHECK(arrivals.arrived(0) == Arrival::kUnexpected);
+  CHECK(arrivals.arrived(1) == Arrival::kComplete);
+  CHECK(arrivals.complete(true));
+  arrivals.forget_graph();
+  arrivals.begin(4);
+  CHECK(arrivals.learning());
+}
+
+CASE("a gradient begins a step after a forward that synchronises, and not in a backward that was told to be quiet") {
+  BackwardState backward;
+  CHECK(!backward.synchronises(5));
+  auto graph = std::make_shared<int>();
+  backward.arm(graph);
+  CHECK(backward.due());
+  backward.stay_quiet(5);
+  CHECK(!backward.synchronises(5));
+  CHECK(backward.synchronises(6));
+  graph.reset();
+  CHECK(!backward.due());
+  CHECK(backward.synchronises(6));
+  backward.demand();
+  CHECK(backward.due());
+  backward.begin();
+  CHECK(backward.active() && !backward.due() && !backward.demanded());
+  CHECK_EQ(backward.step(), 1);
+  backward.end_short();
+  CHECK(backward.active() && backward.ended_short());
+  backward.reset();
+  CHECK(!backward.active());
+  backward.begin();
+  CHECK(!backward.ended_short());
+  backward.end();
+  CHECK(!backward.active());
+}
+
+}  // namespace
+}  // namespace ringdp
