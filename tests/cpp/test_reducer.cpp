@@ -58,7 +58,7 @@ CASE("parameters without gradient: what becomes of them is said by rank where it
 
 CASE("ranks that disagree about requires_grad are named with the parameters") {
   CHECK(requires_grad_disagreement({{true, false, true, true}, {true, false, true, true}}, kNames).text.empty());
-  const Disagreement found =
+  const TrainingDisagreement found =
       requires_grad_disagreement({{true, true, false, true}, {true, false, false, true}}, kNames);
   CHECK_EQ(found.text, "the ranks disagree about requires_grad: b requires grad on rank 0 and not on rank 1.");
   CHECK_EQ(found.first_name, "b");

@@ -149,8 +149,8 @@ std::string unused_by_ranks(const std::vector<std::vector<uint8_t>>& used, std::
   return text;
 }
 
-Disagreement requires_grad_disagreement(const std::vector<std::vector<bool>>& trains,
-                                        std::span<const std::string> names) {
+TrainingDisagreement requires_grad_disagreement(const std::vector<std::vector<bool>>& trains,
+                                                std::span<const std::string> names) {
   RankTable table;
   for (std::size_t i = 0; i < names.size(); ++i) {
     std::vector<bool> with;

@@ -33,13 +33,13 @@ std::string unused_here(const std::vector<std::size_t>& missing, const std::vect
 std::string unused_by_ranks(const std::vector<std::vector<uint8_t>>& used, std::span<const std::string> names);
 
 // About parameters that require grad on some ranks and not on others. An empty text: there are none.
-struct Disagreement {
+struct TrainingDisagreement {
   std::string text;
   std::string first_name;
 };
 // `trains`: [rank][parameter of the module], `names` of all of these.
-Disagreement requires_grad_disagreement(const std::vector<std::vector<bool>>& trains,
-                                        std::span<const std::string> names);
+TrainingDisagreement requires_grad_disagreement(const std::vector<std::vector<bool>>& trains,
+                                                std::span<const std::string> names);
 
 // A backward that had not ended when the next step began.
 struct UnfinishedBackward {

@@ -123,7 +123,7 @@ void TrainableParameters::throw_where_they_differ(const std::vector<std::vector<
   }
   std::vector<std::string> names;
   for (const ModuleParameter& parameter : all_) names.push_back(parameter.name);
-  const Disagreement found = requires_grad_disagreement(trains, names);
+  const TrainingDisagreement found = requires_grad_disagreement(trains, names);
   if (found.text.empty()) return;
   ErrorContext context;
   context.rank = rank;
