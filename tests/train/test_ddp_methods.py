@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 from collections import namedtuple
 from collections.abc import Callable
@@ -87,7 +88,9 @@ def ignored_parameters_and_buffers() -> None:
 
 
 def will_sync_buffers() -> None:
-    for options in ({}, {"forward_sync_buffers": False}, {"broadcast_buffers": False}):
+    theirs = inspect.signature(DistributedDataParallel.__init__).parameters
+    since_2_13: list[dict[str, Any]] = [{"forward_sync_buffers": False}] if "forward_sync_buffers" in theirs else []
+    for options in ({}, *since_2_13, {"broadcast_buffers": False}):
         for name in ("convolutional", "mlp"):
 
             def drive(model: DistributedDataParallel) -> list[bool]:
@@ -96,7 +99,8 @@ def will_sync_buffers() -> None:
                     loss(model, 0)
                 seen.append(model.will_sync_module_buffers())
                 loss(model, 0)
-                return [*seen, model.will_sync_module_buffers(), model.broadcast_buffers, model.forward_sync_buffers]
+                forward_too = getattr(model, "forward_sync_buffers", None)  # since torch 2.13
+                return [*seen, model.will_sync_module_buffers(), model.broadcast_buffers, forward_too]
 
             alike(drive, lambda name=name: models.build(name), **options)
 
