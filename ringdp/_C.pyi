@@ -15,7 +15,7 @@ class RingFuture(torch.futures.Future[Any]):
 class RingWork(Work):
     def get_future(self) -> RingFuture: ...
 
-class Lobby:
+class PendingMesh:
     """The ranks have met and are connected; each has the words of all others."""
 
     def __init__(
@@ -245,7 +245,7 @@ def create_process_group(
     group_id: str,
     global_ranks: Sequence[int],
     config: dict[str, Any],
-    lobby: Lobby | None = None,
+    pending: PendingMesh | None = None,
 ) -> Backend: ...
 def create_reconfigurable_process_group(
     *, rank: int, size: int, timeout: timedelta, group_id: str, is_default: bool, config: dict[str, Any]

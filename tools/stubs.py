@@ -33,7 +33,7 @@ SINK = "Callable[[int, str], object]"
 HOOK = "Callable[[Any, GradBucket], torch.futures.Future[Any]]"
 TYPES: dict[str, dict[str, str]] = {
     "_C": {
-        "Lobby.__init__(config)": "dict[str, Any]",
+        "PendingMesh.__init__(config)": "dict[str, Any]",
         "ModuleSnapshot.__init__(module)": "torch.nn.Module",
         "ModuleSnapshot.differs(module)": "torch.nn.Module",
         "PythonReduction.__init__(hook)": HOOK,
@@ -45,7 +45,7 @@ TYPES: dict[str, dict[str, str]] = {
         "RingFuture.then(callback)": "Callable[[RingFuture], object]",
         "create_process_group(config)": "dict[str, Any]",
         "create_reconfigurable_process_group(config)": "dict[str, Any]",
-        "create_process_group(lobby)": "Lobby | None",
+        "create_process_group(pending)": "PendingMesh | None",
         "fail_future(exception)": "BaseException",
         "find_codec": "CodecLibrary | None",
         "registered_transports": "list[dict[str, Any]]",

@@ -30,7 +30,7 @@ _AVERAGING_BACKENDS = frozenset({"ring", "nccl"})  # those with ReduceOp.AVG
 
 _timeouts: dict[str, timedelta] = {}  # of the process groups of ring, by name
 # Where the ranks have met, between that and the process group that takes the connections over.
-_lobby: _C.Lobby | None = None
+_pending: _C.PendingMesh | None = None
 
 
 def register_backend() -> None:
@@ -57,7 +57,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     _C.set_log_sink(log_line)
     atexit.unregister(_shut_down_extension)
     atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
-    lobby = None if dist.is_initialized() else _lobby  # the default group's alone
+    pending = None if dist.is_initialized() else _pending  # the default group's alone
     _timeouts[options.group_id] = options.timeout
     if getattr(options, "enable_reconfigure", False):  # since torch 2.14
         return _C.create_reconfigurable_process_group(
@@ -76,16 +76,16 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
         group_id=options.group_id,
         global_ranks=list(options.global_ranks_in_group),
         config=settings.as_dict(),
-        lobby=lobby,
+        pending=pending,
     )
 
 
 @contextlib.contextmanager
-def handing_over(lobby: _C.Lobby) -> Iterator[None]:
-    """Inside the block the default group of ``ring`` takes over the connections of `lobby` (``ringdp._C.Lobby``); where
+def handing_over(pending: _C.PendingMesh) -> Iterator[None]:
+    """Inside the block the default group of ``ring`` takes over the connections of `pending` (``ringdp._C.PendingMesh``); where
     none was made, they are closed at the end, and the others are told what this rank raised, if anything."""
-    global _lobby
-    _lobby = lobby
+    global _pending
+    _pending = pending
     reason = "it was done with them"
     try:
         yield
@@ -93,8 +93,8 @@ def handing_over(lobby: _C.Lobby) -> Iterator[None]:
         reason = f"its init ended by {traceback.format_exception_only(type(error), error)[-1].strip()}"
         raise
     finally:
-        _lobby.close(reason)
-        _lobby = None
+        _pending.close(reason)
+        _pending = None
 
 
 @contextlib.contextmanager

@@ -297,7 +297,7 @@ def _met(
     from ringdp import _C
 
     _C.set_log_sink(ring.log_line)
-    lobby = _C.Lobby(
+    pending = _C.PendingMesh(
         store=store,
         rank=rank,
         size=world_size,
@@ -306,8 +306,8 @@ def _met(
         first_notice_s=job_store.FIRST_NOTICE_S,
         config=settings.as_dict(),
     )
-    with ring.handing_over(lobby):
-        yield [_Hello.decode(text, rank=r) for r, text in enumerate(lobby.hellos())]
+    with ring.handing_over(pending):
+        yield [_Hello.decode(text, rank=r) for r, text in enumerate(pending.hellos())]
 
 
 def _require_agreement(hellos: Sequence[_Hello]) -> None:

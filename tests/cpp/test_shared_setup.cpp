@@ -100,7 +100,7 @@ Fd visit(const std::string& hex) {
   auto bytes = hex_decode(hex);
   std::copy(bytes.begin(), bytes.end(), name.begin());
   int error_number = 0;
-  Fd fd = knock(name, error_number);
+  Fd fd = connect_fd_socket(name, error_number);
   CHECK_EQ(error_number, 0);
   return fd;
 }
@@ -223,7 +223,7 @@ CASE("memory goes to who shows the token, whatever strangers do at the door") {
 
 CASE("silent strangers are sent away after two seconds, and do not hold anybody up") {
   std::string problem;
-  auto door = Door::open(problem);
+  auto door = FdSocket::open(problem);
   REQUIRE(door.has_value());
   Fd silent = visit(hex_encode(door->name()));
   Deadline limit = Deadline::after_ms(30'000);  // a busy machine
@@ -241,7 +241,7 @@ CASE("silent strangers are sent away after two seconds, and do not hold anybody 
 
 CASE("a token is good once") {
   std::string problem;
-  auto door = Door::open(problem);
+  auto door = FdSocket::open(problem);
   REQUIRE(door.has_value());
   SharedMessage message;
   message.type = SharedType::kToken;
@@ -250,10 +250,10 @@ CASE("a token is good once") {
   Fd first = visit(hex_encode(door->name())), second = visit(hex_encode(door->name()));
   CHECK_EQ(send_shared_message(first.get(), message), 0);
   CHECK_EQ(send_shared_message(second.get(), message), 0);
-  auto guests = door->serve();
-  REQUIRE(guests.size() == 1);
-  CHECK_EQ(guests[0].peer, 7);
-  CHECK(guests[0].credentials.pid == getpid() && guests[0].credentials.uid == geteuid());
+  auto clients = door->serve();
+  REQUIRE(clients.size() == 1);
+  CHECK_EQ(clients[0].peer, 7);
+  CHECK(clients[0].credentials.pid == getpid() && clients[0].credentials.uid == geteuid());
 }
 
 CASE("more descriptors than one with a message are closed") {

@@ -23,7 +23,7 @@ from tests.contract.core_ranks import core, value_in
 from tests.fault.hosts import ROOT, Outcome, RankServer, RankSpec
 from tests.fault.launch_jobs import wait_until
 from tests.fault.test_meeting_death import HERE as MEETING
-from tests.fault.test_meeting_death import lobby, open_store, whoami
+from tests.fault.test_meeting_death import pending, open_store, whoami
 from tests.fault.test_rank_handshake import (
     CONFIRM,
     HANDSHAKE_BYTES,
@@ -123,7 +123,7 @@ def besieged(spec: RankSpec, outcome: Outcome) -> None:
     logging.getLogger("ringdp.core").addHandler(lines)
     _C.set_log_sink(backend.log_line)
     before = resources()
-    lobby(spec, outcome)
+    pending(spec, outcome)
     outcome.text = json.dumps({"before": before, "after": resources(), "lines": lines.times})
 
 
@@ -138,7 +138,7 @@ def late(spec: RankSpec, outcome: Outcome) -> None:
     (folder / "where.new").rename(folder / "where")
     wait_until((folder / "go").exists, "the word to go", 90)
     outcome.at = time.monotonic()
-    lobby(spec, outcome)
+    pending(spec, outcome)
 
 
 # The tests.
@@ -216,7 +216,7 @@ def test_a_second_process_of_a_rank_is_refused_by_the_rank_it_calls() -> None:
 
 def test_a_second_process_of_a_rank_is_refused_by_the_store(server: RankServer, tmp_path: Path) -> None:
     variables = {"FOLDER": str(tmp_path)}
-    ranks = [RankSpec(1, 2, variables=variables, method=f"file://{tmp_path}/store", body=f"{MEETING}:lobby")] * 2
+    ranks = [RankSpec(1, 2, variables=variables, method=f"file://{tmp_path}/store", body=f"{MEETING}:pending")] * 2
     start = time.monotonic()
     outcomes = server.run(ranks, tmp_path)
     assert time.monotonic() - start < 10.0

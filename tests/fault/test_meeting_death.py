@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(120)
 # What runs on the ranks.
 
 
-def lobby(spec: RankSpec, outcome: Outcome) -> None:
+def pending(spec: RankSpec, outcome: Outcome) -> None:
     """Meet, as ringdp.init() does; stay until everybody has met."""
     from ringdp import _C
     from ringdp.config import RingConfig
@@ -38,7 +38,7 @@ def lobby(spec: RankSpec, outcome: Outcome) -> None:
     settings = config.as_dict() | {"several_hosts": bool(spec.variables.get("SEVERAL_HOSTS"))}
     store, wait = open_store(spec), timedelta(seconds=60)
     where = {"rank": spec.rank, "size": spec.world}
-    met = _C.Lobby(store=store, **where, hello="", timeout=wait, first_notice_s=10.0, config=settings)
+    met = _C.PendingMesh(store=store, **where, hello="", timeout=wait, first_notice_s=10.0, config=settings)
     outcome.value = len(met.hellos())
     outcome.seconds = time.monotonic() - outcome.at
     store.set(f"through/{spec.rank}", "")
@@ -155,7 +155,7 @@ def expect_named(outcomes: list[Outcome], folder: Path, dead: int, host: str, *,
 
 def specs(folder: Path, stage: str, *, world: int, present: list[int], dead: int = 1) -> list[RankSpec]:
     variables = {"STAGE": stage, "FOLDER": str(folder)}
-    body = {rank: f"{HERE}:victim" if rank == dead else f"{HERE}:lobby" for rank in present}
+    body = {rank: f"{HERE}:victim" if rank == dead else f"{HERE}:pending" for rank in present}
     method = f"file://{folder}/store"
     return [RankSpec(rank, world, variables=variables, method=method, body=body[rank]) for rank in present]
 
@@ -223,7 +223,7 @@ def test_a_stopped_rank_is_not_dead(server: RankServer, tmp_path: Path) -> None:
 
 def after_the_stop(spec: RankSpec, outcome: Outcome) -> None:
     wait_until((Path(spec.variables["FOLDER"]) / "stopped").exists, "rank 1 to stop")
-    lobby(spec, outcome)
+    pending(spec, outcome)
 
 
 def stop_in_the_middle(spec: RankSpec, outcome: Outcome) -> None:
@@ -235,7 +235,7 @@ def stop_in_the_middle(spec: RankSpec, outcome: Outcome) -> None:
         (folder / "stopped.new").write_text(str(os.getppid()))
         (folder / "stopped.new").rename(folder / "stopped")
         os._exit(0)
-    lobby(spec, outcome)
+    pending(spec, outcome)
     os.waitpid(child, 0)
 
 
@@ -289,4 +289,4 @@ def stopped_by_its_handler(spec: RankSpec, outcome: Outcome) -> None:
 
     signal.signal(signal.SIGALRM, leave)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
-    lobby(spec, outcome)
+    pending(spec, outcome)

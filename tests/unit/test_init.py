@@ -249,10 +249,10 @@ def meet_as_threads(hellos: list[process_group._Hello]) -> list[process_group._H
     }
 
     def meet(rank: int) -> list[str]:
-        lobby = _C.Lobby(store=store, rank=rank, size=size, hello=hellos[rank].encode(), **settings)
+        pending = _C.PendingMesh(store=store, rank=rank, size=size, hello=hellos[rank].encode(), **settings)
         both.wait(20)
-        lobby.close()
-        return lobby.hellos()
+        pending.close()
+        return pending.hellos()
 
     with ThreadPoolExecutor(size) as ranks:
         for texts in ranks.map(meet, range(size)):
@@ -269,13 +269,13 @@ def test_who_leaves_after_meeting_says_goodbye_to_who_goes_on(transport: str, ch
     }
 
     def meet(rank: int) -> str:
-        lobby = _C.Lobby(store=store, rank=rank, size=2, hello="", first_notice_s=10.0, **settings)
+        pending = _C.PendingMesh(store=store, rank=rank, size=2, hello="", first_notice_s=10.0, **settings)
         both.wait(20)
         if rank == 1:
-            lobby.close("it chose another backend")
+            pending.close("it chose another backend")
             return ""
         group: Any = _C.create_process_group(
-            store=store, rank=0, size=2, group_id="g", global_ranks=[], lobby=lobby, **settings
+            store=store, rank=0, size=2, group_id="g", global_ranks=[], pending=pending, **settings
         )
         with pytest.raises(RuntimeError) as caught:
             group.barrier().wait()

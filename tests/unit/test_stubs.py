@@ -132,5 +132,5 @@ def test_a_wrong_stub_is_found(line: str, other: str, complaint: str) -> None:
 
 def test_a_signature_in_cpp_is_found() -> None:
     """As pybind11 writes one where a class is bound after a function that takes it."""
-    assert "not Python's" in arguments_of("meet(lobby: ringdp::Lobby = None) -> None\n\nWaits.")
-    assert arguments_of("meet(lobby: ringdp._C.Lobby = None) -> None\n\nWaits.") == "(lobby=...)"
+    assert "not Python's" in arguments_of("meet(pending: ringdp::PendingMesh = None) -> None\n\nWaits.")
+    assert arguments_of("meet(pending: ringdp._C.PendingMesh = None) -> None\n\nWaits.") == "(pending=...)"

@@ -23,7 +23,7 @@ Error forked_error() {
       context);
 }
 
-Engine::Engine(int rank, std::vector<MetPeer> peers, EngineOptions options)
+Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
     : options_(std::move(options)),
       role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), copies_.under_way()}; }),
       groups_(role_),

@@ -40,7 +40,7 @@ Error forked_error();
 class Engine {
  public:
   // Peers without a channel are connected later: see `connect`.
-  Engine(int rank, std::vector<MetPeer> peers, EngineOptions options);
+  Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options);
 
   // The connection that was wanted, or that the peer wanted; or why there is none. `gone`: the peer has ended. Any thread.
   void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);

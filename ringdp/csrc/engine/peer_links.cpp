@@ -13,7 +13,7 @@ constexpr auto kHostPeriod = std::chrono::milliseconds(500);
 
 }  // namespace
 
-PeerLinks::PeerLinks(int rank, std::vector<MetPeer> peers, const EngineOptions& options, const DriverRole& role,
+PeerLinks::PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role,
                      Poller& poller, const LinkEvents& events, Lost lost)
     : rank_(rank),
       role_(role),
@@ -23,8 +23,8 @@ PeerLinks::PeerLinks(int rank, std::vector<MetPeer> peers, const EngineOptions& 
       links_(peers.size()),
       writing_(peers.size(), 0) {
   if (options.rate_bytes_per_s > 0) limiter_.emplace(options.rate_bytes_per_s);
-  for (const MetPeer& peer : peers) infos_.push_back(peer.info);
-  for (MetPeer& peer : peers) {
+  for (const MeshPeer& peer : peers) infos_.push_back(peer.info);
+  for (MeshPeer& peer : peers) {
     const int place = peer.info.rank;
     if (place == rank_) continue;
     std::unique_ptr<Channel> channel = peer.channel ? adopt(std::move(peer.channel), place) : nullptr;

@@ -26,7 +26,7 @@ class PeerLinks {
   using Lost = std::function<void(int peer, const Error& error)>;
 
   // Peers without a channel are connected later.
-  PeerLinks(int rank, std::vector<MetPeer> peers, const EngineOptions& options, const DriverRole& role, Poller& poller,
+  PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role, Poller& poller,
             const LinkEvents& events, Lost lost);
 
   int rank() const { return rank_; }

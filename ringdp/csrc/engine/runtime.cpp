@@ -16,10 +16,10 @@ int cores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-std::vector<int> host_numbers(const std::vector<MetPeer>& peers) {
+std::vector<int> host_numbers(const std::vector<MeshPeer>& peers) {
   std::map<std::string, int> seen;
   std::vector<int> out;
-  for (const MetPeer& peer : peers)
+  for (const MeshPeer& peer : peers)
     out.push_back(seen.emplace(peer.host_identity, static_cast<int>(seen.size())).first->second);
   return out;
 }
@@ -31,16 +31,16 @@ Runtime::Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOption
 
 Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tables)
     : late_(std::move(mesh.late)), hosts_(host_numbers(mesh.peers)), tables_(tables) {
-  std::vector<MetPeer>& peers = mesh.peers;
+  std::vector<MeshPeer>& peers = mesh.peers;
   ranks_on_this_host_ =
       static_cast<int>(std::count(hosts_.begin(), hosts_.end(), hosts_[static_cast<std::size_t>(rank)]));
-  for (const MetPeer& peer : peers)
+  for (const MeshPeer& peer : peers)
     if (peer.transport != nullptr) transports_[peer.info.rank] = peer.transport->name;
   // More ranks than cores: polling TCP would take the core from the rank that is waited for. A look at shared memory costs
   // next to nothing between two yields (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10 us).
   options.shares_cores = ranks_on_this_host_ > cores();
   bool streams = std::any_of(peers.begin(), peers.end(),
-                             [](const MetPeer& peer) { return peer.transport != nullptr && !peer.transport->direct; });
+                             [](const MeshPeer& peer) { return peer.transport != nullptr && !peer.transport->direct; });
   if (options.shares_cores && streams) options.spin_us = std::min<int64_t>(options.spin_us, 10);
   if (options.rate_bytes_per_s > 0)  // they share a network card
     options.rate_bytes_per_s = std::max<int64_t>(1, options.rate_bytes_per_s / ranks_on_this_host_);

@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
-#include "mesh/door.h"
+#include "mesh/fd_socket.h"
 #include "mesh/padding.h"
 
 namespace ringdp {
@@ -455,10 +455,10 @@ void Connector::on_hello(Attempt& attempt) {
   if (send_message(attempt, reply)) attempt.stage = Stage::kAwaitConfirm;
 }
 
-// A lower rank needs a connection. A knock that was recorded and is sent again has no other effect.
-void Connector::on_knock(const HandshakeFields& knock) {
-  int peer = static_cast<int>(knock.from);
-  if (judge_hello(knock, mine_) == Refusal::kNone && peer < rank() && routes_[peer].known()) want(peer);
+// A lower rank needs a connection. A connect_fd_socket that was recorded and is sent again has no other effect.
+void Connector::on_knock(const HandshakeFields& connect_fd_socket) {
+  int peer = static_cast<int>(connect_fd_socket.from);
+  if (judge_hello(connect_fd_socket, mine_) == Refusal::kNone && peer < rank() && routes_[peer].known()) want(peer);
 }
 
 void Connector::on_confirm(Attempt& attempt) {

@@ -1,7 +1,7 @@
 // Connector: turns the peers' addresses into one authenticated socket per wanted peer. It dials the lower ranks at all their
 // addresses, and accepts the higher ones, whether they are wanted or not; strangers get a bounded number of connections, a
 // bounded time, and no answer. It watches the sockets it has made until they are taken, so that the death of a rank is known
-// at once while others still meet. Owned by a Meeting, later by LateConnections, and used by that one's thread.
+// at once while others still meet. Owned by a RendezvousRun, later by LateConnections, and used by that one's thread.
 #pragma once
 
 #include <poll.h>
@@ -99,7 +99,7 @@ class Connector {
   void on_reply(Attempt& attempt);
   void on_hello(Attempt& attempt);
   void on_confirm(Attempt& attempt);
-  void on_knock(const HandshakeFields& knock);
+  void on_knock(const HandshakeFields& connect_fd_socket);
   void await_padding(Attempt& attempt, std::size_t bytes);
   bool read_padding(Attempt& attempt);
   void on_padding(Attempt& attempt);

@@ -9,7 +9,7 @@
 //   confirm (MAC over all)      ->    a replayed hello ends here
 //   padding                     ->
 //
-// Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a knock
+// Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a connect_fd_socket
 // (MAC over it) and closes. A check ends before the confirm.
 #pragma once
 

@@ -3,7 +3,7 @@
 // reached, so that a broken path is known before it is needed.
 //
 // Owned by the Runtime. `want` is for any thread; everything else belongs to its own thread "ringdp-conn" from `start` on,
-// which also calls the events. It begins with the listeners, routes and memory plan of the Meeting, and never asks the store.
+// which also calls the events. It begins with the listeners, routes and memory plan of the RendezvousRun, and never asks the store.
 // A process without that thread (a forked child) must only destroy it.
 #pragma once
 

@@ -8,8 +8,8 @@
 #include "base/error.h"
 #include "base/sha256.h"
 #include "mesh/job.h"
-#include "mesh/meeting.h"
 #include "mesh/record.h"
+#include "mesh/rendezvous_run.h"
 
 namespace ringdp {
 namespace {

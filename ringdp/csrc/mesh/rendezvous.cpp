@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "mesh/late_connections.h"
-#include "mesh/meeting.h"
+#include "mesh/rendezvous_run.h"
 #include "transport/pair_memory.h"
 
 namespace ringdp {
@@ -27,30 +27,30 @@ Mesh meet(Store& store, const RendezvousOptions& options) {
   if (options.world == 1) {
     Mesh alone;
     alone.peers.resize(1);
-    MetPeer& self = alone.peers[0];
+    MeshPeer& self = alone.peers[0];
     self.info = {0, options.host_name.empty() ? host_name() : options.host_name, getpid()};
     self.host_identity = host_identity(options.host_id);
     self.hello = options.hello;
     return alone;
   }
-  Meeting meeting(store, options);
+  RendezvousRun rendezvous(store, options);
   try {
     // The sockets close after the others were told: who sees one close first finds the reason in the store.
     try {
-      return meeting.run();
+      return rendezvous.run();
     } catch (const StoreLost&) {
       throw;
     } catch (const Error& error) {
-      throw meeting.settle_error(error, false);
+      throw rendezvous.settle_error(error, false);
     } catch (const std::exception& error) {  // of check_interrupt: a signal's handler raised it
       std::string what = error.what();
       what = what.substr(0, what.find('\n'));
       Error stopped(ErrorKind::kInterrupted, "was stopped while the ranks met, by " + what);
-      meeting.settle_error(stopped, true);
+      rendezvous.settle_error(stopped, true);
       throw;
     }
   } catch (const StoreLost& error) {
-    throw meeting.store_lost(error);
+    throw rendezvous.store_lost(error);
   }
 }
 

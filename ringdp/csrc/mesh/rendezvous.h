@@ -31,7 +31,7 @@ struct RendezvousOptions {
   uint16_t port_low = 0;          // 0..0: any port
   uint16_t port_high = 0;
   bool several_hosts = false;            // known beforehand: listen on more than loopback at once
-  std::string hello;                     // a line for all others, see MetPeer
+  std::string hello;                     // a line for all others, see MeshPeer
   std::string tables;                    // "name=value" words that must be the same on all ranks: the algorithm tables
   std::string tables_source;             // where they are from, for messages
   const Transport* transport = nullptr;  // null: auto, the best one that can be had
@@ -49,7 +49,7 @@ struct RendezvousOptions {
   std::function<std::vector<TcpListener>()> listeners = {};  // that the others know already; empty: opened, published
 };
 
-struct MetPeer {
+struct MeshPeer {
   PeerInfo info;
   std::string host_identity;
   std::string hello;
@@ -66,7 +66,7 @@ struct Mesh {
   Mesh(Mesh&&) noexcept;
   Mesh& operator=(Mesh&&) noexcept;
 
-  std::vector<MetPeer> peers;             // one per rank
+  std::vector<MeshPeer> peers;            // one per rank
   std::unique_ptr<LateConnections> late;  // makes the connections that are missing; null where none is
 };
 

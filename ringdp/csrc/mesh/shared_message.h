@@ -20,8 +20,8 @@ using SharedBytes = std::array<std::byte, kSharedMessageBytes>;
 
 enum class SharedType : uint32_t {
   kOffer = 1,     // the maker: where it waits with the memory, and what to show there
-  kToken = 2,     // at that door: this is what was to be shown
-  kMemory = 3,    // back through the door; a descriptor comes along
+  kToken = 2,     // at that socket: what the offer asks for
+  kMemory = 3,    // back over that socket; a descriptor comes along
   kAccepted = 4,  // the memory is mapped and will be used
   kRefused = 5,   // it will not: `reason`
   kReady = 6,     // nothing is left to be set up on this rank and on those that report through it (ReadyTree)
@@ -32,7 +32,7 @@ enum class SharedType : uint32_t {
 struct SharedMessage {
   SharedType type = SharedType::kRefused;
   uint64_t ring_bytes = 0;
-  SharedToken name{};  // of the door
+  SharedToken name{};  // of the FdSocket
   SharedToken token{};
   std::string reason;  // cut to what fits
 

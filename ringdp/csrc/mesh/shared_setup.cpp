@@ -19,7 +19,7 @@ namespace {
 constexpr std::size_t kRankBytes = std::size_t{8} << 20;
 constexpr std::size_t kLargestRing = std::size_t{1} << 20;    // where few ranks share 8 MiB: what stays in the cache
 constexpr std::size_t kBytesToSpare = std::size_t{32} << 20;  // in the control group, for everything else
-constexpr int kKnockAgainMs = 5;
+constexpr int kConnectAgainMs = 5;
 
 std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
@@ -66,8 +66,8 @@ void SharedSetup::begin(int peer) {
     return;
   }
   std::string problem = no_memory_;
-  if (problem.empty() && !door_) door_ = Door::open(problem);
-  if (door_ && problem.empty())
+  if (problem.empty() && !fd_socket_) fd_socket_ = FdSocket::open(problem);
+  if (fd_socket_ && problem.empty())
     offer(peer);
   else
     refuse(peer, own(problem));
@@ -108,12 +108,12 @@ std::vector<int> SharedSetup::awaited() const {
 int SharedSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
   for (const Pair& pair : pairs_) {
     if (!pair.tcp || pair.stage == Stage::kSettled) continue;
-    if (pair.stage == Stage::kKnocking) wait_ms = std::min(wait_ms, kKnockAgainMs);
+    if (pair.stage == Stage::kConnecting) wait_ms = std::min(wait_ms, kConnectAgainMs);
     if (pair.stage == Stage::kAwaitMemory) wait_ms = pair.deadline.remaining_ms(wait_ms);
     polled.push_back({pair.tcp.get(), POLLIN, 0});
-    if (pair.stage == Stage::kAwaitMemory) polled.push_back({pair.door.get(), POLLIN, 0});
+    if (pair.stage == Stage::kAwaitMemory) polled.push_back({pair.unix_socket.get(), POLLIN, 0});
   }
-  if (door_) door_->poll_for(polled);
+  if (fd_socket_) fd_socket_->poll_for(polled);
   return wait_ms;
 }
 
@@ -124,15 +124,15 @@ void SharedSetup::step(int wait_ms) {
     Pair& pair = pairs_[peer];
     // Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end.
     if (!pair.tcp || (pair.stage == Stage::kSettled && !tree_.is_neighbour(peer))) continue;
-    if (pair.stage == Stage::kKnocking) wait_ms = std::min(wait_ms, kKnockAgainMs);
+    if (pair.stage == Stage::kConnecting) wait_ms = std::min(wait_ms, kConnectAgainMs);
     if (pair.stage == Stage::kAwaitMemory) wait_ms = pair.deadline.remaining_ms(wait_ms);
     polled.push_back({pair.tcp.get(), POLLIN, 0});
     ranks.push_back(peer);
     if (pair.stage != Stage::kAwaitMemory) continue;
-    polled.push_back({pair.door.get(), POLLIN, 0});
+    polled.push_back({pair.unix_socket.get(), POLLIN, 0});
     ranks.push_back(peer);
   }
-  if (door_) door_->poll_for(polled);
+  if (fd_socket_) fd_socket_->poll_for(polled);
   if (!polled.empty()) poll(polled.data(), polled.size(), complete() ? 0 : wait_ms);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (polled[i].revents == 0) continue;
@@ -142,19 +142,19 @@ void SharedSetup::step(int wait_ms) {
     else if (pair.stage == Stage::kAwaitMemory)
       fetch(ranks[i]);
   }
-  if (door_)
-    for (Door::Guest& guest : door_->serve()) hand_out(std::move(guest));
+  if (fd_socket_)
+    for (FdSocket::Client& client : fd_socket_->serve()) hand_out(std::move(client));
   bool makes = false;
   for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
     Pair& pair = pairs_[peer];
-    if (pair.stage == Stage::kKnocking) knock_at(peer);
-    if ((pair.stage == Stage::kAwaitMemory || pair.stage == Stage::kKnocking) && pair.deadline.expired())
+    if (pair.stage == Stage::kConnecting) connect_to(peer);
+    if ((pair.stage == Stage::kAwaitMemory || pair.stage == Stage::kConnecting) && pair.deadline.expired())
       refuse(peer, "rank " + std::to_string(peer) + " did not hand the memory out in time");
     makes = makes || pair.stage == Stage::kAwaitAnswer;
   }
-  if (door_ && !makes) {
-    turned_away_ += door_->turned_away();
-    door_.reset();
+  if (fd_socket_ && !makes) {
+    turned_away_ += fd_socket_->turned_away();
+    fd_socket_.reset();
   }
   if (!trouble_ && settled() && !lacks_required()) tree_.set_ready();
   pass_on();
@@ -171,29 +171,29 @@ void SharedSetup::offer(int peer) {
   SharedMessage message;
   message.type = SharedType::kOffer;
   message.ring_bytes = plan_.ring_bytes;
-  message.name = door_->name();
+  message.name = fd_socket_->name();
   random_bytes(message.token);
-  door_->expect(message.token, peer);
+  fd_socket_->expect(message.token, peer);
   pair.stage = Stage::kAwaitAnswer;
   say(peer, message);
 }
 
-void SharedSetup::hand_out(Door::Guest guest) {
-  Pair& pair = pairs_[guest.peer];
+void SharedSetup::hand_out(FdSocket::Client client) {
+  Pair& pair = pairs_[client.peer];
   if (pair.stage != Stage::kAwaitAnswer) return;  // it gave up meanwhile
   SharedMessage reply;
   reply.type = SharedType::kMemory;
-  reply.reason = stranger_text(guest.peer, guest.credentials);
+  reply.reason = stranger_text(client.peer, client.credentials);
   if (reply.reason.empty()) {
-    int error_number = send_shared_message(guest.socket.get(), reply, pair.handout);
+    int error_number = send_shared_message(client.socket.get(), reply, pair.handout);
     pair.handout.reset();
-    pair.door = std::move(guest.socket);
+    pair.unix_socket = std::move(client.socket);
     if (error_number == 0) return;
     reply.reason = own("handing the memory over: " + errno_text(error_number));
-    guest.socket = std::move(pair.door);
+    client.socket = std::move(pair.unix_socket);
   }
   reply.type = SharedType::kRefused;
-  send_shared_message(guest.socket.get(), reply);  // where that fails, too, the end of the connection says it
+  send_shared_message(client.socket.get(), reply);  // where that fails, too, the end of the connection says it
 }
 
 // ---- The higher rank ----
@@ -203,35 +203,35 @@ void SharedSetup::on_offer(int peer) {
   std::size_t bytes = pair.offer.ring_bytes;
   if (!std::has_single_bit(bytes) || bytes < PairMemory::kMinRingBytes || bytes > PairMemory::kMaxRingBytes)
     return object(peer, "it offered to share rings of " + std::to_string(bytes) + " bytes");
-  pair.stage = Stage::kKnocking;
+  pair.stage = Stage::kConnecting;
   pair.deadline = Deadline::after_ms(plan_.patience_ms);
-  knock_at(peer);
+  connect_to(peer);
 }
 
-void SharedSetup::knock_at(int peer) {
+void SharedSetup::connect_to(int peer) {
   Pair& pair = pairs_[peer];
   int error_number = 0;
-  pair.door = knock(pair.offer.name, error_number);
-  if (!pair.door && (error_number == EAGAIN || error_number == EINTR)) return;  // many wait there
-  if (!pair.door) return refuse(peer, own("a Unix socket: " + errno_text(error_number)));
-  std::string problem = stranger_text(peer, credentials_of(pair.door.get()));
+  pair.unix_socket = connect_fd_socket(pair.offer.name, error_number);
+  if (!pair.unix_socket && (error_number == EAGAIN || error_number == EINTR)) return;  // many wait there
+  if (!pair.unix_socket) return refuse(peer, own("a Unix socket: " + errno_text(error_number)));
+  std::string problem = stranger_text(peer, credentials_of(pair.unix_socket.get()));
   if (!problem.empty()) return refuse(peer, problem);
   SharedMessage message;
   message.type = SharedType::kToken;
   message.token = pair.offer.token;
-  error_number = send_shared_message(pair.door.get(), message);
+  error_number = send_shared_message(pair.unix_socket.get(), message);
   if (error_number != 0) return refuse(peer, own("a Unix socket: " + errno_text(error_number)));
   pair.stage = Stage::kAwaitMemory;
 }
 
 void SharedSetup::fetch(int peer) {
   Pair& pair = pairs_[peer];
-  SharedReader::Status status = pair.door_reader.read(pair.door.get());
+  SharedReader::Status status = pair.unix_reader.read(pair.unix_socket.get());
   if (status == SharedReader::Status::kWaiting) return;
-  Fd memory = pair.door_reader.take_descriptor();
-  const SharedMessage& reply = pair.door_reader.message();
+  Fd memory = pair.unix_reader.take_descriptor();
+  const SharedMessage& reply = pair.unix_reader.message();
   if (status == SharedReader::Status::kClosed)
-    return refuse(peer, "rank " + std::to_string(peer) + " did not hand the memory out: " + pair.door_reader.why());
+    return refuse(peer, "rank " + std::to_string(peer) + " did not hand the memory out: " + pair.unix_reader.why());
   if (status == SharedReader::Status::kMessage && reply.type == SharedType::kRefused) return refuse(peer, reply.reason);
   if (status != SharedReader::Status::kMessage || reply.type != SharedType::kMemory)
     return refuse(peer, "rank " + std::to_string(peer) + " answered something else than memory");
@@ -276,7 +276,8 @@ void SharedSetup::on_message(int peer, const SharedMessage& message) {
   }
   if (pair.stage == Stage::kAwaitAnswer && message.type == SharedType::kRefused)
     return use_fallback(peer, message.reason);
-  if (pair.stage == Stage::kAwaitAnswer && message.type == SharedType::kAccepted && pair.door) return use_memory(peer);
+  if (pair.stage == Stage::kAwaitAnswer && message.type == SharedType::kAccepted && pair.unix_socket)
+    return use_memory(peer);
   if (pair.stage == Stage::kSettled && message.type == SharedType::kReady && tree_.take_report(peer)) return;
   if (pair.stage == Stage::kSettled && message.type == SharedType::kAllReady && tree_.take_all_ready(peer)) return;
   object(peer, "it sent a message out of turn (" + std::to_string(static_cast<int>(message.type)) + ")");
@@ -311,7 +312,7 @@ void SharedSetup::use_fallback(int peer, const std::string& reason) {
   pair.problem = reason.empty() ? "no reason was given" : reason;
   pair.handout.reset();
   pair.memory.reset();
-  pair.door.reset();
+  pair.unix_socket.reset();
 }
 
 void SharedSetup::use_memory(int peer) {
@@ -357,7 +358,7 @@ std::unique_ptr<Channel> SharedSetup::take(int peer) {
   if (!pair.memory) return transport(peer).open(std::move(pair.tcp));
   pair.tcp.reset();
   int side = peer > rank_ ? 0 : 1;
-  return make_shm_channel({std::move(*pair.memory), std::move(pair.door), side, "rank " + std::to_string(peer)});
+  return make_shm_channel({std::move(*pair.memory), std::move(pair.unix_socket), side, "rank " + std::to_string(peer)});
 }
 
 }  // namespace ringdp

@@ -1,5 +1,5 @@
 // SharedSetup: how the ranks of a host come to share memory, pair by pair and several pairs at once. The lower rank of a pair
-// makes the memory and waits with it behind a door; over the authenticated TCP connection it tells the higher one where. That
+// makes the memory and waits with it at an FdSocket; over the authenticated TCP connection it tells the higher one where. That
 // one fetches it, and alone decides: accepted, or refused with the reason, and then the pair uses its fallback. When the pairs of
 // the start are done, all ranks hear through a tree that all are ready (ReadyTree), also where nothing is shared. Pairs may be
 // added after that. Nothing blocks. A pair whose transport needs no memory has nothing to set up: its channel is opened over
@@ -7,8 +7,8 @@
 // Used by one thread, that of a `meet` and later that of LateConnections; owns the connections until they become channels.
 //
 //   lower rank                     higher rank
-//   offer (door, token)     ->     refused, where there is no memory to be had: nothing follows
-//                           <-     token, at the door
+//   offer (socket, token)   ->     refused, where there is no memory to be had: nothing follows
+//                           <-     token, at the socket
 //   memory (descriptor)     ->     or refused
 //                           <-     accepted, or refused
 #pragma once
@@ -23,7 +23,7 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
-#include "mesh/door.h"
+#include "mesh/fd_socket.h"
 #include "mesh/ready_tree.h"
 #include "transport/channel.h"
 #include "transport/pair_memory.h"
@@ -90,15 +90,15 @@ class SharedSetup {
   std::unique_ptr<Channel> take(int peer);  // when complete
 
  private:
-  enum class Stage { kAwaitOffer, kKnocking, kAwaitMemory, kAwaitAnswer, kSettled };
+  enum class Stage { kAwaitOffer, kConnecting, kAwaitMemory, kAwaitAnswer, kSettled };
   struct Pair {
     Fd tcp;
     SharedReader tcp_reader;
     Stage stage = Stage::kSettled;
     SharedMessage offer;
-    Fd handout;  // what the peer is to fetch
-    Fd door;     // connected to the peer's, or the peer's visit at ours
-    SharedReader door_reader;
+    Fd handout;      // what the peer is to fetch
+    Fd unix_socket;  // connected to the peer's, or the peer's connection to ours
+    SharedReader unix_reader;
     Deadline deadline = Deadline::never();
     std::optional<PairMemory> memory;
     std::string problem;
@@ -112,9 +112,9 @@ class SharedSetup {
   void hear(int peer);
   void on_message(int peer, const SharedMessage& message);
   void on_offer(int peer);
-  void knock_at(int peer);
+  void connect_to(int peer);
   void fetch(int peer);
-  void hand_out(Door::Guest guest);
+  void hand_out(FdSocket::Client client);
   void say(int peer, SharedType type);
   void pass_on();  // what the tree of ready ranks has to tell
   bool lacks_required() const;
@@ -130,7 +130,7 @@ class SharedSetup {
   const Plan plan_;
   std::string no_memory_;  // for the pairs of the start
   std::vector<Pair> pairs_;
-  std::optional<Door> door_;
+  std::optional<FdSocket> fd_socket_;
   std::optional<Trouble> trouble_;
   ReadyTree tree_;
   bool told_children_ = false;

@@ -50,10 +50,10 @@ inline std::size_t launches = 0;
 void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& body);
 
 // What a thread can meet others for; those that meet must mean the same.
-enum class Meeting { kShuffle, kBallot, kBlock };
+enum class RendezvousRun { kShuffle, kBallot, kBlock };
 
 // Waits for all lanes of the warp; what each of them brought.
-const uint32_t* meet_warp(Meeting what, uint32_t mine);
+const uint32_t* meet_warp(RendezvousRun what, uint32_t mine);
 void meet_block();
 
 template <class... Parameters>
@@ -90,20 +90,20 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { ret
 
 inline void __syncthreads() { emulated::meet_block(); }
 inline unsigned __ballot_sync(unsigned, int mine) {
-  const uint32_t* all = emulated::meet_warp(emulated::Meeting::kBallot, mine != 0);
+  const uint32_t* all = emulated::meet_warp(emulated::RendezvousRun::kBallot, mine != 0);
   unsigned bits = 0;
   for (unsigned lane = 0; lane < emulated::kWarp; ++lane) bits |= all[lane] << lane;
   return bits;
 }
 inline uint32_t __shfl_sync(unsigned, uint32_t mine, unsigned lane) {
-  return emulated::meet_warp(emulated::Meeting::kShuffle, mine)[lane % emulated::kWarp];
+  return emulated::meet_warp(emulated::RendezvousRun::kShuffle, mine)[lane % emulated::kWarp];
 }
 inline uint32_t __shfl_xor_sync(unsigned, uint32_t mine, unsigned other) {
-  return emulated::meet_warp(emulated::Meeting::kShuffle, mine)[(threadIdx.x ^ other) % emulated::kWarp];
+  return emulated::meet_warp(emulated::RendezvousRun::kShuffle, mine)[(threadIdx.x ^ other) % emulated::kWarp];
 }
 inline uint32_t __shfl_up_sync(unsigned, uint32_t mine, unsigned apart) {
   const unsigned lane = threadIdx.x % emulated::kWarp;
-  return emulated::meet_warp(emulated::Meeting::kShuffle, mine)[lane < apart ? lane : lane - apart];
+  return emulated::meet_warp(emulated::RendezvousRun::kShuffle, mine)[lane < apart ? lane : lane - apart];
 }
 
 inline uint32_t atomicAdd(uint32_t* at, uint32_t value) { return std::exchange(*at, *at + value); }

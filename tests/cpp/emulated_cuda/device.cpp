@@ -40,7 +40,7 @@ struct Fiber {
 
 struct Warp {
   unsigned here = 0;
-  Meeting what = Meeting::kShuffle;
+  RendezvousRun what = RendezvousRun::kShuffle;
   uint32_t brought[kWarp], seen[kWarp];
 };
 
@@ -132,7 +132,7 @@ void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& bo
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) run_block(blockIdx.x);
 }
 
-const uint32_t* meet_warp(Meeting what, uint32_t mine) {
+const uint32_t* meet_warp(RendezvousRun what, uint32_t mine) {
   Device& it = device();
   const unsigned self = it.running, lane = self % kWarp, first = self - lane;
   Warp& warp = it.warps[self / kWarp];

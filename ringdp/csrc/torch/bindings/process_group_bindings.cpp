@@ -10,7 +10,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "collective/tuning.h"
-#include "mesh/lobby.h"
+#include "mesh/pending_mesh.h"
 #include "python_naming.h"
 #include "python_transports.h"
 #include "torch/backend/future_wait.h"
@@ -99,7 +99,7 @@ void remember(const std::shared_ptr<Runtime>& runtime, bool is_default) {
 c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                        std::chrono::milliseconds timeout, const std::string& group_id,
                                                        std::vector<int> global_ranks, const py::dict& config,
-                                                       Lobby* lobby) {
+                                                       PendingMesh* pending) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
   options.check_interrupt = check_python_signals;
   const EngineOptions engine_options = engine_options_of(config);
@@ -109,10 +109,10 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   bool owns = runtime == nullptr;
   if (owns) {
     options.timeout_ms = std::min<int64_t>(options.timeout_ms, timeout.count());
-    if (lobby != nullptr) {
-      if (lobby->rank() != rank || lobby->world() != size)
+    if (pending != nullptr) {
+      if (pending->rank() != rank || pending->world() != size)
         throw Error(ErrorKind::kValue, "this process group is not of the ranks that have met");
-      runtime = std::make_shared<Runtime>(rank, lobby->take(), engine_options, tables);
+      runtime = std::make_shared<Runtime>(rank, pending->take(), engine_options, tables);
     } else {
       StoreAdapter adapter(store, store_prefix(group_id));
       runtime = std::make_shared<Runtime>(adapter, options, engine_options, tables);
@@ -156,9 +156,9 @@ c10::intrusive_ptr<c10d::Backend> create_reconfigurable([[maybe_unused]] int ran
 #endif
 }
 
-std::unique_ptr<Lobby> make_lobby(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                  const std::string& hello, std::chrono::milliseconds timeout, double first_notice_s,
-                                  const py::dict& config) {
+std::unique_ptr<PendingMesh> make_pending_mesh(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                               const std::string& hello, std::chrono::milliseconds timeout,
+                                               double first_notice_s, const py::dict& config) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
   options.check_interrupt = check_python_signals;
   options.hello = hello;
@@ -166,7 +166,7 @@ std::unique_ptr<Lobby> make_lobby(const c10::intrusive_ptr<c10d::Store>& store, 
   options.first_notice_ms = static_cast<int64_t>(first_notice_s * 1000);
   py::gil_scoped_release no_gil;
   StoreAdapter adapter(store, "");
-  return std::make_unique<Lobby>(adapter, options);
+  return std::make_unique<PendingMesh>(adapter, options);
 }
 
 std::vector<std::shared_ptr<Runtime>> all_runtimes() {
@@ -204,15 +204,16 @@ std::map<int, std::string> default_transports() {
 }  // namespace
 
 void bind_process_group(py::module_& module) {
-  py::class_<Lobby>(module, "Lobby", "The ranks have met and are connected; each has the words of all others.")
-      .def(py::init(&make_lobby), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("hello"),
-           py::arg("timeout"), py::arg("first_notice_s"), py::arg("config"))
-      .def("hellos", &Lobby::hellos)
-      .def("close", &Lobby::close, py::arg("reason") = "",
+  py::class_<PendingMesh>(module, "PendingMesh",
+                          "The ranks have met and are connected; each has the words of all others.")
+      .def(py::init(&make_pending_mesh), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("hello"), py::arg("timeout"), py::arg("first_notice_s"), py::arg("config"))
+      .def("hellos", &PendingMesh::hellos)
+      .def("close", &PendingMesh::close, py::arg("reason") = "",
            "Leave, unless a process group has taken the connections over, and tell the others why; idempotent.");
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
-             py::arg("lobby").none(true) = nullptr);
+             py::arg("pending").none(true) = nullptr);
   module.def("create_reconfigurable_process_group", &create_reconfigurable, py::kw_only(), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("is_default"), py::arg("config"),
              "A group without members, which get to know each other by handles: see torch's reconfigure.");

@@ -1,4 +1,4 @@
-#include "mesh/meeting.h"
+#include "mesh/rendezvous_run.h"
 
 #include <poll.h>
 #include <unistd.h>
@@ -35,7 +35,7 @@ std::string in_seconds(Clock::duration time) {
 }  // namespace
 
 Record introduction(const RendezvousOptions& options) {
-  // Addresses that cannot be used do not fail the meeting yet: all ranks may turn out to be on this host.
+  // Addresses that cannot be used are not an error yet: all ranks may turn out to be on this host.
   std::vector<std::string> ips;
   for (const Interface& it : interfaces())
     if (!it.is_loopback) ips.push_back(it.ip);
@@ -51,7 +51,7 @@ Record introduction(const RendezvousOptions& options) {
           {"hello", options.hello}};
 }
 
-Meeting::Meeting(Store& store, const RendezvousOptions& options)
+RendezvousRun::RendezvousRun(Store& store, const RendezvousOptions& options)
     : store_(store),
       options_(options),
       rank_(options.rank),
@@ -69,7 +69,7 @@ Meeting::Meeting(Store& store, const RendezvousOptions& options)
   self.present = self.placed = true;
 }
 
-Mesh Meeting::run() {
+Mesh RendezvousRun::run() {
   introduce();
   auto next_look = begin_;
   // A peer may have connected before its words in the store were read. Where it is must be known if they connect later.
@@ -99,7 +99,7 @@ Mesh Meeting::run() {
   Mesh mesh;
   mesh.peers.resize(world_);
   for (int peer = 0; peer < world_; ++peer) {
-    MetPeer& met = mesh.peers[peer];
+    MeshPeer& met = mesh.peers[peer];
     met.info = peers_[peer].info;
     met.host_identity = peers_[peer].identity;
     met.hello = peers_[peer].hello;
@@ -112,7 +112,7 @@ Mesh Meeting::run() {
   return mesh;
 }
 
-std::unique_ptr<LateConnections> Meeting::leave_the_rest() {
+std::unique_ptr<LateConnections> RendezvousRun::leave_the_rest() {
   LateConnections::Start rest{.rank = rank_,
                               .connector = std::move(*connector_),
                               .sharing = std::move(*sharing_),
@@ -129,7 +129,7 @@ std::unique_ptr<LateConnections> Meeting::leave_the_rest() {
 
 // ---- What stands in the store ----
 
-void Meeting::introduce() {
+void RendezvousRun::introduce() {
   const Peer& self = peers_[rank_];
   if (auto text = store_.find(key("who", rank_))) {
     Record other = read_record(*text);
@@ -148,7 +148,7 @@ void Meeting::introduce() {
   store_.set("job", write_record(record));
 }
 
-bool Meeting::look() {
+bool RendezvousRun::look() {
   if (auto error = heard_trouble()) throw *error;
   bool news = false;
   if (!job_) {
@@ -163,7 +163,7 @@ bool Meeting::look() {
 
 // Ranks that were started together are asked for together, in two round trips. Those that have come are asked for one by one
 // when others keep them waiting.
-bool Meeting::ask() {
+bool RendezvousRun::ask() {
   std::vector<std::pair<bool, int>> open;  // who or where, which rank
   for (int peer = 0; peer < world_; ++peer)
     if (!peers_[peer].placed && (!peers_[peer].present || connector_)) open.emplace_back(peers_[peer].present, peer);
@@ -189,11 +189,11 @@ bool Meeting::ask() {
   return news;
 }
 
-void Meeting::take(std::pair<bool, int> question, const std::string& text) {
+void RendezvousRun::take(std::pair<bool, int> question, const std::string& text) {
   question.first ? take_at(question.second, text) : take_who(question.second, read_record(text));
 }
 
-void Meeting::take_job(const std::string& text) {
+void RendezvousRun::take_job(const std::string& text) {
   std::string problem;
   job_ = join_job(read_record(text), options_, problem);
   if (!problem.empty())
@@ -201,7 +201,7 @@ void Meeting::take_job(const std::string& text) {
                   "start all ranks with the same version of ringdp and the same settings");
 }
 
-void Meeting::take_who(int rank, const Record& record) {
+void RendezvousRun::take_who(int rank, const Record& record) {
   Peer& peer = peers_[rank];
   peer.info = {rank, field(record, "host"), number(field(record, "pid"))};
   peer.process = {peer.info.pid, number(field(record, "started")), field(record, "space")};
@@ -213,7 +213,7 @@ void Meeting::take_who(int rank, const Record& record) {
   peer.present = true;
 }
 
-void Meeting::take_at(int rank, const std::string& text) {
+void RendezvousRun::take_at(int rank, const std::string& text) {
   if (!connector_) return;
   Peer& peer = peers_[rank];
   auto published = split(field(read_record(text), "addresses"), ',');
@@ -225,7 +225,7 @@ void Meeting::take_at(int rank, const std::string& text) {
 }
 
 // On loopback once it is certain that everybody is on this host; on addresses others can reach as soon as one is not.
-void Meeting::listen_if_known() {
+void RendezvousRun::listen_if_known() {
   if (!job_ || connector_) return;
   const Peer& self = peers_[rank_];
   bool all_here = true, away = options_.several_hosts && !self.ips.empty();
@@ -251,7 +251,7 @@ void Meeting::listen_if_known() {
   store_.set(key("at", rank_), write_record({{"addresses", join(published, ",")}}));
 }
 
-std::vector<std::string> Meeting::addresses_to_listen_on(bool alone) const {
+std::vector<std::string> RendezvousRun::addresses_to_listen_on(bool alone) const {
   if (alone) {
     for (const Interface& it : interfaces_)
       if (it.is_loopback && it.ip == "127.0.0.1") return {it.ip};
@@ -278,7 +278,7 @@ std::vector<std::string> Meeting::addresses_to_listen_on(bool alone) const {
 
 // ---- Who is still to be had ----
 
-void Meeting::check_processes() {
+void RendezvousRun::check_processes() {
   auto now = Clock::now();
   if (now < check_after_) return;
   check_after_ = now + std::max(kCheckEvery, milliseconds(10 * world_));
@@ -297,7 +297,7 @@ void Meeting::check_processes() {
   }
 }
 
-void Meeting::check_connections() {
+void RendezvousRun::check_connections() {
   if (!connector_) return;
   auto trouble = connector_->trouble();
   if (!trouble) return;
@@ -309,7 +309,7 @@ void Meeting::check_connections() {
   throw failure(text.kind, trouble->peer, text.story, text.advice);
 }
 
-std::string Meeting::missing_text() const {
+std::string RendezvousRun::missing_text() const {
   std::vector<std::string> absent, unconnected;
   for (int rank = 0; rank < world_; ++rank) {
     const Peer& peer = peers_[rank];
@@ -327,13 +327,13 @@ std::string Meeting::missing_text() const {
   return ranks + join(absent, ", ") + (more > 0 ? " and " + std::to_string(more) + " more" : "");
 }
 
-void Meeting::note_arrivals() {
+void RendezvousRun::note_arrivals() {
   if (complete_ || !std::all_of(peers_.begin(), peers_.end(), [](const Peer& it) { return it.present; })) return;
   complete_ = true;
   if (options_.absent_ms > 0) deadline_ = Deadline::after_ms(options_.timeout_ms);
 }
 
-void Meeting::say_who_is_missing() {
+void RendezvousRun::say_who_is_missing() {
   if (Clock::now() < notice_at_) return;
   notice_every_ *= 2;
   notice_at_ += notice_every_;
@@ -341,7 +341,7 @@ void Meeting::say_who_is_missing() {
                               missing_text() + (complete_ ? " to connect" : " to join"));
 }
 
-void Meeting::time_out() {
+void RendezvousRun::time_out() {
   std::string waited = " Timed out after " + in_seconds(Clock::now() - begin_) + ": it waited for ";
   std::string me = peers_[rank_].info.text();
   auto absent = std::find_if(peers_.begin(), peers_.end(), [](const Peer& it) { return !it.present; });

@@ -1,4 +1,4 @@
-#include "mesh/lobby.h"
+#include "mesh/pending_mesh.h"
 
 #include <array>
 #include <utility>
@@ -9,17 +9,18 @@
 
 namespace ringdp {
 
-Lobby::Lobby(Store& store, const RendezvousOptions& options) : rank_(options.rank), mesh_(meet(store, options)) {
-  for (const MetPeer& peer : mesh_.peers) hellos_.push_back(peer.hello);
+PendingMesh::PendingMesh(Store& store, const RendezvousOptions& options)
+    : rank_(options.rank), mesh_(meet(store, options)) {
+  for (const MeshPeer& peer : mesh_.peers) hellos_.push_back(peer.hello);
 }
 
-Mesh Lobby::take() {
+Mesh PendingMesh::take() {
   if (taken_) throw Error(ErrorKind::kState, "the connections of this meeting are in use already");
   taken_ = true;
   return std::exchange(mesh_, {});
 }
 
-void Lobby::close(const std::string& reason) {
+void PendingMesh::close(const std::string& reason) {
   std::string payload = clean_text(reason, kReasonBytes);
   FrameHeader header;
   header.type = FrameType::kBye;
@@ -27,7 +28,7 @@ void Lobby::close(const std::string& reason) {
   std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head{};
   const std::string padding(Channel::padding_of(payload.size()), '\0');
   mesh_.late.reset();
-  for (MetPeer& peer : mesh_.peers) {
+  for (MeshPeer& peer : mesh_.peers) {
     if (!peer.channel) continue;
     const FrameCheck check(peer.checksums);
     check.write_head(header, std::as_bytes(std::span(payload)), head.data());

@@ -1,4 +1,4 @@
-#include "mesh/door.h"
+#include "mesh/fd_socket.h"
 
 #include <sys/un.h>
 
@@ -64,31 +64,31 @@ int send_shared_message(int fd, const SharedMessage& message, const Fd& descript
   return moved == static_cast<ssize_t>(bytes.size()) ? 0 : EAGAIN;
 }
 
-std::optional<Door> Door::open(std::string& problem) {
-  Door door;
-  random_bytes(door.name_);
+std::optional<FdSocket> FdSocket::open(std::string& problem) {
+  FdSocket made;
+  random_bytes(made.name_);
   sockaddr_un address;
-  socklen_t length = fill_address(door.name_, address);
+  socklen_t length = fill_address(made.name_, address);
   int error_number = 0;
-  door.listener_ = unix_socket(error_number);
-  if (error_number == 0 && (bind(door.listener_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-                            listen(door.listener_.get(), kBacklog) != 0))
+  made.listener_ = unix_socket(error_number);
+  if (error_number == 0 && (bind(made.listener_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+                            listen(made.listener_.get(), kBacklog) != 0))
     error_number = errno;
-  if (error_number == 0) return door;
+  if (error_number == 0) return made;
   problem = "a Unix socket: " + errno_text(error_number);
   return std::nullopt;
 }
 
-void Door::expect(const SharedToken& token, int peer) { expected_.push_back({token, peer}); }
+void FdSocket::expect(const SharedToken& token, int peer) { expected_.push_back({token, peer}); }
 
-void Door::poll_for(std::vector<pollfd>& polled) const {
+void FdSocket::poll_for(std::vector<pollfd>& polled) const {
   if (Clock::now() >= accept_after_) polled.push_back({listener_.get(), POLLIN, 0});
   for (const Stranger& it : strangers_) polled.push_back({it.socket.get(), POLLIN, 0});
 }
 
-std::vector<Door::Guest> Door::serve() {
-  std::vector<Guest> guests;
-  for (Stranger& it : strangers_) attend(it, guests);
+std::vector<FdSocket::Client> FdSocket::serve() {
+  std::vector<Client> clients;
+  for (Stranger& it : strangers_) attend(it, clients);
   std::erase_if(strangers_, [](const Stranger& it) { return it.gone; });
   for (int i = 0; i < kAcceptsPerStep && Clock::now() >= accept_after_; ++i) {
     Fd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -98,30 +98,30 @@ std::vector<Door::Guest> Door::serve() {
       break;
     }
     Stranger newcomer{std::move(socket), {}, Deadline::after_ms(kStrangerMs), false};
-    attend(newcomer, guests);  // one of ours has spoken by now
+    attend(newcomer, clients);  // one of ours has spoken by now
     if (newcomer.gone) continue;
     strangers_.push_back(std::move(newcomer));
     if (strangers_.size() <= kMaxStrangers) continue;
     strangers_.pop_front();
     ++turned_away_;
   }
-  return guests;
+  return clients;
 }
 
-void Door::attend(Stranger& stranger, std::vector<Guest>& guests) {
+void FdSocket::attend(Stranger& stranger, std::vector<Client>& clients) {
   SharedReader::Status status = stranger.reader.read(stranger.socket.get());
   if (status == SharedReader::Status::kWaiting && !stranger.deadline.expired()) return;
   stranger.gone = true;
-  int peer = status == SharedReader::Status::kMessage ? visited_by(stranger.reader.message()) : -1;
+  int peer = status == SharedReader::Status::kMessage ? client_of(stranger.reader.message()) : -1;
   if (peer < 0) {
     ++turned_away_;
     return;
   }
   ucred credentials = credentials_of(stranger.socket.get());
-  guests.push_back({std::move(stranger.socket), credentials, peer});
+  clients.push_back({std::move(stranger.socket), credentials, peer});
 }
 
-int Door::visited_by(const SharedMessage& message) {
+int FdSocket::client_of(const SharedMessage& message) {
   if (message.type != SharedType::kToken) return -1;
   auto found = std::find_if(expected_.begin(), expected_.end(),
                             [&](const Expected& it) { return equal_bytes(it.token, message.token); });
@@ -131,7 +131,7 @@ int Door::visited_by(const SharedMessage& message) {
   return peer;
 }
 
-Fd knock(const SharedToken& name, int& error_number) {
+Fd connect_fd_socket(const SharedToken& name, int& error_number) {
   sockaddr_un address;
   socklen_t length = fill_address(name, address);
   Fd fd = unix_socket(error_number);

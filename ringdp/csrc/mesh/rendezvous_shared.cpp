@@ -5,7 +5,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "mesh/meeting.h"
+#include "mesh/rendezvous_run.h"
 
 namespace ringdp {
 namespace {
@@ -20,12 +20,12 @@ constexpr int64_t kWithoutStoreMs = 5000;  // for word that all are ready, thoug
 
 }  // namespace
 
-TransportChoice Meeting::transport_between(const Peer& a, const Peer& b) const {
+TransportChoice RendezvousRun::transport_between(const Peer& a, const Peer& b) const {
   return choose_transport(a.transport, b.transport, a.identity == b.identity);
 }
 
 // Every rank looks at all pairs, so that all raise the same story.
-void Meeting::check_settings() const {
+void RendezvousRun::check_settings() const {
   for (const Transport* wanted : transports())
     for (const Peer& it : peers_) {
       if (it.transport != wanted) continue;
@@ -42,7 +42,7 @@ void Meeting::check_settings() const {
     }
 }
 
-SharedSetup::Plan Meeting::sharing_plan() const {
+SharedSetup::Plan RendezvousRun::sharing_plan() const {
   SharedSetup::Plan plan;
   plan.transports.resize(world_);
   plan.pids.resize(world_, -1);
@@ -64,7 +64,7 @@ SharedSetup::Plan Meeting::sharing_plan() const {
   return plan;
 }
 
-void Meeting::set_up_transports() {
+void RendezvousRun::set_up_transports() {
   check_settings();  // before the sockets are taken: where it throws they must stay open for a while
   SharedSetup::Plan plan = sharing_plan();
   std::vector<Fd> sockets(world_);
@@ -94,12 +94,12 @@ void Meeting::set_up_transports() {
   tell_transports();
 }
 
-std::string Meeting::what_for() const {
+std::string RendezvousRun::what_for() const {
   if (!sharing_->settled()) return " to set up shared memory";
   return ", or ranks that report through it, to be connected to all others";
 }
 
-void Meeting::check_sharing() const {
+void RendezvousRun::check_sharing() const {
   if (const auto& trouble = sharing_->trouble()) {
     std::string peer = peers_[trouble->peer].info.text();
     if (trouble->lost && store_lost_) throw *store_lost_;  // it left because of that
@@ -124,7 +124,7 @@ void Meeting::check_sharing() const {
 }
 
 // What another rank found goes through the store. Its keeper may know already that all are ready, and have left.
-void Meeting::hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin) {
+void RendezvousRun::hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin) {
   auto now = Clock::now();
   if (now < next) return;
   if (store_lost_) throw *store_lost_;
@@ -137,7 +137,7 @@ void Meeting::hear_trouble_now_and_then(Clock::time_point& next, Clock::time_poi
   }
 }
 
-void Meeting::tell_transports() const {
+void RendezvousRun::tell_transports() const {
   std::string self = "rank " + std::to_string(rank_);
   std::map<const Transport*, std::vector<int>> users;
   std::map<std::string, std::vector<int>> problems;

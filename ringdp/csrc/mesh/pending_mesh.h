@@ -1,4 +1,4 @@
-// Lobby: ranks that have met and stay connected before they choose a backend. Each brings a short text (`hello`) that all
+// PendingMesh: ranks that have met and stay connected before they choose a backend. Each brings a short text (`hello`) that all
 // others get. Owned by Python (job/process_group.py); made, read and destroyed by one thread.
 #pragma once
 
@@ -9,12 +9,12 @@
 
 namespace ringdp {
 
-class Lobby {
+class PendingMesh {
  public:
-  Lobby(Store& store, const RendezvousOptions& options);
-  ~Lobby() { close(); }
-  Lobby(const Lobby&) = delete;
-  Lobby& operator=(const Lobby&) = delete;
+  PendingMesh(Store& store, const RendezvousOptions& options);
+  ~PendingMesh() { close(); }
+  PendingMesh(const PendingMesh&) = delete;
+  PendingMesh& operator=(const PendingMesh&) = delete;
 
   int rank() const { return rank_; }
   int world() const { return static_cast<int>(hellos_.size()); }

@@ -1,4 +1,4 @@
-// Meeting: the state of one `meet`. A loop that looks into the store, moves the connections on, and watches who dies.
+// RendezvousRun: the state of one `meet`. A loop that looks into the store, moves the connections on, and watches who dies.
 // Used by one thread.
 #pragma once
 
@@ -20,9 +20,9 @@ namespace ringdp {
 // What a rank tells the others of itself before they meet: host, process, networks, and what it asks for.
 Record introduction(const RendezvousOptions& options);
 
-class Meeting {
+class RendezvousRun {
  public:
-  Meeting(Store& store, const RendezvousOptions& options);
+  RendezvousRun(Store& store, const RendezvousOptions& options);
 
   Mesh run();
 

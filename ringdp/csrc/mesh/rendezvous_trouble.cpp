@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "mesh/meeting.h"
+#include "mesh/rendezvous_run.h"
 
 namespace ringdp {
 namespace {
@@ -16,7 +16,7 @@ std::string heard_key(int rank) { return "heard/" + std::to_string(rank); }
 
 }  // namespace
 
-Error Meeting::failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const {
+Error RendezvousRun::failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const {
   ErrorContext context;
   peers_[rank_].info.fill_self(context);
   peers_[peer].info.fill_peer(context);
@@ -27,12 +27,12 @@ Error Meeting::failure(ErrorKind kind, int peer, const std::string& story, const
   return Error(kind, message + (advice.empty() ? "" : "; " + advice), context);
 }
 
-Error Meeting::failure(int from, const GivenUp& why) const {
+Error RendezvousRun::failure(int from, const GivenUp& why) const {
   const bool known = why.peer >= 0 && why.peer < world_ && why.peer != rank_;
   return failure(why.kind, known ? why.peer : from, why.story, "rank " + std::to_string(from) + " has said so");
 }
 
-void Meeting::tell(const Error& error) {
+void RendezvousRun::tell(const Error& error) {
   const std::string& cause = error.context().cause;
   const GivenUp why{error.kind(), error.context().peer,
                     cause.empty() ? peers_[rank_].info.text() + ": " + error.what() : cause};
@@ -43,7 +43,7 @@ void Meeting::tell(const Error& error) {
   }
 }
 
-std::optional<Error> Meeting::heard_trouble() {
+std::optional<Error> RendezvousRun::heard_trouble() {
   auto text = store_.find("trouble");
   if (!text) return std::nullopt;
   heard_ = true;
@@ -61,7 +61,7 @@ std::optional<Error> Meeting::heard_trouble() {
   return failure(kind, peer, field(told, "story"), advice == kLargePackets ? kLargePacketsAdvice : advice);
 }
 
-Error Meeting::settle_error(const Error& error, bool stopped) {
+Error RendezvousRun::settle_error(const Error& error, bool stopped) {
   Error out = error;
   if (options_.listeners) {
     tell(error);
@@ -89,7 +89,7 @@ Error Meeting::settle_error(const Error& error, bool stopped) {
   return out;
 }
 
-void Meeting::linger(int limit_ms, int dead) {
+void RendezvousRun::linger(int limit_ms, int dead) {
   if (rank_ != 0) return;
   for (Deadline deadline = Deadline::after_ms(limit_ms); !deadline.expired(); poll(nullptr, 0, 20)) {
     bool all = true;
@@ -100,7 +100,7 @@ void Meeting::linger(int limit_ms, int dead) {
   }
 }
 
-Error Meeting::store_lost(const Error& error) const {
+Error RendezvousRun::store_lost(const Error& error) const {
   const Peer& keeper = peers_[0];
   for (Deadline deadline = Deadline::after_ms(500); keeper.present && !deadline.expired(); poll(nullptr, 0, 20))
     if (certainly_gone(keeper.process))

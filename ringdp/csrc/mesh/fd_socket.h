@@ -1,7 +1,7 @@
-// Door: where a rank waits with memory for ranks of its host, an abstract Unix socket (unix(7)) under a random name: nothing
-// in the file system, and out of reach from other network namespaces. Any process of the host can read the name in
-// /proc/net/unix and come here, so a guest is one only when it has shown a token; strangers get a bounded number of
-// connections, a bounded time, and silence. Used by one thread.
+// FdSocket: where a rank waits with the memory that it shares with ranks of its host: an abstract Unix socket (unix(7)) under a
+// random name, over which descriptors go. Nothing is in the file system, and other network namespaces cannot reach it. Any
+// process of the host can read the name in /proc/net/unix and connect, so a connection counts only once it has shown a token;
+// strangers get a bounded number of connections, a bounded time, and no answer. Used by one thread.
 #pragma once
 
 #include <poll.h>
@@ -40,22 +40,22 @@ class SharedReader {
 // Whole or not at all: a fresh socket has room. 0 or errno's value; a descriptor may go along.
 int send_shared_message(int fd, const SharedMessage& message, const Fd& descriptor = Fd());
 
-class Door {
+class FdSocket {
  public:
-  struct Guest {
+  struct Client {
     Fd socket;
     ucred credentials{};
     int peer = -1;
   };
 
   // nullopt, and in words why, where there is no socket to be had.
-  static std::optional<Door> open(std::string& problem);
+  static std::optional<FdSocket> open(std::string& problem);
 
   const SharedToken& name() const { return name_; }
-  void expect(const SharedToken& token, int peer);  // good for one visit
+  void expect(const SharedToken& token, int peer);  // good for one connection
 
   void poll_for(std::vector<pollfd>& polled) const;
-  std::vector<Guest> serve();  // the guests that have shown a token since
+  std::vector<Client> serve();  // the clients that have shown a token since
   int turned_away() const { return turned_away_; }
 
  private:
@@ -70,8 +70,8 @@ class Door {
     int peer;
   };
 
-  void attend(Stranger& stranger, std::vector<Guest>& guests);
-  int visited_by(const SharedMessage& message);  // -1: by no guest we know
+  void attend(Stranger& stranger, std::vector<Client>& clients);
+  int client_of(const SharedMessage& message);  // -1: of no peer we know
 
   Fd listener_;
   SharedToken name_{};
@@ -81,8 +81,8 @@ class Door {
   int turned_away_ = 0;
 };
 
-// Connects to another rank's door. Empty: `error_number` says why; EAGAIN: too many wait there, come again.
-Fd knock(const SharedToken& name, int& error_number);
+// Connects to another rank's FdSocket. Empty: `error_number` says why; EAGAIN: too many wait there, try again.
+Fd connect_fd_socket(const SharedToken& name, int& error_number);
 ucred credentials_of(
     int fd);  // of the process at the other end (SO_PEERCRED); pid 0 and no user where it cannot be told
 
