@@ -82,7 +82,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
 
 @contextlib.contextmanager
 def handing_over(pending: _C.PendingMesh) -> Iterator[None]:
-    """Inside the block the default group of ``ring`` takes over the connections of `pending` (``ringdp._C.PendingMesh``); where
+    """Inside the block the default group of ``ring`` takes over the connections of `pending`; where
     none was made, they are closed at the end, and the others are told what this rank raised, if anything."""
     global _pending
     _pending = pending

@@ -23,7 +23,7 @@ from tests.contract.core_ranks import core, value_in
 from tests.fault.hosts import ROOT, Outcome, RankServer, RankSpec
 from tests.fault.launch_jobs import wait_until
 from tests.fault.test_meeting_death import HERE as MEETING
-from tests.fault.test_meeting_death import pending, open_store, whoami
+from tests.fault.test_meeting_death import open_store, pending, whoami
 from tests.fault.test_rank_handshake import (
     CONFIRM,
     HANDSHAKE_BYTES,
