@@ -170,8 +170,9 @@ void register_python_hook(Reducer& reducer, py::object state, py::object hook) {
 }
 
 void register_builtin_hook(Reducer& reducer, c10d::BuiltinCommHookType which) {
-  reducer.register_builtin_hook(which == c10d::BuiltinCommHookType::FP16_COMPRESS ? BuiltinHook::kFp16Compress
-                                                                                  : BuiltinHook::kAllReduce);
+  const bool half = which == c10d::BuiltinCommHookType::FP16_COMPRESS;
+  reducer.register_hook(make_builtin_hook(reducer.layout()->group.process_group(),
+                                          half ? BuiltinHook::kFp16Compress : BuiltinHook::kAllReduce));
 }
 
 void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<PythonFuture>>& futures) {

@@ -30,7 +30,6 @@ class BucketReducer {
 
   // The user's communication hook.
   void set_hook(std::unique_ptr<c10d::CommHookInterface> hook) { hook_.set_hook(std::move(hook)); }
-  void set_builtin_hook(BuiltinHook which) { hook_.set_builtin_hook(which); }
   bool has_hook() const { return hook_.has_hook(); }
   void group_replaced() { announcer_.group_replaced(); }
 

@@ -243,12 +243,13 @@ std::vector<bool> BucketStore::left_over() const {
   return result;
 }
 
-void BucketStore::average_left_over(std::size_t parameter, const std::function<void(const at::Tensor&)>& average) {
+void BucketStore::average_left_over(std::size_t parameter, c10::ScalarType dtype,
+                                    const std::function<void(const at::Tensor&)>& average) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   Slot& slot = slots_[parameter];
   Bucket bucket;
   bucket.memory = lay_out_bucket(plan_.gradients(), std::vector<std::size_t>{parameter});
-  bucket.dtype = slot.bucket_dtype;
+  bucket.dtype = dtype;
   allocate_bucket(bucket, slot.parameter.device(), 0);
   const at::Tensor mean = gradient_view(bucket, 0, slot.parameter);
   at::Tensor& grad = slot.parameter.mutable_grad();

@@ -60,8 +60,9 @@ class BucketStore {
   // .grad has something that was not averaged (no_sync).
   void set_left_over(std::size_t parameter, bool left_over) { slots_[parameter].left_over = left_over; }
   std::vector<bool> left_over() const;  // by param_index
-  // .grad becomes its mean by `average`, which gets a flat buffer.
-  void average_left_over(std::size_t parameter, const std::function<void(const at::Tensor&)>& average);
+  // .grad becomes its mean by `average`, which gets a flat buffer of that type.
+  void average_left_over(std::size_t parameter, c10::ScalarType dtype,
+                         const std::function<void(const at::Tensor&)>& average);
 
  private:
   struct Slot {  // of one parameter

@@ -131,7 +131,7 @@ bool GradientLayout::follow_requires_grad() {
     const std::vector<std::size_t> left_over = parameters.agree_about_change(group, store.left_over());
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!in(left_over, parameters.param_index(i))) continue;
-      store.average_left_over(i, [&](const at::Tensor& buffer) {
+      store.average_left_over(i, bucket_dtype(i), [&](const at::Tensor& buffer) {
         const NamedScope scope("last gradient of " + parameters.names()[i]);
         buckets.average(buffer);
       });
@@ -175,26 +175,11 @@ void GradientLayout::choose(const std::vector<int>& reduction_of_bucket) {
   for (Bucket& bucket : store) bucket.reduction = compression.of_bucket(bucket.index);
 }
 
-// Also of hooks that RingDP itself registers, for mixed precision and optimizers in backward.
-void GradientLayout::refuse_hook_with_compression() const {
-  if (!compression.none()) throw Error(ErrorKind::kState, kHookAndCompression);
-}
-
+// Hooks that RingDP itself registers, for mixed precision and optimizers in backward, come this way, too.
 void GradientLayout::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
-  refuse_hook_with_compression();
+  if (!compression.none()) throw Error(ErrorKind::kState, kHookAndCompression);
   buckets.set_hook(std::move(hook));
-  hook_was_set();
-}
-
-void GradientLayout::set_builtin_hook(BuiltinHook which) {
-  refuse_hook_with_compression();
-  buckets.set_builtin_hook(which);
-  hook_was_set();
-}
-
-// Buckets for hooks are laid out without marks, and a world of one has had none.
-void GradientLayout::hook_was_set() {
-  store.drop();
+  store.drop();  // buckets for hooks are laid out without marks, and a world of one has had none
   attach_hooks();
 }
 

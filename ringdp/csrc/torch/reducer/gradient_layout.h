@@ -83,7 +83,6 @@ class GradientLayout {
   ReductionPlan set_reductions(ReductionPlan reductions);
   void choose(const std::vector<int>& reduction_of_bucket);
   void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);
-  void set_builtin_hook(BuiltinHook which);
   void set_group(c10::intrusive_ptr<c10d::ProcessGroup> other, bool average, bool names_compared);
 
  private:
@@ -92,8 +91,6 @@ class GradientLayout {
   std::vector<PlannedGradient> describe_gradients();
   c10::ScalarType bucket_dtype(std::size_t parameter) const;
   void attach_hooks();
-  void refuse_hook_with_compression() const;
-  void hook_was_set();
 };
 
 }  // namespace ringdp

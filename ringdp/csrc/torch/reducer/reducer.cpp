@@ -13,8 +13,6 @@ namespace {
 
 using torch::autograd::get_current_graph_task_id;
 
-constexpr const char* kHooksBetweenSteps = "communication hooks are registered between steps, not during backward";
-
 }  // namespace
 
 Reducer::Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -322,14 +320,8 @@ Reducer::Locked<GradientLayout> Reducer::layout_between_steps(const char* refusa
 
 void Reducer::register_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   const Lock lock(mutex_);
-  TORCH_CHECK(!backward_.active(), kHooksBetweenSteps);
+  TORCH_CHECK(!backward_.active(), "communication hooks are registered between steps, not during backward");
   layout_.set_hook(std::move(hook));
-}
-
-void Reducer::register_builtin_hook(BuiltinHook which) {
-  const Lock lock(mutex_);
-  TORCH_CHECK(!backward_.active(), kHooksBetweenSteps);
-  layout_.set_builtin_hook(which);
 }
 
 void Reducer::set_static_graph() {

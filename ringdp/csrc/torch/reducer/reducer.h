@@ -78,7 +78,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void replace_parameters(std::vector<ModuleParameter> parameters);
   void set_reductions(ReductionPlan reductions);
   void register_hook(std::unique_ptr<c10d::CommHookInterface> hook);
-  void register_builtin_hook(BuiltinHook which);
   void set_static_graph();
   void set_optimizer_in_backward() { optimizer_in_backward_ = true; }
   void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared);

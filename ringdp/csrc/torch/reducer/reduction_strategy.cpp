@@ -62,7 +62,6 @@ at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::
 
 const CodecReduction& codec_of(const Bucket& bucket) { return static_cast<const CodecReduction&>(*bucket.reduction); }
 
-// torch's ALLREDUCE and FP16_COMPRESS, whose classes its library does not export.
 class Builtin final : public c10d::CommHookInterface {
  public:
   Builtin(c10::intrusive_ptr<c10d::ProcessGroup> group, BuiltinHook which) : group_(std::move(group)), which_(which) {}
@@ -233,8 +232,9 @@ void HookStrategy::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   hook_ = std::move(hook);
 }
 
-void HookStrategy::set_builtin_hook(BuiltinHook which) {
-  set_hook(std::make_unique<Builtin>(group_.process_group(), which));
+std::unique_ptr<c10d::CommHookInterface> make_builtin_hook(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                           BuiltinHook which) {
+  return std::make_unique<Builtin>(std::move(group), which);
 }
 
 c10d::CommHookInterface* HookStrategy::hook_of(const Bucket& bucket) const {

@@ -112,13 +112,16 @@ class CodecStrategy final : public ReductionStrategy {
 
 enum class BuiltinHook { kAllReduce, kFp16Compress };
 
+// torch's ALLREDUCE and FP16_COMPRESS, whose classes its library does not export.
+std::unique_ptr<c10d::CommHookInterface> make_builtin_hook(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                           BuiltinHook which);
+
 class HookStrategy final : public ReductionStrategy {
  public:
   HookStrategy(ReducerGroup& group, const TrainableParameters& parameters) : group_(group), parameters_(parameters) {}
 
   // The user's, for all buckets; throws where there is one.
   void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);
-  void set_builtin_hook(BuiltinHook which);
   bool has_hook() const { return hook_ != nullptr; }
   // Of this bucket: its reduction's, if that is enabled, or the user's. Null: none.
   c10d::CommHookInterface* hook_of(const Bucket& bucket) const;
