@@ -57,7 +57,16 @@ def same(ours: nn.Module, theirs: nn.Module) -> None:
 def alike(drive: Callable[[DistributedDataParallel], Any], build: Callable[..., nn.Module], **options: Any) -> None:
     """`drive` returns the same for RingDP and DDP, and leaves the same parameters, gradients and buffers."""
     wrapped = [kind(build(), **options) for kind in KINDS]
-    answers = [tree_flatten(drive(one))[0] for one in wrapped]
+
+    def answer(model: DistributedDataParallel) -> list[Any]:
+        try:
+            return tree_flatten(drive(model))[0]
+        except RuntimeError as error:  # before torch 2.12 autograd sees that buffers are written
+            if "modified by an inplace operation" not in str(error):
+                raise
+            return ["modified by an inplace operation"]
+
+    answers = [answer(one) for one in wrapped]
     for one, other in zip(*answers, strict=True):
         if isinstance(one, Tensor):
             torch.testing.assert_close(one, other)
