@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <functional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
