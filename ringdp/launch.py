@@ -1,4 +1,4 @@
-"""``python -m ringdp.launch ARGS`` is ``ringrun ARGS``; the function `ringdp.launch` is in job/local_ranks.py."""
+"""``python -m ringdp.launch ARGS`` is ``ringrun ARGS``; imported, this is the function `ringdp.launch`."""
 
 from __future__ import annotations
 
@@ -10,3 +10,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # Ctrl-C while torch is imported
         sys.exit(130)
     sys.exit(main())
+else:
+    from ringdp.job.local_ranks import launch
+
+    sys.modules[__name__] = launch  # type: ignore[assignment]  # else `import ringdp.launch` would hide the function

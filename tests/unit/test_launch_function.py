@@ -116,3 +116,8 @@ def test_bad_arguments() -> None:
         ringdp.launch(ringdp.rank, nprocs=0)
     with pytest.raises(InvalidArgumentError, match="'spawn' or 'fork', not 'forkserver'"):
         ringdp.launch(ringdp.rank, start_method="forkserver")
+
+
+def test_importing_the_module_of_that_name_leaves_the_function() -> None:
+    code = "import ringdp.launch, ringdp; from ringdp import launch; print(ringdp.launch is launch, launch.__module__)"
+    assert run(code).stdout == "True ringdp.job.local_ranks\n"

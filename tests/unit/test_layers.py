@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "amp": {"errors", "hooks", "ddp", "_C"},
     "metrics": {"errors", "config", "job"},
     "checkpoint": {"errors", "job"},
-    "launch": {"launcher"},
+    "launch": {"launcher", "job"},
     "launcher": {"", "errors", "config", "job.threads"},
     "_autoload": {"job"},
     "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint"}
