@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 # What stands in DDP's place: DDP itself, RingDP, or RingDP with DDP's default of find_unused_parameters. RingDP's own,
@@ -22,6 +23,7 @@ def put_in_ddps_place(choice: str) -> None:
     from ringdp.ddp.wrapper import RingDP
 
     class Strict(RingDP):
+        @functools.wraps(RingDP.__init__)  # type: ignore[misc]  # torch's tests look at the signature
         def __init__(self, *args: object, **kwargs: object) -> None:
             kwargs.setdefault("find_unused_parameters", False)
             super().__init__(*args, **kwargs)  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def test_ringdp_in_ddps_place(backend: str, world_size: int) -> None:
     assert sum(verdict.outcome == "passed" for verdict in verdicts.values()) >= 65
     words = WITH_DDPS_DEFAULT.split(",")
     strict = {name for name in verdicts if any(word in name for word in words)}
-    assert len(strict) == 3
+    assert 2 <= len(strict) <= 3  # torch 2.15 has two of them
     unexplained = set(failed(verdicts)) - set(EXPLAINED_IN_DDPS_PLACE) - strict
     none_unexplained({name: verdicts[name] for name in unexplained})
     none_unexplained(failed(in_ddps_place(backend, world_size, WITH_DDPS_DEFAULT, "ringdp-strict")))
