@@ -12,16 +12,17 @@ CSRC = Path(__file__).resolve().parents[2] / "ringdp" / "csrc"
 FOLDERS = ("torch/reducer", "engine", "mesh")
 MOST_METHODS = 25
 # Classes that have more for now, and how many: a row goes as soon as its class is taken apart.
-STILL_LARGER = {"GradientCompression": 32}
+STILL_LARGER = {"GradientCompression": 32, "GroupHandle": 29, "Connector": 42, "SharedSetup": 36, "RendezvousRun": 35}
 
 CLASS = re.compile(r"\b(?:class|struct)\s+(?:\[\[\w+\]\]\s*)?(\w+)\s*(?:final\s*)?(?::[^:{;][^{;]*)?\{")
 NOISE = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<![0-9A-Fa-f])\'(?:\\.|[^\'\\\n])+\'|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*',
     re.DOTALL | re.MULTILINE,
 )
+GUARD = re.compile(r"\[\[\w+\]\]|\bRINGDP_GUARDED_BY\s*\([^()]*(?:\(\))?[^()]*\)")
 LABEL = re.compile(r"\b(?:public|protected|private)\s*:(?!:)")
-# What stands before the parameters of a function that is declared there.
-NAME = re.compile(r"(?:\boperator\s*(?:\(\s*\)|\[\s*\]|[^\s\w(]+|\w[\w:]*(?:\s*[*&])*)|~?\b[A-Za-z_]\w*)\s*$")
+# What stands before the parameters of a function that is declared there. "operator T*" too.
+NAME = re.compile(r"\w[\s*&]*$")
 
 
 def body_of(source: str, brace: int) -> str:
@@ -43,8 +44,9 @@ def classes_in(source: str) -> Iterator[tuple[str, str]]:
 
 
 def without_angles(text: str) -> str:
-    """Without template arguments: their parentheses are those of types."""
-    text = re.sub(r"\boperator\s*(?:<=>|<<=?|>>=?|<=?|>=?|->)", "operator_", text)
+    """Without template arguments, whose parentheses are those of types, and the signs of operators."""
+    text = re.sub(r"\boperator\s*[-+*/%&|^!~<>=\[\]]+", "operator_", text)
+    text = re.sub(r"\boperator\s*\(\s*\)", "operator_", text)
     while (shorter := re.sub(r"<[^<>;{}]*>", "", text)) != text:
         text = shorter
     return text
@@ -80,13 +82,13 @@ def in_initializers(head: str, rest: str) -> bool:
 
 
 def is_method(declaration: str) -> bool:
-    declaration = re.sub(r"\[\[\w+\]\]|\balignas\s*\([^)]*\)|\bRINGDP_GUARDED_BY\s*\([^()]*(?:\(\))?[^()]*\)", " ", declaration)
+    declaration = GUARD.sub(" ", declaration)
     if re.match(r"\s*(?:using|typedef|friend|static_assert|enum)\b", declaration):
         return False
     if re.search(r"=\s*(?:delete|default)\s*$", declaration):
         return False
-    before, parenthesis, _ = re.sub(r"\boperator\s*\(\s*\)", "operator_", declaration).partition("(")
-    return bool(parenthesis) and "=" not in before.replace("operator=", "") and "{" not in before and NAME.search(before) is not None
+    before, parenthesis, _ = declaration.partition("(")
+    return bool(parenthesis) and not re.search(r"[={]", before) and NAME.search(before) is not None
 
 
 def methods_of(body: str) -> list[str]:
@@ -109,7 +111,11 @@ def test_no_class_has_more_methods_than_one_idea_needs() -> None:
     larger = {name: count for name, count in found.items() if count > STILL_LARGER.get(name, MOST_METHODS)}
     text = ", ".join(f"{name} has {count} methods" for name, count in larger.items())
     assert not larger, f"{text}: at most {MOST_METHODS}; take an idea out of it, into a class of its own"
-    assert set(STILL_LARGER) <= set(found), "a row of STILL_LARGER is not needed any more"
+
+
+def test_what_is_still_larger_is_listed_as_it_is() -> None:
+    found = too_large(CSRC)
+    assert {name: found.get(name, 0) for name in STILL_LARGER} == STILL_LARGER, "remove or lower these rows"
 
 
 @pytest.mark.parametrize(
@@ -119,12 +125,15 @@ def test_no_class_has_more_methods_than_one_idea_needs() -> None:
         ("int size_ = 0; std::vector<int> list_{1, 2};", 0),
         ("std::function<void(int, Link&)> lost_; std::atomic<bool> on_{false};", 0),
         ("using Lost = std::function<void(int)>; friend void f(int); enum class E { kA, kB };", 0),
-        ("uint64_t turn_ GUARD = f(2); static constexpr int kMost = most(3);", 0),
+        ("uint64_t turn_ RINGDP_GUARDED_BY(role_) = f(2); static constexpr int kMost = most(3);", 0),
         ("A(const A&) = delete; A& operator=(const A&) = delete; ~A() = default;", 0),
         ("std::string name_ RINGDP_GUARDED_BY(role_.mutex()); int n_ RINGDP_GUARDED_BY(role_){};", 0),
         ("A(); ~A(); explicit A(int x) : x_(x), y_{x} {} void f();", 4),
         ("A(int x) : x_(x), y_({1}) { g(); } int x_; A() : z_{} {}", 2),
-        ("bool operator()(int) const { return true; } T* operator->() const; T& operator[](int i) { return t_[i]; }", 3),
+        (
+            "bool operator()(int) const { return true; } T* operator->() const; T& operator[](int i) { return t_[i]; }",
+            3,
+        ),
         ("bool operator<(const A&) const; bool operator==(const A&) const; operator bool() const;", 3),
         ("void f(); void f(int = 3); void g(Options options = {}); virtual void h() = 0;", 4),
         ("template <class A> auto keeping(A&& a) { try { a(); } catch (...) { throw; } } std::map<int, B> b_;", 1),

@@ -51,8 +51,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   };
 
   // `parameters`: all of the module's, also those that do not require grad now.
-  Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
-          ReducerOptions options)
+  Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options)
       : layout_(std::move(parameters), std::move(group), std::move(options), *this) {}
 
   // ---- Forward.

@@ -15,8 +15,7 @@ namespace ringdp {
 
 class StepGuard {
  public:
-  StepGuard(GradientLayout& layout, const ArrivalTracker& arrivals, BackwardState& backward,
-            const StepFailure& failure)
+  StepGuard(GradientLayout& layout, const ArrivalTracker& arrivals, BackwardState& backward, const StepFailure& failure)
       : layout_(layout), arrivals_(arrivals), backward_(backward), failure_(failure) {}
 
   void throw_if_failed() const;
