@@ -47,9 +47,8 @@ class LinkSender {
 
   // What the receiving half hears and does.
   bool grant(const FrameHeader& header);  // false: there is no such flow
-  bool grant_early(const FrameHeader& header) {
-    return window_.keep_grant(header);
-  }  // for an operation that has not started yet; false: there are too many
+  // For an operation that has not started yet; false: there are too many.
+  bool grant_early(const FrameHeader& header) { return window_.keep_grant(header); }
   void credited(uint32_t credit) { window_.credited(credit); }
   // Eager payload of the peer has left the window here; the next frame tells it so, or a frame of its own once half the window
   // is due.
