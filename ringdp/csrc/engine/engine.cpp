@@ -164,7 +164,7 @@ void Engine::wait(Work& work, Deadline deadline) {
       }
       if (!work.finished() && deadline.expired()) {
         ErrorContext context;
-        links_.self().fill_self(context);
+        links_.peers().self().fill_self(context);
         context.operation = work.text();
         throw Error(ErrorKind::kTimeout,
                     work.text() + ": wait Timed out on rank " + std::to_string(rank()) + "; the operation goes on",

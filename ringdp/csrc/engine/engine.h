@@ -89,9 +89,9 @@ class Engine {
   uint64_t bytes_sent() const { return links_.bytes_sent(); }
   uint64_t bytes_sent_to(int peer) const { return links_.bytes_sent_to(peer); }
   uint64_t bytes_received() const { return links_.bytes_received(); }
-  const PeerInfo& peer(int rank) const { return links_.info(rank); }
-  int rank() const { return links_.rank(); }
-  int world() const { return links_.world(); }
+  const PeerInfo& peer(int rank) const { return links_.peers().info(rank); }
+  int rank() const { return links_.peers().rank(); }
+  int world() const { return links_.peers().world(); }
 
  private:
   void check_usable() const RINGDP_REQUIRES(role_.mutex());  // not shut down

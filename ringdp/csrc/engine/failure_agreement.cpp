@@ -38,9 +38,10 @@ FailureAgreement::FailureAgreement(const DriverRole& role, GroupTable& groups, P
     : role_(role),
       groups_(groups),
       links_(links),
+      peers_(links.peers()),
       end_operations_(std::move(end_operations)),
-      farewells_(links.world()),
-      losses_(links.world()) {}
+      farewells_(links.peers().world()),
+      losses_(links.peers().world()) {}
 
 void FailureAgreement::queue(uint64_t group, Error error) {
   role_.assert_held();
@@ -97,7 +98,7 @@ void FailureAgreement::on_departed(int peer, const std::string& reason) {
 
 void FailureAgreement::on_mismatched(Disagreement disagreement) {
   role_.assert_held();
-  Error error = disagreement.explain(links_.self(), links_.info(disagreement.peer), "");
+  Error error = disagreement.explain(peers_.self(), peers_.info(disagreement.peer), "");
   GroupPtr group = groups_.find(disagreement.mine.group);
   if (!group) return;
   if (!disagreement.name_unknown()) return queue(group->id, std::move(error));
@@ -115,7 +116,7 @@ bool FailureAgreement::on_named(int peer, uint64_t group_id, uint64_t sequence, 
   if (pending == nullptr || !pending->unnamed) return false;
   const Disagreement& it = *pending->unnamed;
   if (it.peer != peer || it.mine.sequence != sequence) return false;
-  queue(group_id, it.explain(links_.self(), links_.info(peer), name));
+  queue(group_id, it.explain(peers_.self(), peers_.info(peer), name));
   return true;
 }
 
@@ -123,20 +124,20 @@ void FailureAgreement::on_aborted(int peer, uint64_t group_id, const AbortNotice
   role_.assert_held();
   GroupPtr group = groups_.find(group_id);
   ErrorContext context;
-  links_.self().fill_self(context);
+  peers_.self().fill_self(context);
   context.cause = notice.text;
   context.sequence = static_cast<int64_t>(notice.sequence);
   int guilty = notice.guilty_rank;
   const bool of_two = notice.kind == ErrorKind::kMismatch || notice.kind == ErrorKind::kDamaged;
-  if (guilty == links_.rank() && of_two) guilty = notice.found_by;  // seen from here it is the other one
-  if (guilty >= 0 && guilty < links_.world()) links_.info(guilty).fill_peer(context);
+  if (guilty == peers_.rank() && of_two) guilty = notice.found_by;  // seen from here it is the other one
+  if (guilty >= 0 && guilty < peers_.world()) peers_.info(guilty).fill_peer(context);
   if (const InFlight* oldest = group ? group->oldest() : nullptr; oldest != nullptr) {
     context.operation = oldest->work->text();
     context.name = oldest->operation->identity().name;
   }
   // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not blame
   // this rank.
-  Error error(notice.kind, notice.text + " (reported by " + links_.info(peer).text() + ")", context);
+  Error error(notice.kind, notice.text + " (reported by " + peers_.info(peer).text() + ")", context);
   if (!group) group = groups_.fail_early(group_id, std::make_exception_ptr(error));
   if (!group) return;
   group->reported_by.insert(peer);
@@ -254,8 +255,8 @@ void FailureAgreement::fail_quietly(GroupState& group, const Error& error, const
 
 Error FailureAgreement::explain_loss(const GroupState& group, int peer, const Error& cause) const {
   ErrorContext context = cause.context();
-  links_.self().fill_self(context);
-  links_.info(peer).fill_peer(context);
+  peers_.self().fill_self(context);
+  peers_.info(peer).fill_peer(context);
   if (context.cause.empty()) context.cause = cause.what();
   if (context.advice.empty()) context.advice = "look at that rank's own log for the reason";
   std::string during = "between operations";
@@ -269,8 +270,8 @@ Error FailureAgreement::explain_loss(const GroupState& group, int peer, const Er
       during += ", waiting for " + waiting;
   }
   return Error(ErrorKind::kPeerLost,
-               "rank " + std::to_string(links_.rank()) + " (host " + context.host + ") lost " +
-                   links_.info(peer).text() + " " + during + ": Connection closed by peer: " + context.cause + "; " +
+               "rank " + std::to_string(peers_.rank()) + " (host " + context.host + ") lost " +
+                   peers_.info(peer).text() + " " + during + ": Connection closed by peer: " + context.cause + "; " +
                    context.advice,
                context);
 }
@@ -285,8 +286,8 @@ Error FailureAgreement::explain_damage(const GroupState& group, int peer, const 
     during = "during " + oldest->work->text();
   }
   return Error(ErrorKind::kDamaged,
-               "rank " + std::to_string(links_.rank()) + " (host " + context.host + ") received damaged bytes from " +
-                   links_.info(peer).text() + " " + during + ": " + context.cause + "; " + context.advice,
+               "rank " + std::to_string(peers_.rank()) + " (host " + context.host + ") received damaged bytes from " +
+                   peers_.info(peer).text() + " " + during + ": " + context.cause + "; " + context.advice,
                context);
 }
 

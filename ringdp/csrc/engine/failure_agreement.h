@@ -81,6 +81,7 @@ class FailureAgreement {
   const DriverRole& role_;
   GroupTable& groups_;
   PeerLinks& links_;
+  const PeerTable& peers_;
   const EndOperations end_operations_;
   std::vector<Failure> queued_ RINGDP_GUARDED_BY(role_);
   std::list<Pending> pending_ RINGDP_GUARDED_BY(role_);                // a list: one comes while another is being told

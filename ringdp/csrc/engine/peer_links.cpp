@@ -15,28 +15,25 @@ constexpr auto kHostPeriod = std::chrono::milliseconds(500);
 
 PeerLinks::PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role,
                      Poller& poller, const LinkEvents& events, Lost lost)
-    : rank_(rank),
+    : peers_(rank, peers),
       role_(role),
-      poller_(poller),
+      watch_(poller, peers.size()),
       wrap_channel_(options.wrap_channel),
       lost_(std::move(lost)),
-      links_(peers.size()),
-      writing_(peers.size(), 0) {
+      links_(peers.size()) {
   if (options.rate_bytes_per_s > 0) limiter_.emplace(options.rate_bytes_per_s);
-  for (const MeshPeer& peer : peers) infos_.push_back(peer.info);
   for (MeshPeer& peer : peers) {
     const int place = peer.info.rank;
-    if (place == rank_) continue;
+    if (place == rank) continue;
     std::unique_ptr<Channel> channel = peer.channel ? adopt(std::move(peer.channel), place) : nullptr;
-    links_[place] = std::make_unique<Link>(infos_[rank_], peer.info, std::move(channel), events, peer.checksums);
-    links_[place]->limit_segments(options.segment_bytes);
+    links_[place] = std::make_unique<Link>(peers_.self(), peer.info, std::move(channel), events, peer.checksums,
+                                           options.segment_bytes);
     links_[place]->watch_host(options.host_silence_ms);
   }
 }
 
 std::unique_ptr<Channel> PeerLinks::adopt(std::unique_ptr<Channel> channel, int peer) {
-  poller_.add(channel->poll_fd(), static_cast<uint32_t>(peer));
-  if (int bell = channel->bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(peer));
+  watch_.add(*channel, peer);
   if (limiter_ && !channel->direct()) channel = std::make_unique<LimitedChannel>(std::move(channel), *limiter_);
   if (wrap_channel_) channel = wrap_channel_(std::move(channel), peer);
   some_streams_ |= !channel->direct();
@@ -49,15 +46,9 @@ void PeerLinks::connect(int peer, std::unique_ptr<Channel> channel, bool checksu
   send_to(peer);
 }
 
-void PeerLinks::stop_polling(Link& link) {
-  if (!link.connected()) return;
-  poller_.remove(link.channel().poll_fd());
-  if (link.channel().bell_fd() >= 0) poller_.remove(link.channel().bell_fd());
-}
-
 void PeerLinks::drop(int peer) {
   Link& link = *(*this)[peer];
-  stop_polling(link);
+  if (link.connected()) watch_.remove(link.channel());
   link.close();
 }
 
@@ -71,7 +62,7 @@ bool PeerLinks::guarded(int peer, const std::function<bool(Link&)>& action) {
   if (link.broken()) return false;
   try {
     bool moved = action(link);
-    if (link.departed()) stop_polling(link);
+    if (link.departed() && link.connected()) watch_.remove(link.channel());
     return moved;
   } catch (const Error& error) {
     lost_(peer, error);
@@ -82,7 +73,7 @@ bool PeerLinks::guarded(int peer, const std::function<bool(Link&)>& action) {
 bool PeerLinks::pump() {
   role_.assert_held();
   bool moved = false;
-  bool few = world() <= kPolledLinks;
+  bool few = peers_.world() <= kPolledLinks;
   const std::size_t first = first_;
   for (std::size_t i = 0; i < links_.size(); ++i) {
     const std::size_t place = first + i < links_.size() ? first + i : first + i - links_.size();
@@ -98,11 +89,11 @@ bool PeerLinks::pump() {
       moved |= guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
   }
   if (few || !some_streams_) return moved;
-  watch_blocked();
+  watch_.follow(links_);
   return moved | poll();
 }
 
-bool PeerLinks::poll() { return serve(poller_.wait(0)); }
+bool PeerLinks::poll() { return serve(watch_.look()); }
 
 bool PeerLinks::serve(const std::vector<Poller::Event>& events) {
   bool moved = false;
@@ -136,20 +127,10 @@ bool PeerLinks::anything_outgoing() const {
   return std::any_of(links.begin(), links.end(), [](const auto& link) { return link && link->has_outgoing(); });
 }
 
-void PeerLinks::watch_blocked() {
-  for (auto& link : links_) {
-    if (!link || link->direct() || !link->connected() || link->departed()) continue;
-    int peer = link->peer().rank;
-    if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
-    writing_[peer] = link->wants_write();
-    poller_.want_write(link->channel().poll_fd(), static_cast<uint32_t>(peer), link->wants_write());
-  }
-}
-
 // Tells direct channels that this thread is about to sleep. Bytes that wait in one of them are taken in, because otherwise the
 // driver looks only at channels from which an operation expects bytes.
 bool PeerLinks::before_sleep() {
-  watch_blocked();
+  watch_.follow(links_);
   bool quiet = true;
   for (auto& link : all()) {
     if (!link || !link->direct() || link->broken() || link->departed()) continue;

@@ -1,5 +1,5 @@
-// PeerLinks: the links to all peers, the poller's watch over their channels, and the limit to what they send. It moves what
-// can be moved on each; an error that a link throws ends that link and is told once.
+// PeerLinks: the links to all peers, and the limit to what they send. It moves what can be moved on each; an error that a link
+// throws ends that link and is told once.
 // Owned by the Engine. Used by the thread that drives; any thread may ask who a peer is and how many bytes have moved.
 #pragma once
 
@@ -11,8 +11,10 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "engine/channel_watch.h"
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
+#include "engine/peer_table.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
 #include "transport/poller.h"
@@ -29,10 +31,7 @@ class PeerLinks {
   PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role, Poller& poller,
             const LinkEvents& events, Lost lost);
 
-  int rank() const { return rank_; }
-  int world() const { return static_cast<int>(infos_.size()); }
-  const PeerInfo& info(int rank) const { return infos_[static_cast<std::size_t>(rank)]; }
-  const PeerInfo& self() const { return info(rank_); }
+  const PeerTable& peers() const { return peers_; }
 
   // By place in the world; null for this rank.
   Link* operator[](int peer) const {
@@ -80,20 +79,16 @@ class PeerLinks {
 
  private:
   std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on
-  void stop_polling(Link& link);
-  void watch_blocked();  // tells the poller which channels are full
 
-  const int rank_;
-  std::vector<PeerInfo> infos_;
+  const PeerTable peers_;
   const DriverRole& role_;
-  Poller& poller_;
+  ChannelWatch watch_;  // the driver's
   const std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel_;
   const Lost lost_;
   std::optional<RateLimiter> limiter_;        // of all streams; outlives the links
   std::vector<std::unique_ptr<Link>> links_;  // made once; their state is the driver's, but for the counters of bytes
   std::size_t first_ RINGDP_GUARDED_BY(role_) = 0;  // with a limiter: whose turn it is
   bool some_streams_ = false;                       // not all links are direct; the driver's
-  std::vector<char> writing_;                       // the poller watches for room to write; the driver's
   Clock::time_point next_host_check_ RINGDP_GUARDED_BY(role_){};
 };
 

@@ -34,7 +34,7 @@ std::string last_call(const PeerState& state) {
 
 StallMonitor::StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
                            int64_t notice_ms)
-    : role_(role), groups_(groups), links_(links), notices_(notices), notice_ms_(notice_ms) {}
+    : role_(role), groups_(groups), links_(links), peers_(links.peers()), notices_(notices), notice_ms_(notice_ms) {}
 
 void StallMonitor::look(Clock::time_point now) {
   role_.assert_held();
@@ -67,7 +67,7 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
     return;  // soon it is known
   group.noticed_at = now;
   notices_.post(LogLevel::kWarning,
-                links_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() +
+                peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() +
                     " for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing)));
 }
 
@@ -165,12 +165,12 @@ std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) c
   for (const auto& [peer, answer] : in_flight.answers)
     if (answer.state)
       for (const MissingRank& it : answer.state->missing) next.push_back(it.rank);
-  std::set<int> seen{links_.rank()};
+  std::set<int> seen{peers_.rank()};
   auto now = Clock::now();
   int64_t silent_ms = std::min<int64_t>(kSilentMs, in_flight.timeout_ms / 4);
   for (std::size_t i = 0; i < next.size(); ++i) {
     int peer = next[i];
-    if (peer < 0 || peer >= links_.world() || !seen.insert(peer).second) continue;
+    if (peer < 0 || peer >= peers_.world() || !seen.insert(peer).second) continue;
     auto answer = in_flight.answers.find(peer);
     if (answer == in_flight.answers.end()) continue;
     const auto& [asked_at, awaited, state] = answer->second;
@@ -193,7 +193,7 @@ std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) c
       case PeerState::Progress::kNotCalled:
         // It is in an earlier operation, which waits for other ranks than this one: those are the missing ones.
         if (std::any_of(state->waits_for.begin(), state->waits_for.end(),
-                        [&](int it) { return it != links_.rank(); })) {
+                        [&](int it) { return it != peers_.rank(); })) {
           next.insert(next.end(), state->waits_for.begin(), state->waits_for.end());
           break;
         }
@@ -219,7 +219,7 @@ void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector
   for (const auto& [peer, answer] : in_flight.answers) {
     if (!answer.state) continue;
     for (const MissingRank& it : answer.state->missing) {
-      if (it.rank < 0 || it.rank >= links_.world() || it.rank == links_.rank() || it.hops >= kMostHops) continue;
+      if (it.rank < 0 || it.rank >= peers_.world() || it.rank == peers_.rank() || it.hops >= kMostHops) continue;
       if (links_[it.rank]->connected() || !links_[it.rank]->usable()) continue;
       auto known = std::find_if(found.begin(), found.end(), [&](const auto& other) { return other.rank == it.rank; });
       if (known == found.end())
@@ -233,7 +233,7 @@ void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector
 std::string StallMonitor::format_missing(const std::vector<MissingRank>& missing) const {
   std::string out;
   for (const MissingRank& it : missing) {
-    std::string peer = links_.info(it.rank).text();
+    std::string peer = peers_.info(it.rank).text();
     peer.insert(peer.size() - 1, "; " + it.why);
     out += (out.empty() ? "" : ", ") + peer;
   }
@@ -243,18 +243,18 @@ std::string StallMonitor::format_missing(const std::vector<MissingRank>& missing
 Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   role_.assert_held();
   ErrorContext context;
-  links_.self().fill_self(context);
+  peers_.self().fill_self(context);
   context.operation = in_flight.work->text();
   context.sequence = static_cast<int64_t>(in_flight.sequence());
   context.name = in_flight.operation->identity().name;
   std::vector<MissingRank> missing = find_missing(in_flight);
   std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
-  if (guilty >= 0) links_.info(guilty).fill_peer(context);
+  if (guilty >= 0) peers_.info(guilty).fill_peer(context);
   context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing));
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
-               in_flight.work->text() + " on rank " + std::to_string(links_.rank()) + " Timed out after " +
+               in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +
                    std::to_string(in_flight.timeout_ms) + " ms: " + context.cause + "; " + context.advice,
                context);
 }

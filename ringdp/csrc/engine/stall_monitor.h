@@ -53,6 +53,7 @@ class StallMonitor {
   const DriverRole& role_;
   const GroupTable& groups_;
   PeerLinks& links_;
+  const PeerTable& peers_;
   NoticeBoard& notices_;
   const int64_t notice_ms_;
   std::atomic<Clock::rep> called_at_{0};  // the last submit; 0: none

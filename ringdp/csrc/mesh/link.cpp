@@ -11,11 +11,14 @@ constexpr std::size_t kLastWordsBytes = 1024 * 1024;  // read at a time
 
 }  // namespace
 
-Link::Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, const LinkEvents& events, bool checksums)
+Link::Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, const LinkEvents& events, bool checksums,
+           std::size_t segment_bytes)
     : Connection(std::move(self), std::move(peer)),
       events_(events),
-      sender_(*this, {[this] { events_.wanted(this->peer().rank); },
-                      [this](int error_number) { on_send_failed(error_number); }}),
+      sender_(
+          *this,
+          {[this] { events_.wanted(this->peer().rank); }, [this](int error_number) { on_send_failed(error_number); }},
+          segment_bytes),
       incoming_(*this, sender_, events_),
       receiver_(*this, sender_, incoming_, events_) {
   if (!channel) return;

@@ -24,15 +24,12 @@ namespace ringdp {
 class Link : public Connection {
  public:
   // `checksums`: as on the peer's side; a direct channel has none. Without a channel the link waits for one: it keeps what
-  // it has to send, and the first frame asks for the connection.
-  Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, const LinkEvents& events,
-       bool checksums = false);
+  // it has to send, and the first frame asks for the connection. `segment_bytes`: the longest payload of a frame sent.
+  Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, const LinkEvents& events, bool checksums = false,
+       std::size_t segment_bytes = kSegmentBytes);
 
   void connect(std::unique_ptr<Channel> channel, bool checksums);  // once
   void give_up();                                                  // there will be no connection, as after a goodbye
-  void limit_segments(std::size_t bytes) {
-    sender_.limit_segments(bytes);
-  }  // of the frames sent; at most kSegmentBytes
 
   void attach(SendFlow& flow) { sender_.attach(flow); }
   void attach(RecvFlow& flow) { incoming_.attach(flow); }  // takes in what arrived early; may throw Error(kMismatch)

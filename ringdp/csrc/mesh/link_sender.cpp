@@ -5,8 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "mesh/early_frames.h"
-
 namespace ringdp {
 namespace {
 
@@ -14,8 +12,7 @@ constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one pe
 constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
 constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
 constexpr std::size_t kControlPieceBytes =
-    400;                                      // of control frames alone, in one packet (the least MTU of IPv4 is 576)
-constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and may be less than operations can cut
+    400;  // of control frames alone, in one packet (the least MTU of IPv4 is 576)
 
 }  // namespace
 
@@ -25,11 +22,7 @@ void LinkSender::opened(bool checksums) {
 }
 
 void LinkSender::attach(SendFlow& flow) {
-  auto grant = early_grants_.find({flow.identity->group, flow.identity->sequence});
-  if (grant != early_grants_.end()) {
-    flow.granted = std::min(grant->second, flow.total);
-    early_grants_.erase(grant);
-  }
+  window_.take_grant(flow);
   sending_.push_back(&flow);
   wish();
 }
@@ -44,34 +37,6 @@ void LinkSender::detach(SendFlow& flow) {
   payload_ = orphan_;
 }
 
-void LinkSender::discard_group(uint64_t group) {
-  std::erase_if(early_grants_, [&](const auto& entry) { return entry.first.first == group; });
-}
-
-// How many bytes beyond flow.sent may go now. Bytes beyond the grant are eager: within the flow's first kSmallFlowBytes and
-// the peer's window. A larger flow never ends before its last grant has come, so no grant arrives too late.
-std::size_t LinkSender::allowance(const SendFlow& flow) const {
-  if (flow.sent < flow.granted) return flow.granted - flow.sent;
-  if (flow.requested) return 0;
-  uint64_t eager_end = std::min<uint64_t>(flow.total, kSmallFlowBytes);
-  if (flow.sent >= eager_end) return 0;
-  std::size_t window = kEagerWindowBytes - static_cast<uint32_t>(eager_sent_ - eager_credited_);
-  std::size_t rest = eager_end - flow.sent;
-  if (window < rest && window < kLeastEagerBytes) return 0;
-  return std::min(rest, window);
-}
-
-bool LinkSender::sendable(const SendFlow& flow) const {
-  if (flow.total == 0) return !flow.opened;
-  return flow.ready > flow.sent && allowance(flow) > 0;
-}
-
-// A small flow that finds the window used up asks for its grant. Once asked, it waits for that, so none comes too late.
-bool LinkSender::must_request(const SendFlow& flow) const {
-  bool small = flow.total > 0 && flow.total <= kSmallFlowBytes;
-  return small && !flow.requested && flow.granted == 0 && flow.ready > flow.sent && allowance(flow) == 0;
-}
-
 void LinkSender::wish() {
   if (connection_.connected() || wished_ || !connection_.usable()) return;
   wished_ = true;
@@ -81,8 +46,9 @@ void LinkSender::wish() {
 bool LinkSender::has_outgoing() const {
   if (!connection_.connected() || connection_.departed()) return false;
   if (frame_under_way() || !control_.empty()) return true;
-  return !said_bye_ && std::any_of(sending_.begin(), sending_.end(),
-                                   [this](SendFlow* flow) { return sendable(*flow) || must_request(*flow); });
+  return !said_bye_ && std::any_of(sending_.begin(), sending_.end(), [this](SendFlow* flow) {
+    return window_.sendable(*flow) || window_.must_request(*flow);
+  });
 }
 
 void LinkSender::control(FrameHeader header, const std::string& payload) {
@@ -125,13 +91,6 @@ bool LinkSender::grant(const FrameHeader& header) {
   return false;
 }
 
-bool LinkSender::grant_early(const FrameHeader& header) {
-  if (early_grants_.size() >= kMaxEarlyOperations) return false;
-  uint64_t& kept = early_grants_[{header.group, header.sequence}];
-  kept = std::max(kept, header.offset);
-  return true;
-}
-
 void LinkSender::consumed(uint32_t bytes) {
   consumed_ += bytes;
   if (static_cast<uint32_t>(consumed_ - consumed_reported_) >= kEagerWindowBytes / 2) control(FrameType::kCredit, 0, 0);
@@ -149,23 +108,24 @@ bool LinkSender::stage_next() {
   padding_ = 0;
   payload_flow_ = nullptr;
   for (SendFlow* flow : sending_) {
-    if (!must_request(*flow)) continue;
+    if (!window_.must_request(*flow)) continue;
     flow->requested = true;
     control(FrameType::kRequest, flow->identity->group, flow->identity->sequence);
   }
   std::swap(head_, control_);
   if (said_bye_) return !head_.empty();
-  auto next = std::find_if(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return sendable(*flow); });
+  auto next =
+      std::find_if(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return window_.sendable(*flow); });
   if (next == sending_.end()) return !head_.empty();
   SendFlow& flow = **next;
   FrameHeader header;
-  std::size_t limit = std::min<uint64_t>({segment_bytes_, allowance(flow), flow.ready - flow.sent});
+  std::size_t limit = std::min<uint64_t>({segment_bytes_, window_.allowance(flow), flow.ready - flow.sent});
   if (flow.total > 0) payload_ = flow.handler->outgoing(flow, flow.sent, limit);
   if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
   payload_flow_ = &flow;
   padding_ = padding_of(payload_.size());
   header.eager = flow.sent >= flow.granted;
-  if (header.eager) eager_sent_ += static_cast<uint32_t>(payload_.size());
+  if (header.eager) window_.sent_eagerly(payload_.size());
   header.length = static_cast<uint32_t>(payload_.size());
   header.group = flow.identity->group;
   header.sequence = flow.identity->sequence;

@@ -1,6 +1,5 @@
 // LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time. A
-// flow may go as far as the receiver has granted, and eagerly beyond that for its first kSmallFlowBytes, while the peer's window
-// has room: so small messages need no round trip, and a slow rank holds large ones back.
+// flow goes as far as the SendWindow lets it: so small messages need no round trip, and a slow rank holds large ones back.
 // Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
 #pragma once
 
@@ -9,7 +8,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <span>
 #include <string>
 #include <utility>
@@ -19,6 +17,7 @@
 #include "mesh/flow.h"
 #include "mesh/frame.h"
 #include "mesh/frame_check.h"
+#include "mesh/send_window.h"
 
 namespace ringdp {
 
@@ -29,16 +28,17 @@ class LinkSender {
     std::function<void(int error_number)> closed;  // the channel took nothing: the peer is gone
   };
 
-  LinkSender(Connection& connection, Events events) : connection_(connection), events_(std::move(events)) {}
+  // `segment_bytes`: the longest payload of a frame, at most kSegmentBytes.
+  LinkSender(Connection& connection, Events events, std::size_t segment_bytes)
+      : connection_(connection), events_(std::move(events)), segment_bytes_(segment_bytes) {}
 
-  void limit_segments(std::size_t bytes) { segment_bytes_ = bytes; }
   void opened(bool checksums);  // the connection has a channel
   void give_up() { waiting_.clear(); }
   void wish();  // for a connection, where there is none
 
   void attach(SendFlow& flow);
   void detach(SendFlow& flow);
-  void discard_group(uint64_t group);
+  void discard_group(uint64_t group) { window_.discard_group(group); }
 
   void control(FrameHeader header, const std::string& payload = {});
   void control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset = 0, const std::string& payload = {});
@@ -46,9 +46,10 @@ class LinkSender {
   bool may_talk() const;                    // questions and answers are not kept without bound
 
   // What the receiving half hears and does.
-  bool grant(const FrameHeader& header);        // false: there is no such flow
-  bool grant_early(const FrameHeader& header);  // for an operation that has not started yet; false: there are too many
-  void credited(uint32_t credit) { eager_credited_ = credit; }
+  bool grant(const FrameHeader& header);  // false: there is no such flow
+  // For an operation that has not started yet; false: there are too many.
+  bool grant_early(const FrameHeader& header) { return window_.keep_grant(header); }
+  void credited(uint32_t credit) { window_.credited(credit); }
   // Eager payload of the peer has left the window here; the next frame tells it so, or a frame of its own once half the window
   // is due.
   void consumed(uint32_t bytes);
@@ -60,9 +61,6 @@ class LinkSender {
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }  // any thread
 
  private:
-  std::size_t allowance(const SendFlow& flow) const;
-  bool sendable(const SendFlow& flow) const;
-  bool must_request(const SendFlow& flow) const;
   std::size_t padding_of(std::size_t payload) const;
   bool stage_next();  // fills the outgoing frame; false if there is none
   bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }
@@ -71,7 +69,7 @@ class LinkSender {
   Connection& connection_;
   const Events events_;
   FrameCheck check_{false};
-  std::size_t segment_bytes_ = kSegmentBytes;
+  const std::size_t segment_bytes_;
   bool wished_ = false;
   std::vector<std::pair<FrameHeader, std::string>> waiting_;  // control frames, for the connection that is to come
   bool said_bye_ = false;
@@ -88,9 +86,7 @@ class LinkSender {
   std::vector<std::byte> orphan_;  // owns `payload_` when its operation is gone
   bool blocked_ = false;
 
-  std::map<std::pair<uint64_t, uint64_t>, uint64_t> early_grants_;  // by group and sequence
-  uint32_t eager_sent_ = 0;                                         // modulo 2^32, like the credits that answer it
-  uint32_t eager_credited_ = 0;
+  SendWindow window_;
   uint32_t consumed_ = 0;  // eager bytes of the peer used up here
   uint32_t consumed_reported_ = 0;
 

@@ -4,6 +4,8 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <vector>
@@ -38,7 +40,9 @@ std::vector<ModuleParameter> module_parameters(const std::vector<at::Tensor>& pa
 
 void replace_parameters(Reducer& reducer, const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                         std::vector<std::string> used_in, const std::vector<bool>& sparse) {
-  reducer.replace_parameters(module_parameters(parameters, std::move(names), std::move(used_in), sparse));
+  std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
+  // It goes when the lock is free.
+  const ReductionPlan before = reducer.between_steps()->replace_parameters(std::move(described));
 }
 
 std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
@@ -96,7 +100,8 @@ py::dict stats_as_dict(Reducer& reducer) {
 
 void set_reductions(Reducer& reducer, std::vector<std::shared_ptr<Reduction>> reductions, std::vector<int> reduction_of,
                     std::vector<uint32_t> owner_offsets, bool exchange_codes) {
-  reducer.set_reductions({std::move(reductions), std::move(reduction_of), std::move(owner_offsets), exchange_codes});
+  ReductionPlan plan{std::move(reductions), std::move(reduction_of), std::move(owner_offsets), exchange_codes};
+  reducer.between_steps()->set_reductions(plan);
 }
 
 py::list rows_as_dicts(Reducer& reducer) {
@@ -142,11 +147,11 @@ py::dict times_as_dict(Reducer& reducer) {
   return result;
 }
 
-// Keeps the text of what a method of the reducer throws, for DDP's logging data.
-template <auto Method>
+// Keeps the text of what a call of the reducer throws, for DDP's logging data.
+template <auto Function>
 auto noting(Reducer& reducer) {
   try {
-    return (reducer.*Method)();
+    return std::invoke(Function, reducer);
   } catch (...) {
     reducer.guard()->note_thrown(current_error_text());
     throw;
@@ -166,20 +171,21 @@ py::object without_none(py::object hook) {
 void register_python_hook(Reducer& reducer, py::object state, py::object hook) {
   auto owned = std::make_unique<c10d::PythonCommHook>(std::move(state), without_none(std::move(hook)));
   py::gil_scoped_release no_gil;
-  reducer.register_hook(std::move(owned));
+  reducer.between_steps()->register_hook(std::move(owned));
 }
 
 void register_builtin_hook(Reducer& reducer, c10d::BuiltinCommHookType which) {
   const bool half = which == c10d::BuiltinCommHookType::FP16_COMPRESS;
-  reducer.register_hook(make_builtin_hook(reducer.layout()->group.process_group(),
-                                          half ? BuiltinHook::kFp16Compress : BuiltinHook::kAllReduce));
+  std::unique_ptr<c10d::CommHookInterface> hook = make_builtin_hook(
+      reducer.layout()->group.process_group(), half ? BuiltinHook::kFp16Compress : BuiltinHook::kAllReduce);
+  reducer.between_steps()->register_hook(std::move(hook));
 }
 
 void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<PythonFuture>>& futures) {
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> plain;
   for (const auto& future : futures) plain.push_back(future->fut);
   py::gil_scoped_release no_gil;
-  reducer.install_futures(std::move(plain));
+  reducer.end()->install_futures(std::move(plain));
 }
 
 std::shared_ptr<PythonFuture> run_hook(Reducer& reducer, c10d::GradBucket& bucket) {
@@ -206,25 +212,30 @@ void gradient_arrived(Reducer& reducer, std::size_t index) {
 }
 
 void choose(Reducer& reducer, const std::vector<int>& reduction_of_bucket) {
-  const auto guard = reducer.guard();
-  guard->throw_if_failed();
-  guard->refuse_in_backward("reductions of buckets cannot be chosen during a backward");
-  reducer.layout()->choose(reduction_of_bucket);
+  reducer.between_steps()->choose(reduction_of_bucket);
 }
 
 ByParameter take_residuals(Reducer& reducer, const std::vector<std::size_t>& parameters) {
-  return reducer.layout_between_steps(kNotTaken)->compression.take_residuals(parameters);
+  return reducer.between_steps()->compression(kNotTaken).take_residuals(parameters);
 }
 
 void give_residuals(Reducer& reducer, const ByParameter& residuals) {
-  reducer.layout_between_steps(kNotSet)->compression.give_residuals(residuals);
+  reducer.between_steps()->compression(kNotSet).give_residuals(residuals);
 }
 
 ByParameter residuals(Reducer& reducer) { return reducer.layout()->compression.residuals(); }
 
 void set_residuals(Reducer& reducer, const ByParameter& residuals) {
-  reducer.layout_between_steps(kNotSet)->compression.set_residuals(residuals);
+  reducer.between_steps()->compression(kNotSet).set_residuals(residuals);
 }
+
+void set_static_graph(Reducer& reducer) { reducer.between_steps()->set_static_graph(); }
+
+void set_group(Reducer& reducer, GroupPointer group, bool average, bool names_compared) {
+  reducer.between_steps()->set_group(std::move(group), average, names_compared);
+}
+
+void set_optimizer_in_backward(Reducer& reducer) { reducer.end()->set_optimizer_in_backward(); }
 
 void set_loss_scale(Reducer& reducer, double scale) { reducer.layout()->compression.set_loss_scale(scale); }
 
@@ -330,9 +341,9 @@ void bind_reducer(py::module_& module) {
       .def("_reset_state", &Reducer::reset, NoGil())
       .def("_set_forward_pass_work_handle", &set_forward_work, py::arg("work"), py::arg("use_static_world_size"),
            NoGil())
-      .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward)
-      .def("_set_static_graph", &noting<&Reducer::set_static_graph>, NoGil())
-      .def("_update_process_group", &Reducer::set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),
+      .def("_set_optimizer_in_backward", &set_optimizer_in_backward, NoGil())
+      .def("_set_static_graph", &noting<&set_static_graph>, NoGil())
+      .def("_update_process_group", &set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),
            py::arg("names_compared"), NoGil());
 }
 

@@ -9,25 +9,30 @@
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
-#include <unordered_set>
 #include <utility>
 
 #include "torch/reducer/messages.h"
 
 namespace ringdp {
+namespace {
+
+// `copied`: .grad keeps memory of its own.
+void write_sparse(Bucket& bucket, const at::Tensor& parameter, const std::string& name, bool copied) {
+  const at::Tensor& grad = parameter.grad();
+  if (!grad.defined()) {
+    bucket.buffer = at::sparse_coo_tensor(parameter.sizes(), parameter.options().layout(at::kSparse));
+    return;
+  }
+  TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", name);
+  bucket.buffer = copied ? grad.clone() : grad;
+}
+
+}  // namespace
 
 void BucketStore::start() {
-  std::unordered_set<const c10::TensorImpl*> left_over;
-  for (const Slot& slot : slots_) {
-    if (slot.left_over) left_over.insert(slot.parameter.unsafeGetTensorImpl());
-  }
   drop();
   slots_.clear();
-  for (const at::Tensor& parameter : parameters_.tensors()) {
-    Slot& slot = slots_.emplace_back();
-    slot.parameter = parameter;
-    slot.left_over = left_over.contains(parameter.unsafeGetTensorImpl());
-  }
+  for (const at::Tensor& parameter : parameters_.tensors()) slots_.emplace_back().parameter = parameter;
 }
 
 void BucketStore::set_dtype(std::size_t parameter, c10::ScalarType bucket) {
@@ -128,7 +133,8 @@ bool BucketStore::take(std::size_t parameter, const at::Tensor& gradient) {
 void BucketStore::write(std::size_t parameter) {
   Slot& slot = slots_[parameter];
   Bucket& bucket = buckets_[plan_.bucket_of(parameter)];
-  if (bucket.sparse) return write_sparse(parameter, bucket);
+  if (bucket.sparse)
+    return write_sparse(bucket, slot.parameter, parameters_.names()[parameter], owns_gradient(parameter));
   at::Tensor& grad = slot.parameter.mutable_grad();
   give_memory(bucket);
   if (bucket.direct) {
@@ -141,17 +147,6 @@ void BucketStore::write(std::size_t parameter) {
     adopt(parameter, grad);
   }
   remember_stream(bucket);
-}
-
-void BucketStore::write_sparse(std::size_t parameter, Bucket& bucket) {
-  const at::Tensor& of = slots_[parameter].parameter;
-  const at::Tensor& grad = of.grad();
-  if (!grad.defined()) {
-    bucket.buffer = at::sparse_coo_tensor(of.sizes(), of.options().layout(at::kSparse));
-    return;
-  }
-  TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", parameters_.names()[parameter]);
-  bucket.buffer = owns_gradient(parameter) ? grad.clone() : grad;
 }
 
 void BucketStore::write_direct(std::size_t parameter, Bucket& bucket) {
@@ -234,35 +229,6 @@ void BucketStore::zero_gradients() {
       grad.zero_();
     }
   }
-}
-
-std::vector<bool> BucketStore::left_over() const {
-  std::vector<bool> result(parameters_.all().size(), false);
-  for (std::size_t i = 0; i < slots_.size(); ++i)
-    result[parameters_.param_index(i)] = slots_[i].left_over && slots_[i].parameter.grad().defined();
-  return result;
-}
-
-void BucketStore::average_left_over(std::size_t parameter, c10::ScalarType dtype,
-                                    const std::function<void(const at::Tensor&)>& average) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  Slot& slot = slots_[parameter];
-  Bucket bucket;
-  bucket.memory = lay_out_bucket(plan_.gradients(), std::vector<std::size_t>{parameter});
-  bucket.dtype = dtype;
-  allocate_bucket(bucket, slot.parameter.device(), 0);
-  const at::Tensor mean = gradient_view(bucket, 0, slot.parameter);
-  at::Tensor& grad = slot.parameter.mutable_grad();
-  if (grad.defined()) copy_gradient(mean, grad);
-  average(bucket.buffer);
-  if (parameters_[parameter].sparse) {
-    grad = mean.to_sparse(1);
-  } else if (grad.defined()) {
-    grad.copy_(mean);
-  } else {
-    grad = mean.to(slot.dtype);
-  }
-  slot.left_over = false;
 }
 
 }  // namespace ringdp

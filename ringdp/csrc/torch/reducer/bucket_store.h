@@ -9,7 +9,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
-#include <functional>
 #include <vector>
 
 #include "torch/reducer/bucket.h"
@@ -25,7 +24,7 @@ class BucketStore {
               bool own_gradients)
       : parameters_(parameters), plan_(plan), hooks_(hooks), own_gradients_(own_gradients) {}
 
-  // The parameters are others; what is known of gradients of those that stay is kept. set_dtype follows for each.
+  // The parameters are others. set_dtype follows for each.
   void start();
   // Its bucket has this type; the parameter has one of its own.
   void set_dtype(std::size_t parameter, c10::ScalarType bucket);
@@ -40,8 +39,6 @@ class BucketStore {
   std::size_t size() const { return buckets_.size(); }
   Bucket& operator[](std::size_t index) { return buckets_[index]; }
   const Bucket& operator[](std::size_t index) const { return buckets_[index]; }
-  auto begin() { return buckets_.begin(); }
-  auto end() { return buckets_.end(); }
   auto begin() const { return buckets_.begin(); }
   auto end() const { return buckets_.end(); }
   // Zeros of what is sent of a bucket; `hooked`: as a hook gets it.
@@ -57,13 +54,6 @@ class BucketStore {
   void end_backward();
   void zero_gradients();
 
-  // .grad has something that was not averaged (no_sync).
-  void set_left_over(std::size_t parameter, bool left_over) { slots_[parameter].left_over = left_over; }
-  std::vector<bool> left_over() const;  // by param_index
-  // .grad becomes its mean by `average`, which gets a flat buffer of that type.
-  void average_left_over(std::size_t parameter, c10::ScalarType dtype,
-                         const std::function<void(const at::Tensor&)>& average);
-
  private:
   struct Slot {  // of one parameter
     at::Tensor parameter;
@@ -72,7 +62,6 @@ class BucketStore {
     c10::ScalarType dtype = at::kFloat;  // its own when the buckets were planned
     c10::ScalarType bucket_dtype = at::kFloat;
     bool copy_back = false;  // .grad stays as it is; the result is copied into it
-    bool left_over = false;
 
     bool cast() const { return bucket_dtype != dtype; }
   };
@@ -80,7 +69,6 @@ class BucketStore {
   // Whether .grad has memory of its own.
   bool owns_gradient(std::size_t parameter) const { return own_gradients_ || hooks_.shared(parameter); }
   void give_memory(Bucket& bucket);
-  void write_sparse(std::size_t parameter, Bucket& bucket);
   void write_direct(std::size_t parameter, Bucket& bucket);
   void adopt(std::size_t parameter, at::Tensor& gradient);
   void renew_view(std::size_t parameter);

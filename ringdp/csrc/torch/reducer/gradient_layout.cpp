@@ -27,6 +27,7 @@ GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_
       plan(options.caps_bytes),
       hooks(listener),
       store(parameters, plan, hooks, options.own_gradients),
+      left_over(parameters, plan),
       compression(parameters, plan, group),
       overflow(parameters),
       buckets(group, parameters, compression, overflow) {
@@ -37,6 +38,7 @@ GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_
 void GradientLayout::start() {
   hooks.detach();
   store.start();
+  left_over.start();
   plan.start(describe_gradients());
   compression.forget_choice();
   attach_hooks();
@@ -102,7 +104,11 @@ void GradientLayout::allocate() {
   if (!store.empty() || local()) return;
   store.allocate(/*marks=*/options.unused != UnusedParameters::kForbidden && !buckets.has_hook() &&
                  !group.host_control());
-  for (Bucket& bucket : store) bucket.reduction = compression.of_bucket(bucket.index);
+  assign_reductions();
+}
+
+void GradientLayout::assign_reductions() {
+  for (std::size_t index = 0; index < store.size(); ++index) store[index].reduction = compression.of_bucket(index);
 }
 
 void GradientLayout::throw_if_group_failed() {
@@ -128,10 +134,10 @@ bool GradientLayout::follow_requires_grad() {
   };
   if (changed && group.ranks() > 1) {
     // Gradients accumulated under no_sync are still to be averaged once; the optimizer may apply them.
-    const std::vector<std::size_t> left_over = parameters.agree_about_change(group, store.left_over());
+    const std::vector<std::size_t> due = parameters.agree_about_change(group, left_over.by_param_index());
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (!in(left_over, parameters.param_index(i))) continue;
-      store.average_left_over(i, bucket_dtype(i), [&](const at::Tensor& buffer) {
+      if (!in(due, parameters.param_index(i))) continue;
+      left_over.average(i, bucket_dtype(i), [&](const at::Tensor& buffer) {
         const NamedScope scope("last gradient of " + parameters.names()[i]);
         buckets.average(buffer);
       });
@@ -172,7 +178,7 @@ ReductionPlan GradientLayout::set_reductions(ReductionPlan reductions) {
 
 void GradientLayout::choose(const std::vector<int>& reduction_of_bucket) {
   compression.choose(reduction_of_bucket);
-  for (Bucket& bucket : store) bucket.reduction = compression.of_bucket(bucket.index);
+  assign_reductions();
 }
 
 // Hooks that RingDP itself registers, for mixed precision and optimizers in backward, come this way, too.

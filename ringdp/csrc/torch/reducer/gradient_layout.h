@@ -16,6 +16,7 @@
 #include "torch/reducer/bucket_store.h"
 #include "torch/reducer/gradient_compression.h"
 #include "torch/reducer/gradient_hooks.h"
+#include "torch/reducer/left_over_gradients.h"
 #include "torch/reducer/overflow_report.h"
 #include "torch/reducer/reducer_group.h"
 #include "torch/reducer/trainable_parameters.h"
@@ -47,6 +48,7 @@ class GradientLayout {
   BucketPlan plan;
   GradientHooks hooks;
   BucketStore store;
+  LeftOverGradients left_over;
   GradientCompression compression;
   OverflowReport overflow;
   BucketReducer buckets;
@@ -91,6 +93,7 @@ class GradientLayout {
   std::vector<PlannedGradient> describe_gradients();
   c10::ScalarType bucket_dtype(std::size_t parameter) const;
   void attach_hooks();
+  void assign_reductions();
 };
 
 }  // namespace ringdp

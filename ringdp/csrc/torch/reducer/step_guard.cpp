@@ -10,12 +10,13 @@
 namespace ringdp {
 
 void StepGuard::throw_if_failed() const {
-  if (failed_.empty()) return;
+  const std::string& failed = failure_.text();
+  if (failed.empty()) return;
   ErrorContext context;
-  context.cause = failed_;
+  context.cause = failed;
   context.advice = "the ranks no longer agree: leave the process group and restart from a checkpoint";
   throw Error(ErrorKind::kState,
-              "reducing gradients failed in step " + std::to_string(backward_.step()) + ": " + failed_, context);
+              "reducing gradients failed in step " + std::to_string(backward_.step()) + ": " + failed, context);
 }
 
 void StepGuard::throw_if_unfinished(bool notify) {

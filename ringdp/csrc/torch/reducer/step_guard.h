@@ -1,5 +1,5 @@
 // StepGuard: refuses what does not fit the state of the reducer's backward: a forward while the last backward is unfinished,
-// anything after a failure, and changes of compression in the middle of a step. It keeps the first failure.
+// anything after a failure, and changes of compression in the middle of a step.
 // Owned by the Reducer, used under its lock.
 #pragma once
 
@@ -9,30 +9,14 @@
 #include "torch/reducer/arrival_tracker.h"
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/gradient_layout.h"
-#include "torch/reducer/reducer_errors.h"
+#include "torch/reducer/step_failure.h"
 
 namespace ringdp {
 
 class StepGuard {
  public:
-  StepGuard(GradientLayout& layout, const ArrivalTracker& arrivals, BackwardState& backward)
-      : layout_(layout), arrivals_(arrivals), backward_(backward) {}
-
-  // The text of an exception, by which the ranks no longer agree. The first one counts.
-  void keep(std::string text) {
-    if (failed_.empty()) failed_ = std::move(text);
-  }
-  // Runs `action`, and keeps what it throws.
-  template <class Action>
-  auto keeping(Action&& action) {
-    try {
-      return std::forward<Action>(action)();
-    } catch (...) {
-      keep(current_error_text());
-      throw;
-    }
-  }
-  void reset() { failed_.clear(); }
+  StepGuard(GradientLayout& layout, const ArrivalTracker& arrivals, BackwardState& backward, const StepFailure& failure)
+      : layout_(layout), arrivals_(arrivals), backward_(backward), failure_(failure) {}
 
   void throw_if_failed() const;
   // DDP's error, where a backward did not come to its end. One of which nothing was sent is as if it had never begun. `notify`:
@@ -51,7 +35,7 @@ class StepGuard {
   GradientLayout& layout_;
   const ArrivalTracker& arrivals_;
   BackwardState& backward_;
-  std::string failed_;
+  const StepFailure& failure_;
   std::string thrown_;
 };
 

@@ -1,0 +1,80 @@
+// OpenGroup: a group of ranks that is open in the engine: who its members are, how operations are submitted to it, how long they
+// may take, and how it ends. Base of GroupHandle, which says which operations there are. Any thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collective/finite.h"
+#include "collective/operation.h"
+#include "engine/runtime.h"
+
+namespace ringdp {
+
+struct CallOptions {
+  int64_t timeout_ms = 0;                           // 0: the group's
+  bool caller_waits = false;                        // `wait` follows at once
+  std::function<void(std::exception_ptr)> on_done;  // these: see Engine::Submission and Operation::wrap
+  std::shared_ptr<void> keep_alive;
+  std::function<void()> before;
+  std::function<void()> after;
+  std::shared_ptr<Staging> staging;      // the buffers mirror a device's memory; null: they do not
+  std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
+};
+
+class OpenGroup {
+ public:
+  // `members[i]`: rank of group rank i in the Runtime's world. `name` must be the same on all members.
+  OpenGroup(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
+            int64_t timeout_ms);
+  ~OpenGroup() { close(); }
+  OpenGroup(const OpenGroup&) = delete;
+  OpenGroup& operator=(const OpenGroup&) = delete;
+
+  // Throws the operation's error; `timeout_ms` 0 waits as long as the operation's own timeout allows.
+  void wait(Work& work, int64_t timeout_ms = 0);
+
+  // Why the group has failed; null while it has not.
+  std::exception_ptr failure() const { return engine_->failure_of(id_); }
+  // See Engine::listen.
+  void on_failure(std::weak_ptr<const FailureListener> listener) { engine_->listen(id_, std::move(listener)); }
+
+  // From the start to the end of an estimate operations are noted instead of run; their Works are done. The end returns
+  // what was noted. Throw Error(kState) where an estimate is under way already, or none.
+  void start_estimate();
+  std::vector<OperationShape> end_estimate();
+
+  void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
+  int64_t timeout_ms() const { return timeout_ms_; }
+  const GroupView& view() const { return view_; }
+  Runtime& runtime() { return *runtime_; }
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
+  // The transport's name to each other member, by its place in the group.
+  std::map<int, std::string> transports() const;
+  void close(const std::string& how = "destroyed");  // operations in flight fail with that word; idempotent
+
+ protected:
+  std::shared_ptr<Work> submit(std::unique_ptr<Operation> operation, CallOptions options);
+
+ private:
+  std::shared_ptr<Work> note(const Operation& operation, const CallOptions& options);
+
+  std::shared_ptr<Runtime> runtime_;  // shared by all groups of the process
+  std::shared_ptr<Engine> engine_;
+  GroupView view_;
+  uint64_t id_;
+  std::atomic<int64_t> timeout_ms_;
+  std::atomic<bool> open_{true};
+  std::atomic<bool> estimating_{false};
+  std::mutex estimate_mutex_;
+  std::vector<OperationShape> estimated_;  // by that mutex
+};
+
+}  // namespace ringdp

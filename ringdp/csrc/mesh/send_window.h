@@ -1,0 +1,37 @@
+// SendWindow: how far the flows to one peer may go. A flow may go as far as the receiver has granted, and eagerly beyond that for
+// its first kSmallFlowBytes, while the peer's window has room. It keeps the grants for operations that have not started here yet.
+// Owned by the LinkSender, used by it on the thread that drives the engine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <utility>
+
+#include "mesh/flow.h"
+#include "mesh/frame.h"
+
+namespace ringdp {
+
+class SendWindow {
+ public:
+  // How many bytes beyond flow.sent may go now.
+  std::size_t allowance(const SendFlow& flow) const;
+  bool sendable(const SendFlow& flow) const;
+  // A small flow that finds the window used up asks for its grant. Once asked, it waits for that, so none comes too late.
+  bool must_request(const SendFlow& flow) const;
+
+  void sent_eagerly(std::size_t bytes) { eager_sent_ += static_cast<uint32_t>(bytes); }
+  void credited(uint32_t credit) { eager_credited_ = credit; }
+  // False: too many grants wait for their operations.
+  bool keep_grant(const FrameHeader& header);
+  void take_grant(SendFlow& flow);  // what was granted before the flow was there
+  void discard_group(uint64_t group);
+
+ private:
+  std::map<std::pair<uint64_t, uint64_t>, uint64_t> early_grants_;  // by group and sequence
+  uint32_t eager_sent_ = 0;                                         // modulo 2^32, like the credits that answer it
+  uint32_t eager_credited_ = 0;
+};
+
+}  // namespace ringdp

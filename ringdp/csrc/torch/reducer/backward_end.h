@@ -1,0 +1,73 @@
+// BackwardEnd: the end of a backward, from its last gradient to the means: it waits for the buckets, learns which parameters
+// some rank has used, sends the buckets that this makes necessary, commits what compression keeps, and hands the means out.
+// Owned by the Reducer. Its methods run one after the other in Reducer::end_backward, under the reducer's lock; those that say
+// "without the lock" wait for operations or run Python code, which may ask the reducer something. None holds the GIL.
+#pragma once
+
+#include <cstddef>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <vector>
+
+#include "torch/reducer/arrival_tracker.h"
+#include "torch/reducer/backward_state.h"
+#include "torch/reducer/bucket_filler.h"
+#include "torch/reducer/gradient_layout.h"
+#include "torch/reducer/join_shadow.h"
+#include "torch/reducer/reducer_stats.h"
+#include "torch/reducer/step_failure.h"
+#include "torch/reducer/used_map.h"
+
+namespace ringdp {
+
+class BackwardEnd {
+ public:
+  using Missing = std::vector<std::size_t>;  // this rank's parameters without gradient
+
+  BackwardEnd(GradientLayout& layout, ArrivalTracker& arrivals, BackwardState& backward, UsedMap& used,
+              const JoinShadow& join, StepFailure& failure, StepTimes& times, BucketFiller& filler)
+      : layout_(layout),
+        arrivals_(arrivals),
+        backward_(backward),
+        used_(used),
+        join_(join),
+        failure_(failure),
+        times_(times),
+        filler_(filler) {}
+
+  // The program's optimizer runs within backward: a gradient that it has let go of stays so.
+  void set_optimizer_in_backward() { optimizer_in_backward_ = true; }
+  // The next end waits for these, too.
+  void install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
+  void forget_futures() { futures_.clear(); }
+
+  // ---- The steps of an end, in their order.
+  void wait_for_sent();  // the buckets that left during backward; without the lock
+  void learn_used(const Missing& missing);
+  bool may_send_late() const;  // some buckets were to stay at home
+  void send_late();            // those of them for which some rank has a gradient after all
+  void wait_for_late();        // without the lock
+  HookVerdicts used_hooks() const;
+  void ask_hooks(HookVerdicts& hooks);  // without the lock; before that, what was announced to the ring
+  void hand_out(const Missing& missing, const HookVerdicts& hooks);
+  void wait_for_futures();
+  void count(StepTimes::Clock::time_point gradients_done, const Missing& missing);
+  // On a rank that has run out of input (join), in hand_out's place.
+  void shadow(const HookVerdicts& hooks);
+  void exchange_order();
+
+ private:
+  void wait_for(std::size_t first, std::size_t end);
+
+  GradientLayout& layout_;
+  ArrivalTracker& arrivals_;
+  BackwardState& backward_;
+  UsedMap& used_;
+  const JoinShadow& join_;
+  StepFailure& failure_;
+  StepTimes& times_;
+  BucketFiller& filler_;
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures_;
+  bool optimizer_in_backward_ = false;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,83 @@
+#include "torch/reducer/between_steps.h"
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace ringdp {
+
+BetweenSteps::BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, const BackwardState& backward,
+                           UsedMap& used, StepFailure& failure, StepGuard& guard, StepTimes& times)
+    : layout_(layout),
+      arrivals_(arrivals),
+      backward_(backward),
+      used_(used),
+      failure_(failure),
+      guard_(guard),
+      times_(times) {
+  note_other_parameters();
+}
+
+// Nothing has arrived of them.
+void BetweenSteps::note_other_parameters() {
+  arrivals_.start(layout_.parameters.size());
+  times_.count_kept(layout_.plan);
+}
+
+void BetweenSteps::follow_requires_grad() {
+  if (failure_.keeping([&] { return layout_.follow_requires_grad(); })) note_other_parameters();
+}
+
+bool BetweenSteps::follow_learned_order() {
+  if (!layout_.follow_learned_order()) return false;
+  times_.count_kept(layout_.plan);
+  return true;
+}
+
+ReductionPlan BetweenSteps::replace_parameters(std::vector<ModuleParameter> parameters) {
+  guard_.throw_if_failed();
+  guard_.throw_if_unfinished(/*notify=*/false);
+  ReductionPlan before = layout_.replace_parameters(std::move(parameters));
+  used_.warn_again();
+  note_other_parameters();
+  return before;
+}
+
+void BetweenSteps::set_reductions(ReductionPlan& reductions) {
+  guard_.refuse_change_of_compression();
+  layout_.check_reductions(reductions);
+  reductions = layout_.set_reductions(std::move(reductions));
+  times_.count_kept(layout_.plan);
+}
+
+void BetweenSteps::choose(const std::vector<int>& reduction_of_bucket) {
+  guard_.throw_if_failed();
+  guard_.refuse_in_backward("reductions of buckets cannot be chosen during a backward");
+  layout_.choose(reduction_of_bucket);
+}
+
+void BetweenSteps::register_hook(std::unique_ptr<c10d::CommHookInterface>&& hook) {
+  TORCH_CHECK(!backward_.active(), "communication hooks are registered between steps, not during backward");
+  layout_.set_hook(std::move(hook));
+}
+
+void BetweenSteps::set_static_graph() {
+  TORCH_CHECK(backward_.step() == 0,
+              "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+              "constructed.");
+  arrivals_.set_static_graph();
+}
+
+void BetweenSteps::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
+  const bool compressed = !layout_.compression.none();
+  if (compressed) guard_.refuse_change_of_compression();
+  layout_.set_group(std::move(group), average, names_compared);
+  if (compressed) times_.count_kept(layout_.plan);
+}
+
+GradientCompression& BetweenSteps::compression(const char* refusal) {
+  guard_.refuse_in_backward(refusal);
+  return layout_.compression;
+}
+
+}  // namespace ringdp

@@ -1,0 +1,48 @@
+// BucketFiller: the way of this rank's gradients into their buckets, and of full buckets to the other ranks. A bucket is launched
+// when it is full and all buckets before it have been launched.
+// Owned by the Reducer, used under its lock by the threads that run backward, without the GIL.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "torch/reducer/arrival_tracker.h"
+#include "torch/reducer/backward_state.h"
+#include "torch/reducer/gradient_layout.h"
+#include "torch/reducer/reducer_stats.h"
+#include "torch/reducer/step_failure.h"
+#include "torch/reducer/used_map.h"
+
+namespace ringdp {
+
+class BucketFiller {
+ public:
+  BucketFiller(GradientLayout& layout, ArrivalTracker& arrivals, const BackwardState& backward, UsedMap& used,
+               StepFailure& failure, StepTimes& times)
+      : layout_(layout), arrivals_(arrivals), backward_(backward), used_(used), failure_(failure), times_(times) {}
+
+  // A backward begins: the parameters of which it is known that no gradient will come are ready.
+  void begin();
+  // Throws where the parameter's gradient had arrived before, or is not in the static graph.
+  void arrived(std::size_t parameter);
+  // The backward has run to its end: what has not arrived does not come, and the rest of the buckets leave. Returns the
+  // parameters without gradient on this rank.
+  std::vector<std::size_t> finish();
+  // A bucket that was to stay at home, and for which some rank has a gradient after all.
+  void send_late(Bucket& bucket);
+
+ private:
+  std::vector<std::size_t> never_to_come() const;
+  void write(std::size_t parameter, bool late = false);
+  void mark_ready(std::size_t parameter);
+  void launch(Bucket& bucket);
+
+  GradientLayout& layout_;
+  ArrivalTracker& arrivals_;
+  const BackwardState& backward_;
+  UsedMap& used_;
+  StepFailure& failure_;
+  StepTimes& times_;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,52 @@
+#include "torch/reducer/left_over_gradients.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <unordered_set>
+#include <utility>
+
+#include "torch/reducer/bucket.h"
+
+namespace ringdp {
+
+void LeftOverGradients::start() {
+  std::unordered_set<const c10::TensorImpl*> left_over;
+  for (const Slot& slot : slots_) {
+    if (slot.left_over) left_over.insert(slot.parameter.unsafeGetTensorImpl());
+  }
+  std::vector<Slot> slots;
+  for (const at::Tensor& parameter : parameters_.tensors())
+    slots.push_back({parameter, left_over.contains(parameter.unsafeGetTensorImpl())});
+  slots_ = std::move(slots);
+}
+
+std::vector<bool> LeftOverGradients::by_param_index() const {
+  std::vector<bool> result(parameters_.all().size(), false);
+  for (std::size_t i = 0; i < slots_.size(); ++i)
+    result[parameters_.param_index(i)] = slots_[i].left_over && slots_[i].parameter.grad().defined();
+  return result;
+}
+
+void LeftOverGradients::average(std::size_t parameter, c10::ScalarType dtype,
+                                const std::function<void(const at::Tensor&)>& average) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Slot& slot = slots_[parameter];
+  Bucket bucket;
+  bucket.memory = lay_out_bucket(plan_.gradients(), std::vector<std::size_t>{parameter});
+  bucket.dtype = dtype;
+  allocate_bucket(bucket, slot.parameter.device(), 0);
+  const at::Tensor mean = gradient_view(bucket, 0, slot.parameter);
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  if (grad.defined()) copy_gradient(mean, grad);
+  average(bucket.buffer);
+  if (parameters_[parameter].sparse) {
+    grad = mean.to_sparse(1);
+  } else if (grad.defined()) {
+    grad.copy_(mean);
+  } else {
+    grad = mean.to(slot.parameter.scalar_type());
+  }
+  slot.left_over = false;
+}
+
+}  // namespace ringdp

@@ -1,0 +1,51 @@
+// StepFailure: the first failure by which the ranks no longer agree. After it no step begins.
+// Owned by the Reducer. Called by the threads that run backward, with the reducer's lock or without it, because buckets are
+// waited for without it: a failure is kept under that lock, which this takes itself.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "torch/reducer/backward_state.h"
+#include "torch/reducer/reducer_errors.h"
+
+namespace ringdp {
+
+class StepFailure {
+ public:
+  StepFailure(std::recursive_mutex& mutex, const BackwardState& backward) : mutex_(mutex), backward_(backward) {}
+
+  // Runs `action`, and keeps the text of what it throws.
+  template <class Action>
+  auto keeping(Action&& action) {
+    try {
+      return std::forward<Action>(action)();
+    } catch (...) {
+      keep(current_error_text());
+      throw;
+    }
+  }
+  // The same for an operation of this step; its exception gets the operation's name. `bucket` is -1 where it is not a bucket's.
+  template <class Action>
+  void keeping_in(int64_t bucket, const std::string& name, Action&& action) {
+    keeping([&] { in_bucket(bucket, name, backward_.step(), std::forward<Action>(action)); });
+  }
+
+  // The text of that exception; empty: nothing has failed. Under the lock.
+  const std::string& text() const { return text_; }
+  void forget() { text_.clear(); }
+
+ private:
+  void keep(std::string text) {
+    const std::lock_guard lock(mutex_);
+    if (text_.empty()) text_ = std::move(text);
+  }
+
+  std::recursive_mutex& mutex_;
+  const BackwardState& backward_;
+  std::string text_;
+};
+
+}  // namespace ringdp
