@@ -109,6 +109,7 @@ class Mode:
     backend: str = ""
     gradient_as_bucket_view: bool = False
     compression: str = ""  # RingDP's: a compressor's name, or `DGC`
+    weights: str = ""  # RingDP's: equal or unequal ones
     hook: str = ""  # DDP's: fp16 and powersgd, torch's hooks; int8 and int4, ringdp.hooks.ddp_hook
     largest_error: float = 1e-2  # of a parameter's change in three steps, relative
 
@@ -135,6 +136,8 @@ MODES = {
     "ddp-ring-view": Mode("DDP", "ring", gradient_as_bucket_view=True),
     "ddp-gloo-view": Mode("DDP", "gloo", gradient_as_bucket_view=True),
     "ringdp-gloo": Mode("RingDP", "gloo"),
+    "ringdp-weights": Mode("RingDP", "ring", weights="equal"),
+    "ringdp-unequal": Mode("RingDP", "ring", weights="unequal"),
     "ringdp-int8": Mode("RingDP", "ring", compression="int8", largest_error=0.05),
     "ringdp-int4": Mode("RingDP", "ring", compression="int4", largest_error=0.5),
     "ringdp-int6": Mode("RingDP", "ring", compression="int6", largest_error=0.1),

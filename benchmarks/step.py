@@ -9,8 +9,9 @@ Models: `mlp` (23.1 M parameters), `gpt` (10.8 M), `small` (300 linear layers, s
 Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ddp-ring` (torch's DDP on ring),
 `ddp-gloo-view` and `ddp-ring-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo), `ringdp-int8`,
 `-int4`, `-topk` and so on (RingDP with that compressor, by its name), `ringdp-topk-dgc` (top-k 1 % with momentum on the
-ranks), `ddp-gloo-fp16` and `ddp-ring-fp16` (DDP with its fp16 hook), `ddp-ring-powersgd` (with torch's PowerSGD hook,
-rank 4), `ddp-ring-int8` and `ddp-ring-int4` (DDP with ringdp's hook).
+ranks), `ringdp-weights` and `ringdp-unequal` (RingDP with weights that are equal, or differ by 0.1 %), `ddp-gloo-fp16`
+and `ddp-ring-fp16` (DDP with its fp16 hook), `ddp-ring-powersgd` (with torch's PowerSGD hook, rank 4), `ddp-ring-int8`
+and `ddp-ring-int4` (DDP with ringdp's hook).
 Every mode first takes three steps that must agree with gradients averaged over all ranks' batches in one process; then
 blocks of steps alternate between the modes. Times are the slowest rank's.
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work

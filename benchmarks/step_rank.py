@@ -94,7 +94,12 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
         import ringdp
 
         if not mode.compression:
-            return ringdp.RingDP(module, process_group=group)
+            weight = "call" if mode.weights else None
+            model = ringdp.RingDP(module, process_group=group, weight=weight)
+            if mode.weights:
+                samples = 1000 + (dist.get_rank(group) if mode.weights == "unequal" else 0)
+                model.register_forward_pre_hook(lambda wrapper, _: wrapper.set_weight(samples))
+            return model
         return ringdp.RingDP(module, process_group=group, compression=mode.compressor)
     wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
     if mode.hook == "fp16":

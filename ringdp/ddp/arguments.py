@@ -248,7 +248,7 @@ TABLE: Mapping[str, Argument] = {
 }
 
 
-OWN_ARGUMENTS = ("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype")
+OWN_ARGUMENTS = ("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype", "weight")
 """Those that DDP does not have."""
 
 

@@ -86,8 +86,8 @@ class ShardedParameters:
             for owner, name in part.places:
                 owner._parameters[name] = part.whole
 
-    def watch(self, reducer: Any, parameters: Sequence[torch.Tensor]) -> None:
-        """From now on `reducer`, which has `parameters`, is told of gradients."""
+    def watch(self, reducer: Any, parameters: Sequence[torch.Tensor], *, weighted: bool = False) -> None:
+        """From now on `reducer`, which has `parameters`, is told of gradients; `weighted`: micro-batches may differ."""
         for handle in self._handles:
             handle.remove()
         self._reducer = reducer
@@ -99,6 +99,8 @@ class ShardedParameters:
             if part.index is not None:
                 hook = functools.partial(_arrived, me, part)
                 self._handles.append(part.whole.register_post_accumulate_grad_hook(hook))
+                if weighted:
+                    self._handles.append(part.whole.register_hook(functools.partial(_weighted, me)))
 
     def before_forward(self) -> None:
         """What has been done to the DTensors since is done to the leaves.
@@ -155,6 +157,15 @@ def _arrived(me: weakref.ref[ShardedParameters], part: _Part, _parameter: torch.
     sharded = me()
     if sharded is not None:
         sharded.arrived(part)
+
+
+def _weighted(me: weakref.ref[ShardedParameters], gradient: torch.Tensor) -> torch.Tensor | None:
+    """A gradient as it is added to those of other micro-batches; the reducer does that for plain parameters."""
+    sharded = me()
+    factor = 1.0 if sharded is None else sharded._reducer.incoming_factor()
+    if factor == 1.0:
+        return None
+    return torch.zeros_like(gradient) if factor == 0.0 else gradient * factor
 
 
 def _check_mesh(name: str, parameter: Any, group: dist.ProcessGroup) -> None:

@@ -38,7 +38,7 @@ class _LowPrecisionLayers:
             layer.register_forward_hook(self.after, always_call=True)
 
     def before(self, layer: nn.Module, inputs: Any) -> None:
-        if self._outermost is not None or not (_called_by_wrapper(layer) or _in_backward()):
+        if self._outermost is not None or not (_called_by_wrapper(layer) or in_backward()):
             return
         self._outermost = layer
         copies: dict[nn.Parameter, Tensor] = {}  # tied weights stay tied
@@ -126,7 +126,7 @@ def _called_by_wrapper(layer: nn.Module) -> bool:
     return active is not None and active.module is layer
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 

@@ -42,6 +42,7 @@ def check_same_model(
     *,
     ignored: Container[str] = (),
     compression: str | None = None,
+    weight: str | None = None,
     kind: str = "",
 ) -> tuple[str, ...]:
     """Compare names, shapes, strides, dtypes and requires_grad of parameters and buffers across the group.
@@ -55,21 +56,25 @@ def check_same_model(
         device: where the group's backend wants its tensors.
         ignored: names of parameters and buffers that are left out.
         compression: what gradients are compressed by, in one line; None: they are exact.
+        weight: how a rank's batch is weighed, in one line; None: all ranks count the same.
         kind: of this rank's device, in one line; it may differ.
 
     Raises:
         MismatchError: on every rank, naming the first parameter that differs and what both ranks have; or what both
-            compress gradients by, where one does not; or why a rank cannot wrap its model at all.
+            compress gradients by, where one does not; or how both weigh their batches; or why a rank cannot
+            wrap its model at all.
     """
     if group.size() == 1:
         return (kind,)
-    text = "\n".join([compression or "", kind, *(entry.line() for entry in _entries(module, ignored))]).encode()
+    text = "\n".join(
+        [compression or "", weight or "", kind, *(entry.line() for entry in _entries(module, ignored))]
+    ).encode()
     told = all_gather_where_different(text, group, what="model", device=device)
     if told is None:
         return (kind,) * group.size()
     me = group.rank()
     raise_refusal(told, me, "wrap its model")
-    choices, kinds = zip(*(text.decode().split("\n")[:2] for text in told), strict=True)
+    choices, weights, kinds = zip(*(text.decode().split("\n")[:3] for text in told), strict=True)
     models = [_parse(text) for text in told]
     other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
     if other is not None:
@@ -80,6 +85,15 @@ def check_same_model(
         raise MismatchError(
             f"the ranks chose different compression: {mine} on rank {me}, {theirs} on rank {other}."
             " Give RingDP the same arguments on all ranks.",
+            rank=me,
+            peer=other,
+            operation=COMPARING_MODELS,
+        )
+    other = next((rank for rank, one in enumerate(weights) if one != weights[me]), None)
+    if other is not None:
+        raise MismatchError(
+            f"RingDP's weight is {weights[me] or None!r} on rank {me} and {weights[other] or None!r} on rank {other}: "
+            "give it the same on all ranks",
             rank=me,
             peer=other,
             operation=COMPARING_MODELS,
@@ -106,7 +120,7 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
 
 
 def _parse(text: bytes) -> list[_Entry]:
-    _, _, *lines = text.decode().split("\n")
+    _, _, _, *lines = text.decode().split("\n")
     return [_Entry(*line.split("\t")) for line in lines]
 
 

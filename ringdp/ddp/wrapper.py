@@ -19,11 +19,12 @@ from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
 from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
+from ringdp.ddp.batch_weight import BatchWeight, weight_mode
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.finalization import AutomaticFinalization
 from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
-from ringdp.ddp.mixed_precision import compute_in_low_precision, no_compression_beside, reduction_hook
+from ringdp.ddp.mixed_precision import compute_in_low_precision, in_backward, no_compression_beside, reduction_hook
 from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.optimizer_in_backward import has_optimizers, no_compression_in_backward, stepping_hook
 from ringdp.ddp.overflow import ReducedGradients
@@ -86,6 +87,10 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             when the scale changes. `ringdp.amp.GradScaler` need not be given.
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
             (torch.float32 for bfloat16 or float16 ones); None: in their own.
+        weight: how much a rank's batch counts in the average. None (the default): all ranks count the same, as in DDP.
+            "samples": as many times as the first dimension of the first tensor that its forward gets; "call": as
+            `set_weight` says before each forward. Then the gradient is the one of the mean loss over the samples of
+            all ranks, and of all micro-batches under `no_sync` (do not divide their losses by how many they are).
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -120,6 +125,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         unmatched_rules: str = "error",
         scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
+        weight: str | None = None,
         **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -147,6 +153,13 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
+        mode = weight_mode(weight)
+        self._weight = None if mode is None else BatchWeight(mode)
+        if mode is not None and arguments.get("delay_all_reduce_named_params"):
+            raise InvalidArgumentError(
+                "weight and delay_all_reduce_named_params do not go together: in the delayed all-reduce all ranks count"
+                " the same"
+            )
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -184,6 +197,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
                     self.device,
                     ignored=self.parameters_to_ignore,
                     compression=self._describe_choice,
+                    weight=None if self._weight is None else self._weight.mode,
                     kind=kind_of(self.device),
                 )
                 self._devices = Placement.of(kinds, self.process_group, self.device)
@@ -221,13 +235,14 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             graph_shows_unused=self._sharded is None,
             reduce_dtype=self._reduce_dtype,
             host_control=self._devices.host_control,
+            weighted=self._weight is not None,
         )
         self._watched = watched
         self._reduced = ReducedGradients(self)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
         if self._sharded is not None:
-            self._sharded.watch(self.reducer, parameters)
+            self._sharded.watch(self.reducer, parameters, weighted=self._weight is not None)
             self._sharded.put_back()
         self._snapshot = _C.ModuleSnapshot(self.module)
         if self._precision is not None:
@@ -274,7 +289,12 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             self._compression.before_forward(self.require_backward_grad_sync, joining=joining)
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
-        return super()._pre_forward(*inputs, **kwargs)
+        passed_on = super()._pre_forward(*inputs, **kwargs)
+        if self._weight is not None and torch.is_grad_enabled() and not in_backward():
+            if self._use_python_reducer:
+                raise InvalidStateError("RingDP's weight does not work in a compiled backward (compiled_autograd)")
+            self.reducer.announce_weight(self._weight.take(inputs, kwargs), self.require_backward_grad_sync)
+        return passed_on
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
@@ -318,6 +338,24 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and (name in self.parameters_to_ignore or not parameter.requires_grad):
                 parameter.grad.detach_().zero_()
+
+    def set_weight(self, weight: float | torch.Tensor) -> None:
+        """How much the next forward's batch counts: the number of samples or tokens that its loss is a mean of.
+
+        Call it before each forward that trains; with ``weight="samples"`` it takes the place of what is counted. A
+        weight of 0 leaves this rank's gradients out, also if they are not finite.
+
+        Args:
+            weight: a finite number that is not negative, or a tensor with one.
+
+        Raises:
+            InvalidStateError: RingDP was made without ``weight``.
+            InvalidArgumentError: not a number. One that is negative or not finite is an error of the forward, where
+                the other ranks raise a MismatchError that names this rank.
+        """
+        if self._weight is None:
+            raise InvalidStateError('set_weight: make RingDP with weight="call" (or "samples"), on all ranks')
+        self._weight.set(weight)
 
     def stats(self) -> Stats:
         """What reducing gradients cost; reading it costs a call, keeping it two clock readings per step."""
@@ -369,6 +407,8 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         return with_input != 0
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
+        if self._weight is not None:
+            self.reducer.shadow_weight()
         super()._match_all_reduce_for_bwd_pass()
         self.reducer.shadow_used_map()
 

@@ -1,5 +1,6 @@
 // The parts of the reducer that know no torch: which gradient goes into which bucket, which bucket may leave when, whether a
 // backward synchronises, and what the user is told.
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -8,6 +9,7 @@
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/messages.h"
+#include "torch/reducer/micro_batches.h"
 
 namespace ringdp {
 namespace {
@@ -283,6 +285,45 @@ CASE("a gradient begins a step after a forward that synchronises, and not in a b
   CHECK(!backward.ended_short());
   backward.end();
   CHECK(!backward.active());
+}
+
+CASE("the first micro-batch keeps its gradients; one that weighs nothing brings zeros") {
+  MicroBatches batches;
+  CHECK_EQ(batches.add(0), 0.0);  // whatever its gradients are
+  CHECK_EQ(batches.add(8), 1.0);
+  CHECK_EQ(batches.add(8), 1.0);
+  CHECK_EQ(batches.add(2), 0.25);
+  CHECK_EQ(batches.add(0), 0.0);
+  CHECK_EQ(batches.total(), 18.0);
+  // .grad has (8 g1 + 8 g2 + 2 g3) / 8; two ranks have 18 and 6 samples.
+  CHECK_EQ(batches.factor(24, 2), 2 * 8.0 / 24);
+  batches.clear();
+  CHECK_EQ(batches.total(), 0.0);
+}
+
+CASE("equal weights change nothing, also where their sum is rounded; unequal ones do") {
+  for (const double weight : {1.0, 24.0, 0.1, 1e-300, 3e200, 1.0 / 3}) {
+    for (int ranks = 1; ranks < 200; ++ranks) {
+      double sum = 0;
+      for (int i = 0; i < ranks; ++i) sum += weight;
+      MicroBatches batches;
+      CHECK_EQ(batches.add(weight), 1.0);
+      CHECK_EQ(batches.factor(sum, ranks), 1.0);
+    }
+  }
+  MicroBatches batches;
+  batches.add(1000001);
+  CHECK(batches.factor(2000001, 2) != 1.0);
+}
+
+CASE("where nothing weighs anything, gradients become zeros") {
+  MicroBatches batches;
+  CHECK_EQ(batches.factor(0, 2), 0.0);
+  CHECK_EQ(batches.factor(5, 2), 0.0);  // the others' batches do
+  CHECK_EQ(batches.add(0), 0.0);
+  CHECK_EQ(batches.factor(5, 2), 0.0);
+  CHECK(!MicroBatches::valid(-1) && !MicroBatches::valid(std::nan("")) && !MicroBatches::valid(INFINITY));
+  CHECK(MicroBatches::valid(0));
 }
 
 }  // namespace

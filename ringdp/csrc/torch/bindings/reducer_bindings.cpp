@@ -50,7 +50,8 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
                                       GroupPointer group, std::vector<std::size_t> caps_bytes,
                                       const std::optional<bool>& find_unused, bool average, bool own_gradients,
                                       bool skip_unused, bool names_compared, bool graph_shows_unused,
-                                      const std::optional<at::ScalarType>& reduce_dtype, bool host_control) {
+                                      const std::optional<at::ScalarType>& reduce_dtype, bool host_control,
+                                      bool weighted) {
   std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
@@ -61,6 +62,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   options.graph_shows_unused = graph_shows_unused;
   options.reduce_dtype = reduce_dtype;
   options.host_control = host_control;
+  options.weighted = weighted;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
@@ -247,7 +249,11 @@ std::vector<std::size_t> non_finite(Reducer& reducer) { return reducer.layout()-
 
 int64_t own_non_finite(Reducer& reducer) { return reducer.layout()->overflow.own_non_finite(); }
 
-void zero_gradients(Reducer& reducer) { reducer.layout()->store.zero_gradients(); }
+void zero_gradients(Reducer& reducer) {
+  const auto layout = reducer.layout();
+  layout->store.zero_gradients();
+  layout->left_over.forget();
+}
 
 void remove_hooks(Reducer& reducer) { reducer.layout()->hooks.remove(); }
 
@@ -277,6 +283,15 @@ std::vector<std::size_t> arrivals(Reducer& reducer) { return reducer.arrivals()-
 // The text of the last thing that the reducer threw, and of what backward ended with.
 std::string error(Reducer& reducer) { return reducer.guard()->thrown(); }
 
+// See GradientWeights.
+void announce_weight(Reducer& reducer, double weight, bool sync) {
+  reducer.between_steps()->announce_weight(weight, sync);
+}
+
+double incoming_factor(Reducer& reducer) { return reducer.layout()->weights.factors().incoming; }
+
+void shadow_weight(Reducer& reducer) { reducer.join()->shadow_weight(); }
+
 // For torch's Join.
 void set_forward_work(Reducer& reducer, c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks) {
   reducer.join()->set_forward_work(std::move(work), divide_by_all_ranks);
@@ -295,7 +310,7 @@ void bind_reducer(py::module_& module) {
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
            py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
-           py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false)
+           py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false, py::arg("weighted") = false)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
            py::arg("sparse"), NoGil())
@@ -317,6 +332,9 @@ void bind_reducer(py::module_& module) {
       .def("set_residuals", &set_residuals, py::arg("residuals"), NoGil())
       .def("bucket_rows", &rows_as_dicts)
       .def("shadow_with", &shadow_with, py::arg("ranks_with_input"), NoGil())
+      .def("announce_weight", &announce_weight, py::arg("weight"), py::arg("sync"), NoGil())
+      .def("incoming_factor", &incoming_factor, NoGil())
+      .def("shadow_weight", &shadow_weight, NoGil())
       .def("zero_gradients", &zero_gradients, NoGil())
       .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
       .def("shadow_used_map", &shadow_used_map, NoGil())

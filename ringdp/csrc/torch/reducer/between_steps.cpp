@@ -28,6 +28,12 @@ void BetweenSteps::follow_requires_grad() {
   if (failure_.keeping([&] { return layout_.follow_requires_grad(); })) note_other_parameters();
 }
 
+void BetweenSteps::announce_weight(double weight, bool sync) {
+  if (layout_.parameters.size() == 0) return;
+  const auto announce = [&] { layout_.weights.announce(weight, sync, /*discarded=*/layout_.left_over.none()); };
+  sync ? failure_.keeping(announce) : announce();
+}
+
 bool BetweenSteps::follow_learned_order() {
   if (!layout_.follow_learned_order()) return false;
   times_.count_kept(layout_.plan);

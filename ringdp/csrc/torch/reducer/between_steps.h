@@ -26,6 +26,8 @@ class BetweenSteps {
   // ---- At a forward. True: the plan of the buckets is another one.
   void follow_requires_grad();
   bool follow_learned_order();
+  // Its batch weighs that much; see GradientWeights.
+  void announce_weight(double weight, bool sync);
 
   // ---- By the program.
   // The module has other parameters from now on, on which the ranks have agreed. The caller sets reductions again. Returns the

@@ -3,7 +3,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/mman.h>
@@ -139,6 +142,32 @@ void copy_gradient(const at::Tensor& dst, const at::Tensor& src) {
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   dst.copy_(src.layout() == at::kStrided ? src : src.to_dense(), /*non_blocking=*/true);
+}
+
+void copy_gradient_times(const at::Tensor& dst, const at::Tensor& src, double factor) {
+  if (factor == 1) return copy_gradient(dst, src);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (factor == 0) {
+    dst.zero_();
+  } else if (src.layout() == at::kStrided && src.scalar_type() == dst.scalar_type() && src.device() == dst.device() &&
+             src.sizes() == dst.sizes()) {
+    at::Tensor out = dst;
+    at::mul_out(out, src, at::scalar_tensor(factor, at::kDouble));
+  } else {
+    copy_gradient(dst, src);
+    multiply_gradient(dst, factor);
+  }
+}
+
+void multiply_gradient(const at::Tensor& gradient, double factor) {
+  if (factor == 1) return;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  factor == 0 ? gradient.zero_() : gradient.mul_(factor);
+}
+
+at::Tensor gradient_times(const at::Tensor& gradient, double factor) {
+  if (factor == 1) return gradient;
+  return factor == 0 ? at::zeros_like(gradient) : gradient.mul(factor);
 }
 
 }  // namespace ringdp

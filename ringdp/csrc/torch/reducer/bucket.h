@@ -107,4 +107,10 @@ void wait_for_streams(Bucket& bucket);
 // dst = src whatever their strides, dtypes and devices; not seen by autograd.
 void copy_gradient(const at::Tensor& dst, const at::Tensor& src);
 
+// A gradient times `factor`, where 0 gives zeros also for what is not finite. The first writes to `dst`, the second to
+// `gradient` itself, the third to new memory, seen by autograd.
+void copy_gradient_times(const at::Tensor& dst, const at::Tensor& src, double factor);
+void multiply_gradient(const at::Tensor& gradient, double factor);
+at::Tensor gradient_times(const at::Tensor& gradient, double factor);
+
 }  // namespace ringdp

@@ -1,5 +1,6 @@
 #include "torch/reducer/bucket_filler.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
 #include "torch/reducer/messages.h"
@@ -39,10 +40,19 @@ void BucketFiller::write(std::size_t parameter, bool late) {
   const bool used = layout_.parameters.tensors()[parameter].grad().defined();
   arrivals_.note_used(parameter, used);
   layout_.left_over.note(parameter, false);
-  if (layout_.local()) return;
+  if (layout_.local()) return multiply_own_gradient(parameter);
   if (!used && layout_.plan.bucket_of(parameter) >= arrivals_.sending() && !late)
     return;  // the bucket may stay at home
   layout_.store.write(parameter);
+}
+
+// With one rank .grad stays what it is, but for the micro-batches that it adds up.
+void BucketFiller::multiply_own_gradient(std::size_t parameter) {
+  at::Tensor& grad = layout_.parameters.tensors()[parameter].mutable_grad();
+  const double factor = layout_.weights.factors().outgoing;
+  if (!grad.defined() || factor == 1) return;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  grad = gradient_times(grad, factor);
 }
 
 void BucketFiller::mark_ready(std::size_t parameter) {

@@ -27,6 +27,13 @@ void write_sparse(Bucket& bucket, const at::Tensor& parameter, const std::string
   bucket.buffer = copied ? grad.clone() : grad;
 }
 
+// Autograd would put it into .grad as it is, and does nothing else with it.
+bool plain_gradient(const at::Tensor& gradient, const at::Tensor& parameter) {
+  return gradient.layout() == at::kStrided && !gradient.unsafeGetTensorImpl()->is_python_dispatch() &&
+         gradient.scalar_type() == parameter.scalar_type() && !c10::GradMode::is_enabled() &&
+         torch::autograd::impl::post_acc_grad_hooks(parameter) == nullptr;
+}
+
 }  // namespace
 
 void BucketStore::start() {
@@ -100,41 +107,42 @@ at::Tensor BucketStore::zeros(std::size_t index, bool hooked) {
 }
 
 void BucketStore::begin_backward() {
-  for (Slot& slot : slots_) slot.copy_back = false;
+  for (Slot& slot : slots_) slot.copy_back = slot.weighted = false;
 }
 
-bool BucketStore::take(std::size_t parameter, const at::Tensor& gradient) {
+at::Tensor BucketStore::take(std::size_t parameter, const at::Tensor& gradient) {
   Slot& slot = slots_[parameter];
-  if ((!slot.view.defined() && !slot.direct) || slot.cast() || !gradient.defined() || c10::GradMode::is_enabled()) {
-    return false;
-  }
-  if (gradient.layout() != at::kStrided || gradient.unsafeGetTensorImpl()->is_python_dispatch() ||
-      gradient.scalar_type() != slot.parameter.scalar_type()) {
-    return false;
-  }
+  if (!gradient.defined()) return gradient;
+  const double factor = factors_.incoming * (slot.weighted ? factors_.outgoing : 1);
   at::Tensor& grad = slot.parameter.mutable_grad();
-  if (grad.defined() || !slot.parameter.requires_grad() || owns_gradient(parameter)) return false;
-  if (torch::autograd::impl::post_acc_grad_hooks(slot.parameter) != nullptr)
-    return false;  // they want autograd to do it
+  const bool has_place = (slot.view.defined() || slot.direct) && !slot.cast() && !owns_gradient(parameter);
+  if (!has_place || grad.defined() || !slot.parameter.requires_grad() || !plain_gradient(gradient, slot.parameter))
+    return gradient_times(gradient, factor);
   if (slot.direct) {
     // As autograd would, but without the reference it keeps for the hooks that follow.
-    if (held_elsewhere(gradient) || !torch::autograd::utils::obeys_layout_contract(gradient, slot.parameter))
-      return false;
+    if (factor != 1 || held_elsewhere(gradient) ||
+        !torch::autograd::utils::obeys_layout_contract(gradient, slot.parameter))
+      return gradient_times(gradient, factor);
     grad = gradient.detach();
-    return true;
+    return {};
   }
   if (held_elsewhere(slot.view)) renew_view(parameter);
-  copy_gradient(slot.view, gradient);
+  copy_gradient_times(slot.view, gradient, factors_.incoming * factors_.outgoing);
+  slot.weighted = true;
   grad = slot.view;
-  return true;
+  return {};
 }
 
-// Nothing is written where .grad already is the part of the bucket.
+// Nothing is copied where .grad already is the part of the bucket.
 void BucketStore::write(std::size_t parameter) {
   Slot& slot = slots_[parameter];
   Bucket& bucket = buckets_[plan_.bucket_of(parameter)];
-  if (bucket.sparse)
-    return write_sparse(bucket, slot.parameter, parameters_.names()[parameter], owns_gradient(parameter));
+  if (bucket.sparse) {
+    write_sparse(bucket, slot.parameter, parameters_.names()[parameter], owns_gradient(parameter));
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    bucket.buffer = gradient_times(bucket.buffer, factors_.outgoing);
+    return;
+  }
   at::Tensor& grad = slot.parameter.mutable_grad();
   give_memory(bucket);
   if (bucket.direct) {
@@ -146,6 +154,8 @@ void BucketStore::write(std::size_t parameter) {
   } else if (grad.unsafeGetTensorImpl() != slot.view.unsafeGetTensorImpl() || owns_gradient(parameter)) {
     adopt(parameter, grad);
   }
+  if (!slot.weighted) multiply_gradient(bucket.direct ? bucket.gradients : slot.view, factors_.outgoing);
+  slot.weighted = true;
   remember_stream(bucket);
 }
 

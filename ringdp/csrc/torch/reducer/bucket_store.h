@@ -1,5 +1,5 @@
-// BucketStore: the buckets' memory, and which part of it each parameter's .grad is. It writes a gradient into its part when it
-// arrives, and hands the mean out when the bucket is reduced: .grad becomes the part itself, so there is no copy back. A large
+// BucketStore: the buckets' memory, and which part of it each parameter's .grad is. It writes a gradient, times the
+// GradientFactors of the backward, into its part when it arrives, and hands the mean out when the bucket is reduced: .grad becomes the part itself, so there is no copy back. A large
 // gradient is a bucket by itself, reduced where autograd left it. .grad keeps memory of its own where the options ask for
 // it, where another wrapper reduces the same parameter, where the bucket has another dtype, and in a graph of its own.
 // Owned by the Reducer, used under its lock; but for `take`, which reads and writes only what belongs to its parameter and
@@ -14,6 +14,7 @@
 #include "torch/reducer/bucket.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/gradient_hooks.h"
+#include "torch/reducer/gradient_weights.h"
 #include "torch/reducer/trainable_parameters.h"
 
 namespace ringdp {
@@ -21,8 +22,8 @@ namespace ringdp {
 class BucketStore {
  public:
   BucketStore(const TrainableParameters& parameters, const BucketPlan& plan, const GradientHooks& hooks,
-              bool own_gradients)
-      : parameters_(parameters), plan_(plan), hooks_(hooks), own_gradients_(own_gradients) {}
+              const GradientFactors& factors, bool own_gradients)
+      : parameters_(parameters), plan_(plan), hooks_(hooks), factors_(factors), own_gradients_(own_gradients) {}
 
   // The parameters are others. set_dtype follows for each.
   void start();
@@ -45,8 +46,8 @@ class BucketStore {
   at::Tensor zeros(std::size_t index, bool hooked);
 
   void begin_backward();
-  // Before autograd adds `gradient` to .grad. True: it is there already, in the bucket.
-  bool take(std::size_t parameter, const at::Tensor& gradient);
+  // Before autograd adds `gradient` to .grad. Returns what it is to add; undefined: nothing, it is in the bucket already.
+  at::Tensor take(std::size_t parameter, const at::Tensor& gradient);
   // .grad, or zeros where there is none, becomes the parameter's part of the bucket.
   void write(std::size_t parameter);
   // The mean becomes .grad. `keep_none`: not where .grad is None.
@@ -61,6 +62,7 @@ class BucketStore {
     bool direct = false;
     c10::ScalarType dtype = at::kFloat;  // its own when the buckets were planned
     c10::ScalarType bucket_dtype = at::kFloat;
+    bool weighted = false;   // what is in the view was multiplied by the factors of the backward under way
     bool copy_back = false;  // .grad stays as it is; the result is copied into it
 
     bool cast() const { return bucket_dtype != dtype; }
@@ -76,6 +78,7 @@ class BucketStore {
   const TrainableParameters& parameters_;
   const BucketPlan& plan_;
   const GradientHooks& hooks_;
+  const GradientFactors& factors_;
   const bool own_gradients_;
   std::vector<Slot> slots_;
   std::vector<Bucket> buckets_;

@@ -31,8 +31,10 @@ class BeforeAccumulate final : public FunctionPreHook {
   BeforeAccumulate(GradientListener& listener, std::size_t parameter) : listener_(listener), parameter_(parameter) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    if (gradients.size() == 1 && listener_.take_gradient(parameter_, gradients[0])) return variable_list(1);
-    return gradients;
+    if (gradients.size() != 1) return gradients;
+    at::Tensor to_add = listener_.take_gradient(parameter_, gradients[0]);
+    if (to_add.is_same(gradients[0])) return gradients;
+    return {std::move(to_add)};
   }
   void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_backward(); }
 
@@ -67,11 +69,11 @@ class AfterAccumulate final : public FunctionPostHook {
 
 class AtOutput final : public FunctionPreHook {
  public:
-  AtOutput(std::weak_ptr<GradientListener> listener, bool sync, std::shared_ptr<void> alive)
-      : listener_(std::move(listener)), sync_(sync), alive_(std::move(alive)) {}
+  AtOutput(std::weak_ptr<GradientListener> listener, bool sync, double weight, std::shared_ptr<void> alive)
+      : listener_(std::move(listener)), sync_(sync), weight_(weight), alive_(std::move(alive)) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    if (auto listener = listener_.lock()) listener->backward_began(sync_);
+    if (auto listener = listener_.lock()) listener->backward_began(sync_, weight_);
     return gradients;
   }
   void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_backward(); }
@@ -79,6 +81,7 @@ class AtOutput final : public FunctionPreHook {
  private:
   std::weak_ptr<GradientListener> listener_;  // a graph may outlive the wrapper
   const bool sync_;
+  const double weight_;
   const std::shared_ptr<void> alive_;  // by which the listener sees whether the graph still exists
 };
 
@@ -143,10 +146,11 @@ bool GradientHooks::shared(std::size_t parameter) const {
 }
 
 void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync,
-                   const std::shared_ptr<void>& alive) {
+                   double weight, const std::shared_ptr<void>& alive) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined()) continue;
-    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<AtOutput>(listener, sync, alive));
+    if (const auto& node = output.grad_fn())
+      node->add_pre_hook(std::make_unique<AtOutput>(listener, sync, weight, alive));
   }
 }
 

@@ -19,12 +19,13 @@ class GradientListener {
  public:
   virtual ~GradientListener() = default;
 
-  // Before autograd adds `gradient` to the parameter's .grad. True: the listener has put it there itself.
-  virtual bool take_gradient(std::size_t parameter, const at::Tensor& gradient) = 0;
+  // Before autograd adds `gradient` to the parameter's .grad. Returns what autograd is to add; undefined: nothing, the listener
+  // has put it there itself.
+  virtual at::Tensor take_gradient(std::size_t parameter, const at::Tensor& gradient) = 0;
   // After the gradient was put into .grad, by autograd or by take_gradient.
   virtual void gradient_arrived(std::size_t parameter) = 0;
-  // Backward reached an output of a forward; `sync` as that forward said.
-  virtual void backward_began(bool sync) = 0;
+  // Backward reached an output of a forward; `sync` and `weight` as that forward said.
+  virtual void backward_began(bool sync, double weight) = 0;
   // gradient_arrived threw this.
   virtual void hook_failed(const std::string& text) = 0;
 };
@@ -66,6 +67,6 @@ class GradientHooks {
 // The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are. Their graph keeps
 // `alive`.
 void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync,
-                   const std::shared_ptr<void>& alive);
+                   double weight, const std::shared_ptr<void>& alive);
 
 }  // namespace ringdp

@@ -26,7 +26,8 @@ GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_
       group(std::move(process_group), options.average, options.names_compared, options.host_control),
       plan(options.caps_bytes),
       hooks(listener),
-      store(parameters, plan, hooks, options.own_gradients),
+      weights(group, parameters, options.weighted),
+      store(parameters, plan, hooks, weights.factors(), options.own_gradients),
       left_over(parameters, plan),
       compression(parameters, plan, group),
       overflow(parameters),
@@ -45,7 +46,8 @@ void GradientLayout::start() {
 }
 
 void GradientLayout::attach_hooks() {
-  if (!local() || options.unused == UnusedParameters::kForbidden) hooks.attach(parameters.tensors());
+  if (!local() || options.unused == UnusedParameters::kForbidden || options.weighted)
+    hooks.attach(parameters.tensors());
 }
 
 // Reductions have changed.
@@ -135,9 +137,10 @@ bool GradientLayout::follow_requires_grad() {
   if (changed && group.ranks() > 1) {
     // Gradients accumulated under no_sync are still to be averaged once; the optimizer may apply them.
     const std::vector<std::size_t> due = parameters.agree_about_change(group, left_over.by_param_index());
+    const double factor = due.empty() ? 1 : weights.factor_of_left_over();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!in(due, parameters.param_index(i))) continue;
-      left_over.average(i, bucket_dtype(i), [&](const at::Tensor& buffer) {
+      left_over.average(i, bucket_dtype(i), factor, [&](const at::Tensor& buffer) {
         const NamedScope scope("last gradient of " + parameters.names()[i]);
         buckets.average(buffer);
       });

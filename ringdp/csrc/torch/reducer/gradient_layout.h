@@ -16,6 +16,7 @@
 #include "torch/reducer/bucket_store.h"
 #include "torch/reducer/gradient_compression.h"
 #include "torch/reducer/gradient_hooks.h"
+#include "torch/reducer/gradient_weights.h"
 #include "torch/reducer/left_over_gradients.h"
 #include "torch/reducer/overflow_report.h"
 #include "torch/reducer/reducer_group.h"
@@ -33,6 +34,7 @@ struct ReducerOptions {
   bool skip_unused = false;        // buckets for which no rank has gradients are not sent
   bool host_control = false;       // see ReducerGroup
   bool names_compared = false;     // see ReducerGroup
+  bool weighted = false;           // see GradientWeights
   std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
 };
 
@@ -47,6 +49,7 @@ class GradientLayout {
   ReducerGroup group;
   BucketPlan plan;
   GradientHooks hooks;
+  GradientWeights weights;
   BucketStore store;
   LeftOverGradients left_over;
   GradientCompression compression;

@@ -25,7 +25,8 @@ class JoinShadow {
   void divide();                             // the sums of this backward, by what the work has counted
   void divide_by(int64_t ranks_with_input);  // 0: all ranks
 
-  // ---- On a rank without input.
+  // ---- On a rank without input. In a forward of the others:
+  void shadow_weight() { layout_.weights.shadow(); }
   std::vector<c10d::GradBucket> zero_buckets();
   FuturePointer shadow(c10d::GradBucket& zeros, int64_t step);
   void shadow_used_map();  // where the ranks send it in an operation of its own

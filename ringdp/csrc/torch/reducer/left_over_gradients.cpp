@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <unordered_set>
 #include <utility>
 
@@ -27,7 +28,16 @@ std::vector<bool> LeftOverGradients::by_param_index() const {
   return result;
 }
 
-void LeftOverGradients::average(std::size_t parameter, c10::ScalarType dtype,
+bool LeftOverGradients::none() const {
+  return std::none_of(slots_.begin(), slots_.end(),
+                      [](const Slot& slot) { return slot.left_over && slot.parameter.grad().defined(); });
+}
+
+void LeftOverGradients::forget() {
+  for (Slot& slot : slots_) slot.left_over = false;
+}
+
+void LeftOverGradients::average(std::size_t parameter, c10::ScalarType dtype, double factor,
                                 const std::function<void(const at::Tensor&)>& average) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   Slot& slot = slots_[parameter];
@@ -37,7 +47,7 @@ void LeftOverGradients::average(std::size_t parameter, c10::ScalarType dtype,
   allocate_bucket(bucket, slot.parameter.device(), 0);
   const at::Tensor mean = gradient_view(bucket, 0, slot.parameter);
   at::Tensor& grad = slot.parameter.mutable_grad();
-  if (grad.defined()) copy_gradient(mean, grad);
+  if (grad.defined()) copy_gradient_times(mean, grad, factor);
   average(bucket.buffer);
   if (parameters_[parameter].sparse) {
     grad = mean.to_sparse(1);

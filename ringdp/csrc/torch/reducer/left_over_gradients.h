@@ -23,8 +23,11 @@ class LeftOverGradients {
   void start();
   void note(std::size_t parameter, bool left_over) { slots_[parameter].left_over = left_over; }
   std::vector<bool> by_param_index() const;
-  // .grad becomes its mean by `average`, which gets a flat buffer of that type.
-  void average(std::size_t parameter, c10::ScalarType dtype, const std::function<void(const at::Tensor&)>& average);
+  bool none() const;
+  void forget();  // gradients were zeroed
+  // .grad times `factor` becomes its mean by `average`, which gets a flat buffer of that type.
+  void average(std::size_t parameter, c10::ScalarType dtype, double factor,
+               const std::function<void(const at::Tensor&)>& average);
 
  private:
   struct Slot {

@@ -36,6 +36,7 @@ bool Reducer::rebuild_buckets() {
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync) {
   std::shared_ptr<void> due;
+  double weight;
   {
     const Lock lock(mutex_);
     if (!layout_.watched() || recomputing()) return;
@@ -43,8 +44,9 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
     layout_.allocate();
     due = std::make_shared<int>();
     if (sync) backward_.arm(due);
+    weight = layout_.weights.of_forward();
   }
-  watch_outputs(shared_from_this(), outputs, sync, due);
+  watch_outputs(shared_from_this(), outputs, sync, weight, due);
 }
 
 void Reducer::demand_sync() {
@@ -57,14 +59,19 @@ void Reducer::demand_sync() {
 
 // ---- Backward.
 
-void Reducer::backward_began(bool sync) {
+void Reducer::backward_began(bool sync, double weight) {
   const Lock lock(mutex_);
   if (!layout_.watched() || !layout_.hooks.any_runs()) return;
-  if (!sync && !backward_.demanded()) return backward_.stay_quiet(get_current_graph_task_id());
-  if (!backward_.active()) begin();
+  const bool averages = sync || backward_.demanded();
+  if (averages && !backward_.active()) return begin(weight);
+  if (!averages) backward_.stay_quiet(get_current_graph_task_id());
+  failure_.keeping_in(-1, "weights", [&] {
+    backward_.active() ? layout_.weights.check_same(weight)
+                       : layout_.weights.accumulate(get_current_graph_task_id(), weight);
+  });
 }
 
-void Reducer::begin() {
+void Reducer::begin(double weight) {
   guard_.throw_if_failed();
   layout_.allocate();
   backward_.begin();
@@ -75,6 +82,8 @@ void Reducer::begin() {
   join_.begin_backward();
   arrivals_.begin(join_.joining() ? layout_.store.size() : layout_.plan.kept());
   join_.divide();
+  failure_.keeping_in(-1, "weights",
+                      [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (auto reducer = self.lock()) reducer->end_backward();
@@ -85,8 +94,11 @@ void Reducer::begin() {
 void Reducer::gradient_arrived(std::size_t parameter) {
   const Lock lock(mutex_);
   if (!backward_.active()) {
-    if (!backward_.synchronises(get_current_graph_task_id())) return layout_.left_over.note(parameter, true);
-    begin();
+    if (!backward_.synchronises(get_current_graph_task_id())) {
+      failure_.keeping_in(-1, "weights", [&] { layout_.weights.check_announced(layout_.parameters[parameter].name); });
+      return layout_.left_over.note(parameter, true);
+    }
+    begin(layout_.weights.of_forward());
   }
   filler_.arrived(parameter);
 }
@@ -120,6 +132,7 @@ void Reducer::end_backward() {
   }
   end_.wait_for_futures();
   end_.count(gradients_done, missing);
+  layout_.weights.end();
   backward_.end();
   end_step(std::move(lock), hooks);
 }

@@ -64,11 +64,11 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void check_finalized();
 
   // ---- Backward.
-  bool take_gradient(std::size_t parameter, const at::Tensor& gradient) override {
+  at::Tensor take_gradient(std::size_t parameter, const at::Tensor& gradient) override {
     return layout_.store.take(parameter, gradient);
   }
   void gradient_arrived(std::size_t parameter) override;
-  void backward_began(bool sync) override;
+  void backward_began(bool sync, double weight) override;
   void hook_failed(const std::string& text) override { guard()->note_thrown(text); }
   // The plain sum, for hooks that divide themselves; without the lock.
   FuturePointer sum(const c10d::GradBucket& bucket) { return layout_.buckets.sum(bucket); }
@@ -90,7 +90,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
  private:
   bool recomputing() const;
-  void begin();
+  void begin(double weight);
   void end_backward();
   void end_step(Lock lock, const HookVerdicts& hooks);
 

@@ -1,0 +1,81 @@
+// GradientWeights: gradients are averaged over samples, not over ranks: each rank's counts as often as its batch weighs
+// (MicroBatches has the formula). The ranks add up their weights in an operation of 8 bytes, which begins in the forward and is
+// read when the backward begins.
+// Owned by the Reducer's GradientLayout, used under the Reducer's lock by the forward's thread and the threads that run
+// backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "torch/reducer/micro_batches.h"
+#include "torch/reducer/reducer_group.h"
+#include "torch/reducer/trainable_parameters.h"
+
+namespace ringdp {
+
+// By what gradients are multiplied; 1: they stay as they are, 0: they become zeros, whatever they are.
+struct GradientFactors {
+  double incoming = 1;  // a gradient of the backward under way, before it is added to .grad
+  double outgoing = 1;  // the .grad that is sent; with one rank, the .grad that stays
+};
+
+class GradientWeights {
+ public:
+  // `on`: false: every rank counts the same, and nothing is exchanged or multiplied.
+  GradientWeights(ReducerGroup& group, const TrainableParameters& parameters, bool on)
+      : group_(group), parameters_(parameters), on_(on) {}
+  bool on() const { return on_; }
+
+  // ---- Forward.
+  // The weight of this forward's backward. `sync`: that backward averages, and the ranks begin to add up what they have. A weight
+  // that is negative or not finite is an error on all ranks. `discarded`: no .grad has anything of earlier backwards.
+  void announce(double weight, bool sync, bool discarded);
+  double of_forward() const { return of_forward_; }
+  // On a rank that has run out of input (join).
+  void shadow();
+
+  // ---- Backward. `task`: autograd's number of it, `weight`: of the forward whose output it has reached.
+  // By what its gradients are multiplied. Read by the threads that run backward, without the lock.
+  const GradientFactors& factors() const { return factors_; }
+  // One that does not average. Throws where it also goes through a forward of another weight.
+  void accumulate(int task, double weight);
+  void check_same(double weight) const;
+  // One that averages: waits for the sum.
+  void begin(int task, double weight, int64_t step);
+  void end();
+  // A gradient that no forward has announced cannot be weighed.
+  void check_announced(const std::string& parameter) const;
+  // By what gradients that were left over are multiplied before they are averaged alone. All ranks call it.
+  double factor_of_left_over();
+
+ private:
+  struct Sum {
+    at::Tensor total;  // float64 [1]: this rank's, and the sum as soon as `work` has ended
+    double own = 0;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+
+  Sum begin_sum(double own);
+  double finish(Sum sum);
+  [[noreturn]] void throw_invalid(double own);
+
+  ReducerGroup& group_;
+  const TrainableParameters& parameters_;
+  const bool on_;
+  double of_forward_ = 1;
+  std::optional<Sum> announced_;
+  MicroBatches done_;
+  double current_ = 1;  // the weight of the backward under way, or of the last one
+  int task_ = -1;       // the last backward that did not average
+  GradientFactors factors_;
+  bool warned_ = false;
+};
+
+}  // namespace ringdp

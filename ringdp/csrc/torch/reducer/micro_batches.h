@@ -1,0 +1,43 @@
+// MicroBatches: the weights of the backwards whose gradients a rank adds up before it averages them with the other ranks'. The
+// mean over all samples is sum(w * g) / sum(w), over the micro-batches of all ranks; g is the gradient of a micro-batch's
+// mean loss, w the number of its samples (or tokens). .grad adds up (w / reference) * g, so that it keeps the size of a
+// gradient; what is sent is .grad times `factor`. No torch.
+// Owned by GradientWeights, used under the Reducer's lock.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+namespace ringdp {
+
+class MicroBatches {
+ public:
+  static bool valid(double weight) { return std::isfinite(weight) && weight >= 0; }
+
+  // A backward of this weight begins. Returns by what its gradients are multiplied: 1 for the first one and for all that
+  // weigh as much, 0 for those that weigh nothing.
+  double add(double weight) {
+    if (reference_ == 0) reference_ = weight;
+    total_ += weight;
+    return reference_ == 0 ? 0.0 : weight / reference_;
+  }
+  double total() const { return total_; }
+  void clear() { total_ = reference_ = 0; }
+
+  // By what this rank's accumulated gradient is multiplied, so that the sum over the ranks divided by `divisor` is the mean.
+  // `sum`: of the totals of all ranks. Exactly 1 where all ranks have the same total and the weights are equal; 0 if
+  // nothing weighs anything.
+  double factor(double sum, double divisor) const {
+    if (sum == 0 || reference_ == 0) return 0.0;
+    const double factor = divisor * reference_ / sum;
+    // The sum of equal numbers that are no integers may be rounded.
+    const double rounding = 2 * (divisor + 1) * std::numeric_limits<double>::epsilon();
+    return std::abs(factor - 1) <= rounding ? 1.0 : factor;
+  }
+
+ private:
+  double total_ = 0;
+  double reference_ = 0;  // the first weight above zero
+};
+
+}  // namespace ringdp
