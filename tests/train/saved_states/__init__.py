@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -113,7 +112,8 @@ class Training:
         for step in steps:
             self._model.zero_grad()
             self._model(noise(SHAPES, dist.get_rank(), step)).backward()
-            seen.append({name: one.grad.clone() for name, one in self._given.named_parameters()})
+            averages = {name: one.grad for name, one in self._given.named_parameters()}
+            seen.append({name: one.clone() for name, one in averages.items() if one is not None})
         return seen
 
 

@@ -211,13 +211,13 @@ void Reducer::end_backward() {
       wait_for_buckets(arrivals_.sending(), layout_.store.size());
       lock.lock();
     }
-    hooks = layout_.compression.used_hooks(layout_.store, backward_.step());
+    hooks = HookVerdicts(layout_.reductions, layout_.store, backward_.step());
     lock.unlock();
     noting_failure(-1, "announced before", [&] { layout_.buckets.follow_announcements(backward_.step()); });
-    GradientCompression::ask_hooks(hooks);
+    hooks.ask();
     lock.lock();
     layout_.overflow.collect(layout_.store, backward_.step(), hooks, /*look_at_results=*/!layout_.buckets.has_hook());
-    layout_.compression.commit(layout_.store, backward_.step(), used_, layout_.overflow);
+    layout_.compression.commit(used_, layout_.overflow);
     hand_out();
     noting_failure(-1, "which ranks lack gradients", [&] { used_.warn(missing, backward_.step(), join_.joining()); });
   }
@@ -228,7 +228,7 @@ void Reducer::end_backward() {
   times_.end(gradients_done, missing_bytes, layout_.local());
   backward_.end();
   exchange_order();
-  commit_hooks(std::move(lock), hooks);
+  commit_hooks(std::move(lock), std::move(hooks));
 }
 
 void Reducer::wait_for_buckets(std::size_t first, std::size_t end) {
@@ -272,23 +272,23 @@ void Reducer::exchange_order() {
 
 void Reducer::shadow_end_of_backward() {
   Lock lock(mutex_);
-  HookVerdicts hooks = layout_.compression.used_hooks(layout_.store, backward_.step());
+  HookVerdicts hooks(layout_.reductions, layout_.store, backward_.step());
   lock.unlock();
-  GradientCompression::ask_hooks(hooks);
+  hooks.ask();
   lock.lock();
   used_.forget();
   layout_.overflow.collect(layout_.store, backward_.step(), hooks, /*look_at_results=*/false);
   exchange_order();
-  commit_hooks(std::move(lock), hooks);
+  commit_hooks(std::move(lock), std::move(hooks));
 }
 
 // The states that reductions which are hooks have kept count if all was finite.
-void Reducer::commit_hooks(Lock lock, const HookVerdicts& hooks) {
-  if (hooks.finite.empty()) return;
+void Reducer::commit_hooks(Lock lock, HookVerdicts hooks) {
+  if (hooks.none()) return;
   const bool finite = layout_.overflow.finite().value_or(true);
-  const GradientCompression::UnusedOf unused = layout_.compression.unused_of_hooks(used_);
+  hooks.note_unused(layout_.reductions, layout_.parameters, used_);
   lock.unlock();
-  GradientCompression::commit_hooks(hooks, finite, unused);
+  hooks.commit(finite);
 }
 
 // ---- Between steps.
@@ -339,7 +339,7 @@ void Reducer::install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future
 
 void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
   const Lock lock(mutex_);
-  const bool compressed = !layout_.compression.none();
+  const bool compressed = !layout_.reductions.none();
   if (compressed) guard_.refuse_change_of_compression();
   layout_.set_group(std::move(group), average, names_compared);
   if (compressed) times_.count_kept(layout_.plan);

@@ -108,7 +108,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void send_late_buckets();
   void hand_out();
   void exchange_order();
-  void commit_hooks(Lock lock, const HookVerdicts& hooks);
+  void commit_hooks(Lock lock, HookVerdicts hooks);
   template <class Action>
   void noting_failure(int64_t bucket, const std::string& name, Action&& action);
 
