@@ -170,6 +170,26 @@ class FiniteReport:
     def own(self) -> int:
         """Element of the buffer: this rank's first input that was not finite; -1 where none was."""
 
+class Residuals:
+    """What compression left out of gradients, by parameter: float32 [numel], without loss scale. A step
+    writes it anew beside the one that counts, and `commit` says whether the new one counts.
+    """
+
+    def __init__(self) -> None: ...
+    def clear(self) -> None: ...
+    def commit(self, finite: bool, unused: Sequence[str] = ...) -> None:
+        """The step counts, except for parameters that no rank used; or it was not finite, and counts for none."""
+
+    def current(self, name: str) -> torch.Tensor | None:
+        """The one that counts; None where no step has left one."""
+
+    def drop(self, name: str) -> None: ...
+    def set(self, name: str, current: torch.Tensor) -> None:
+        """Copies."""
+
+    def write(self, name: str, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the one that counts, zeros at first; memory for the next one, all of which this step fills)."""
+
 class CodecLibrary:
     """A codec from a shared library, which stays loaded."""
 
@@ -229,13 +249,6 @@ def codec_bytes(codec: str, numel: int) -> int:
 
 def codec_compress(codec: str, x: torch.Tensor) -> torch.Tensor:
     """The code of float32 elements, uint8 [codec_bytes(codec, x.numel())]."""
-
-def codec_compress_with_feedback(
-    codec: str, x: torch.Tensor, residual: torch.Tensor, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(code, new residual) of x + factor * residual; what the code leaves out, divided by factor, is the new
-    one.
-    """
 
 def codec_decompress(codec: str, code: torch.Tensor, numel: int) -> torch.Tensor:
     """float32 [numel]. Raises ValueError for a code of another length."""

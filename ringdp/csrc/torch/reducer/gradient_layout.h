@@ -52,6 +52,7 @@ class GradientLayout {
   GradientWeights weights;
   BucketStore store;
   LeftOverGradients left_over;
+  ReductionAssignment reductions;
   GradientCompression compression;
   OverflowReport overflow;
   BucketReducer buckets;
@@ -66,7 +67,7 @@ class GradientLayout {
   // Throws the failure of ring's group where another backend reduces the buckets.
   void throw_if_group_failed();
   // Whether hooks may issue operations at any time, also after the last bucket was launched.
-  bool calls_back() const { return buckets.has_hook() || compression.calls_back(); }
+  bool calls_back() const { return buckets.has_hook() || reductions.calls_back(); }
   // Which parameters were used is an operation of its own: no bucket carries it.
   bool sends_used_map() const;
   // Some buckets may stay at home, or will as soon as the order of the gradients is known.

@@ -142,20 +142,20 @@ void Reducer::shadow_end_of_backward() {
   Lock lock(mutex_);
   hooks = end_.used_hooks();
   lock.unlock();
-  GradientCompression::ask_hooks(hooks);
+  hooks.ask();
   lock.lock();
   end_.shadow(hooks);
   end_step(std::move(lock), hooks);
 }
 
 // The states that reductions which are hooks have kept count if all was finite.
-void Reducer::end_step(Lock lock, const HookVerdicts& hooks) {
+void Reducer::end_step(Lock lock, HookVerdicts& hooks) {
   end_.exchange_order();
-  if (hooks.finite.empty()) return;
+  if (hooks.none()) return;
   const bool finite = layout_.overflow.finite().value_or(true);
-  const GradientCompression::UnusedOf unused = layout_.compression.unused_of_hooks(used_);
+  hooks.note_unused(layout_.reductions, layout_.parameters, used_);
   lock.unlock();
-  GradientCompression::commit_hooks(hooks, finite, unused);
+  hooks.commit(finite);
 }
 
 void Reducer::reset() {

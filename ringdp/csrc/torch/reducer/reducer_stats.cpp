@@ -49,9 +49,9 @@ std::vector<BucketRow> bucket_rows(const GradientLayout& layout, const ReducerSt
     BucketRow& row = rows.emplace_back();
     row.index = index;
     row.name = describe_bucket(index, members, layout.parameters.names());
-    row.reduction = layout.compression.number_of_bucket(index);
-    row.free = layout.compression.free(index);
-    const auto* native = dynamic_cast<const CodecReduction*>(layout.compression.of_bucket(index));
+    row.reduction = layout.reductions.number_of_bucket(index);
+    row.free = layout.reductions.free(index);
+    const auto* native = dynamic_cast<const CodecReduction*>(layout.reductions.of_bucket(index));
     const bool coded = native != nullptr && native->enabled();
     for (std::size_t member : members) {
       const PlannedGradient& gradient = layout.plan.gradients()[member];
