@@ -15,7 +15,6 @@
 namespace ringdp {
 namespace {
 
-
 bool same_reduction(const Reduction* a, const Reduction* b) {
   if (is_auto(a) && is_auto(b)) return true;
   const auto* x = dynamic_cast<const CodecReduction*>(a);
@@ -139,7 +138,7 @@ void GradientCompression::give_residuals(const ByParameter& residuals) {
   for (const auto& [index, values] : residuals) {
     if (index >= parameters_.all().size() || values.numel() != parameters_.all()[index].tensor.numel())
       refuse_residual("the residual of parameter " + std::to_string(index) + " has " + std::to_string(values.numel()) +
-             " elements");
+                      " elements");
     const at::Tensor own = values.flatten().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     scale_owned_part(index, own, 1.0f / static_cast<float>(group_.ranks()));
     residuals_.set(name_of(index), own);
@@ -167,7 +166,7 @@ void GradientCompression::set_residuals(const ByParameter& residuals) {
     const bool kept = keeps_residuals(reductions_.of_parameter(index));
     if (!kept || values.numel() != all[index].tensor.numel()) {
       refuse_residual(what + all[index].name + ", which has " + std::to_string(all[index].tensor.numel()) +
-             (kept ? " elements" : " elements and no error feedback"));
+                      (kept ? " elements" : " elements and no error feedback"));
     }
   }
   residuals_.clear();

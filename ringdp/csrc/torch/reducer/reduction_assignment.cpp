@@ -12,7 +12,6 @@
 namespace ringdp {
 namespace {
 
-
 [[noreturn]] void refuse(const std::string& text) { throw Error(ErrorKind::kValue, text); }
 
 }  // namespace
