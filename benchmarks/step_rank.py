@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,6 +46,7 @@ class Trainee:
     lossy: bool = False  # what its buckets take alone would be another exchange
     steps: int = 0  # counted in sent_bytes
     sent_bytes: int = 0
+    faults: int = 0  # of pages without a disk, in `steps`, by all threads of the process
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.SGD(self.task.module.parameters(), lr=self.task.learning_rate)
@@ -93,9 +95,10 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
     if mode.wrapper == "RingDP":
         import ringdp
 
-        if not mode.compression:
-            return ringdp.RingDP(module, process_group=group)
-        return ringdp.RingDP(module, process_group=group, compression=mode.compressor)
+        compressor = mode.compressor if mode.compression else None
+        return ringdp.RingDP(
+            module, process_group=group, compression=compressor, gradient_pool=mode.gradient_pool
+        )
     wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
     if mode.hook == "fp16":
         wrapped.register_comm_hook(group, fp16_compress_hook)
@@ -158,8 +161,10 @@ def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.Process
 def _block(one: Trainee, count: int, interface: str | None) -> None:
     dist.barrier()
     sent_before = interface_bytes(interface)[1] if interface else 0
+    faults_before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     one.step()  # not timed: the caches still hold the mode before
     timed = [one.step()[1] for _ in range(count)]
+    one.faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before
     dist.barrier()
     sent_after = interface_bytes(interface)[1] if interface else 0
     one.sent_bytes += sent_after - sent_before
@@ -249,6 +254,7 @@ def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
         "times": summaries,
         "block_medians_s": one.block_medians_s,
         "sent": one.sent_bytes / one.steps,
+        "faults": one.faults / one.steps,
         "reports": joined.local_rank == 0 and joined.settings["interface"] is not None,
     }
     everyone: list[Any] = [None] * joined.world_size
@@ -265,6 +271,7 @@ def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
                 max(values) for values in zip(*(each["block_medians_s"] for each in everyone), strict=True)
             ],
             "sent_bytes_per_step": [each["sent"] for each in everyone if each["reports"]],
+            "faults_per_step": max(each["faults"] for each in everyone),
             "bucket_bytes": bucket_bytes(one.module) if one.group is not None else [],
             "waited_s": stats.total_exposed_wait_s / max(1, stats.steps) if stats is not None else None,
         }

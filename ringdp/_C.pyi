@@ -103,6 +103,7 @@ class Reducer:
         graph_shows_unused: bool,
         reduce_dtype: torch.dtype | None = None,
         host_control: bool = False,
+        gradient_pool: bool = False,
     ) -> None: ...
     def _autograd_hook(self, index: int) -> None: ...
     def _check_reducer_finalized(self) -> None: ...
@@ -322,6 +323,9 @@ def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> 
 
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
+
+def gradient_memory() -> tuple[bool, int, int]:
+    """Whether the pool for gradients is installed, its bytes in use, and its idle bytes."""
 
 def group_transports(process_group: ProcessGroup) -> dict[int, str]:
     """The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's."""

@@ -21,6 +21,7 @@ from ringdp.compression.parameters import model_parameters
 from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.finalization import AutomaticFinalization
+from ringdp.ddp.gradient_memory import allowed_pool, on_cpu
 from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
 from ringdp.ddp.mixed_precision import compute_in_low_precision, no_compression_beside, reduction_hook
@@ -86,6 +87,9 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             when the scale changes. `ringdp.amp.GradScaler` need not be given.
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
             (torch.float32 for bfloat16 or float16 ones); None: in their own.
+        gradient_pool: keep the memory of gradients on the CPU between steps, in huge pages, instead of getting it from the
+            kernel anew in every backward; see `gradient_memory`. False leaves torch's CPU allocator as it is, and so
+            does RINGDP_GRADIENT_POOL=0.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -120,6 +124,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         unmatched_rules: str = "error",
         scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
+        gradient_pool: bool = True,
         **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -147,6 +152,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
+        self._gradient_pool = allowed_pool(gradient_pool)
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -221,6 +227,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             graph_shows_unused=self._sharded is None,
             reduce_dtype=self._reduce_dtype,
             host_control=self._devices.host_control,
+            gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
         )
         self._watched = watched
         self._reduced = ReducedGradients(self)

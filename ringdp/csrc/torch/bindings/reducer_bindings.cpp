@@ -46,7 +46,8 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
                                       GroupPointer group, std::vector<std::size_t> caps_bytes,
                                       const std::optional<bool>& find_unused, bool average, bool own_gradients,
                                       bool skip_unused, bool names_compared, bool graph_shows_unused,
-                                      const std::optional<at::ScalarType>& reduce_dtype, bool host_control) {
+                                      const std::optional<at::ScalarType>& reduce_dtype, bool host_control,
+                                      bool gradient_pool) {
   std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
@@ -57,6 +58,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   options.graph_shows_unused = graph_shows_unused;
   options.reduce_dtype = reduce_dtype;
   options.host_control = host_control;
+  options.gradient_pool = gradient_pool;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
@@ -284,7 +286,7 @@ void bind_reducer(py::module_& module) {
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
            py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
-           py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false)
+           py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false, py::arg("gradient_pool") = false)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
            py::arg("sparse"), NoGil())
@@ -334,6 +336,13 @@ void bind_reducer(py::module_& module) {
       .def("_set_static_graph", &noting<&Reducer::set_static_graph>, NoGil())
       .def("_update_process_group", &Reducer::set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),
            py::arg("names_compared"), NoGil());
+  module.def(
+      "gradient_memory",
+      [] {
+        const GradientPool::Use use = GradientPool::use();
+        return std::make_tuple(use.installed, use.in_use_bytes, use.idle_bytes);
+      },
+      "Whether the pool for gradients is installed, its bytes in use, and its idle bytes.");
 }
 
 }  // namespace ringdp
