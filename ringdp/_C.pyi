@@ -336,6 +336,9 @@ def has_device_codec(device_type: str) -> bool:
 def hold_staged_copies(still: bool) -> None:
     """For tests: while true, no copy of stage_cpu_tensors gets done."""
 
+def in_gradient_pool(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory comes from the pool for gradients."""
+
 def load_codec(path: str) -> CodecLibrary:
     """The codec of the shared library at `path`; every call of this module knows its name from now on.
     Raises ValueError for a file that is not one.

@@ -35,7 +35,7 @@ from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
-from ringdp.job.backend import backend_of, has_average, named
+from ringdp.job.backend import backend_of, has_average, hear_extension, named
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -210,6 +210,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         names = [one.name for one in watched]
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
+        hear_extension()
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
         self.reducer = _C.Reducer(

@@ -343,6 +343,10 @@ void bind_reducer(py::module_& module) {
         return std::make_tuple(use.installed, use.in_use_bytes, use.idle_bytes);
       },
       "Whether the pool for gradients is installed, its bytes in use, and its idle bytes.");
+  module.def(
+      "in_gradient_pool",
+      [](const at::Tensor& tensor) { return tensor.is_cpu() && GradientPool::owns(tensor.storage().data()); },
+      py::arg("tensor"), "Whether the tensor's memory comes from the pool for gradients.");
 }
 
 }  // namespace ringdp

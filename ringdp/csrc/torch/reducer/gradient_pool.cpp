@@ -151,6 +151,8 @@ std::shared_ptr<void> GradientPool::during_backward() const {
   return mark;
 }
 
+bool GradientPool::owns(const void* memory) { return pool().owns(memory); }
+
 GradientPool::Use GradientPool::use() {
   const BlockPool::Use of_pool = pool().use();
   return {GradientAllocator::installed.load() != nullptr && c10::GetCPUAllocator() == GradientAllocator::installed,

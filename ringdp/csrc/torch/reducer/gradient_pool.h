@@ -44,6 +44,7 @@ class GradientPool {
   std::shared_ptr<void> during_backward() const;
 
   static Use use();  // of the process
+  static bool owns(const void* memory);
 
  private:
   const bool on_;
