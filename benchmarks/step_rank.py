@@ -96,9 +96,7 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
         import ringdp
 
         compressor = mode.compressor if mode.compression else None
-        return ringdp.RingDP(
-            module, process_group=group, compression=compressor, gradient_pool=mode.gradient_pool
-        )
+        return ringdp.RingDP(module, process_group=group, compression=compressor, gradient_pool=mode.gradient_pool)
     wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
     if mode.hook == "fp16":
         wrapped.register_comm_hook(group, fp16_compress_hook)

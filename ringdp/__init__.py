@@ -74,7 +74,12 @@ __all__ = [
 
 _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "job.process_group") | dict.fromkeys(_ERRORS, "errors")
-_HOME |= {"RingDP": "ddp.wrapper", "gradient_memory": "ddp.gradient_memory", "monitored_barrier": "job.barrier", "launch": "job.local_ranks"}
+_HOME |= {
+    "RingDP": "ddp.wrapper",
+    "gradient_memory": "ddp.gradient_memory",
+    "monitored_barrier": "job.barrier",
+    "launch": "job.local_ranks",
+}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "hooks", "metrics", "testing"})
 

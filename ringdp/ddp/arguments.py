@@ -248,7 +248,16 @@ TABLE: Mapping[str, Argument] = {
 }
 
 
-OWN_ARGUMENTS = ("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype")
+OWN_ARGUMENTS = (
+    "compression",
+    "rules",
+    "warmup_steps",
+    "allow",
+    "unmatched_rules",
+    "scaler",
+    "reduce_dtype",
+    "gradient_pool",
+)
 """Those that DDP does not have."""
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -271,7 +271,13 @@ def test_it_goes_with_the_last_wrapper_but_for_tensors_that_are_kept() -> None:
         "again = t.wrapped(); t.step(again); print(torch.equal(kept, values))\n"
         "del again, kept; gc.collect(); print(t.gradient_memory())\n"
     )
-    assert said.split() == ["True", "True", "True", "True", *"GradientMemory(installed=True, bytes_in_use=0, bytes_idle=0)".split()]
+    assert said.split() == [
+        "True",
+        "True",
+        "True",
+        "True",
+        *["GradientMemory(installed=True,", "bytes_in_use=0,", "bytes_idle=0)"],
+    ]
 
 
 def test_what_it_holds_is_in_the_logging_data() -> None:

@@ -163,7 +163,8 @@ void BlockPool::give_back(uint64_t last_step) {
       if (!range.used) give_back(address, segment, begin, range.bytes, last_step);
     }
     const bool unused = segment.ranges.size() == 1 && !segment.ranges.begin()->second.used;
-    const bool empty = std::all_of(segment.last_used.begin(), segment.last_used.end(), [](auto step) { return step == 0; });
+    const bool empty =
+        std::all_of(segment.last_used.begin(), segment.last_used.end(), [](auto step) { return step == 0; });
     if (!unused || !empty) {
       ++it;
       continue;

@@ -21,9 +21,9 @@ namespace ringdp {
 
 class BlockPool {
  public:
-  static constexpr std::size_t kUnitBytes = std::size_t{2} << 20;      // a huge page
-  static constexpr std::size_t kSegmentBytes = std::size_t{32} << 20;  // of address space, at least; not of memory
-  static constexpr std::size_t kGranuleBytes = 4096;                   // sizes are rounded up to it, addresses are aligned to it
+  static constexpr std::size_t kUnitBytes = std::size_t{2} << 20;       // a huge page
+  static constexpr std::size_t kSegmentBytes = std::size_t{128} << 20;  // of address space, at least; not of memory
+  static constexpr std::size_t kGranuleBytes = 4096;  // sizes are rounded up to it, addresses are aligned to it
   static constexpr uint64_t kKeptSteps = 10;
 
   struct Use {
@@ -76,7 +76,8 @@ class BlockPool {
 
   mutable Mutex mutex_;
   Segments segments_ RINGDP_GUARDED_BY(mutex_);
-  std::set<std::pair<std::size_t, uintptr_t>> free_ RINGDP_GUARDED_BY(mutex_);  // by size: the smallest that fits is taken
+  std::set<std::pair<std::size_t, uintptr_t>> free_
+      RINGDP_GUARDED_BY(mutex_);  // by size: the smallest that fits is taken
   uint64_t step_ RINGDP_GUARDED_BY(mutex_) = 1;
   bool kept_ RINGDP_GUARDED_BY(mutex_) = true;
   std::size_t in_use_bytes_ RINGDP_GUARDED_BY(mutex_) = 0;

@@ -25,9 +25,11 @@ BlockPool& pool() {
 thread_local std::weak_ptr<void> backward_here;
 thread_local int scopes_here = 0;
 
-// The first condition is true whenever the thread is past the destruction of backward_here.
-bool allocates_gradients() {
-  if (scopes_here > 0) return true;
+// No thread runs a backward once its backward_here is destroyed. What a Scope allocates stays for long, and a block below a
+// huge page would waste the rest of it.
+bool from_pool(std::size_t bytes) {
+  if (bytes < kFromBytes) return false;
+  if (scopes_here > 0) return bytes >= BlockPool::kUnitBytes;
   return torch::autograd::get_current_graph_task_id() != -1 && !backward_here.expired();
 }
 
@@ -41,7 +43,7 @@ class GradientAllocator final : public c10::Allocator {
   explicit GradientAllocator(c10::Allocator& next) : next_(next) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes >= kFromBytes && allocates_gradients()) {
+    if (from_pool(bytes)) {
       if (void* const block = pool().allocate(bytes)) {
         c10::profiledCPUMemoryReporter().New(block, bytes);
         return {block, block, &release_block, c10::Device(c10::DeviceType::CPU)};

@@ -1,7 +1,7 @@
 // GradientPool: a reducer's part in the memory that is kept for gradients. The process has one BlockPool, and one c10::Allocator
 // for CPU tensors in front of torch's, installed for the first reducer that takes part and never removed, since tensors refer
 // to it. It takes blocks of 1 MiB and more from the pool that a thread allocates while it runs a backward announced by
-// during_backward, or while a Scope lives; all else it hands on to torch's allocator. Blocks return to the pool from any
+// during_backward, and blocks of 2 MiB and more while a Scope lives; all else it hands on to torch's allocator. Blocks return to the pool from any
 // thread. When no reducer takes part any more, idle memory goes back to the kernel.
 //
 // Owned by the GradientLayout, used under the reducer's lock.

@@ -98,9 +98,10 @@ void Reducer::begin() {
   arrivals_.begin(join_.joining() ? layout_.store.size() : layout_.plan.kept());
   join_.divide();
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
-  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this(), pool = layout_.pool.during_backward()] {
-    if (auto reducer = self.lock()) reducer->end_backward();
-  });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = weak_from_this(), pool = layout_.pool.during_backward()] {
+        if (auto reducer = self.lock()) reducer->end_backward();
+      });
   for (const std::size_t i : never_to_come()) {
     write_to_bucket(i);
     mark_ready(i);
