@@ -4,9 +4,9 @@
     python benchmarks/memory_soak.py                   2 ranks, 1 minute
     python benchmarks/memory_soak.py --minutes 60 --json out.json
 
-Each step has another number of rows, and its backward keeps some of what it allocates for some steps. Every fiftieth step the
-wrapper is made anew. The first fifth of the time is not compared: what it needs most is seen there. `first` and `last` are the
-most of the second and of the last fifth. More than `--slack` MiB between them, or one descriptor or thread more, is a failure.
+Each step has another number of rows, and its backward keeps some of what it allocates for some steps. Every fiftieth
+step the wrapper is made anew. The first fifth of the time is not compared; `first` and `last` are the most of the second
+and of the last fifth. More than `--slack` MiB between them, or one descriptor or thread more, is a failure.
 """
 
 from __future__ import annotations

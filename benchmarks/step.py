@@ -17,7 +17,7 @@ blocks of steps alternate between the modes. Times are the slowest rank's.
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work
     all-reduce  the same buckets reduced with nothing else going on
     waited      what RingDP itself says the end of backward waited for communication, per step, on rank 0
-    faults      pages that the kernel gave the process anew, per step (minor faults of getrusage(2)), the most of any rank
+    faults      pages the kernel gave the process anew, per step (minor faults of getrusage(2)), the most of any rank
     hidden      (bare backward + all-reduce - backward with communication) / min(bare backward, all-reduce)
 """
 

@@ -87,9 +87,9 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             when the scale changes. `ringdp.amp.GradScaler` need not be given.
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
             (torch.float32 for bfloat16 or float16 ones); None: in their own.
-        gradient_pool: keep the memory of gradients on the CPU between steps, in huge pages, instead of getting it from the
-            kernel anew in every backward; see `gradient_memory`. False leaves torch's CPU allocator as it is, and so
-            does RINGDP_GRADIENT_POOL=0.
+        gradient_pool: keep the memory of gradients on the CPU between steps, in huge pages, instead of getting it from
+            the kernel anew in every backward; see `gradient_memory`. False leaves torch's CPU allocator as it is, and
+            so does RINGDP_GRADIENT_POOL=0.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 

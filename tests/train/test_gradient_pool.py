@@ -1,4 +1,5 @@
-"""The memory that RingDP keeps for gradients on the CPU: whose tensors lie in it, and that those are tensors as any other.
+# mypy: disable-error-code="attr-defined, operator, call-overload"
+"""The memory RingDP keeps for gradients on the CPU: whose tensors lie in it, and that they are tensors as any other.
 
 In one process, with a group of two of which nobody plays the second; what needs a process of its own runs in one.
 """
@@ -54,7 +55,7 @@ class Seen(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.noted.append(allocates_in_pool())
         return gradient, None
 
@@ -115,7 +116,7 @@ def test_buckets_gradients_and_what_backward_allocates_come_from_the_pool(width:
         output.mean().backward()
     assert module.noted == [True] * 6
     assert gradient_memory().installed
-    assert all(in_gradient_pool(layer.weight.grad) for layer in module.layers)  # type: ignore[arg-type]
+    assert all(in_gradient_pool(layer.weight.grad) for layer in module.layers)
     elsewhere = {"weight": module.layers[0].weight, "batch": batch, "output": output, "later": torch.empty(1 << 20)}
     assert not [name for name, tensor in elsewhere.items() if in_gradient_pool(tensor)]
 
@@ -129,7 +130,7 @@ def test_another_thread_and_another_model_have_no_part_in_it() -> None:
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, gradient: Tensor) -> Any:
             thread = threading.Thread(target=lambda: noted.append(allocates_in_pool()))
             thread.start()
             thread.join()
@@ -139,7 +140,7 @@ def test_another_thread_and_another_model_have_no_part_in_it() -> None:
     Elsewhere.apply(model(torch.randn(BATCH, WIDTH))).mean().backward()  # before the output's part
     bare = Model()
     step(bare)
-    assert noted == [False] and bare.noted == [False] * 3 and module.noted == [True] * 3
+    assert [noted, bare.noted, module.noted] == [[False], [False] * 3, [True] * 3]
 
 
 def test_not_without_synchronisation() -> None:
@@ -219,7 +220,7 @@ def test_backwards_in_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert all(module.noted == [True] * 15 for module in modules) and bare.noted == [False] * 15
+    assert [module.noted for module in (*modules, bare)] == [[True] * 15, [True] * 15, [False] * 15]
 
 
 def test_ddp_has_no_part_in_it() -> None:
@@ -229,7 +230,8 @@ def test_ddp_has_no_part_in_it() -> None:
     ddp = DistributedDataParallel(module)
     ddp.register_comm_hook(None, noop_hook)
     step(ddp)
-    assert module.noted == [False] * 3 and not in_gradient_pool(module.layers[0].weight.grad)  # type: ignore[arg-type]
+    assert module.noted == [False] * 3
+    assert not in_gradient_pool(module.layers[0].weight.grad)
 
 
 # How much is kept.
@@ -292,7 +294,7 @@ def test_what_it_holds_is_in_the_logging_data() -> None:
 
 
 @pytest.fixture
-def gradient(group: None) -> Iterator[Tensor]:
+def gradient(group: None) -> Tensor:
     """Values 0, 1, …, in the pool."""
     found: list[Tensor] = []
     module = Model()
@@ -300,7 +302,7 @@ def gradient(group: None) -> Iterator[Tensor]:
     module.layers[0].weight.register_hook(lambda _: found.append(torch.arange(1 << 19, dtype=torch.float32)))
     step(model)
     assert in_gradient_pool(found[0])
-    yield found.pop()
+    return found.pop()
 
 
 def saved(tensor: Tensor) -> Tensor:
@@ -504,4 +506,5 @@ def test_without_address_space_torch_says_what_it_always_says() -> None:
 
 
 def test_the_public_name() -> None:
-    assert "gradient_memory" in ringdp.__all__ and ringdp.gradient_memory is gradient_memory
+    assert "gradient_memory" in ringdp.__all__
+    assert ringdp.gradient_memory is gradient_memory
