@@ -5,8 +5,8 @@
     python benchmarks/memory_soak.py --minutes 60 --json out.json
 
 Each step has another number of rows, and its backward keeps some of what it allocates for some steps. Every fiftieth
-step the wrapper is made anew. The first fifth of the time is not compared; `first` and `last` are the most of the second
-and of the last fifth. More than `--slack` MiB between them, or one descriptor or thread more, is a failure.
+step the wrapper is made anew. The first fifth of the time is not compared; `first` and `last` are the most of the
+second and of the last fifth. More than `--slack` MiB between them, or one descriptor or thread more, is a failure.
 """
 
 from __future__ import annotations
