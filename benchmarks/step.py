@@ -18,6 +18,7 @@ blocks of steps alternate between the modes. Times are the slowest rank's.
     all-reduce  the same buckets reduced with nothing else going on
     waited      what RingDP itself says the end of backward waited for communication, per step, on rank 0
     faults      pages the kernel gave the process anew, per step (minor faults of getrusage(2)), the most of any rank
+    cpu         CPU time of all threads of a process, per step, the most of any rank: others' load shows less in it
     hidden      (bare backward + all-reduce - backward with communication) / min(bare backward, all-reduce)
 """
 
@@ -111,7 +112,7 @@ def add_derived(rows: Sequence[dict[str, Any]], place: session.Place) -> list[di
 def report(result: dict[str, Any]) -> str:
     """The result as text."""
     columns = ["model", "mode", "step", "p99", "forward", "backward", "/ ddp-gloo", "/ bare", "exposed"]
-    columns += ["waited", "all-reduce", "hidden", "buckets", "faults", "steps"]
+    columns += ["waited", "all-reduce", "hidden", "buckets", "faults", "cpu", "steps"]
     between_hosts = any(row["sent_bytes_per_step"] for row in result["rows"])
     columns += ["sent, MB", "sent / theory"] if between_hosts else []
     rows = []
@@ -125,7 +126,7 @@ def report(result: dict[str, Any]) -> str:
         cells += [format_time(row["all_reduce"]["median_s"]) if row["all_reduce"] else ""]
         cells += [f"{row['hidden']:.0%}" if "hidden" in row else ""]
         cells += [str(len(row["bucket_bytes"])) if row["bucket_bytes"] else ""]
-        cells += [f"{row['faults_per_step']:.0f}", str(step.count)]
+        cells += [f"{row['faults_per_step']:.0f}", format_time(row["cpu_s_per_step"]), str(step.count)]
         cells += [f"{max(row['sent_bytes_per_step']) / 1e6:.4g}"] if between_hosts else []
         cells += [f"{row['sent_over_theory']:.3f}" if "sent_over_theory" in row else ""] if between_hosts else []
         rows.append(cells)

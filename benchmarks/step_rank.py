@@ -47,6 +47,7 @@ class Trainee:
     steps: int = 0  # counted in sent_bytes
     sent_bytes: int = 0
     faults: int = 0  # of pages without a disk, in `steps`, by all threads of the process
+    cpu_s: float = 0.0  # of all its threads, user and system
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.SGD(self.task.module.parameters(), lr=self.task.learning_rate)
@@ -159,10 +160,12 @@ def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.Process
 def _block(one: Trainee, count: int, interface: str | None) -> None:
     dist.barrier()
     sent_before = interface_bytes(interface)[1] if interface else 0
-    faults_before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    before = resource.getrusage(resource.RUSAGE_SELF)
     one.step()  # not timed: the caches still hold the mode before
     timed = [one.step()[1] for _ in range(count)]
-    one.faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    one.faults += after.ru_minflt - before.ru_minflt
+    one.cpu_s += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     dist.barrier()
     sent_after = interface_bytes(interface)[1] if interface else 0
     one.sent_bytes += sent_after - sent_before
@@ -253,6 +256,7 @@ def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
         "block_medians_s": one.block_medians_s,
         "sent": one.sent_bytes / one.steps,
         "faults": one.faults / one.steps,
+        "cpu_s": one.cpu_s / one.steps,
         "reports": joined.local_rank == 0 and joined.settings["interface"] is not None,
     }
     everyone: list[Any] = [None] * joined.world_size
@@ -270,6 +274,7 @@ def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
             ],
             "sent_bytes_per_step": [each["sent"] for each in everyone if each["reports"]],
             "faults_per_step": max(each["faults"] for each in everyone),
+            "cpu_s_per_step": max(each["cpu_s"] for each in everyone),
             "bucket_bytes": bucket_bytes(one.module) if one.group is not None else [],
             "waited_s": stats.total_exposed_wait_s / max(1, stats.steps) if stats is not None else None,
         }
