@@ -5,9 +5,9 @@
     python benchmarks/memory_soak.py --minutes 60 --json out.json
 
 Each step has another number of rows, and its backward keeps some of what it allocates for some steps. Every fiftieth
-step the wrapper is made anew. `resident` and `pool` (what the pool for gradients holds) are medians, the others the most,
-of the second and of the last fifth of the time. More than `--slack` MiB between them, or one descriptor or thread more,
-is a failure.
+step the wrapper is made anew. `resident` and `pool` (what the pool for gradients holds) are medians, the others the
+most, of the second and of the last fifth of the time. More than `--slack` MiB between them, or one descriptor or thread
+more, is a failure.
 """
 
 from __future__ import annotations

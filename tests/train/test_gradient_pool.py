@@ -1,4 +1,4 @@
-# mypy: disable-error-code="attr-defined, operator, call-overload, arg-type"
+# mypy: disable-error-code="attr-defined, operator, call-overload, arg-type, union-attr"
 """The memory RingDP keeps for gradients on the CPU: whose tensors lie in it, and that they are tensors as any other.
 
 In one process, with a group of two of which nobody plays the second; what needs a process of its own runs in one.
