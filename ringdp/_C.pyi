@@ -103,6 +103,7 @@ class Reducer:
         graph_shows_unused: bool,
         reduce_dtype: torch.dtype | None = None,
         host_control: bool = False,
+        gradient_pool: bool = False,
         weighted: bool = False,
     ) -> None: ...
     def _autograd_hook(self, index: int) -> None: ...
@@ -340,6 +341,9 @@ def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> 
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
 
+def gradient_memory() -> tuple[bool, int, int]:
+    """Whether the pool for gradients is installed, its bytes in use, and its idle bytes."""
+
 def group_transports(process_group: ProcessGroup) -> dict[int, str]:
     """The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's."""
 
@@ -348,6 +352,9 @@ def has_device_codec(device_type: str) -> bool:
 
 def hold_staged_copies(still: bool) -> None:
     """For tests: while true, no copy of stage_cpu_tensors gets done."""
+
+def in_gradient_pool(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory comes from the pool for gradients."""
 
 def load_codec(path: str) -> CodecLibrary:
     """The codec of the shared library at `path`; every call of this module knows its name from now on.

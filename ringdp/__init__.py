@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ringdp import amp, checkpoint, compression, hooks, metrics, testing
+    from ringdp.ddp.gradient_memory import gradient_memory
     from ringdp.ddp.wrapper import RingDP
     from ringdp.errors import (
         DamagedDataError,
@@ -54,6 +55,7 @@ __all__ = [
     "checkpoint",
     "compression",
     "device",
+    "gradient_memory",
     "hooks",
     "init",
     "is_initialized",
@@ -72,7 +74,12 @@ __all__ = [
 
 _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "job.process_group") | dict.fromkeys(_ERRORS, "errors")
-_HOME |= {"RingDP": "ddp.wrapper", "monitored_barrier": "job.barrier", "launch": "job.local_ranks"}
+_HOME |= {
+    "RingDP": "ddp.wrapper",
+    "gradient_memory": "ddp.gradient_memory",
+    "monitored_barrier": "job.barrier",
+    "launch": "job.local_ranks",
+}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "hooks", "metrics", "testing"})
 

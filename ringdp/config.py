@@ -40,6 +40,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
     "RINGDP_STALL_NOTICE": "seconds between two log lines about an operation that does not move; 0 for none",
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
+    "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
@@ -213,6 +214,18 @@ def cuda_choice(environ: Mapping[str, str] | None = None) -> str:
     if choice and choice not in _CUDA_CHOICES:
         raise InvalidArgumentError(f"RINGDP_CUDA={choice} is not one of {', '.join(_CUDA_CHOICES)}")
     return choice
+
+
+def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:
+    """RINGDP_GRADIENT_POOL: whether RingDP may keep memory for gradients; True where it is not set.
+
+    Raises:
+        InvalidArgumentError: it is neither 0 nor 1.
+    """
+    choice = (os.environ if environ is None else environ).get("RINGDP_GRADIENT_POOL", "").strip()
+    if choice not in ("", "0", "1"):
+        raise InvalidArgumentError(f"RINGDP_GRADIENT_POOL={choice} is neither 0 nor 1")
+    return choice != "0"
 
 
 def host_identity(host_id: str = "") -> str:

@@ -248,7 +248,17 @@ TABLE: Mapping[str, Argument] = {
 }
 
 
-OWN_ARGUMENTS = ("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype", "weight")
+OWN_ARGUMENTS = (
+    "compression",
+    "rules",
+    "warmup_steps",
+    "allow",
+    "unmatched_rules",
+    "scaler",
+    "reduce_dtype",
+    "weight",
+    "gradient_pool",
+)
 """Those that DDP does not have."""
 
 

@@ -22,6 +22,7 @@ from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dty
 from ringdp.ddp.batch_weight import BatchWeight, weight_mode
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.finalization import AutomaticFinalization
+from ringdp.ddp.gradient_memory import allowed_pool, on_cpu
 from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
 from ringdp.ddp.mixed_precision import compute_in_low_precision, in_backward, no_compression_beside, reduction_hook
@@ -35,7 +36,7 @@ from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
-from ringdp.job.backend import backend_of, has_average, named
+from ringdp.job.backend import backend_of, has_average, hear_extension, named
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             "samples": as many times as the first dimension of the first tensor that its forward gets; "call": as
             `set_weight` says before each forward. Then the gradient is the one of the mean loss over the samples of
             all ranks, and of all micro-batches under `no_sync` (do not divide their losses by how many they are).
+        gradient_pool: keep the memory of gradients on the CPU between steps, in huge pages, instead of getting it from
+            the kernel anew in every backward; see `gradient_memory`. False leaves torch's CPU allocator as it is, and
+            so does RINGDP_GRADIENT_POOL=0.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -126,6 +130,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
         weight: str | None = None,
+        gradient_pool: bool = True,
         **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -160,6 +165,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
                 "weight and delay_all_reduce_named_params do not go together: in the delayed all-reduce all ranks count"
                 " the same"
             )
+        self._gradient_pool = allowed_pool(gradient_pool)
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -218,6 +224,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         names = [one.name for one in watched]
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
+        hear_extension()
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
         self.reducer = _C.Reducer(
@@ -236,6 +243,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             reduce_dtype=self._reduce_dtype,
             host_control=self._devices.host_control,
             weighted=self._weight is not None,
+            gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
         )
         self._watched = watched
         self._reduced = ReducedGradients(self)

@@ -22,6 +22,7 @@ constexpr const char* kHookAndCompression =
 GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                ReducerOptions given, GradientListener& listener)
     : options(std::move(given)),
+      pool(options.gradient_pool),
       parameters(std::move(all)),
       group(std::move(process_group), options.average, options.names_compared, options.host_control),
       plan(options.caps_bytes),
@@ -105,6 +106,7 @@ c10::ScalarType GradientLayout::bucket_dtype(std::size_t parameter) const {
 
 void GradientLayout::allocate() {
   if (!store.empty() || local()) return;
+  const GradientPool::Scope scope = pool.scope();
   store.allocate(/*marks=*/options.unused != UnusedParameters::kForbidden && !buckets.has_hook() &&
                  !group.host_control());
   assign_reductions();

@@ -16,6 +16,7 @@
 #include "torch/reducer/bucket_store.h"
 #include "torch/reducer/gradient_compression.h"
 #include "torch/reducer/gradient_hooks.h"
+#include "torch/reducer/gradient_pool.h"
 #include "torch/reducer/gradient_weights.h"
 #include "torch/reducer/left_over_gradients.h"
 #include "torch/reducer/overflow_report.h"
@@ -33,6 +34,7 @@ struct ReducerOptions {
   bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
   bool skip_unused = false;        // buckets for which no rank has gradients are not sent
   bool host_control = false;       // see ReducerGroup
+  bool gradient_pool = false;      // see GradientPool
   bool names_compared = false;     // see ReducerGroup
   bool weighted = false;           // see GradientWeights
   std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
@@ -45,6 +47,7 @@ class GradientLayout {
                  ReducerOptions options, GradientListener& listener);
 
   const ReducerOptions options;
+  const GradientPool pool;
   TrainableParameters parameters;
   ReducerGroup group;
   BucketPlan plan;

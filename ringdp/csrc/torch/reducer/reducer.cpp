@@ -85,9 +85,10 @@ void Reducer::begin(double weight) {
   failure_.keeping_in(-1, "weights",
                       [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
-  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
-    if (auto reducer = self.lock()) reducer->end_backward();
-  });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = weak_from_this(), pool = layout_.pool.during_backward()] {
+        if (auto reducer = self.lock()) reducer->end_backward();
+      });
   filler_.begin();
 }
 
