@@ -25,6 +25,7 @@ from typing import Any
 
 from ringdp.launcher import processes, tether
 from ringdp.launcher.arguments import Placement
+from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
 from ringdp.launcher.failure import Blame
 from ringdp.launcher.filters import Splitter
@@ -104,6 +105,7 @@ class ManyHosts:
         self._stop_signal: int | None = None
         self._signals = 0
         self._wake_read, self._wake_write = os.pipe()
+        self._connection = Connection.of_this_process()
 
     def run(self) -> int:
         """Start the launchers and stay until all have ended; returns the exit code."""
@@ -220,6 +222,8 @@ class ManyHosts:
 
     def _pump(self, wait_s: float) -> None:
         """Take what has come from the hosts."""
+        if self._connection is not None and self._stop_signal is None and self._connection.lost:
+            self._on_stop(signal.SIGHUP, None)
         poll = select.poll()
         owners = {descriptor: node for node in self._nodes for descriptor in node.streams}
         for descriptor in (self._wake_read, *owners):

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from ringdp.launcher import agent, failure, messages, processes, secret, summary, tether
 from ringdp.launcher.arguments import Arguments, Placement, parse
+from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
 from ringdp.launcher.display import Display
 from ringdp.launcher.logs import RunFolder, make_run_folder, remove_run_folder
@@ -88,6 +89,7 @@ class Supervisor:
         self, arguments: Arguments, folder: RunFolder, *, given_secret: str | None = None, tied: Tether | None = None
     ) -> None:
         self._given_secret, self._tether = given_secret, tied
+        self._connection = Connection.of_this_process() if tied is None else None
         self._arguments = arguments
         self._folder = folder
         self._console = Console()
@@ -202,6 +204,8 @@ class Supervisor:
                 pass
         if self._tether is not None and (number := self._tether.read()) is not None:
             self._on_stop(number, None)
+        if self._connection is not None and self._stop_signal is None and self._connection.lost:
+            self._on_stop(signal.SIGHUP, None)
 
     def _take(self, message: messages.Message) -> None:
         if isinstance(message, messages.Failed):
@@ -316,6 +320,8 @@ class Supervisor:
             logs = f"; logs in {folder}" if folder else ""
             after = summary.duration(seconds)
             self._last_words([f"ringrun: stopped by {name} after {after}{logs}"])
+            if self._connection is not None and self._connection.lost and self._folder.kept:
+                self._leave_word(f"ringrun: the ssh connection was lost after {after}, so everything was ended\n")
             if self._stop_signal == signal.SIGINT:
                 self.remove_files()
             return processes.die_of(self._stop_signal)
@@ -357,6 +363,11 @@ class Supervisor:
             when_s=0.0 if first is None else first.when_s,
         )
         self._console.lines("stderr", [MARK + tether.line(end).decode().rstrip("\n")])
+
+    def _leave_word(self, text: str) -> None:
+        """For a user whom the console no longer reaches."""
+        with contextlib.suppress(OSError), open(self._folder.path / "launcher.log", "a") as file:
+            file.write(text)
 
     def _agent_end(self) -> str:
         code = os.waitstatus_to_exitcode(self._agent_status or 0)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,30 +152,8 @@ def test_ctrl_c_and_sigkill_end_all_hosts(tmp_path: Path, jobs: list[Job]) -> No
     assert_gone(job)
 
 
-@pytest.fixture
-def sshd(tmp_path: Path) -> Iterator[str]:
-    """The ssh command that reaches an sshd on loopback."""
-    binary = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
-    if binary is None or os.geteuid() != 0:
-        pytest.skip("needs openssh-server, and root to run it")
-    folder = tmp_path / "sshd"
-    folder.mkdir(mode=0o700)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    port = 20000 + os.getpid() % 20000
-    (folder / "config").write_text(
-        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nUsePAM no\n"
-        f"StrictModes no\nPidFile none\nAcceptEnv LAUNCH_TEST_MARK\n"
-    )
-    server = subprocess.Popen([binary, "-D", "-e", "-f", folder / "config"], stderr=subprocess.DEVNULL)
-    options = f"-p {port} -i {folder}/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
-    yield f"ssh -T -o LogLevel=ERROR -o BatchMode=yes -o SendEnv=LAUNCH_TEST_MARK {options}"
-    server.kill()
-    server.wait()
-
-
-def test_over_ssh(tmp_path: Path, jobs: list[Job], sshd: str) -> None:
+def test_over_ssh(tmp_path: Path, jobs: list[Job], ssh: str) -> None:
+    sshd = f"{ssh} -T"
     path = script(tmp_path, TRAIN)
     job = start(jobs, tmp_path, "-H", "localhost:1,127.0.0.1:1", path, ssh=sshd)
     assert job.wait() == 0, job.err
@@ -186,19 +162,9 @@ def test_over_ssh(tmp_path: Path, jobs: list[Job], sshd: str) -> None:
         ready.unlink()
     job = start(jobs, tmp_path, "-H", "localhost:1,127.0.0.1:1", path, "stay", ssh=sshd)
     wait_until_ready(tmp_path, 2)
-    connection = next(
-        int(pid)
-        for pid in os.listdir("/proc")
-        if pid.isdigit() and (words := _words(pid)) and words[0] == "ssh" and "127.0.0.1" in words
-    )
+    clients = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in job.processes()}
+    (connection,) = [pid for pid, words in clients.items() if words[0] == "ssh" and "127.0.0.1" in words]
     os.kill(connection, signal.SIGKILL)
     assert job.wait() == 1
     assert "the connection to 127.0.0.1 was lost" in job.err
     assert_gone(job)
-
-
-def _words(pid: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
