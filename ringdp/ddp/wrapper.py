@@ -20,6 +20,7 @@ from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
 from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
 from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.ddp.exit_report import report_at_exit
 from ringdp.ddp.finalization import AutomaticFinalization
 from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
@@ -222,6 +223,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             reduce_dtype=self._reduce_dtype,
             host_control=self._devices.host_control,
         )
+        report_at_exit()
         self._watched = watched
         self._reduced = ReducedGradients(self)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph

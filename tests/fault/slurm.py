@@ -86,9 +86,10 @@ class Cluster:
 
     def run(self, *words: str | Path, limit_s: float = 60) -> subprocess.CompletedProcess[str]:
         """A command on the first host, with its output."""
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RINGDP_", "MASTER_", "OMP_", "MKL_"))}
+        foreign = ("SLURM_", "RINGDP_", "MASTER_", "OMP_", "MKL_")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return subprocess.run(
-            [*self._on(0), *map(str, words)],
+            [*self._lab.on(0), *map(str, words)],
             cwd=self.folder,
             env=clean | {"SLURM_CONF": str(self.folder / "slurm.conf")},
             capture_output=True,
@@ -110,18 +111,10 @@ class Cluster:
         """What the daemons said last."""
         return "\n".join(f"{it.name}: {it.read_text()[-1500:]}" for it in sorted(self.folder.glob("*.log")))
 
-    def _on(self, host: int) -> list[str]:
-        """Starts a command on a host, with its name, its /etc/hosts, and no name server."""
-        binds = "; ".join(f"mount --bind {self.folder}/{name} /etc/{name}" for name in ("hosts", "resolv.conf"))
-        setup = f'hostname n{host + 1}; {binds}; exec "$@"'
-        words = ["nsenter", f"--net=/run/netns/{self._lab.spaces[host]}", "unshare", "--uts", "--mount"]
-        return [*words, "sh", "-c", setup, "sh"]
-
     def _start(self) -> None:
         first, second = "10.87.0.1", "10.87.0.2"
         self._lab.link("eth0", ["10.87.0.{}/24"])
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{first} n1\n{second} n2\n")
-        (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once
+        self._lab.named(self.folder, {"n1": first, "n2": second})
         (self.folder / "state").mkdir()
         conf = self.folder / "slurm.conf"
         conf.write_text(_CONF.format(folder=self.folder, first=first, second=second, cpus=os.cpu_count()))
@@ -140,7 +133,7 @@ class Cluster:
     def _daemon(self, host: int, program: str, *words: str) -> None:
         path = _which(program)
         assert path is not None
-        command = [*self._on(host), path, *words]
+        command = [*self._lab.on(host), path, *words]
         self._daemons.append(
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         )

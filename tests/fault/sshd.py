@@ -8,20 +8,22 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 
 @contextlib.contextmanager
-def sshd(folder: Path, *, address: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> Iterator[str]:
+def sshd(
+    folder: Path, *, address: str = "127.0.0.1", port: int | None = None, prefix: Sequence[str] = ()
+) -> Iterator[str]:
     """The ssh command that reaches it; it stays out of the way of the user's own keys and settings.
 
     Args:
         folder: where its keys are made.
-        address: where it listens.
-        prefix: what starts it somewhere else, as `ip netns exec NAME`.
+        address, port: where it listens; without a port, a free one.
+        prefix: what starts it somewhere else, another host.
     """
     binary = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
     if binary is None or os.geteuid() != 0:
@@ -31,14 +33,16 @@ def sshd(folder: Path, *, address: str = "127.0.0.1", prefix: tuple[str, ...] = 
     for name in ("host", "user"):
         if not (folder / name).exists():
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (folder / f"config-{port}").write_text(
-        f"ListenAddress {address}\nPort {port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nUsePAM no\n"
-        f"StrictModes no\nPidFile none\nAcceptEnv LAUNCH_TEST_MARK\n"
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    config = folder / f"config-{address}-{port}"
+    config.write_text(
+        f"ListenAddress {address}\nPort {port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\n"
+        f"UsePAM no\nStrictModes no\nPidFile none\nAcceptEnv LAUNCH_TEST_MARK\n"
     )
-    words = [*prefix, binary, "-D", "-e", "-f", str(folder / f"config-{port}")]
+    words = [*prefix, binary, "-D", "-e", "-f", str(config)]
     server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     end = time.monotonic() + 10

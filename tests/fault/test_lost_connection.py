@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,11 +26,11 @@ def jobs() -> Iterator[list[Job]]:
         job.kill()
 
 
-def start(jobs: list[Job], folder: Path, ssh: str, command: str, **options: int) -> Job:
+def start(jobs: list[Job], folder: Path, ssh: str, command: str, stdio: int | None = None) -> Job:
     """The client of a connection that runs a command in `folder`."""
     folder.mkdir()
     there = f"cd {folder}; {command}"
-    jobs.append(Job(folder, "127.0.0.1", there, command=shlex.split(ssh), **options))
+    jobs.append(Job(folder, "127.0.0.1", there, command=shlex.split(ssh), stdio=stdio))
     return jobs[-1]
 
 
@@ -125,5 +124,3 @@ def test_a_launcher_under_a_terminal_or_a_batch_system_belongs_to_none() -> None
     code = "from ringdp.launcher.connection import Connection; print(Connection.of_this_process())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "None\n"
-
-

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,7 @@ def test_one_verdict_for_the_job(tmp_path: Path, jobs: list[Job]) -> None:
     lines = job.err.splitlines()
     (begin,) = [number for number, line in enumerate(lines) if "FAILED" in line]
     assert re.match(r"ringrun: FAILED after [\d.]+ s: rank 2 on host \S+ raised ValueError: no labels", lines[begin])
+    assert any(re.fullmatch(rf"  full log: \S+ on {socket.gethostname()}", line) for line in lines[begin:])
     assert any("also: host n1: " in line for line in lines[begin:])
     assert len(lines) - begin <= 15
     assert "[rank 2] ValueError: no labels" in lines
@@ -133,6 +135,39 @@ def test_nothing_starts_unless_all_can(tmp_path: Path, jobs: list[Job]) -> None:
     job = start(jobs, tmp_path, "-H", "n1:1", "-x", "MISSING", path)
     assert job.wait() == 2
     assert "-x MISSING: there is no such variable here" in job.err
+
+
+@pytest.mark.ci
+def test_a_host_that_hangs_at_login(tmp_path: Path, jobs: list[Job]) -> None:
+    hangs = shlex.quote('if [ {host} = n2 ]; then exec sleep 600; fi; eval "$0"')
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", script(tmp_path, TRAIN), ssh=f"sh -c {hangs}")
+    said = r"ringrun: waiting for an answer of n2, since \d+ s of at most 60 s"
+    wait_until(lambda: re.search(said, job.err) is not None, "a word", 60)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == -signal.SIGINT
+    assert_gone(job, 3.0)
+
+
+@pytest.mark.ci
+def test_a_signal_sent_twice_at_once_is_one(tmp_path: Path, jobs: list[Job]) -> None:
+    """timeout(1) sends it to the process and to its group: the ranks still have their time."""
+    text = """
+        import pathlib, signal, sys, time
+        def leave(number, frame):
+            time.sleep(1.0)
+            pathlib.Path("saved").touch()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        pathlib.Path("ready-0").touch()
+        time.sleep(600)
+    """
+    job = start(jobs, tmp_path, "-H", "n1:1", script(tmp_path, text))
+    wait_until_ready(tmp_path, 1)
+    for _ in range(2):
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert job.wait() == 128 + signal.SIGTERM
+    assert (tmp_path / "saved").exists()
 
 
 def test_ctrl_c_and_sigkill_end_all_hosts(tmp_path: Path, jobs: list[Job]) -> None:

@@ -26,8 +26,9 @@ TRAIN = f"""
         os.kill(os.getpid(), signal.SIGKILL)
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
-    sys.stdout.write(f"rank {{ringdp.rank()}} of {{int(total)}} on {{socket.gethostname()}}, local {{ringdp.local_rank()}},"
-          f" {{torch.get_num_threads()}} threads, gradient {{model.module.weight.grad.sum().item()}}\\n")
+    place = f"rank {{ringdp.rank()}} of {{int(total)}} on {{socket.gethostname()}}, local {{ringdp.local_rank()}}"
+    gradient = model.module.weight.grad.sum().item()
+    sys.stdout.write(f"{{place}}, {{torch.get_num_threads()}} threads, gradient {{gradient}}\\n")
     ringdp.shutdown()
 """
 
@@ -56,7 +57,8 @@ def test_srun_on_two_hosts(cluster: Cluster, train: Path) -> None:
         share = threads.threads_per_rank(CORES, 1) if given else 1  # Slurm gives a task one core unless -c says more
         mean = 2 * 4 * sum(range(1, ranks + 1)) / ranks
         assert sorted(done.stdout.splitlines()) == [
-            f"rank {rank} of {ranks} on n{1 + rank // per_host}, local {rank % per_host}, {share} threads, gradient {mean}"
+            f"rank {rank} of {ranks} on n{1 + rank // per_host}, local {rank % per_host}, {share} threads,"
+            f" gradient {mean}"
             for rank in range(ranks)
         ]
 

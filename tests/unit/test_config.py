@@ -102,7 +102,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "table": {"one_host.fold_sent_bytes": 1},
         "table_source": f"RINGDP_TUNING={table}",
     }
-    assert set(config._READERS) | {"RINGDP_CUDA", "RINGDP_LOG_LEVEL"} == set(config.VARIABLES), (
+    assert set(config._READERS) | {"RINGDP_CUDA", "RINGDP_LOG_LEVEL", "RINGDP_REPORT_FILE"} == set(config.VARIABLES), (
         "a variable without a reader"
     )
 
