@@ -393,6 +393,9 @@ def low_rank_project_back(
 ) -> None:
     """right = left v of each."""
 
+def most_steps() -> int:
+    """Backwards that averaged gradients, of the wrapper of this process that had most."""
+
 def note_loss_scale(scale: float) -> None:
     """Inside a backward: its loss was multiplied by `scale`."""
 

@@ -42,6 +42,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
+    "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -197,6 +198,11 @@ def _transport_names() -> list[str]:
     from ringdp import _C
 
     return [transport["name"] for transport in _C.registered_transports()]
+
+
+def report_file(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where the launcher wants to read what a rank has done; None without one that asks."""
+    return (os.environ if environ is None else environ).get("RINGDP_REPORT_FILE") or None
 
 
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:

@@ -21,6 +21,7 @@ from ringdp.compression.parameters import model_parameters
 from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
 from ringdp.ddp.batch_weight import BatchWeight, weight_mode
 from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.ddp.exit_report import report_at_exit
 from ringdp.ddp.finalization import AutomaticFinalization
 from ringdp.ddp.gradient_memory import allowed_pool, on_cpu
 from ringdp.ddp.logging_data import ReducerLog
@@ -245,6 +246,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             weighted=self._weight is not None,
             gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
         )
+        report_at_exit()
         self._watched = watched
         self._reduced = ReducedGradients(self)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph

@@ -307,6 +307,8 @@ void shadow_used_map(Reducer& reducer) { reducer.join()->shadow_used_map(); }
 }  // namespace
 
 void bind_reducer(py::module_& module) {
+  module.def("most_steps", &most_steps,
+             "Backwards that averaged gradients, of the wrapper of this process that had most.");
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),

@@ -1,10 +1,14 @@
 #include "torch/reducer/reducer_stats.h"
 
+#include <atomic>
+
 #include "codec/codec.h"
 #include "torch/reducer/messages.h"
 
 namespace ringdp {
 namespace {
+
+std::atomic<int64_t> most = 0;
 
 int64_t nanoseconds(StepTimes::Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
@@ -23,6 +27,7 @@ void StepTimes::note_first_launch() { stats_.launched_ns = nanoseconds(Clock::no
 void StepTimes::end(Clock::time_point gradients_done, int64_t unused_bytes, bool local) {
   const auto now = Clock::now();
   ++stats_.steps;
+  if (stats_.steps > most.load(std::memory_order_relaxed)) most.store(stats_.steps, std::memory_order_relaxed);
   stats_.computed_ns = nanoseconds(gradients_done);
   stats_.finished_ns = nanoseconds(now);
   stats_.unused_bytes = unused_bytes;
@@ -31,6 +36,8 @@ void StepTimes::end(Clock::time_point gradients_done, int64_t unused_bytes, bool
   stats_.total_backward_s += stats_.backward_s;
   stats_.total_exposed_wait_s += stats_.exposed_wait_s;
 }
+
+int64_t most_steps() { return most.load(std::memory_order_relaxed); }
 
 void StepTimes::count_kept(const BucketPlan& plan) {
   stats_.buckets = stats_.bytes = 0;
