@@ -11,7 +11,7 @@ from ringdp import _moved
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import amp, checkpoint, compression, hooks, metrics, testing
+    from ringdp import amp, checkpoint, compression, data, hooks, metrics, testing
     from ringdp.ddp.wrapper import RingDP
     from ringdp.errors import (
         DamagedDataError,
@@ -53,6 +53,7 @@ __all__ = [
     "amp",
     "checkpoint",
     "compression",
+    "data",
     "device",
     "hooks",
     "init",
@@ -74,7 +75,7 @@ _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "job.process_group") | dict.fromkeys(_ERRORS, "errors")
 _HOME |= {"RingDP": "ddp.wrapper", "monitored_barrier": "job.barrier", "launch": "job.local_ranks"}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
-_MODULES = frozenset({"amp", "checkpoint", "compression", "hooks", "metrics", "testing"})
+_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "metrics", "testing"})
 
 
 def _load(name: str) -> Any:

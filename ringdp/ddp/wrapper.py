@@ -141,6 +141,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
                 " long as the gradients do",
                 stacklevel=4,
             )
+        self._before_forward: list[Callable[[], None]] = []
         self._sharded: ShardedParameters | None = None
         chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
         self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
@@ -253,7 +254,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
         none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot"))
-        state = super().__getstate__() | none | {"_watched": []}
+        state = super().__getstate__() | none | {"_watched": [], "_before_forward": []}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
 
@@ -274,7 +275,17 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             self._compression.before_forward(self.require_backward_grad_sync, joining=joining)
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
-        return super()._pre_forward(*inputs, **kwargs)
+        prepared = super()._pre_forward(*inputs, **kwargs)
+        if torch.is_grad_enabled() and not self._join_config.enable:
+            self._between_steps()
+        return prepared
+
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+    def _between_steps(self) -> None:
+        """What looks at every step, where all ranks have the same buffers, and before the module's own operations."""
+        if self._before_forward and torch._C._current_graph_task_id() == -1:  # else checkpointing repeats a forward
+            for listener in list(self._before_forward):
+                listener()
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
