@@ -43,6 +43,7 @@ def check_same_model(
     ignored: Container[str] = (),
     compression: str | None = None,
     kind: str = "",
+    guard: str = "",
 ) -> tuple[str, ...]:
     """Compare names, shapes, strides, dtypes and requires_grad of parameters and buffers across the group.
 
@@ -56,6 +57,7 @@ def check_same_model(
         ignored: names of parameters and buffers that are left out.
         compression: what gradients are compressed by, in one line; None: they are exact.
         kind: of this rank's device, in one line; it may differ.
+        guard: how replicas are compared, in one line.
 
     Raises:
         MismatchError: on every rank, naming the first parameter that differs and what both ranks have; or what both
@@ -63,13 +65,13 @@ def check_same_model(
     """
     if group.size() == 1:
         return (kind,)
-    text = "\n".join([compression or "", kind, *(entry.line() for entry in _entries(module, ignored))]).encode()
+    text = "\n".join([compression or "", kind, guard, *(entry.line() for entry in _entries(module, ignored))]).encode()
     told = all_gather_where_different(text, group, what="model", device=device)
     if told is None:
         return (kind,) * group.size()
     me = group.rank()
     raise_refusal(told, me, "wrap its model")
-    choices, kinds = zip(*(text.decode().split("\n")[:2] for text in told), strict=True)
+    choices, kinds, guards = zip(*(text.decode().split("\n")[:3] for text in told), strict=True)
     models = [_parse(text) for text in told]
     other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
     if other is not None:
@@ -80,6 +82,15 @@ def check_same_model(
         raise MismatchError(
             f"the ranks chose different compression: {mine} on rank {me}, {theirs} on rank {other}."
             " Give RingDP the same arguments on all ranks.",
+            rank=me,
+            peer=other,
+            operation=COMPARING_MODELS,
+        )
+    other = next((rank for rank, guard in enumerate(guards) if guard != guards[me]), None)
+    if other is not None:
+        raise MismatchError(
+            f"the ranks compare their replicas otherwise: {guards[me]} on rank {me}, {guards[other]} on rank {other}."
+            " Give RingDP the same guard_every, on_divergence and guard_ignore on all ranks.",
             rank=me,
             peer=other,
             operation=COMPARING_MODELS,
@@ -106,7 +117,7 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
 
 
 def _parse(text: bytes) -> list[_Entry]:
-    _, _, *lines = text.decode().split("\n")
+    _, _, _, *lines = text.decode().split("\n")
     return [_Entry(*line.split("\t")) for line in lines]
 
 

@@ -19,6 +19,8 @@ from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
 from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
+from ringdp.ddp.divergence.guard import GuardOptions
+from ringdp.ddp.divergence.mixin import GuardedModule
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.finalization import AutomaticFinalization
 from ringdp.ddp.logging_data import ReducerLog
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ringdp.parallel")
 
 
-class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
+class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDataParallel):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
@@ -86,6 +88,11 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             when the scale changes. `ringdp.amp.GradScaler` need not be given.
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
             (torch.float32 for bfloat16 or float16 ones); None: in their own.
+        guard_every: steps within which a parameter, or a buffer that is not broadcast, is found that ranks do not have
+            alike to the bit; 0: nothing is compared. None: 100 on the CPU, 0 elsewhere.
+        on_divergence: what is done then: "raise", "warn" once for each tensor (the default), or "sync": copy it from
+            the majority of the ranks.
+        guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -120,6 +127,9 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         unmatched_rules: str = "error",
         scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
+        guard_every: int | None = None,
+        on_divergence: str = "warn",
+        guard_ignore: Iterable[str] = (),
         **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -148,6 +158,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
+        self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -186,6 +197,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
                     ignored=self.parameters_to_ignore,
                     compression=self._describe_choice,
                     kind=kind_of(self.device),
+                    guard=str(self._guard_options),
                 )
                 self._devices = Placement.of(kinds, self.process_group, self.device)
                 self._devices.tell(self.process_group.rank())
@@ -231,6 +243,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             self._sharded.watch(self.reducer, parameters)
             self._sharded.put_back()
         self._snapshot = _C.ModuleSnapshot(self.module)
+        self._guard = self._guard_options.guard(self)
         if self._precision is not None:
             hook = reduction_hook(self, self._precision)
             if hook is not None:
@@ -253,7 +266,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
-        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot"))
+        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard"))
         state = super().__getstate__() | none | {"_watched": [], "_before_forward": []}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
@@ -276,16 +289,19 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
         prepared = super()._pre_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and not self._join_config.enable:
+        if torch.is_grad_enabled() and not self._join_config.enable:  # which torch leaves set when a join is over
             self._between_steps()
         return prepared
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _between_steps(self) -> None:
         """What looks at every step, where all ranks have the same buffers, and before the module's own operations."""
-        if self._before_forward and torch._C._current_graph_task_id() == -1:  # else checkpointing repeats a forward
-            for listener in list(self._before_forward):
-                listener()
+        if torch._C._current_graph_task_id() != -1:
+            return  # checkpointing repeats a forward
+        if self._guard is not None:
+            self._guard.look()
+        for listener in list(self._before_forward):
+            listener()
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
@@ -407,6 +423,8 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
             self.process_group = new_process_group
+            if self._guard is not None:
+                self._guard.start_again()
             self.reducer._update_process_group(
                 new_process_group,
                 average=has_average(new_process_group, self.device_type),
