@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from math import fsum
 from typing import Any
@@ -183,8 +184,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         Raises:
             InvalidArgumentError: not a RingDP, or one on other ranks.
         """
-        listeners = getattr(model, "_before_forward", None)
-        if listeners is None:
+        if not hasattr(model, "_before_forward"):
             raise InvalidArgumentError(f"BalancedSampler.watch needs a ringdp.RingDP, not a {type(model).__name__}")
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
             raise InvalidArgumentError(f"forwards must be a number from 1 on, not {forwards!r}")
@@ -203,7 +203,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         with self._lock:
             if self._watched is not None:
                 self._watched.remove()
-            self._watched = _Watched(lambda: model.reducer.times(), listeners, self._before_forward, forwards)
+            self._watched = _Watched(model, self._before_forward, forwards)
             self._trained_is_known = True
 
     def commit(self, batches: int = 1) -> None:
@@ -302,21 +302,27 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
 class _Watched:
     """A RingDP whose steps are measured."""
 
-    def __init__(
-        self, times: Callable[[], Mapping[str, int]], listeners: list[Any], listener: Any, forwards: int
-    ) -> None:
-        self._times = times
-        self._listeners, self._listener = listeners, listener
+    def __init__(self, model: Any, listener: Callable[[], None], forwards: int) -> None:
+        # Weak: the model keeps the sampler. In a circle they would be freed at any time, also in a worker's process.
+        self._model: weakref.ref[Any] = weakref.ref(model)
+        self._listener = listener
         self._forwards = forwards
         self._forward = 0
         self._began_ns = 0
-        self._finished_ns = times()["finished_ns"]
+        self._finished_ns = self._times()["finished_ns"]
         self.steps = 0
         self.plan = 0
-        listeners.append(listener)
+        model._before_forward.append(listener)
+
+    def _times(self) -> Mapping[str, int]:
+        """Of the last backward that synchronised; of none where the model is gone."""
+        model = self._model()
+        return {"finished_ns": self._finished_ns, "computed_ns": 0} if model is None else model.reducer.times()
 
     def remove(self) -> None:
-        self._listeners.remove(self._listener)
+        model = self._model()
+        if model is not None:
+            model._before_forward.remove(self._listener)
 
     @property
     def begins_batch(self) -> bool:

@@ -89,8 +89,8 @@ class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDa
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
             (torch.float32 for bfloat16 or float16 ones); None: in their own.
         guard_every: steps within which a parameter, or a buffer that is not broadcast, is found that ranks do not have
-            alike to the bit; 0: nothing is compared. None: 100 on the CPU, 0 elsewhere.
-        on_divergence: what is done then: "raise", "warn" once for each tensor (the default), or "sync": copy it from
+            alike to the bit, such as 100; on the CPU. 0, the default: nothing is compared.
+        on_divergence: what is done then: "raise" (the default), "warn" once for each tensor, or "sync": copy it from
             the majority of the ranks.
         guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
         *positional: torch's other arguments in its order.
@@ -127,8 +127,8 @@ class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDa
         unmatched_rules: str = "error",
         scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
-        guard_every: int | None = None,
-        on_divergence: str = "warn",
+        guard_every: int = 0,
+        on_divergence: str = "raise",
         guard_ignore: Iterable[str] = (),
         **named: Unpack[DDPArguments],
     ) -> None:

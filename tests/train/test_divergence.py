@@ -400,7 +400,7 @@ def other_options() -> None:
 def test_ranks_with_other_guards_are_told() -> None:
     outcomes = run_outcomes(other_options, world_size=2, backend="ring")
     for outcome in outcomes:
-        assert "guard_every=3, on_divergence='warn', guard_ignore=[] on rank" in str(outcome.error)
+        assert "guard_every=3, on_divergence='raise', guard_ignore=[] on rank" in str(outcome.error)
         assert "guard_every=4" in str(outcome.error)
 
 
@@ -411,7 +411,8 @@ def refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"guard_every": -1}, "guard_every must be a number of steps from 0 on, or None, not -1"),
+        ({"guard_every": -1}, "guard_every must be a number of steps from 0 on, not -1"),
+        ({"guard_every": None}, "guard_every must be"),
         ({"guard_every": 1.5}, "guard_every must be"),
         ({"on_divergence": "stop"}, "on_divergence must be one of 'raise', 'warn', 'sync', not 'stop'"),
         ({"guard_ignore": "0.weight"}, "guard_ignore must be a list of names or patterns"),
@@ -425,8 +426,8 @@ def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], word
 
 
 def copied() -> bool:
-    model = wrapped(mlp())
-    assert model._guard is not None  # by default
+    assert wrapped(mlp())._guard is None  # by default
+    model = wrapped(mlp(), guard_every=10)
     again = copy.deepcopy(model)
     optimizer = torch.optim.SGD(again.parameters(), 0.1)
     for number in range(25):

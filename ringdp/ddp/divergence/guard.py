@@ -26,7 +26,6 @@ from ringdp.job.backend import named
 
 _log = logging.getLogger("ringdp.divergence")
 ACTIONS = ("raise", "warn", "sync")
-_DEFAULT_EVERY = 100
 _SHARE_OF_WINDOW = 10  # of guard_every
 _ADVICE = (
     "Find what only some ranks do to it, and start from a checkpoint; or let RingDP copy from the majority"
@@ -39,20 +38,20 @@ class GuardOptions:
     """RingDP's arguments of the guard.
 
     Attributes:
-        every: steps within which a difference is found; 0: there is no guard. None: 100 on the CPU, else 0.
+        every: steps within which a difference is found; 0: there is no guard.
         action: what happens then.
         ignore: patterns of names to leave out.
     """
 
-    every: int | None = None
-    action: str = "warn"
+    every: int = 0
+    action: str = "raise"
     ignore: tuple[str, ...] = ()
 
     @classmethod
     def checked(cls, every: Any, action: Any, ignore: Any, module: torch.nn.Module) -> GuardOptions:
         """Raises InvalidArgumentError."""
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
-            raise InvalidArgumentError(f"RingDP's guard_every must be a number of steps from 0 on, or None, not {every!r}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise InvalidArgumentError(f"RingDP's guard_every must be a number of steps from 0 on, not {every!r}")
         if action not in ACTIONS:
             raise InvalidArgumentError(
                 f"RingDP's on_divergence must be one of {', '.join(map(repr, ACTIONS))}, not {action!r}"
@@ -65,17 +64,14 @@ class GuardOptions:
         Raises:
             InvalidArgumentError: it was asked for, and the module is on a device.
         """
-        on_cpu = wrapper.device_type == "cpu"
-        if self.every and not on_cpu:
+        if self.every == 0:
+            return None
+        if wrapper.device_type != "cpu":
             raise InvalidArgumentError(
                 f"guard_every={self.every}: the guard hashes tensors on the CPU, and this module is on"
-                f" {wrapper.device_type}; call check_replicas() now and then, or compare checkpoints"
+                f" {wrapper.device_type}: leave guard_every out, and compare checkpoints"
             )
-        by_default = _DEFAULT_EVERY if on_cpu and has_fixed_members(wrapper.process_group) else 0
-        every = by_default if self.every is None else self.every
-        if every == 0 or wrapper.process_group.size() == 1:
-            return None
-        return DivergenceGuard(wrapper, every, self.action, self.ignore)
+        return DivergenceGuard(wrapper, self.every, self.action, self.ignore)
 
     def __str__(self) -> str:
         return f"guard_every={self.every}, on_divergence={self.action!r}, guard_ignore={list(self.ignore)}"
@@ -95,6 +91,7 @@ class DivergenceGuard:
         self._window = max(1, every // _SHARE_OF_WINDOW)
         # A byte is hashed within `parts` steps, its hash leaves within a window, and is compared a window later.
         self._parts = max(1, every - 2 * self._window + 2)
+        self._ranks = wrapper.process_group.size()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known_different: set[str] = set()
         self._group: dist.ProcessGroup | None = None
@@ -106,6 +103,7 @@ class DivergenceGuard:
         self._told_left_out = False
         self._snapshot: Any = None
         self._replica: Replica | None = None
+        self._parameters_alone = False
         self._hash: Any = None
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -120,7 +118,11 @@ class DivergenceGuard:
         """
         wrapper = self._wrapper()
         assert wrapper is not None
-        if wrapper.process_group.size() == 1:
+        size = wrapper.process_group.size()
+        if size != self._ranks:  # torch's reconfigure: new ranks have run other steps
+            self._ranks = size
+            self.start_again()
+        if size == 1:
             return
         done = wrapper.reducer.stats()["steps"]
         if self._first is None:
@@ -143,14 +145,15 @@ class DivergenceGuard:
 
     def _follow(self, wrapper: Any, steps: int) -> None:
         """The tensors that are there now. Buffers and optimizer state may be others than they were: once a round."""
-        changed = self._snapshot is not wrapper._snapshot
-        if self._replica is not None and not changed and steps % self._parts:
+        changed = self._replica is None or self._snapshot is not wrapper._snapshot
+        if not changed and (self._parameters_alone or steps % self._parts):
             return
         from ringdp import _C
 
         self._snapshot = wrapper._snapshot
         self._replica = self.replica_of(wrapper)
         self._hash = _C.ReplicaHash(list(self._replica.tensors))
+        self._parameters_alone = all(isinstance(one, torch.nn.Parameter) for one in self._replica.tensors)
         if self._replica.left_out and not self._told_left_out:
             self._told_left_out = True
             _log.info("replicas are compared without %s", ", ".join(self._replica.left_out))
@@ -254,13 +257,6 @@ def _uneven(told: Sequence[tuple[int, ...]]) -> str:
         f"rank {other} has run {told[other][0]} backwards in {told[other][1]} steps that began with a forward, and"
         f" {ranks_in_words(most)} {usual[0]} in {usual[1]}"
     )
-
-
-def has_fixed_members(group: dist.ProcessGroup) -> bool:
-    """Whether the group's ranks stay the same: a new rank has not run the others' steps."""
-    if type(group) is not dist.ProcessGroup:  # torchft's
-        return False
-    return not getattr(group._get_backend(torch.device("cpu")), "supports_reconfigure", False)
 
 
 def check_now(wrapper: Any, guard: DivergenceGuard | None) -> None:

@@ -98,7 +98,7 @@ class _Found:
             self.left_out.append(name)
             return
         self.names.append(name)
-        self.tensors.append(tensor.detach())
+        self.tensors.append(tensor)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
