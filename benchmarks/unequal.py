@@ -77,7 +77,11 @@ def slow_down(share: float) -> Iterator[None]:
     group = root / f"ringdp-unequal-{os.getpid()}"
     quota = int(share * _PERIOD_US)
     try:
-        before = root / "cgroup.procs" if root == old else new / Path("/proc/self/cgroup").read_text().split("::/")[1].strip()
+        before = (
+            root / "cgroup.procs"
+            if root == old
+            else new / Path("/proc/self/cgroup").read_text().split("::/")[1].strip()
+        )
         group.mkdir()
         if root == old:
             (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))

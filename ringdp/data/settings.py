@@ -61,7 +61,9 @@ class Settings:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise _wrong("seed", seed, "a whole number")
         batches = GlobalBatches(length, size, seed, bool(shuffle), bool(drop_last))
-        limits = Limits(_of_each("least", least, ranks, 0), _of_each("most", size if most is None else most, ranks, 1), times)
+        limits = Limits(
+            _of_each("least", least, ranks, 0), _of_each("most", size if most is None else most, ranks, 1), times
+        )
         _check_batch(size, limits)
         if batches.count == 0:
             raise InvalidArgumentError(
@@ -105,7 +107,9 @@ class Settings:
                 raise
             raise InvalidArgumentError(f"this is not a BalancedSampler's state: {error!r}") from error
         if epoch < 0 or not 0 <= position <= self.batches.count:
-            raise InvalidArgumentError(f"this sampler's state is at batch {position} of epoch {epoch}: there is no such")
+            raise InvalidArgumentError(
+                f"this sampler's state is at batch {position} of epoch {epoch}: there is no such"
+            )
         return epoch * self.batches.count + position
 
 

@@ -39,7 +39,12 @@ class Sleeper(nn.Module):
 
 
 def train(
-    epochs: int, seconds: list[float], options: dict[str, Any], loading: dict[str, Any], state: Any = None, stop: int = -1
+    epochs: int,
+    seconds: list[float],
+    options: dict[str, Any],
+    loading: dict[str, Any],
+    state: Any = None,
+    stop: int = -1,
 ) -> dict[str, Any]:
     """Each step's samples of this rank and their loss, with the state at the end."""
     import ringdp

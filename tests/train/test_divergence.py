@@ -77,7 +77,13 @@ def found_after(every: int, guilty: int, when: int, name: str, bit: int) -> tupl
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize(
     ("every", "when", "name", "bit"),
-    [(1, 3, "0.weight", 0), (2, 7, "4.bias", 31), (5, 4, "2.weight", 12), (20, 6, "4.bias", 1), (40, 57, "0.weight", 3)],
+    [
+        (1, 3, "0.weight", 0),
+        (2, 7, "4.bias", 31),
+        (5, 4, "2.weight", 12),
+        (20, 6, "4.bias", 1),
+        (40, 57, "0.weight", 3),
+    ],
 )
 def test_a_flipped_bit_is_found_in_time_with_its_name_and_rank(
     backend: str, every: int, when: int, name: str, bit: int
@@ -469,6 +475,8 @@ def test_the_hash_of_parts_adds_up_over_any_cut() -> None:
         after = [one.part(part, parts) for part in range(parts)]
         flip(tensors[0])
         assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
-    assert one.each() == _C.ReplicaHash([tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]).each()
+    assert (
+        one.each() == _C.ReplicaHash([tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]).each()
+    )
     with pytest.raises(ValueError, match="tensor 0 is Sparse"):
         _C.ReplicaHash([torch.eye(3).to_sparse()])

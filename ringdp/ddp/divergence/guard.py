@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ringdp.ddp.divergence.replica import Replica, check_patterns
 from ringdp.ddp.divergence.report import Difference, compare, ranks_in_words, summary
 from ringdp.errors import InvalidArgumentError, MismatchError
-from ringdp.job.background_gather import BackgroundGather, group_for_background
 from ringdp.job.backend import named
+from ringdp.job.background_gather import BackgroundGather, group_for_background
 
 _log = logging.getLogger("ringdp.divergence")
 ACTIONS = ("raise", "warn", "sync")

@@ -30,7 +30,9 @@ class GuardedModule:
             InvalidArgumentError: not an optimizer.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InvalidArgumentError(f"guard_optimizer needs a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+            raise InvalidArgumentError(
+                f"guard_optimizer needs a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+            )
         if self._guard is not None:
             self._guard.add_optimizer(optimizer)
 
