@@ -4,8 +4,9 @@
     python benchmarks/guard.py                     2 ranks, guard_every 100 and 500, all models
     python benchmarks/guard.py --ranks 4 --every 100 --models mlp
 
-Models are those of step.py. `look` is the mean over the steps of the CPU time that the training thread spends in the guard, its
-exchanges among them; `share` is that of the median step. CPU time is little disturbed by other programs, the step's is.
+Models are those of step.py. `look` is the mean over the steps of the CPU time that the training thread spends in the
+guard, its exchanges among them; `share` is that of the median step. CPU time is little disturbed by other programs, the
+step's is.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run_rank(path: str) -> None:
     for name in given["models"]:
         for every in given["every"]:
             task = models.make(name, rank=joined.rank)
-            model: Any = ringdp.RingDP(task.module, process_group=group, guard_every=every)  # type: ignore[arg-type]
+            model: Any = ringdp.RingDP(task.module, process_group=group, guard_every=every)
             optimizer = torch.optim.SGD(model.parameters(), task.learning_rate)
             looks: list[float] = []
             steps: list[float] = []
@@ -87,7 +88,8 @@ def report(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     about = result["machine"]
-    head = f"{result['ranks']} ranks; {about['processor']}, {about['cores']} cores, torch {about['torch']}; load {result['load']:.1f}"
+    head = f"{result['ranks']} ranks; {about['processor']}, {about['cores']} cores, torch {about['torch']}"
+    head += f"; load {result['load']:.1f}"
     return f"{head}\n\n{table(['model', 'guard_every', 'step', 'look', 'share'], rows)}"
 
 

@@ -5,9 +5,9 @@
     python benchmarks/unequal.py --slow quota --ranks 2   rank 0 gets half a core by a cgroup's quota (needs root)
     python benchmarks/unequal.py --slow none              all are equal: what balancing costs then
 
-Each rank sleeps for each sample, in the forward, so that the machine's own speed matters little; with `quota` none
-sleeps, and a larger model computes. Both samplers train in one run, in alternating blocks, after warming up; a figure is
-the median over the blocks. The sum of the ranks' losses is divided by the global batch, so both train the same.
+Each rank sleeps for each sample, in the forward, so that the machine's own speed matters little; with `quota`
+none sleeps, and a larger model computes. Both samplers train in one run, in alternating blocks, after warming up; a
+figure is the median over the blocks. The sum of the ranks' losses is divided by the global batch, so both train alike.
     ideal     the ratio if every rank were busy all the time and nothing but its samples took time
 """
 
@@ -49,7 +49,7 @@ class Sleeping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.seconds:
             time.sleep(self.seconds * len(x))
-        return self.inner(x)  # type: ignore[no-any-return]
+        return self.inner(x)
 
 
 def build(name: str, *, large: bool) -> nn.Module:
@@ -111,7 +111,7 @@ class Trainee:
         self.batch = PER_RANK * group.size()
         self.inputs, self.targets = data(name, 64 * self.batch)
         self.model: Any = ringdp.RingDP(Sleeping(build(name, large=large), seconds), process_group=group)
-        self.sampler = ringdp.data.BalancedSampler(self.inputs, self.batch, balance=mode, group=group)  # type: ignore[arg-type]
+        self.sampler = ringdp.data.BalancedSampler(self.inputs, self.batch, balance=mode, group=group)
         self.sampler.watch(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
         self.batches = self._forever()

@@ -5,9 +5,9 @@
 
 A small network learns scikit-learn's digits. The last rank sleeps for each sample twice as long as the others, as a
 machine of half their speed would. BalancedSampler gives it fewer samples, from some step on; the samples of each step's
-global batch stay the same, and each rank's loss counts by its samples. The same network is trained in this process alone
-on the same batches, and the largest difference of any weight is printed; one above --tolerance makes the exit code 1.
-The divergence guard watches that all ranks have the same weights.
+global batch stay the same, and each rank's loss counts by its samples. The same network is trained in this process
+alone on the same batches, and the largest difference of any weight is printed; one above --tolerance makes the
+exit code 1. The divergence guard watches that all ranks have the same weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Machine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds * len(x))
-        return self.network(x)  # type: ignore[no-any-return]
+        return self.network(x)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
 """What the ranks of a BalancedSampler agree on: its arguments when it is made, and new splits while it is used.
 
-Every 20 steps a rank tells its pace, and the batch from which on it has drawn nothing yet; nobody waits for the answers. A
-new split counts from the first batch that no rank has drawn. A rank whose DataLoader comes to that batch before the
-answers have come waits for them there: they are on their way, since all ranks tell at the same step.
+Every 20 steps a rank tells its pace, and the first batch that it will not draw before it has the answers; training does
+not wait for them. A new split counts from the first batch that no rank has drawn. A rank whose DataLoader comes to that
+batch before the answers have come waits for them there: they are on their way, since all ranks tell at the same step.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class Agreement:
             if (other.step, other.committed) != (mine.step, mine.committed):
                 raise MismatchError(
                     f"rank {rank} has trained {other.committed} batches in {other.step} steps, and rank {self._rank}"
-                    f" {mine.committed} in {mine.step}: all ranks have to take every batch of their BalancedSampler, and"
-                    " to load the same state",
+                    f" {mine.committed} in {mine.step}: all ranks have to take every batch of their BalancedSampler,"
+                    " and to load the same state",
                     rank=self._rank,
                     peer=rank,
                     step=mine.step,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from math import fsum
+from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         global_batch: samples of a step, over all ranks.
         seed: of the order of the samples.
         shuffle: False: the dataset's own order in every epoch.
-        drop_last: leave out the samples that do not fill a global batch at the end of an epoch. Otherwise the last batch
-            is short; there `least` and `multiple` are kept as far as its samples allow.
+        drop_last: leave out the samples that do not fill a global batch at the end of an epoch. Otherwise the last
+            batch is short; there `least` and `multiple` are kept as far as its samples allow.
         balance: ``"speed"``: by measured times; ``"equal"``; or a number for each rank, which gets that share.
         least: samples that a rank gets at least, or a number for each rank. With 0 a rank may get an empty batch, which
             the DataLoader's ``collate_fn`` has to take.
@@ -190,8 +190,8 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             raise InvalidArgumentError(f"forwards must be a number from 1 on, not {forwards!r}")
         if self._settings.by_speed and model.device_type != "cpu":
             raise InvalidArgumentError(
-                f"the model is on {model.device_type}, and BalancedSampler measures steps by the host's clock, which does"
-                " not see when a device has done its work: give balance= a number for each rank"
+                f"the model is on {model.device_type}, and BalancedSampler measures steps by the host's clock, which"
+                " does not see when a device has done its work: give balance= a number for each rank"
             )
         group = model.process_group
         if (group.size(), group.rank()) != (self._settings.ranks, self._rank):
@@ -337,7 +337,7 @@ class _Watched:
     def forward_begins(self) -> None:
         self._forward += 1
         if self.begins_batch:
-            self._began_ns = time.monotonic_ns()
+            self._began_ns = monotonic_ns()
 
     def step_ended(self) -> bool:
         """Whether a backward has synchronised since the last call."""
@@ -361,8 +361,8 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         launch = config.LaunchEnvironment.read()
         if launch is not None and launch.world_size > 1:
             raise InvalidStateError(
-                f"BalancedSampler: this is rank {launch.rank} of {launch.world_size} and has not joined the others: call"
-                " ringdp.init() first"
+                f"BalancedSampler: this is rank {launch.rank} of {launch.world_size} and has not joined the others:"
+                " call ringdp.init() first"
             )
         return None
     from ringdp.job.byte_collectives import require_member

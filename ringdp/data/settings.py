@@ -73,8 +73,8 @@ class Settings:
         short = batches.last_size
         if short < sum(min(1, low) for low in limits.least):
             raise InvalidArgumentError(
-                f"BalancedSampler: the last batch of an epoch has {short} samples for {ranks} ranks: give drop_last=True,"
-                " another global_batch, or least=0 with a collate_fn that takes an empty batch"
+                f"BalancedSampler: the last batch of an epoch has {short} samples for {ranks} ranks: give"
+                " drop_last=True, another global_batch, or least=0 with a collate_fn that takes an empty batch"
             )
         return cls(batches, limits, _paces(balance, ranks), isinstance(balance, str) and balance == _BY_SPEED, has_cost)
 
@@ -120,7 +120,7 @@ def _length(dataset: Sized | int) -> int:
             " with __len__ and __getitem__, or split the stream in the dataset itself"
         )
     try:
-        length = dataset if isinstance(dataset, int) and not isinstance(dataset, bool) else len(dataset)  # type: ignore[arg-type]
+        length = dataset if isinstance(dataset, int) else len(dataset)
     except TypeError as error:
         raise _wrong("dataset", dataset, "a dataset with a length, or a length") from error
     return _number("dataset's length", length, 1)

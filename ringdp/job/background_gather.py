@@ -1,4 +1,4 @@
-"""An all-gather of a few bytes that nobody waits for at once: what ranks compare while they train."""
+"""An all-gather of a few bytes beside the training, by which ranks compare what they have."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class BackgroundGather:
 def group_for_background(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """Where such operations go beside those of `group`. All ranks call it.
 
-    ring compares the names of a group's operations, and says which rank did something else. On other backends a rank that
-    runs a backward more than the others would let theirs meet other operations; a group of their own keeps them apart.
+    ring compares the names of a group's operations, and says which rank did something else. On other backends a rank
+    that runs a backward more than the others would let theirs meet other operations; a group of their own keeps them
+    apart.
     """
     if backend_of(group, device_for(group).type) == BACKEND:
         return group

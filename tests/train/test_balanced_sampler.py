@@ -1,7 +1,8 @@
-"""BalancedSampler on real ranks with RingDP: agreement over ring and gloo, DataLoader workers, the loss of one process."""
+"""BalancedSampler with RingDP on ranks that are processes: agreement, DataLoader workers, the loss of one process."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from typing import Any
@@ -35,7 +36,7 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds * len(x))
-        return self.layers(x)  # type: ignore[no-any-return]
+        return self.layers(x)
 
 
 def train(
@@ -57,9 +58,10 @@ def train(
     if state is not None:
         sampler.load_state_dict(state["sampler"])
         model.load_state_dict(state["model"])
-    loader: Any = DataLoader(dataset, batch_sampler=sampler, **loading)  # type: ignore[arg-type]
+    loader: Any = DataLoader(dataset, batch_sampler=sampler, **loading)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    taken, losses = [], []
+    taken: list[list[int]] = []
+    losses: list[float] = []
     while sampler.epoch < epochs and len(taken) != stop:
         for indices, x, y in loader:
             total = BATCH  # what weight="samples" does: the sum over ranks, and not the mean of means
@@ -108,16 +110,22 @@ def alone(epochs: int) -> tuple[list[list[int]], list[float]]:
     return taken, losses
 
 
+def together_of(results: list[dict[str, Any]]) -> list[list[int]]:
+    """All ranks' samples of each step."""
+    return [list(itertools.chain(*parts)) for parts in zip(*(one["taken"] for one in results), strict=True)]
+
+
 @pytest.mark.parametrize("loading", LOADING, ids=["main", "workers"])
 @pytest.mark.parametrize("backend", backends())
 def test_losses_are_those_of_one_process_while_the_split_changes(backend: str, loading: dict[str, Any]) -> None:
     results = run_ranks(train, 2, [0.0004, 0.0001], {}, loading, world_size=2, backend=backend)
     taken, losses = alone(2)
-    assert [sum(parts, []) for parts in zip(*(one["taken"] for one in results), strict=True)] == taken
+    assert together_of(results) == taken
     together = [sum(parts) for parts in zip(*(one["losses"] for one in results), strict=True)]
     assert together == pytest.approx(losses, rel=1e-12)
     parts = {tuple(map(len, step)) for step in zip(*(one["taken"] for one in results), strict=True)}
-    assert (10, 10) in parts and len(parts) > 1
+    assert (10, 10) in parts
+    assert len(parts) > 1
     first, second = results[0]["counts"]
     assert first < second
 
@@ -126,8 +134,7 @@ def test_a_state_goes_on_at_another_number_of_ranks() -> None:
     before = run_ranks(train, 2, [0.0003, 0.0], {}, LOADING[1], None, 30, world_size=2, backend="ring")
     after = run_ranks(train, 2, [0.0, 0.0, 0.0], {}, LOADING[1], before[0]["state"], world_size=3, backend="ring")
     taken, losses = alone(2)
-    steps = [sum(p, []) for run in (before, after) for p in zip(*(one["taken"] for one in run), strict=True)]
-    assert steps == taken
+    assert together_of(before) + together_of(after) == taken
     together = [sum(p) for run in (before, after) for p in zip(*(one["losses"] for one in run), strict=True)]
     assert together == pytest.approx(losses, rel=1e-12)
 
@@ -182,7 +189,7 @@ def other_group() -> str:
 
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = ringdp.RingDP(Sleeper(0.0), process_group=groups[default_group().rank()])
-    with pytest.raises(ValueError, match="averages over 1 ranks.* splits batches over 2"):
+    with pytest.raises(ValueError, match=r"averages over 1 ranks.* splits batches over 2"):
         ringdp.data.BalancedSampler(SAMPLES, BATCH).watch(model)
     ringdp.data.BalancedSampler(SAMPLES, BATCH, group=groups[default_group().rank()]).watch(model)
     return "ok"

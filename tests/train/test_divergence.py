@@ -196,11 +196,12 @@ class WithBuffers(nn.Module):
         super().__init__()
         self.linear = nn.Linear(12, 6)
         self.norm = nn.BatchNorm1d(6)
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1 + default_group().rank()
-        return self.norm(self.linear(x))  # type: ignore[no-any-return]
+        self.calls.add_(1 + default_group().rank())
+        return self.norm(self.linear(x))
 
 
 def quiet(case: str) -> list[str]:
@@ -348,16 +349,18 @@ def other_group() -> str:
         step(model, optimizer, number)
     if rank == 1:
         flip(model.module[0].weight)
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' differs between rank 0 and rank 1") as caught:
+    try:
         for number in range(5):
             step(model, optimizer, number)
-    return str(caught.value)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("backend", backends())
 def test_a_group_of_ranks_with_other_numbers_of_steps_is_guarded(backend: str) -> None:
     for text in run_ranks(other_group, world_size=2, backend=backend):
-        assert "found after step" in text
+        assert "parameter '0.weight' differs between rank 0 and rank 1" in text
         assert "backwards" not in text
 
 
@@ -451,10 +454,10 @@ def test_sharded_parameters_are_left_out_and_that_is_said_once() -> None:
     class Spread(Tensor):
         pass
 
-    module = mlp()
+    module: Any = mlp()
     spread: Any = torch.Tensor._make_subclass(Spread, torch.randn(40, 12))
-    module[0].register_buffer("spread", spread)  # type: ignore[operator]
-    module[2].register_buffer("sparse", torch.eye(3).to_sparse())  # type: ignore[operator]
+    module[0].register_buffer("spread", spread)
+    module[2].register_buffer("sparse", torch.eye(3).to_sparse())
     replica = Replica.of(module, with_buffers=True)
     assert replica.left_out == ("buffer '0.spread'", "buffer '2.sparse'")
     assert len(replica.names) == 6

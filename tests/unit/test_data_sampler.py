@@ -7,7 +7,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ Times = Callable[[int, int, float], float]  # rank, step and samples to seconds
 class Gather:
     """In the place of BackgroundGather: what ranks of this process give under one name."""
 
-    given: dict[str, list[bytes]] = {}
+    given: ClassVar[dict[str, list[bytes]]] = {}
 
     def __init__(self, data: bytes, group: Any, name: str) -> None:
         self._all = self.given.setdefault(name, [b""] * group.size())
@@ -47,6 +48,7 @@ class Model:
     """What `watch` needs of a RingDP; `step` is a step of it."""
 
     device_type = "cpu"
+    clock_ns = 0  # of the rank that is in a forward
 
     def __init__(self, group: Group) -> None:
         self.process_group, self.reducer = group, self
@@ -58,7 +60,7 @@ class Model:
         return self._times
 
     def forward(self) -> None:
-        sampler.time.monotonic_ns = lambda: self.now_ns  # type: ignore[assignment]
+        Model.clock_ns = self.now_ns
         for listener in self._before_forward:
             listener()
 
@@ -78,7 +80,7 @@ def one_process() -> Iterator[None]:
         patch.setattr(agreement, "named", lambda name: contextlib.nullcontext())
         patch.setattr(agreement, "report_refusal", lambda *_: None)
         patch.setattr(sampler, "_group", lambda group: group)
-        patch.setattr(sampler.time, "monotonic_ns", lambda: 0)
+        patch.setattr(sampler, "monotonic_ns", lambda: Model.clock_ns)
         yield
 
 
@@ -195,7 +197,7 @@ def test_an_epoch_has_each_sample_once_and_epochs_differ() -> None:
 
 
 def changes(counts: list[tuple[int, ...]]) -> int:
-    return sum(a != b for a, b in zip(counts, counts[1:], strict=False))
+    return sum(a != b for a, b in pairwise(counts))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -420,7 +422,7 @@ def test_a_cost_that_is_not_a_number_from_0_on_is_refused(cost: Callable[[int], 
 def test_data_loaders_of_all_kinds_draw_from_it(options: dict[str, Any]) -> None:
     dataset = torch.arange(53)
     one = BalancedSampler(dataset, 10)
-    loader = DataLoader(dataset, batch_sampler=one, num_workers=2 if options else 0, **options)  # type: ignore[arg-type]
+    loader: Any = DataLoader(dataset, batch_sampler=one, num_workers=2 if options else 0, **options)  # type: ignore[arg-type]
     epochs = [torch.cat(list(loader)) for _ in range(2)]
     assert all(sorted(epoch.tolist()) == list(range(53)) for epoch in epochs)
     assert not torch.equal(*epochs)

@@ -235,7 +235,8 @@ class DivergenceGuard:
 
     def _copy(self, differences: Sequence[Difference]) -> None:
         """Tensors that differ become those of the lowest rank of their majority."""
-        assert self._replica is not None and self._group is not None
+        assert self._replica is not None
+        assert self._group is not None
         tensors = dict(zip(self._replica.names, self._replica.tensors, strict=True))
         for one in differences:
             target = tensors[one.name]

@@ -71,8 +71,8 @@ class Replica:
                 if raw not in ignored and id(buffer) not in statistics:
                     found.add(f"buffer '{clean_name(raw)}'", clean_name(raw), buffer)
         for optimizer in optimizers:
-            for parameter, state in optimizer.state.items():
-                owner = owners.get(id(parameter), "a parameter of another module")
+            for owned, state in optimizer.state.items():
+                owner = owners.get(id(owned), "a parameter of another module")
                 for key, value in state.items() if isinstance(state, dict) else ():
                     if isinstance(value, Tensor):
                         found.add(f"optimizer state '{key}' of '{owner}'", owner, value)

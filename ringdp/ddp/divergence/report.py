@@ -1,4 +1,4 @@
-"""Which tensors differ, on which ranks: a comparison of every tensor's hash, once it is known that something differs."""
+"""Which tensors differ, on which ranks: a comparison of every tensor's hash, once something is known to differ."""
 
 from __future__ import annotations
 
