@@ -219,6 +219,22 @@ class ModuleSnapshot:
     def __init__(self, module: torch.nn.Module) -> None: ...
     def differs(self, module: torch.nn.Module) -> bool: ...
 
+class ReplicaHash:
+    """64-bit hashes of tensors that all ranks should have alike."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None: ...
+    def each(self) -> list[int]:
+        """Of each tensor."""
+
+    def part(self, part: int, parts: int) -> int:
+        """Of the bytes of all tensors, one after the other: of the `part`-th of `parts` about equal ones."""
+
+    def tensors_in(self, part: int, parts: int) -> tuple[int, int]:
+        """The tensors with bytes in that part: the index of the first, and one past the last."""
+
+    @property
+    def bytes(self) -> int: ...
+
 def all_reduce_compressed(
     process_group: ProcessGroup,
     buffer: torch.Tensor,
