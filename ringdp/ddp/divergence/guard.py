@@ -11,7 +11,7 @@ import logging
 import struct
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,21 +151,21 @@ class DivergenceGuard:
         from ringdp import _C
 
         self._snapshot = wrapper._snapshot
-        self._replica = self.replica_of(wrapper)
+        self._replica = self.replica_of(wrapper, self._known_different)
         self._hash = _C.ReplicaHash(list(self._replica.tensors))
         self._parameters_alone = all(isinstance(one, torch.nn.Parameter) for one in self._replica.tensors)
         if self._replica.left_out and not self._told_left_out:
             self._told_left_out = True
             _log.info("replicas are compared without %s", ", ".join(self._replica.left_out))
 
-    def replica_of(self, wrapper: Any) -> Replica:
+    def replica_of(self, wrapper: Any, known_different: Collection[str] = ()) -> Replica:
         return Replica.of(
             wrapper.module,
             with_buffers=not wrapper._sends_buffers,
             optimizers=self._optimizers,
             ignored=wrapper.parameters_to_ignore,
             patterns=self._ignore,
-            known_different=self._known_different,
+            known_different=known_different,
         )
 
     def _exchange(self, wrapper: Any, steps: int) -> None:
@@ -265,9 +265,14 @@ def check_now(wrapper: Any, guard: DivergenceGuard | None) -> None:
 
     Raises:
         MismatchError: they differ; names the first tensor and the ranks.
+        InvalidArgumentError: the module is on a device.
     """
     from ringdp import _C
 
+    if wrapper.device_type != "cpu":
+        raise InvalidArgumentError(
+            f"check_replicas hashes tensors on the CPU, and this module is on {wrapper.device_type}"
+        )
     group = wrapper.process_group
     replica = (guard or DivergenceGuard(wrapper, 1, "raise", wrapper._guard_options.ignore)).replica_of(wrapper)
     with named("check_replicas"):
