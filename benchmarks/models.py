@@ -111,6 +111,7 @@ class Mode:
     compression: str = ""  # RingDP's: a compressor's name, or `DGC`
     weights: str = ""  # RingDP's: equal or unequal ones
     hook: str = ""  # DDP's: fp16 and powersgd, torch's hooks; int8 and int4, ringdp.hooks.ddp_hook
+    gradient_pool: bool = True  # RingDP's
     largest_error: float = 1e-2  # of a parameter's change in three steps, relative
 
     @property
@@ -132,6 +133,7 @@ MODES = {
     "bare": Mode(),
     "ddp-gloo": Mode("DDP", "gloo"),
     "ringdp": Mode("RingDP", "ring"),
+    "ringdp-nopool": Mode("RingDP", "ring", gradient_pool=False),
     "ddp-ring": Mode("DDP", "ring"),
     "ddp-ring-view": Mode("DDP", "ring", gradient_as_bucket_view=True),
     "ddp-gloo-view": Mode("DDP", "gloo", gradient_as_bucket_view=True),

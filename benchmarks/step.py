@@ -6,7 +6,8 @@
     sudo python benchmarks/step.py --hosts 2 --rate 1gbit --models mlp --json out.json
 
 Models: `mlp` (23.1 M parameters), `gpt` (10.8 M), `small` (300 linear layers, so 600 small parameters); plain SGD.
-Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ddp-ring` (torch's DDP on ring),
+Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ringdp-nopool` (with
+gradient_pool=False), `ddp-ring` (torch's DDP on ring),
 `ddp-gloo-view` and `ddp-ring-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo), `ringdp-int8`,
 `-int4`, `-topk` and so on (RingDP with that compressor, by its name), `ringdp-topk-dgc` (top-k 1 % with momentum on the
 ranks), `ringdp-weights` and `ringdp-unequal` (RingDP with weights that are equal, or differ by 0.1 %), `ddp-gloo-fp16`
@@ -17,6 +18,8 @@ blocks of steps alternate between the modes. Times are the slowest rank's.
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work
     all-reduce  the same buckets reduced with nothing else going on
     waited      what RingDP itself says the end of backward waited for communication, per step, on rank 0
+    faults      pages the kernel gave the process anew, per step (minor faults of getrusage(2)), the most of any rank
+    cpu         CPU time of all threads of a process, per step, the most of any rank: others' load shows less in it
     hidden      (bare backward + all-reduce - backward with communication) / min(bare backward, all-reduce)
 """
 
@@ -110,7 +113,7 @@ def add_derived(rows: Sequence[dict[str, Any]], place: session.Place) -> list[di
 def report(result: dict[str, Any]) -> str:
     """The result as text."""
     columns = ["model", "mode", "step", "p99", "forward", "backward", "/ ddp-gloo", "/ bare", "exposed"]
-    columns += ["waited", "all-reduce", "hidden", "buckets", "steps"]
+    columns += ["waited", "all-reduce", "hidden", "buckets", "faults", "cpu", "steps"]
     between_hosts = any(row["sent_bytes_per_step"] for row in result["rows"])
     columns += ["sent, MB", "sent / theory"] if between_hosts else []
     rows = []
@@ -123,7 +126,8 @@ def report(result: dict[str, Any]) -> str:
         cells += [format_time(row["waited_s"]) if row["waited_s"] is not None else ""]
         cells += [format_time(row["all_reduce"]["median_s"]) if row["all_reduce"] else ""]
         cells += [f"{row['hidden']:.0%}" if "hidden" in row else ""]
-        cells += [str(len(row["bucket_bytes"])) if row["bucket_bytes"] else "", str(step.count)]
+        cells += [str(len(row["bucket_bytes"])) if row["bucket_bytes"] else ""]
+        cells += [f"{row['faults_per_step']:.0f}", format_time(row["cpu_s_per_step"]), str(step.count)]
         cells += [f"{max(row['sent_bytes_per_step']) / 1e6:.4g}"] if between_hosts else []
         cells += [f"{row['sent_over_theory']:.3f}" if "sent_over_theory" in row else ""] if between_hosts else []
         rows.append(cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,6 +46,8 @@ class Trainee:
     lossy: bool = False  # what its buckets take alone would be another exchange
     steps: int = 0  # counted in sent_bytes
     sent_bytes: int = 0
+    faults: int = 0  # of pages without a disk, in `steps`, by all threads of the process
+    cpu_s: float = 0.0  # of all its threads, user and system
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.SGD(self.task.module.parameters(), lr=self.task.learning_rate)
@@ -93,14 +96,15 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
     if mode.wrapper == "RingDP":
         import ringdp
 
-        if not mode.compression:
-            weight = "call" if mode.weights else None
-            model = ringdp.RingDP(module, process_group=group, weight=weight)
-            if mode.weights:
-                samples = 1000 + (dist.get_rank(group) if mode.weights == "unequal" else 0)
-                model.register_forward_pre_hook(lambda wrapper, _: wrapper.set_weight(samples))
-            return model
-        return ringdp.RingDP(module, process_group=group, compression=mode.compressor)
+        compressor = mode.compressor if mode.compression else None
+        weight = "call" if mode.weights else None
+        model = ringdp.RingDP(
+            module, process_group=group, compression=compressor, gradient_pool=mode.gradient_pool, weight=weight
+        )
+        if mode.weights:
+            samples = 1000 + (dist.get_rank(group) if mode.weights == "unequal" else 0)
+            model.register_forward_pre_hook(lambda wrapper, _: wrapper.set_weight(samples))
+        return model
     wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=mode.gradient_as_bucket_view)
     if mode.hook == "fp16":
         wrapped.register_comm_hook(group, fp16_compress_hook)
@@ -163,8 +167,12 @@ def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.Process
 def _block(one: Trainee, count: int, interface: str | None) -> None:
     dist.barrier()
     sent_before = interface_bytes(interface)[1] if interface else 0
+    before = resource.getrusage(resource.RUSAGE_SELF)
     one.step()  # not timed: the caches still hold the mode before
     timed = [one.step()[1] for _ in range(count)]
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    one.faults += after.ru_minflt - before.ru_minflt
+    one.cpu_s += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     dist.barrier()
     sent_after = interface_bytes(interface)[1] if interface else 0
     one.sent_bytes += sent_after - sent_before
@@ -254,6 +262,8 @@ def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
         "times": summaries,
         "block_medians_s": one.block_medians_s,
         "sent": one.sent_bytes / one.steps,
+        "faults": one.faults / one.steps,
+        "cpu_s": one.cpu_s / one.steps,
         "reports": joined.local_rank == 0 and joined.settings["interface"] is not None,
     }
     everyone: list[Any] = [None] * joined.world_size
@@ -270,6 +280,8 @@ def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:
                 max(values) for values in zip(*(each["block_medians_s"] for each in everyone), strict=True)
             ],
             "sent_bytes_per_step": [each["sent"] for each in everyone if each["reports"]],
+            "faults_per_step": max(each["faults"] for each in everyone),
+            "cpu_s_per_step": max(each["cpu_s"] for each in everyone),
             "bucket_bytes": bucket_bytes(one.module) if one.group is not None else [],
             "waited_s": stats.total_exposed_wait_s / max(1, stats.steps) if stats is not None else None,
         }

@@ -103,6 +103,7 @@ class Reducer:
         graph_shows_unused: bool,
         reduce_dtype: torch.dtype | None = None,
         host_control: bool = False,
+        gradient_pool: bool = False,
         weighted: bool = False,
     ) -> None: ...
     def _autograd_hook(self, index: int) -> None: ...
@@ -170,6 +171,26 @@ class FiniteReport:
     def own(self) -> int:
         """Element of the buffer: this rank's first input that was not finite; -1 where none was."""
 
+class Residuals:
+    """What compression left out of gradients, by parameter: float32 [numel], without loss scale. A step
+    writes it anew beside the one that counts, and `commit` says whether the new one counts.
+    """
+
+    def __init__(self) -> None: ...
+    def clear(self) -> None: ...
+    def commit(self, finite: bool, unused: Sequence[str] = ...) -> None:
+        """The step counts, except for parameters that no rank used; or it was not finite, and counts for none."""
+
+    def current(self, name: str) -> torch.Tensor | None:
+        """The one that counts; None where no step has left one."""
+
+    def drop(self, name: str) -> None: ...
+    def set(self, name: str, current: torch.Tensor) -> None:
+        """Copies."""
+
+    def write(self, name: str, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the one that counts, zeros at first; memory for the next one, all of which this step fills)."""
+
 class CodecLibrary:
     """A codec from a shared library, which stays loaded."""
 
@@ -197,6 +218,22 @@ class ModuleSnapshot:
 
     def __init__(self, module: torch.nn.Module) -> None: ...
     def differs(self, module: torch.nn.Module) -> bool: ...
+
+class ReplicaHash:
+    """64-bit hashes of tensors that all ranks should have alike."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None: ...
+    def each(self) -> list[int]:
+        """Of each tensor."""
+
+    def part(self, part: int, parts: int) -> int:
+        """Of the bytes of all tensors, one after the other: of the `part`-th of `parts` about equal ones."""
+
+    def tensors_in(self, part: int, parts: int) -> tuple[int, int]:
+        """The tensors with bytes in that part: the index of the first, and one past the last."""
+
+    @property
+    def bytes(self) -> int: ...
 
 def all_reduce_compressed(
     process_group: ProcessGroup,
@@ -229,13 +266,6 @@ def codec_bytes(codec: str, numel: int) -> int:
 
 def codec_compress(codec: str, x: torch.Tensor) -> torch.Tensor:
     """The code of float32 elements, uint8 [codec_bytes(codec, x.numel())]."""
-
-def codec_compress_with_feedback(
-    codec: str, x: torch.Tensor, residual: torch.Tensor, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(code, new residual) of x + factor * residual; what the code leaves out, divided by factor, is the new
-    one.
-    """
 
 def codec_decompress(codec: str, code: torch.Tensor, numel: int) -> torch.Tensor:
     """float32 [numel]. Raises ValueError for a code of another length."""
@@ -327,6 +357,9 @@ def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> 
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
 
+def gradient_memory() -> tuple[bool, int, int]:
+    """Whether the pool for gradients is installed, its bytes in use, and its idle bytes."""
+
 def group_transports(process_group: ProcessGroup) -> dict[int, str]:
     """The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's."""
 
@@ -335,6 +368,9 @@ def has_device_codec(device_type: str) -> bool:
 
 def hold_staged_copies(still: bool) -> None:
     """For tests: while true, no copy of stage_cpu_tensors gets done."""
+
+def in_gradient_pool(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory comes from the pool for gradients."""
 
 def load_codec(path: str) -> CodecLibrary:
     """The codec of the shared library at `path`; every call of this module knows its name from now on.
@@ -372,6 +408,9 @@ def low_rank_project_back(
     rights: Sequence[torch.Tensor], vs: Sequence[torch.Tensor], lefts: Sequence[torch.Tensor]
 ) -> None:
     """right = left v of each."""
+
+def most_steps() -> int:
+    """Backwards that averaged gradients, of the wrapper of this process that had most."""
 
 def note_loss_scale(scale: float) -> None:
     """Inside a backward: its loss was multiplied by `scale`."""

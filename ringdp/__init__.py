@@ -11,7 +11,8 @@ from ringdp import _moved
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import amp, checkpoint, compression, hooks, metrics, testing
+    from ringdp import amp, checkpoint, compression, data, hooks, metrics, testing
+    from ringdp.ddp.gradient_memory import gradient_memory
     from ringdp.ddp.wrapper import RingDP
     from ringdp.errors import (
         DamagedDataError,
@@ -53,7 +54,9 @@ __all__ = [
     "amp",
     "checkpoint",
     "compression",
+    "data",
     "device",
+    "gradient_memory",
     "hooks",
     "init",
     "is_initialized",
@@ -72,9 +75,14 @@ __all__ = [
 
 _ERRORS = [name for name in __all__ if name.endswith("Error")]
 _HOME = dict.fromkeys(__all__, "job.process_group") | dict.fromkeys(_ERRORS, "errors")
-_HOME |= {"RingDP": "ddp.wrapper", "monitored_barrier": "job.barrier", "launch": "job.local_ranks"}
+_HOME |= {
+    "RingDP": "ddp.wrapper",
+    "gradient_memory": "ddp.gradient_memory",
+    "monitored_barrier": "job.barrier",
+    "launch": "job.local_ranks",
+}
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
-_MODULES = frozenset({"amp", "checkpoint", "compression", "hooks", "metrics", "testing"})
+_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "metrics", "testing"})
 
 
 def _load(name: str) -> Any:

@@ -40,7 +40,9 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
     "RINGDP_STALL_NOTICE": "seconds between two log lines about an operation that does not move; 0 for none",
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
+    "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
+    "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -198,6 +200,11 @@ def _transport_names() -> list[str]:
     return [transport["name"] for transport in _C.registered_transports()]
 
 
+def report_file(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where the launcher wants to read what a rank has done; None without one that asks."""
+    return (os.environ if environ is None else environ).get("RINGDP_REPORT_FILE") or None
+
+
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:
     """CUDA_VISIBLE_DEVICES as it is set, for messages; None where it is not."""
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
@@ -213,6 +220,18 @@ def cuda_choice(environ: Mapping[str, str] | None = None) -> str:
     if choice and choice not in _CUDA_CHOICES:
         raise InvalidArgumentError(f"RINGDP_CUDA={choice} is not one of {', '.join(_CUDA_CHOICES)}")
     return choice
+
+
+def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:
+    """RINGDP_GRADIENT_POOL: whether RingDP may keep memory for gradients; True where it is not set.
+
+    Raises:
+        InvalidArgumentError: it is neither 0 nor 1.
+    """
+    choice = (os.environ if environ is None else environ).get("RINGDP_GRADIENT_POOL", "").strip()
+    if choice not in ("", "0", "1"):
+        raise InvalidArgumentError(f"RINGDP_GRADIENT_POOL={choice} is neither 0 nor 1")
+    return choice != "0"
 
 
 def host_identity(host_id: str = "") -> str:

@@ -16,6 +16,7 @@ API: dict[str, str] = {
     # The exceptions are on the page of ringdp.errors; most methods of RingDP come from classes of the package.
     "ringdp": '{filters: ["!^_", "!Error$"], inherited_members: true}',
     "ringdp.compression": "",
+    "ringdp.data": "",
     "ringdp.hooks": "",
     "ringdp.amp": "",
     "ringdp.checkpoint": "",

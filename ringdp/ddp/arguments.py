@@ -248,7 +248,10 @@ TABLE: Mapping[str, Argument] = {
 }
 
 
-OWN_ARGUMENTS = ("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype", "weight")
+OWN_ARGUMENTS = (
+    *("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype"),
+    *("weight", "gradient_pool", "guard_every", "on_divergence", "guard_ignore"),
+)
 """Those that DDP does not have."""
 
 

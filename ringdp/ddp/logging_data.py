@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.config import ddp_environment
+from ringdp.ddp.gradient_memory import gradient_memory
 from ringdp.job.backend import backend_name
 
 # As DDP: every one of the first steps, then one in so many.
@@ -162,6 +163,9 @@ class ReducerLog:
         stats = self._reducer.stats()
         self._integers["has_rebuilt_buckets"] = int(self._reducer.rebuilt())
         self._integers["num_buckets_reduced"] = stats["buckets"]
+        memory = gradient_memory()
+        self._integers["gradient_pool_bytes_in_use"] = memory.bytes_in_use
+        self._integers["gradient_pool_bytes_idle"] = memory.bytes_idle
         self._strings["prev_iteration_grad_ready_order_indices"] = _listed(self._reducer.arrivals())
         if self._reducer.rebuilt():
             self._strings["rebuilt_bucket_sizes"] = _listed(self._reducer.bucket_bytes())

@@ -44,6 +44,7 @@ def check_same_model(
     compression: str | None = None,
     weight: str | None = None,
     kind: str = "",
+    guard: str = "",
 ) -> tuple[str, ...]:
     """Compare names, shapes, strides, dtypes and requires_grad of parameters and buffers across the group.
 
@@ -58,6 +59,7 @@ def check_same_model(
         compression: what gradients are compressed by, in one line; None: they are exact.
         weight: how a rank's batch is weighed, in one line; None: all ranks count the same.
         kind: of this rank's device, in one line; it may differ.
+        guard: how replicas are compared, in one line.
 
     Raises:
         MismatchError: on every rank, naming the first parameter that differs and what both ranks have; or what both
@@ -66,15 +68,14 @@ def check_same_model(
     """
     if group.size() == 1:
         return (kind,)
-    text = "\n".join(
-        [compression or "", weight or "", kind, *(entry.line() for entry in _entries(module, ignored))]
-    ).encode()
+    first = [compression or "", weight or "", kind, guard]
+    text = "\n".join([*first, *(entry.line() for entry in _entries(module, ignored))]).encode()
     told = all_gather_where_different(text, group, what="model", device=device)
     if told is None:
         return (kind,) * group.size()
     me = group.rank()
     raise_refusal(told, me, "wrap its model")
-    choices, weights, kinds = zip(*(text.decode().split("\n")[:3] for text in told), strict=True)
+    choices, weights, kinds, guards = zip(*(text.decode().split("\n")[:4] for text in told), strict=True)
     models = [_parse(text) for text in told]
     other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
     if other is not None:
@@ -94,6 +95,15 @@ def check_same_model(
         raise MismatchError(
             f"RingDP's weight is {weights[me] or None!r} on rank {me} and {weights[other] or None!r} on rank {other}: "
             "give it the same on all ranks",
+            rank=me,
+            peer=other,
+            operation=COMPARING_MODELS,
+        )
+    other = next((rank for rank, guard in enumerate(guards) if guard != guards[me]), None)
+    if other is not None:
+        raise MismatchError(
+            f"the ranks compare their replicas otherwise: {guards[me]} on rank {me}, {guards[other]} on rank {other}."
+            " Give RingDP the same guard_every, on_divergence and guard_ignore on all ranks.",
             rank=me,
             peer=other,
             operation=COMPARING_MODELS,
@@ -120,7 +130,7 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
 
 
 def _parse(text: bytes) -> list[_Entry]:
-    _, _, _, *lines = text.decode().split("\n")
+    _, _, _, _, *lines = text.decode().split("\n")
     return [_Entry(*line.split("\t")) for line in lines]
 
 

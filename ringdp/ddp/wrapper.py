@@ -20,8 +20,12 @@ from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
 from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
 from ringdp.ddp.batch_weight import BatchWeight, weight_mode
+from ringdp.ddp.divergence.guard import GuardOptions
+from ringdp.ddp.divergence.mixin import GuardedModule
 from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.ddp.exit_report import report_at_exit
 from ringdp.ddp.finalization import AutomaticFinalization
+from ringdp.ddp.gradient_memory import allowed_pool, on_cpu
 from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
 from ringdp.ddp.mixed_precision import compute_in_low_precision, in_backward, no_compression_beside, reduction_hook
@@ -35,7 +39,7 @@ from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
-from ringdp.job.backend import backend_of, has_average, named
+from ringdp.job.backend import backend_of, has_average, hear_extension, named
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ringdp.parallel")
 
 
-class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
+class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDataParallel):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
@@ -91,6 +95,14 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             "samples": as many times as the first dimension of the first tensor that its forward gets; "call": as
             `set_weight` says before each forward. Then the gradient is the one of the mean loss over the samples of
             all ranks, and of all micro-batches under `no_sync` (do not divide their losses by how many they are).
+        gradient_pool: keep the memory of gradients on the CPU between steps, in huge pages, instead of getting it from
+            the kernel anew in every backward; see `gradient_memory`. False leaves torch's CPU allocator as it is, and
+            so does RINGDP_GRADIENT_POOL=0.
+        guard_every: steps within which a parameter, or a buffer that is not broadcast, is found that ranks do not have
+            alike to the bit, such as 100; on the CPU. 0, the default: nothing is compared.
+        on_divergence: what is done then: "raise" (the default), "warn" once for each tensor, or "sync": copy it from
+            the majority of the ranks.
+        guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -126,6 +138,10 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
         weight: str | None = None,
+        gradient_pool: bool = True,
+        guard_every: int = 0,
+        on_divergence: str = "raise",
+        guard_ignore: Iterable[str] = (),
         **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -147,6 +163,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
                 " long as the gradients do",
                 stacklevel=4,
             )
+        self._before_forward: list[Callable[[], None]] = []
         self._sharded: ShardedParameters | None = None
         chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
         self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
@@ -160,6 +177,8 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
                 "weight and delay_all_reduce_named_params do not go together: in the delayed all-reduce all ranks count"
                 " the same"
             )
+        self._gradient_pool = allowed_pool(gradient_pool)
+        self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -199,6 +218,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
                     compression=self._describe_choice,
                     weight=None if self._weight is None else self._weight.mode,
                     kind=kind_of(self.device),
+                    guard=str(self._guard_options),
                 )
                 self._devices = Placement.of(kinds, self.process_group, self.device)
                 self._devices.tell(self.process_group.rank())
@@ -218,6 +238,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         names = [one.name for one in watched]
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
+        hear_extension()
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
         self.reducer = _C.Reducer(
@@ -236,7 +257,9 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             reduce_dtype=self._reduce_dtype,
             host_control=self._devices.host_control,
             weighted=self._weight is not None,
+            gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
         )
+        report_at_exit()
         self._watched = watched
         self._reduced = ReducedGradients(self)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
@@ -245,6 +268,7 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             self._sharded.watch(self.reducer, parameters, weighted=self._weight is not None)
             self._sharded.put_back()
         self._snapshot = _C.ModuleSnapshot(self.module)
+        self._guard = self._guard_options.guard(self)
         if self._precision is not None:
             hook = reduction_hook(self, self._precision)
             if hook is not None:
@@ -267,8 +291,8 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
-        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot"))
-        state = super().__getstate__() | none | {"_watched": []}
+        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard"))
+        state = super().__getstate__() | none | {"_watched": [], "_before_forward": []}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
 
@@ -289,12 +313,24 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
             self._compression.before_forward(self.require_backward_grad_sync, joining=joining)
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
-        passed_on = super()._pre_forward(*inputs, **kwargs)
+        prepared = super()._pre_forward(*inputs, **kwargs)
+        if torch.is_grad_enabled() and not self._join_config.enable:  # which torch leaves set when a join is over
+            self._between_steps()
         if self._weight is not None and torch.is_grad_enabled() and not in_backward():
             if self._use_python_reducer:
                 raise InvalidStateError("RingDP's weight does not work in a compiled backward (compiled_autograd)")
             self.reducer.announce_weight(self._weight.take(inputs, kwargs), self.require_backward_grad_sync)
-        return passed_on
+        return prepared
+
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+    def _between_steps(self) -> None:
+        """What looks at every step, where all ranks have the same buffers, and before the module's own operations."""
+        if in_backward():
+            return  # checkpointing repeats a forward
+        if self._guard is not None:
+            self._guard.look()
+        for listener in list(self._before_forward):
+            listener()
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
@@ -436,6 +472,8 @@ class RingDP(AutomaticFinalization, ChangingModule, DistributedDataParallel):
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
             self.process_group = new_process_group
+            if self._guard is not None:
+                self._guard.start_again()
             self.reducer._update_process_group(
                 new_process_group,
                 average=has_average(new_process_group, self.device_type),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Container, Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.compression.exchange import Key, Section, States, saved
+from ringdp.compression import saved
+from ringdp.compression.description import describe
+from ringdp.compression.exchange import Remembered, Section, States
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import all_gather_bytes
 
-_VERSION = 1
+_log = logging.getLogger("ringdp.hooks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,7 @@ class LoadedMemory:
     """What a state holds, in the form in which `Memory` keeps it."""
 
     step: int
-    states: dict[Key, dict[str, Any]]
+    remembered: dict[str, Remembered]
     waiting: dict[str, saved.Saved]
     consolidated: bool
 
@@ -40,32 +42,25 @@ class Memory:
         self.step: int = 0
         self._fresh = False  # a checkpoint was loaded, and no bucket was exchanged since
         self._compared_in: int | None = None
-        self._sections: dict[str, Section] = {}
-        self._in_core: set[str] = set()
-        self._waiting: dict[str, saved.Saved] = {}
+        self._known: dict[str, tuple[Section, Tensor]] = {}
+        self._waiting: dict[str, saved.Saved] = {}  # entries
         self._consolidated = False  # what waits
 
-    def know(self, sections: Iterable[Section], rank: int, in_core: Container[str]) -> None:
-        """These take up what was loaded for them. A parameter with another compressor than before forgets.
-
-        Args:
-            in_core: names of those for which the core keeps the residual, in one tensor.
-        """
-        for section in sections:
-            name, whole = section.name, section.name in in_core
-            before = self._sections.get(name)
-            if before is not None and before.compressor != section.compressor:
+    def know(self, parameters: Iterable[tuple[Section, Tensor]], rank: int) -> None:
+        """These take up what was loaded for them. A parameter with another compressor than before forgets."""
+        for section, parameter in parameters:
+            name = section.name
+            if name in self._known and self._known[name][0].compressor != section.compressor:
                 self.states.forget(name)
-            elif before is not None and whole != (name in self._in_core):
-                held = saved.save(before, self.states.of(name))
-                self.states.forget(name)
-                self.states.take(saved.load(section, held, rank, whole=whole))
+            self._known[name] = section, parameter
             if name in self._waiting:
-                held = self._waiting[name]
-                self.states.take(saved.load(section, held, rank, consolidated=self._consolidated, whole=whole))
-                del self._waiting[name]
-            self._sections[name] = section
-            (self._in_core.add if whole else self._in_core.discard)(name)
+                entry = self._waiting.pop(name)
+                try:
+                    saved.check_compressor(name, entry, describe(section.compressor))
+                except InvalidArgumentError as error:
+                    _log.warning("%s begins without memory: %s", name, error)
+                    continue
+                self.states.put(name, self._remembered(name, entry, rank, self._consolidated))
 
     def is_fresh(self, step: int) -> bool:
         """Whether `step` is the first one since a checkpoint was loaded in which buckets are exchanged."""
@@ -73,8 +68,8 @@ class Memory:
             self._compared_in, self._fresh = step, False
         return self._compared_in == step
 
-    def state_dict(self, group: dist.ProcessGroup, *, consolidated: bool) -> dict[str, Any]:
-        """For `load_state_dict`; with `consolidated` all ranks must call.
+    def entries(self, group: dist.ProcessGroup, *, consolidated: bool) -> dict[str, saved.Saved]:
+        """Of all parameters, as a state has them; with `consolidated` all ranks must call.
 
         Raises:
             InvalidStateError: a state of the other kind was loaded, and not all its parameters have come up since.
@@ -86,113 +81,87 @@ class Memory:
                 f" had no gradient yet: {wanted} one can be saved after their first gradient, or where ddp_hook was"
                 " given model="
             )
-        parameters = dict(self._waiting)
-        for name, section in self._sections.items():
+        entries = dict(self._waiting)
+        for name, (section, parameter) in self._known.items():
             held = saved.save(section, self.states.of(name))
             if consolidated:
                 held = self._mean(section, held, group)
-            if held:
-                parameters[name] = held
-        return {
-            "version": _VERSION,
-            "step": self.step,
-            "world_size": group.size(),
-            "rank": None if consolidated else group.rank(),
-            "parameters": parameters,
-        }
+            entries[name] = saved.entry_of(section, parameter, held)
+        return entries
 
-    def load_state_dict(self, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-        """Forget everything, and go on from there.
-
-        Raises:
-            InvalidArgumentError: it does not fit; nothing is forgotten then.
-        """
-        version = saved.field(state, "version", int)
-        if version != _VERSION:
-            raise InvalidArgumentError(f"a compression state of version {version}, not {_VERSION}")
-        consolidated = "rank" in state and state["rank"] is None
-        step, parameters = saved.field(state, "step", int), saved.field(state, "parameters", Mapping)
-        if not consolidated:
-            rank, ranks = saved.field(state, "rank", int), saved.field(state, "world_size", int)
-            if (rank, ranks) != (group.rank(), group.size()):
-                raise InvalidArgumentError(
-                    f"this compression state is rank {rank}'s of {ranks}, this is rank {group.rank()} of"
-                    f" {group.size()}: save it with consolidated=True to load it at any world size",
-                    rank=group.rank(),
-                )
-        self.take(self.read(parameters, step, group.rank(), consolidated=consolidated))
-
-    def read(
-        self,
-        parameters: Mapping[str, Any],
-        step: int,
-        rank: int,
-        *,
-        consolidated: bool,
-        names_before: Mapping[str, str] | None = None,
-    ) -> LoadedMemory:
-        """What `state_dict` gave as parameters, for `take`; nothing changes yet.
+    def read(self, state: saved.State, rank: int, *, saved_as: Mapping[str, str] | None = None) -> LoadedMemory:
+        """What is for this memory in `state`, for `take`; nothing changes yet.
 
         Args:
-            names_before: what some parameters were called when that was saved, where `parameters` does not say it.
+            saved_as: what some parameters were called when that was saved, where the state does not say it.
 
         Raises:
             InvalidArgumentError: it does not fit the parameters that are known.
         """
-        states: dict[Key, dict[str, Any]] = {}
+        consolidated = state.rank is None
+        remembered: dict[str, Remembered] = {}
         waiting: dict[str, saved.Saved] = {}
-        parameters, saved_as = saved.by_known_name(parameters, self._sections)
-        saved_as |= names_before or {}
-        for name in parameters:
-            held = dict(saved.field(parameters, name, Mapping))
-            if name in self._sections:
-                whole = name in self._in_core
-                if name in saved_as and not consolidated:
-                    held = saved.under_new_name(self._sections[name], held, saved_as[name], rank)
-                states |= saved.load(self._sections[name], held, rank, consolidated=consolidated, whole=whole)
-            else:
-                waiting[name] = held
-        return LoadedMemory(step, states, waiting, consolidated)
+        entries, renamed = saved.by_known_name(state.entries, self._known)
+        renamed |= saved_as or {}
+        for name in entries:
+            entry = dict(saved.field(entries, name, Mapping))
+            if name not in self._known:
+                waiting[name] = entry
+                continue
+            saved.check_compressor(name, entry, describe(self._known[name][0].compressor))
+            before = None if consolidated else renamed.get(name)
+            remembered[name] = self._remembered(name, entry, rank, consolidated, before)
+        return LoadedMemory(state.compressed_steps, remembered, waiting, consolidated)
 
     def take(self, checkpoint: LoadedMemory) -> None:
         """Forget everything but that."""
         self.step = checkpoint.step
-        self.states.replace(checkpoint.states)
+        self.states.clear()
+        for name, remembered in checkpoint.remembered.items():
+            self.states.put(name, remembered)
         self._waiting, self._consolidated = checkpoint.waiting, checkpoint.consolidated
         self._fresh = True
 
     def residual_norm(self, name: str) -> Tensor | None:
         """The norm of a parameter's residual, without the loss scale; None without error feedback."""
-        section = self._sections.get(name)
-        if section is None or not getattr(section.feedback, "owed", ()):
+        if name not in self._known or not getattr(self._known[name][0].feedback, "owed", ()):
             return None
-        vectors = saved.residual_tensors(section, self.states.of(name))
+        held = saved.save(self._known[name][0], self.states.of(name))
+        vectors = [value for path, value in held.items() if "/" not in path]
         return torch.stack([it.norm() for it in vectors]).norm() if vectors else torch.zeros(())
 
     def keep_only(self, names: Container[str]) -> None:
         """Forget all other parameters."""
-        for name in [name for name in (*self._sections, *self._waiting) if name not in names]:
+        for name in [name for name in (*self._known, *self._waiting) if name not in names]:
             self.states.forget(name)
-            self._sections.pop(name, None)
-            self._in_core.discard(name)
+            self._known.pop(name, None)
             self._waiting.pop(name, None)
 
     def take_residual(self, name: str) -> Tensor | None:
         """What error feedback owes the parameter, float32 ``[numel]`` or None; it is forgotten here."""
         self._waiting.pop(name, None)
-        section = self._sections.get(name)
-        if section is None:
+        if name not in self._known:
             return None
-        held = saved.save(section, self.states.of(name))
+        held = saved.save(self._known[name][0], self.states.of(name))
         self.states.forget(name)
         return held.get("residual")
 
     def give_residual(self, name: str, residual: Tensor, group: dist.ProcessGroup) -> None:
-        """The next gradient of the parameter begins with this."""
-        if name in self._sections:
-            self.states.take(saved.load(self._sections[name], {"residual": residual}, group.rank()))
+        """The next gradient of the parameter begins with this, in the order of its memory."""
+        entry = {"order": "memory", "residual": residual}
+        if name in self._known:
+            self.states.put(name, self._remembered(name, entry, group.rank(), consolidated=False))
         else:
-            self._waiting[name] = {"residual": residual}
+            self._waiting[name] = entry
+
+    def _remembered(
+        self, name: str, entry: saved.Saved, rank: int, consolidated: bool, saved_as: str | None = None
+    ) -> Remembered:
+        section, parameter = self._known[name]
+        held = saved.from_entry(parameter, entry)
+        if saved_as is not None:
+            held = saved.under_new_name(section, held, saved_as, rank)
+        return saved.load(section, held, rank, consolidated=consolidated)
 
     def _mean(self, section: Section, held: saved.Saved, group: dist.ProcessGroup) -> saved.Saved:
         """Over the ranks, of tensors with a value for each element: the others belong to a part of this world."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import queue
-import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +20,10 @@ from torch import Tensor
 
 from ringdp.errors import InvalidStateError, SystemResourceError
 from ringdp.hooks.futures import Promise
-from ringdp.job.backend import BACKEND, backend_of, say_farewell, timeout_of
-from ringdp.job.byte_collectives import all_gather_bytes
+from ringdp.job.backend import BACKEND, backend_of, say_farewell
+from ringdp.job.sibling_group import sibling_groups
 
 Job = Callable[[dist.ProcessGroup], Tensor]
-_NAME_BYTES = 32
 _MOMENT_S = 0.2  # for what a thread is doing when the process ends
 _LONGEST_END_S = 1.0  # for a thread whose group has ended
 
@@ -45,7 +42,7 @@ class CommThreads:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int = 2) -> None:
         self._device = device
         self._threads: list[_CommThread] = []
-        for number, own in enumerate(_groups_like(group, device, count)):
+        for number, own in enumerate(sibling_groups(group, device, count, purpose="compression")):
             thread = _CommThread(number, own)
             weakref.finalize(self, thread.end).atexit = False
             self._threads.append(thread)
@@ -164,32 +161,3 @@ _alive: weakref.WeakSet[CommThreads] = weakref.WeakSet()
 def _end_all() -> None:
     for threads in list(_alive):
         threads.close()
-
-
-def _groups_like(group: dist.ProcessGroup, device: torch.device, count: int) -> list[dist.ProcessGroup]:
-    """New groups of the same ranks, in the same order, for tensors on this kind of device.
-
-    Their name is made by rank 0. ``torch.distributed.new_group`` would take it from how many groups this process is in,
-    which is another number on a rank that is in a group without the others.
-    """
-    name = all_gather_bytes(secrets.token_hex(_NAME_BYTES // 2).encode(), group, room=_NAME_BYTES, device=device)[0]
-    return [_group_like(group, device, f"ringdp compression {name.decode()} {number}") for number in range(count)]
-
-
-def _group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dist.ProcessGroup:
-    torchs: Any = dist.distributed_c10d  # only its own functions take a name
-    ranks = dist.get_process_group_ranks(group)
-    backend = backend_of(group, device.type)
-    made, _ = torchs._new_process_group_helper(
-        len(ranks),
-        group.rank(),
-        ranks,
-        dist.Backend(f"{device.type}:{backend}"),
-        torchs._get_default_store(),
-        name,
-        timeout=timeout_of(group, device.type) or torchs._get_default_timeout(backend),
-        group_desc="ringdp compression",
-    )
-    torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    assert isinstance(made, dist.ProcessGroup)
-    return made

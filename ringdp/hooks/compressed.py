@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from ringdp.compression import Auto, Compression, Compressor, Rules
+from ringdp.compression import Auto, Compression, Compressor, Rules, saved
 from ringdp.compression.auto import refuse
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section, Tally, agree
@@ -17,9 +17,8 @@ from ringdp.compression.rules import Rule
 from ringdp.hooks.average import all_reduce_mean
 from ringdp.hooks.checkpoint import Memory
 from ringdp.hooks.comm_threads import CommThreads
-from ringdp.hooks.exchange_runner import run_exchange
+from ringdp.hooks.exchange_runner import CodecSections, run_exchange
 from ringdp.hooks.futures import Promise, after
-from ringdp.hooks.native import NativeSections, serves
 from ringdp.hooks.parameters import Parameters
 from ringdp.hooks.rules import HookRules
 
@@ -89,35 +88,39 @@ class CompressedHook:
             return all_reduce_mean(buffer, self.group, self._note)
         divisor = float(self.divisor or self.group.size())
         works: list[torch.futures.Future[Any]] = []
-        for sections in content.native:
-            work, report = sections.average(buffer, self.group, self.memory.states, self._loss_scale, divisor)
+        for codec in content.by_ring:
+            work, report = codec.start(buffer, self.group, self.memory.states, self._loss_scale, divisor)
             works.append(work.get_future())
             self._reports.append(report)
-        if content.layout.plans:
-            works.append(self._beside_backward(bucket.index(), buffer, content.layout, divisor))
+        if content.over_c10d or content.layout.plans:
+            works.append(self._beside_backward(bucket.index(), buffer, content, divisor))
         elif content.layout.exact:
             works.append(self._exactly(buffer, content.layout, divisor))
         together: torch.futures.Future[Any] = works[0] if len(works) == 1 else torch.futures.collect_all(works)
         return after(together, lambda _: buffer, buffer.device)
 
     def _beside_backward(
-        self, index: int, buffer: Tensor, layout: Layout, divisor: float
+        self, index: int, buffer: Tensor, content: "_Content", divisor: float
     ) -> torch.futures.Future[Tensor]:
-        ranks = self.group.size()
+        ranks, states, loss_scale = self.group.size(), self.memory.states, self._loss_scale
         coder = Coder(
-            self.memory.states,
+            states,
             self.group.rank(),
             ranks,
             self._step,
-            self._loss_scale,
+            loss_scale,
             buffer.device,
             self.tally,
             self.memory.is_fresh(self._step),
         )
 
         def average(group: dist.ProcessGroup) -> Tensor:
-            run_exchange(layout.average(buffer, coder, divisor), group)
-            return self._note(buffer)
+            for codec in content.over_c10d:
+                self._reports.append(codec.average(buffer, group, states, loss_scale, divisor))
+            if content.layout.plans or content.layout.exact:
+                run_exchange(content.layout.average(buffer, coder, divisor), group)
+                self._note(buffer)
+            return buffer
 
         if buffer.is_cuda:
             return self._on_a_stream(buffer, lambda: average(self.group))
@@ -175,14 +178,15 @@ class CompressedHook:
         parameters = bucket.parameters()
         identity = tuple(id(it) for it in parameters)
         if identity not in self._contents:
-            places = []
+            places, by_name = [], {}
             for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
                 name = self.parameters.name(parameter)
                 begin = gradient.storage_offset() - buffer.storage_offset()
                 places.append(self._place(name, parameter, int(begin), buffer.dtype))
+                by_name[name] = parameter
             content = _Content(places, self.group, buffer)
             run_exchange(agree(content.lines, buffer.device, self.group.rank()), self.group)
-            self.memory.know(content.sections, self.group.rank(), content.in_core)
+            self.memory.know(((one, by_name[one.name]) for one in content.sections), self.group.rank())
             self._contents[identity] = content
         return self._contents[identity]
 
@@ -203,14 +207,12 @@ class CompressedHook:
     def expect_all(self) -> None:
         """Find the places of what is remembered of all parameters with a name, also of those that never come up."""
         ranks = self.group.size()
-        sections, in_core = [], set()
+        known = []
         for name, parameter in self.parameters.known():
             section = self._place(name, parameter, 0, parameter.dtype).section(ranks, parameter.device)
             if section is not None:
-                sections.append(section)
-                if serves(section, self.group, parameter.dtype):
-                    in_core.add(name)
-        self.memory.know(sections, self.group.rank(), in_core)
+                known.append((section, parameter))
+        self.memory.know(known, self.group.rank())
 
     def state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
         """What compression remembers, by parameter name.
@@ -225,7 +227,14 @@ class CompressedHook:
         if self._commit_alone:
             self._commit_if_finite()
         self.expect_all()
-        return self.memory.state_dict(self.group, consolidated=consolidated)
+        return saved.State(
+            self.group.size(),
+            None if consolidated else self.group.rank(),
+            self.memory.entries(self.group, consolidated=consolidated),
+            self.memory.step,
+            0,
+            self.memory.step,
+        ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave, before the first backward or later.
@@ -238,7 +247,9 @@ class CompressedHook:
                 no such state at all; nothing has changed then.
         """
         self.expect_all()
-        self.memory.load_state_dict(state, self.group)
+        rank = self.group.rank()
+        loaded = self.memory.read(saved.State.read(state, rank, self.group.size()), rank)
+        self.memory.take(loaded)
         self._last_index, self._finite, self._reports = -1, [], []
 
 
@@ -251,7 +262,7 @@ class _Content:
         self.lines = []  # what ranks must agree on before any of them sends a code
         for place in places:
             section = place.section(group.size(), buffer.device)
-            if section is not None and serves(section, group, buffer.dtype):
+            if section is not None and CodecSections.serve(section):
                 by_codec.setdefault(section.compressor.native, []).append(section)  # type: ignore[attr-defined]
                 where = ", in the core"
             else:
@@ -259,8 +270,9 @@ class _Content:
                 where = ""
             how = "exact" if section is None else f"by {describe(section.compressor)}{where}"
             self.lines.append(f"{place.name} [{place.count}] {how}")
-        self.native = [NativeSections(sections) for sections in by_codec.values()]
-        self.in_core = {section.name for sections in by_codec.values() for section in sections}
+        codecs = [CodecSections(sections, group, buffer.dtype) for sections in by_codec.values()]
+        self.by_ring = [codec for codec in codecs if codec.by_ring]
+        self.over_c10d = [codec for codec in codecs if not codec.by_ring]
         self.layout = Layout(rest, group.size(), buffer.device)
         others = [section for plan in self.layout.plans.values() for section in plan.sections]
         self.sections = [section for sections in by_codec.values() for section in sections] + others

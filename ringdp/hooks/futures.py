@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdp.compression.codecs import native
-
 Future = torch.futures.Future
 _HAVE_FUTURES = (__file__, torch.futures.__file__)  # frames there hold some, and have nothing to tell of an error
 
@@ -69,9 +67,6 @@ def _fail(future: Future[Tensor], error: BaseException) -> None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in _HAVE_FUTURES:
         traceback = traceback.tb_next
     error.__traceback__ = traceback
-    if native.extension() is None:  # C++ does not raise it then, but takes it for a result that is not a tensor
-        future.set_exception(error)  # type: ignore[arg-type]
-    else:
-        from ringdp import _C
+    from ringdp import _C
 
-        _C.fail_future(future, error)
+    _C.fail_future(future, error)

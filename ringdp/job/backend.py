@@ -54,9 +54,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     check_extension()
     from ringdp import _C
 
-    _C.set_log_sink(log_line)
-    atexit.unregister(_shut_down_extension)
-    atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
+    hear_extension()
     pending = None if dist.is_initialized() else _pending  # the default group's alone
     _timeouts[options.group_id] = options.timeout
     if getattr(options, "enable_reconfigure", False):  # since torch 2.14
@@ -166,6 +164,15 @@ class Traffic:
 
     bytes_sent: int
     bytes_received: int
+
+
+def hear_extension() -> None:
+    """Pass on what the extension logs, until the interpreter ends."""
+    from ringdp import _C
+
+    _C.set_log_sink(log_line)
+    atexit.unregister(_shut_down_extension)
+    atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
 
 
 def traffic() -> Traffic:

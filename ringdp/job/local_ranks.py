@@ -66,7 +66,8 @@ def launch(
         RankError: a rank raised, died or took too long; the message has the traceback of each, the first failure first,
             and all ranks are ended.
         InvalidArgumentError: nprocs below 1, or a start method that there is not.
-        InvalidStateError: the function can only be reached by forking, and this process has used CUDA.
+        InvalidStateError: the function can only be reached by forking, and this process has used CUDA or has called
+            `ringdp.init`.
     """
     if nprocs < 1:
         raise InvalidArgumentError(f"launch needs at least one rank, not nprocs={nprocs}")
@@ -78,6 +79,12 @@ def launch(
             f"{_name(function)} was defined in a notebook or inside another function, so the ranks are forked from this"
             " process, and CUDA cannot be used in both: call launch before anything that uses CUDA here, or put the"
             " function into a module"
+        )
+    if method == "fork" and _in_a_job():
+        raise InvalidStateError(
+            f"{_name(function)} is started by forking this process, which is a rank of a job itself: call"
+            " ringdp.shutdown() before ringdp.launch, or put the function into a module, from where fresh processes"
+            " import it"
         )
     context = multiprocessing.get_context(method)
     # OpenMP's threads do not survive a fork, and a child that wants them waits for ever.
@@ -191,6 +198,12 @@ def _end_with_the_caller() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != caller:
         os._exit(1)
+
+
+def _in_a_job() -> bool:
+    """Whether this process has joined one; asked without importing torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _can_be_imported(function: Callable[..., Any]) -> bool:

@@ -15,9 +15,6 @@ _NO_KERNELS = " without kernels"
 
 _log = logging.getLogger("ringdp.rank_devices")
 
-# For tests: codes are exchanged between tensors on the CPU, too, over whatever backend there is.
-always_exchange_codes = False
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -59,7 +56,7 @@ class Placement:
     @property
     def core_reduces_codes(self) -> bool:
         """The core's own compressed all-reduce serves."""
-        return self.all_on_cpu and self.backend == BACKEND and self.has_ring and not always_exchange_codes
+        return self.all_on_cpu and self.backend == BACKEND and self.has_ring
 
     @property
     def exchanges_codes(self) -> bool:
@@ -70,7 +67,7 @@ class Placement:
                 no way that all of them can go.
         """
         if self.all_on_cpu:
-            return always_exchange_codes
+            return False
         without = [rank for rank, kind in enumerate(self.kinds) if kind.endswith(_NO_KERNELS)]
         if without and self.mixed:
             raise InvalidArgumentError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ringdp.launcher.arguments import Arguments
 from ringdp.launcher.summary import duration
 from ringdp.launcher.waiting import Waiting, unreachable_lines
@@ -37,3 +39,20 @@ def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None)
             what += "; --rdzv-timeout SECONDS waits longer" if "timeout" in own.lower() else ""
         return "\n".join([what, *tried, *own.splitlines()[:3]])
     return own
+
+
+def of_connection(name: str, words: str, code: int | None) -> str:
+    """What a host's connection said that ended before an answer, and what to do.
+
+    Args:
+        name: the host, as the user names it.
+        words: what was said.
+        code: the exit code; 255 is ssh's own.
+    """
+    if "No module named" in words or "not found" in words or "No such file" in words:
+        return f"{words}: is ringdp installed there for {sys.executable}, the Python that runs this launcher?"
+    if "Host key verification" in words:
+        return f"{words}: ssh does not know this host yet, or its key has changed; once by hand: ssh {name}"
+    if "Permission denied" in words:
+        return f"{words}: ssh must get in without a password; once by hand: ssh-copy-id {name} (or a key in the agent)"
+    return f"cannot be reached: {words}" if code == 255 else words

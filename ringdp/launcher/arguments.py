@@ -23,6 +23,8 @@ from ringdp.errors import RingError
 from ringdp.launcher.host_list import Host, parse_hosts, read_host_file, scheduler_host_file
 from ringdp.launcher.views import Views
 
+LOOPBACK = "127.0.0.1"
+
 GRACE_S = 3.0
 """Seconds the ranks have to end after Ctrl-C; torchrun gives 30 unless told otherwise."""
 
@@ -293,7 +295,9 @@ def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
     unspecified = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (unspecified and max_nodes == 1):
         args.rdzv_backend = "c10d"
-        args.rdzv_endpoint = "localhost:0"
+        # Addresses, not names: where a bare container has no /etc/hosts, "localhost" and its own name mean nothing.
+        args.rdzv_endpoint = f"{LOOPBACK}:0"
+        args.local_addr = args.local_addr or LOOPBACK
         args.rdzv_id = str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = 29500

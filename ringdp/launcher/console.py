@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from ringdp.launcher.views import Stream
 
@@ -18,6 +19,7 @@ class Console:
 
     def __init__(self) -> None:
         self._gone: set[Stream] = set()
+        self.wrote_s = 0.0  # of time.monotonic()
         self._place: dict[Stream, str] = {"stdout": "stdout", "stderr": "stderr"}
         try:
             one, two = os.fstat(1), os.fstat(2)
@@ -54,6 +56,7 @@ class Console:
         self._mid_line[place] = False
 
     def _write(self, stream: Stream, data: bytes) -> None:
+        self.wrote_s = time.monotonic()
         while data and stream not in self._gone:
             try:
                 data = data[os.write(_FD[stream], data) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -37,8 +38,12 @@ def read_host_file(path: Path) -> list[Host]:
         ValueError: a line cannot be read; the message has its number.
         OSError: the file cannot be read.
     """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file") from None
     hosts = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -68,11 +73,18 @@ def scheduler_host_file(environ: Mapping[str, str]) -> tuple[str, Path] | None:
 
 def _host(text: str, where: str) -> Host:
     name, colon, slots = text.rpartition(":")
-    if not colon or text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):  # an IPv6 address
+    if not colon or text.endswith("]") or _is_ipv6(text):
         name, slots = text, ""
-    if not _NAME.fullmatch(name) or name.startswith("-"):
+    if not _NAME.fullmatch(name) or name.startswith("-") or (":" in name and not _is_ipv6(name.strip("[]"))):
         raise ValueError(f"{where}: {name!r} is not a host's name")
     return Host(name.strip("[]"), _slots(slots, where) if slots or (colon and name != text) else None)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def _slots(text: str, where: str) -> int:

@@ -2,7 +2,8 @@
 
 - ``<run>/launcher.log``: what torch's elastic agent says;
 - ``<run>/attempt_<n>/<local rank>/stdout.log`` and ``stderr.log``;
-- ``<run>/attempt_<n>/<local rank>/error.json``, where the script uses torch's ``@record``.
+- ``<run>/attempt_<n>/<local rank>/error.json``, where the script uses torch's ``@record``;
+- ``<run>/attempt_<n>/<local rank>/report.json``, where it uses RingDP and ends well.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RankLogs:
         local_rank: rank on this host.
         stdout, stderr: the log files.
         error_file: what torch's @record writes when the script raises.
+        report_file: what a rank that used RingDP writes when it ends well.
         terminals: streams that go through a pseudo-terminal, whose reader writes the log file.
         one_terminal: both go through the same one, and so into one file.
     """
@@ -41,6 +43,7 @@ class RankLogs:
     stdout: str
     stderr: str
     error_file: str
+    report_file: str = ""
     terminals: tuple[Stream, ...] = ()
     one_terminal: bool = False
 
@@ -184,10 +187,12 @@ class RankLogsSpecs(LogsSpecs):
                 stdout=str(folder / "stdout.log"),
                 stderr=str(folder / "stderr.log"),
                 error_file=str(folder / "error.json"),
+                report_file=str(folder / "report.json"),
                 terminals=tuple(through_terminal),
                 one_terminal=one_terminal,
             )
             environ["TORCHELASTIC_ERROR_FILE"] = logs.error_file
+            environ["RINGDP_REPORT_FILE"] = logs.report_file
             ranks.append(logs)
         self._started(ranks, first)
         return LogsDest(

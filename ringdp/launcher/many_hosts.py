@@ -23,13 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ringdp.launcher import processes, tether
+from ringdp.launcher import advice, processes, tether
 from ringdp.launcher.arguments import Placement
+from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
 from ringdp.launcher.failure import Blame
 from ringdp.launcher.filters import Splitter
 from ringdp.launcher.host_list import Host
-from ringdp.launcher.summary import MAX_LINES, duration
+from ringdp.launcher.summary import MAX_LINES, duration, finished
 from ringdp.launcher.tether import MARK, Ask, End, Hello, Orders
 from ringdp.launcher.views import Stream
 
@@ -37,17 +38,21 @@ SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o 
 ANSWER_S = 60.0
 """Seconds a host has to answer; importing torch from a slow disk takes most of them."""
 
+TELL_S, TELL_AGAIN_S = 8.0, 10.0
+"""After which the user is told which hosts have not answered, and how often."""
+
 AFTER_FAILURE_S = 5.0
 """Seconds that the other hosts have to notice that one has failed, before they are stopped."""
 
 PASSED_ON = re.compile(r"(RINGDP|NCCL|GLOO|TORCH|PYTORCH|TORCHELASTIC|OMP|MKL|PET)_\w+")
 """Variables that go to all hosts, besides those named by -x."""
 
-OF_THIS_HOST = {"RINGDP_SECRET_FILE", "RINGDP_ADVERTISE", "RINGDP_HOST_ID"}
+OF_THIS_HOST = {"RINGDP_SECRET_FILE", "RINGDP_ADVERTISE", "RINGDP_HOST_ID", "RINGDP_REPORT_FILE"}
 """Not those: a path or an address. What PET_ variables say of the hosts is in the command line that each gets."""
 
 _SHOWN_AS_IT_IS = re.compile(r"ringrun: |\[rank \d+\] |\[\w+\d+\]:")
 _ANSWERS = 5  # lines of a host that could not answer
+_NAMES = 8  # of hosts that have not answered
 _FOLDERS = 4  # of hosts whose logs the last line names
 
 
@@ -58,6 +63,7 @@ class _Node:
         self.host, self.number = host, number
         self.hello: Hello | None = None
         self.end: End | None = None
+        self.heard_s = time.monotonic()
         self.said: deque[str] = deque(maxlen=_ANSWERS)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -83,6 +89,11 @@ class _Node:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
+    def kill(self) -> None:
+        """End the connection itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     @property
     def ended(self) -> bool:
         return not self.streams and self.process.poll() is not None
@@ -102,8 +113,10 @@ class ManyHosts:
         self._console = Console()
         self._nodes: list[_Node] = []
         self._stop_signal: int | None = None
+        self._stop_time = 0.0
         self._signals = 0
         self._wake_read, self._wake_write = os.pipe()
+        self._connection = Connection.of_this_process()
 
     def run(self) -> int:
         """Start the launchers and stay until all have ended; returns the exit code."""
@@ -147,10 +160,16 @@ class ManyHosts:
         """All hosts, side by side, whether they can take part; why not."""
         for node in self._nodes:
             node.write(Ask(folder=str(Path.cwd()), script=self._placement.script))
-        limit = time.monotonic() + ANSWER_S
-        while time.monotonic() < limit and self._stop_signal is None:
-            if all(node.hello is not None or node.ended for node in self._nodes):
+        begin = time.monotonic()
+        tell_s = TELL_S
+        while (waited_s := time.monotonic() - begin) < ANSWER_S and self._stop_signal is None:
+            missing = [node.host.name for node in self._nodes if node.hello is None and not node.ended]
+            if not missing:
                 break
+            if waited_s > tell_s:
+                tell_s = waited_s + TELL_AGAIN_S
+                names = ", ".join([*missing[:_NAMES], *["…"] * (len(missing) > _NAMES)])
+                self._say([f"waiting for an answer of {names}, since {waited_s:.0f} s of at most {ANSWER_S:.0f} s"])
             self._pump(0.2)
         if self._stop_signal is not None:
             return []
@@ -162,7 +181,7 @@ class ManyHosts:
             if not node.ended:
                 return f"{name} did not answer within {ANSWER_S:.0f} s"
             words = "; ".join(node.said) or f"exit code {node.process.returncode}"
-            return f"{name}: {_advice(words, node.process.returncode)}"
+            return f"{name}: {advice.of_connection(name, words.rstrip('.'), node.process.returncode)}"
         if hello.problem is not None:
             return f"{name}: {hello.problem}"
         if first is None or first.problem is not None:
@@ -185,6 +204,7 @@ class ManyHosts:
                 own += ["--nnodes", str(len(self._nodes)), "--node-rank", str(node.number)]
                 own += ["--master-addr", address, "--master-port", str(port)]
             arguments = [*placement.flags, *own, *placement.program]
+            node.heard_s = time.monotonic()
             node.write(Orders(arguments=arguments, environ=environ, secret=self._secret))
         if len(self._nodes) > 1:
             names = ", ".join(f"{it.name}:{it.slots}" if it.slots else it.name for it in placement.hosts)
@@ -203,6 +223,9 @@ class ManyHosts:
                 beat = now
                 for node in alive:
                     node.write({})
+            for node in alive:
+                if now - node.heard_s > tether.SILENCE_S:
+                    node.kill()
             failed = [node for node in self._nodes if node.ended and node.process.returncode != 0]
             failed_s = now if failed and failed_s is None else failed_s
             if failed_s is not None and self._stop_signal is None and now - failed_s > AFTER_FAILURE_S:
@@ -220,6 +243,8 @@ class ManyHosts:
 
     def _pump(self, wait_s: float) -> None:
         """Take what has come from the hosts."""
+        if self._connection is not None and self._stop_signal is None and self._connection.lost:
+            self._on_stop(signal.SIGHUP, None)
         poll = select.poll()
         owners = {descriptor: node for node in self._nodes for descriptor in node.streams}
         for descriptor in (self._wake_read, *owners):
@@ -231,6 +256,7 @@ class ManyHosts:
             node = owners[descriptor]
             stream, splitter = node.streams[descriptor]
             data = os.read(descriptor, 65536)
+            node.heard_s = time.monotonic()
             lines = splitter.feed(data) if data else splitter.finish()
             if not data:
                 del node.streams[descriptor]
@@ -240,6 +266,8 @@ class ManyHosts:
     def _take(self, node: _Node, stream: Stream, line: str) -> None:
         if line.startswith(MARK):
             content = json.loads(line[len(MARK) :])
+            if not content:
+                return  # it is there
             if node.hello is None:
                 node.hello = Hello(**content)
             else:
@@ -261,32 +289,39 @@ class ManyHosts:
                 signal.signal(number, self._on_stop)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self._stop_signal = self._stop_signal or number
-        self._signals += 1
+        now = time.monotonic()
+        if self._stop_signal is None or now - self._stop_time > processes.SAME_PRESS_S:
+            self._signals += 1
+        if self._stop_signal is None:
+            self._stop_signal, self._stop_time = number, now
 
     def _end_connections(self) -> None:
         """The end of its input ends what is left on a host."""
         for node in self._nodes:
             node.close()
+            if node.hello is None and not node.ended:  # nothing runs there: ssh is still logging in
+                node.kill()
         limit = time.monotonic() + self._grace_s + 3
         for node in self._nodes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.process.wait(max(0.0, limit - time.monotonic()))
             if node.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(node.process.pid, signal.SIGKILL)
+                node.kill()
                 node.process.wait()
 
     def _conclude(self, seconds: float) -> int:
         if self._stop_signal is not None:
             name = signal.Signals(self._stop_signal).name
             self._say([f"stopped by {name} after {duration(seconds)} on all {len(self._nodes)} hosts"])
+            self._end_connections()  # the next line may be the last of this process
             return processes.die_of(self._stop_signal)
         failed = [node for node in self._nodes if not node.ended or node.process.returncode != 0]
         if not failed:
             folders = [f"{node.end.logs} on {node.host.name}" for node in self._nodes if node.end and node.end.logs]
-            logs = f", logs in {', '.join(folders[:_FOLDERS])}{', …' * (len(folders) > _FOLDERS)}" if folders else ""
-            self._say([f"finished after {duration(seconds)} on {len(self._nodes)} hosts{logs}"])
+            logs = ", ".join([*folders[:_FOLDERS], *["…"] * (len(folders) > _FOLDERS)])
+            steps = self._nodes[0].end.steps if self._nodes[0].end else None
+            where = f" on {len(self._nodes)} hosts"
+            self._console.lines("stderr", [finished(seconds, steps, where=where, logs=logs)])
             return 0
         first, *others = sorted(failed, key=_order_of_blame)
         lines = list(first.end.lines) if first.end else [f"FAILED: {self._lost_text(first)}"]
@@ -348,14 +383,6 @@ def _chosen(environ: Mapping[str, str], chosen: Sequence[str]) -> Iterator[tuple
         if not equals and name not in environ:
             raise ValueError(f"-x {name}: there is no such variable here; -x {name}=VALUE sets one")
         yield name, value if equals else environ[name]
-
-
-def _advice(words: str, code: int | None) -> str:
-    if "No module named" in words or "not found" in words or "No such file" in words:
-        return f"{words}: is ringdp installed there for {sys.executable}, the Python that runs this launcher?"
-    if "Permission denied" in words or "Host key verification" in words:
-        return f"{words}: ssh must get in without asking for anything: a key in the agent, the host in known_hosts"
-    return f"cannot be reached: {words}" if code == 255 else words
 
 
 def _order_of_blame(node: _Node) -> tuple[int, float]:

@@ -14,6 +14,9 @@ import signal
 import time
 from collections.abc import Callable, Collection
 
+SAME_PRESS_S = 0.25
+"""timeout(1), srun and others send a signal to the process and to its group: two so close are one."""
+
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from ringdp.launcher.failure import MAX_TAIL_LINES, FailureReport
@@ -19,6 +20,7 @@ def failed(
     seconds: float,
     restarts: int,
     earlier: Sequence[str] = (),
+    several_hosts: bool = False,
 ) -> list[str]:
     """The summary of a run in which ranks failed.
 
@@ -29,6 +31,7 @@ def failed(
         seconds: how long the run took.
         restarts: how often the ranks had been started again.
         earlier: why, for the last of those restarts; see `restarting`.
+        several_hosts: the user may be on another one: the logs are told with this host's name.
     """
     first = reports[0]
     after = f"after {duration(seconds)}" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
@@ -41,9 +44,10 @@ def failed(
         lines.append(f"  then: {_others(reports[1:])}")
     lines += [f"  before: {verdict}" for verdict in earlier]
     if folder is not None:
+        where = f" on {host}" if several_hosts else ""
         if first.tail_log:
-            lines.append(f"  full log: {short_path(first.tail_log)}")
-        lines.append(f"  all logs: {folder}")
+            lines.append(f"  full log: {short_path(first.tail_log)}{where}")
+        lines.append(f"  all logs: {folder}{where}")
     return [_cut(line) for line in lines[:MAX_LINES]]
 
 
@@ -52,6 +56,29 @@ def restarting(reports: list[FailureReport], *, host: str, attempt: int, logs_ke
     first = reports[0]
     what = f"attempt {attempt}: rank {first.failure.rank} on host {host} {first.description}"
     return _cut(what + (f"; log: {short_path(first.tail_log)}" if logs_kept and first.tail_log else ""))
+
+
+def finished(seconds: float, steps: int | None, *, where: str = "", logs: str = "", restarted: bool = False) -> str:
+    """The one line of a run that ends well.
+
+    Args:
+        seconds: how long the run took.
+        steps: those of rank 0; None where it did not tell.
+        where: " on 2 hosts", or empty.
+        logs: the folder, or empty.
+        restarted: the ranks have been started again: the steps are those since then.
+    """
+    made = "" if not steps else f" and {steps:,} step{'s' if steps > 1 else ''}" + " since the restart" * restarted
+    return f"ringrun: finished after {duration(seconds)}{made}{where}" + (f", logs in {logs}" if logs else "")
+
+
+def steps_of(report: str) -> int | None:
+    """The number of steps in a rank's report; None where there is none, or none that can be read."""
+    try:
+        with open(report) as file:
+            return int(json.load(file)["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from ringdp.launcher import agent, failure, messages, processes, secret, summary, tether
 from ringdp.launcher.arguments import Arguments, Placement, parse
+from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
 from ringdp.launcher.display import Display
 from ringdp.launcher.logs import RunFolder, make_run_folder, remove_run_folder
@@ -30,9 +31,6 @@ from ringdp.launcher.tether import MARK, End, Tether
 
 POLL_S = 0.05
 """How often the logs are looked at; a look costs microseconds."""
-
-SAME_PRESS_S = 0.25
-"""timeout(1), srun and others send a signal to the process and to its group: two so close are one."""
 
 NO_RANKS_GRACE_S = 0.3
 """Seconds the agent has to end after a stop signal while no rank has been started."""
@@ -88,6 +86,7 @@ class Supervisor:
         self, arguments: Arguments, folder: RunFolder, *, given_secret: str | None = None, tied: Tether | None = None
     ) -> None:
         self._given_secret, self._tether = given_secret, tied
+        self._connection = Connection.of_this_process() if tied is None else None
         self._arguments = arguments
         self._folder = folder
         self._console = Console()
@@ -202,6 +201,10 @@ class Supervisor:
                 pass
         if self._tether is not None and (number := self._tether.read()) is not None:
             self._on_stop(number, None)
+        if self._tether is not None and self._tether.beat_due(self._console.wrote_s):
+            self._console.lines("stderr", [MARK + "{}"])
+        if self._connection is not None and self._stop_signal is None and self._connection.lost:
+            self._on_stop(signal.SIGHUP, None)
 
     def _take(self, message: messages.Message) -> None:
         if isinstance(message, messages.Failed):
@@ -258,7 +261,7 @@ class Supervisor:
             if self._agent_pid and self._agent_status is None:
                 processes.send([self._agent_pid], number)
             self._display.stopping()
-        elif now - self._stop_time > SAME_PRESS_S:
+        elif now - self._stop_time > processes.SAME_PRESS_S:
             self._end_at_once()
 
     def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
@@ -316,12 +319,15 @@ class Supervisor:
             logs = f"; logs in {folder}" if folder else ""
             after = summary.duration(seconds)
             self._last_words([f"ringrun: stopped by {name} after {after}{logs}"])
+            if self._connection is not None and self._connection.lost and self._folder.kept:
+                self._leave_word(f"ringrun: the ssh connection was lost after {after}, so everything was ended\n")
             if self._stop_signal == signal.SIGINT:
                 self.remove_files()
             return processes.die_of(self._stop_signal)
         if self._agent_status == 0:
-            logs = f", logs in {folder}" if folder else ""
-            self._last_words([f"ringrun: finished after {summary.duration(seconds)}{logs}"])
+            restarted = self._started is not None and self._started.attempt > 0
+            steps = self._steps()
+            self._last_words([summary.finished(seconds, steps, logs=folder or "", restarted=restarted)], steps=steps)
             return 0
         first: failure.FailureReport | None = None
         if self._failed is not None and self._failed.failures:
@@ -334,6 +340,7 @@ class Supervisor:
                 seconds=seconds,
                 restarts=self._started.attempt if self._started else 0,
                 earlier=self._verdicts,
+                several_hosts=self._arguments.several_hosts,
             )
         else:
             log = self._folder.path / "launcher.log"
@@ -345,7 +352,13 @@ class Supervisor:
         self._last_words(lines, first)
         return 1
 
-    def _last_words(self, lines: list[str], first: failure.FailureReport | None = None) -> None:
+    def _steps(self) -> int | None:
+        """What the first rank of this host has told of itself."""
+        return summary.steps_of(self._started.ranks[0].report_file) if self._started else None
+
+    def _last_words(
+        self, lines: list[str], first: failure.FailureReport | None = None, *, steps: int | None = None
+    ) -> None:
         """For the user, or for the launcher that the user started, which hears from all hosts."""
         if self._tether is None:
             self._console.lines("stderr", lines)
@@ -355,8 +368,14 @@ class Supervisor:
             logs=self._folder.shown if self._folder.kept else "",
             blame=None if first is None else int(first.blame),
             when_s=0.0 if first is None else first.when_s,
+            steps=steps,
         )
         self._console.lines("stderr", [MARK + tether.line(end).decode().rstrip("\n")])
+
+    def _leave_word(self, text: str) -> None:
+        """For a user whom the console no longer reaches."""
+        with contextlib.suppress(OSError), open(self._folder.path / "launcher.log", "a") as file:
+            file.write(text)
 
     def _agent_end(self) -> str:
         code = os.waitstatus_to_exitcode(self._agent_status or 0)

@@ -2,7 +2,8 @@
 
 The user's launcher writes, the host's reads from its standard input: `Ask`, and when all hosts have answered, `Orders`;
 then ``{}`` every few seconds, and a signal's number. The host's launcher answers on its standard error, in lines that
-begin with MARK: `Hello`, and at the end `End`. The end of its input, or silence, ends everything on the host.
+begin with MARK: `Hello`, then ``{}`` every few seconds, too, and at the end `End`. The end of its input, or silence,
+ends everything on the host; the silence of a host is a lost connection to the user's launcher.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ MARK = "\x1e"
 """Begins a line for the user's launcher (ASCII's record separator, as in RFC 7464)."""
 
 BEAT_S = 3.0
+QUIET_S = 6.0
+"""Seconds without output after which a host says that it is there; it may end a line that is not complete."""
+
 SILENCE_S = 20.0
 """Seconds without a beat after which the connection counts as lost."""
 
@@ -79,12 +83,14 @@ class End:
         logs: the folder with its logs; empty where none are kept.
         blame: of its first failure (`failure.Blame`); None without one.
         when_s: of its first failure, seconds since the epoch by its own clock.
+        steps: of its first rank, which ended well; None where that is not known.
     """
 
     lines: tuple[str, ...]
     logs: str
     blame: int | None
     when_s: float
+    steps: int | None = None
 
 
 def line(content: Any) -> bytes:
@@ -104,7 +110,7 @@ class Tether:
         """
         self.descriptor = descriptor
         self._rest = rest
-        self._last = time.monotonic()
+        self._last = self._beat = time.monotonic()
         self._ended = False
 
     def read(self) -> int | None:
@@ -122,6 +128,17 @@ class Tether:
         *lines, self._rest = (self._rest + data).split(b"\n")
         numbers = [json.loads(one).get("signal") for one in lines if one.strip()]
         return next((int(number) for number in numbers if number), None)
+
+    def beat_due(self, wrote_s: float) -> bool:
+        """Whether it is time to tell the user's launcher that this host is there, which counts from now on.
+
+        Args:
+            wrote_s: when something was last written to it, which tells it, too.
+        """
+        due = time.monotonic() - max(self._beat, wrote_s) > QUIET_S
+        if due:
+            self._beat = time.monotonic()
+        return due
 
     @property
     def lost(self) -> bool:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ringdp import compression
+from ringdp.compression import saved
 from ringdp.compression.description import describe
-from ringdp.compression.exchange import BucketSlice, Coder, Layout, States, saved
+from ringdp.compression.exchange import BucketSlice, Coder, Layout, States
 from ringdp.compression.exchange.local import there_and_back
 from ringdp.compression.exchange.packing import check_promise, forms_of
 from ringdp.compression.exchange.section import Section
@@ -240,7 +241,7 @@ class _Bench:
         assert section is not None
         total = torch.zeros(3000, dtype=torch.float64, device=self.device)
         for rank, states in enumerate(done.states):
-            for path, value in saved.save(section, states.items()).items():
+            for path, value in saved.save(section, states.of(_NAME)).items():
                 if path in getattr(self.feedback, "owed", ()):
                     total += saved.share(section, path, value.double(), rank, ranks)
         return total
@@ -262,14 +263,16 @@ def _bits(x: Tensor) -> list[int]:
 
 
 def _snapshot(states: list[States]) -> dict[str, Any]:
-    return {
-        f"rank {rank}'s {name} ({key.kind}, {key.phase}, part {key.part})": value.clone()
-        if isinstance(value, Tensor)
-        else value
-        for rank, state in enumerate(states)
-        for key, held in state.items().items()
-        for name, value in held.items()
-    }
+    snapshot: dict[str, Any] = {}
+    for rank, state in enumerate(states):
+        remembered = state.of(_NAME)
+        if remembered.residual is not None:
+            snapshot[f"rank {rank}'s residual"] = remembered.residual.clone()
+        for key, held in remembered.dicts.items():
+            for name, value in held.items():
+                what = f"rank {rank}'s {name} ({key.kind}, {key.phase}, part {key.part})"
+                snapshot[what] = value.clone() if isinstance(value, Tensor) else value
+    return snapshot
 
 
 def _equal(before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -170,14 +170,11 @@ def test_codecs_of_tensors_are_those_of_buffers(codec: str) -> None:
     from ringdp import _C, _core
 
     for count in (0, 1, 63, 64, 257, 10_000):
-        x, residual = torch.randn(count), torch.randn(count) * 0.01
+        x = torch.randn(count)
         code = _C.codec_compress(codec, x)
         assert code.dtype == torch.uint8
         assert len(code) == _C.codec_bytes(codec, count) == _core.codec_bytes(codec, count)
         assert code.numpy().tobytes() == _core.codec_compress(codec, x.numpy())
-        code, new = _C.codec_compress_with_feedback(codec, x, residual, 8.0)
-        both = (code.numpy().tobytes(), new.numpy().tobytes())
-        assert both == _core.codec_compress_with_feedback(codec, x.numpy(), residual.numpy(), 8.0)
         decoded = _C.codec_decompress(codec, code, count)
         assert decoded.numpy().tobytes() == _core.codec_decompress(codec, code.numpy(), count)
         for wrong in (torch.zeros(len(code) + 1, dtype=torch.uint8), torch.zeros(len(code)).double()):

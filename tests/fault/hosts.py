@@ -89,6 +89,21 @@ class Lab:
             self.ip(host, f"addr add {network.format(host + 1)} dev eth0")
             self.ip(host, "link set eth0 up")
 
+    def named(self, folder: Path, addresses: dict[str, str]) -> None:
+        """Host i gets the i-th of these names; all are in /etc/hosts, and there is no name server. See `on`."""
+        self.names = list(addresses)
+        self.files = folder
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        (folder / "hosts").write_text("\n".join(lines) + "\n")
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once
+
+    def on(self, host: int) -> list[str]:
+        """What runs the command behind it on a host that `named` has named."""
+        binds = "; ".join(f"mount --bind {self.files}/{name} /etc/{name}" for name in ("hosts", "resolv.conf"))
+        setup = f'hostname {self.names[host]}; {binds}; exec "$@"'
+        space = f"--net=/run/netns/{self.spaces[host]}"
+        return ["nsenter", space, "unshare", "--uts", "--mount", "sh", "-c", setup, "sh"]
+
     def narrow(self, host: int, mtu: int, *, at_the_host: bool = False) -> None:
         """Larger packets from and to that host are dropped, without a word: between the bridges, or at the other end of
         its cable, where its own kernel notices."""

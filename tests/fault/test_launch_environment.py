@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.launch_jobs import LAUNCH, TORCHRUN, Job, script
+from tests.fault.launch_jobs import LAUNCH, ROOT, TORCHRUN, Job, script
 
 REPORT = """
     import glob, json, os, sys
@@ -42,12 +43,12 @@ REPORT = """
 
 SAME_AS_TORCHRUN = [
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 ]  # fmt: skip
-DIFFERENT = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
-OURS = {"RINGDP_SECRET_FILE", "OMP_NUM_THREADS"}
+DIFFERENT = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+OURS = {"RINGDP_SECRET_FILE", "RINGDP_REPORT_FILE", "OMP_NUM_THREADS"}
 
 
 @pytest.fixture
@@ -186,3 +187,19 @@ def free_port() -> int:
 def paths() -> list[str]:
     root = str(Path(__file__).parents[2])
     return [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+
+
+@pytest.mark.ci
+def test_a_host_without_names(tmp_path: Path, jobs: list[Job]) -> None:
+    """A bare container: no /etc/hosts, so neither localhost nor its own name means anything, and no name server."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare (apt-get install util-linux)")
+    (tmp_path / "empty").touch()
+    (tmp_path / "resolv").write_text("nameserver 127.0.0.1\n")
+    binds = f"mount --bind {tmp_path}/empty /etc/hosts && mount --bind {tmp_path}/resolv /etc/resolv.conf"
+    bare = ["unshare", "--mount", "--uts", "sh", "-c", f'{binds} && hostname bare-box && exec "$@"', "sh"]
+    program = "import torch, ringdp; ringdp.init(); t = torch.ones(1); torch.distributed.all_reduce(t); print(int(t))"
+    path = script(tmp_path, f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}\n")
+    jobs.append(Job(tmp_path, "-n", "2", path, command=[*bare, *LAUNCH]))
+    assert jobs[-1].wait() == 0, jobs[-1].err
+    assert jobs[-1].out == "2\n"

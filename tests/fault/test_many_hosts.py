@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
-import subprocess
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +110,7 @@ def test_one_verdict_for_the_job(tmp_path: Path, jobs: list[Job]) -> None:
     lines = job.err.splitlines()
     (begin,) = [number for number, line in enumerate(lines) if "FAILED" in line]
     assert re.match(r"ringrun: FAILED after [\d.]+ s: rank 2 on host \S+ raised ValueError: no labels", lines[begin])
+    assert any(re.fullmatch(rf"  full log: \S+ on {socket.gethostname()}", line) for line in lines[begin:])
     assert any("also: host n1: " in line for line in lines[begin:])
     assert len(lines) - begin <= 15
     assert "[rank 2] ValueError: no labels" in lines
@@ -137,6 +137,39 @@ def test_nothing_starts_unless_all_can(tmp_path: Path, jobs: list[Job]) -> None:
     assert "-x MISSING: there is no such variable here" in job.err
 
 
+@pytest.mark.ci
+def test_a_host_that_hangs_at_login(tmp_path: Path, jobs: list[Job]) -> None:
+    hangs = shlex.quote('if [ {host} = n2 ]; then exec sleep 600; fi; eval "$0"')
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", script(tmp_path, TRAIN), ssh=f"sh -c {hangs}")
+    said = r"ringrun: waiting for an answer of n2, since \d+ s of at most 60 s"
+    wait_until(lambda: re.search(said, job.err) is not None, "a word", 60)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == -signal.SIGINT
+    assert_gone(job, 3.0)
+
+
+@pytest.mark.ci
+def test_a_signal_sent_twice_at_once_is_one(tmp_path: Path, jobs: list[Job]) -> None:
+    """timeout(1) sends it to the process and to its group: the ranks still have their time."""
+    text = """
+        import pathlib, signal, sys, time
+        def leave(number, frame):
+            time.sleep(1.0)
+            pathlib.Path("saved").touch()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        pathlib.Path("ready-0").touch()
+        time.sleep(600)
+    """
+    job = start(jobs, tmp_path, "-H", "n1:1", script(tmp_path, text))
+    wait_until_ready(tmp_path, 1)
+    for _ in range(2):
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert job.wait() == 128 + signal.SIGTERM
+    assert (tmp_path / "saved").exists()
+
+
 def test_ctrl_c_and_sigkill_end_all_hosts(tmp_path: Path, jobs: list[Job]) -> None:
     path = script(tmp_path, TRAIN)
     job = start(jobs, tmp_path, "-H", "n1:1,n2:1", path, "stay")
@@ -154,30 +187,8 @@ def test_ctrl_c_and_sigkill_end_all_hosts(tmp_path: Path, jobs: list[Job]) -> No
     assert_gone(job)
 
 
-@pytest.fixture
-def sshd(tmp_path: Path) -> Iterator[str]:
-    """The ssh command that reaches an sshd on loopback."""
-    binary = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
-    if binary is None or os.geteuid() != 0:
-        pytest.skip("needs openssh-server, and root to run it")
-    folder = tmp_path / "sshd"
-    folder.mkdir(mode=0o700)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    port = 20000 + os.getpid() % 20000
-    (folder / "config").write_text(
-        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nUsePAM no\n"
-        f"StrictModes no\nPidFile none\nAcceptEnv LAUNCH_TEST_MARK\n"
-    )
-    server = subprocess.Popen([binary, "-D", "-e", "-f", folder / "config"], stderr=subprocess.DEVNULL)
-    options = f"-p {port} -i {folder}/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
-    yield f"ssh -T -o LogLevel=ERROR -o BatchMode=yes -o SendEnv=LAUNCH_TEST_MARK {options}"
-    server.kill()
-    server.wait()
-
-
-def test_over_ssh(tmp_path: Path, jobs: list[Job], sshd: str) -> None:
+def test_over_ssh(tmp_path: Path, jobs: list[Job], ssh: str) -> None:
+    sshd = f"{ssh} -T"
     path = script(tmp_path, TRAIN)
     job = start(jobs, tmp_path, "-H", "localhost:1,127.0.0.1:1", path, ssh=sshd)
     assert job.wait() == 0, job.err
@@ -186,19 +197,9 @@ def test_over_ssh(tmp_path: Path, jobs: list[Job], sshd: str) -> None:
         ready.unlink()
     job = start(jobs, tmp_path, "-H", "localhost:1,127.0.0.1:1", path, "stay", ssh=sshd)
     wait_until_ready(tmp_path, 2)
-    connection = next(
-        int(pid)
-        for pid in os.listdir("/proc")
-        if pid.isdigit() and (words := _words(pid)) and words[0] == "ssh" and "127.0.0.1" in words
-    )
+    clients = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in job.processes()}
+    (connection,) = [pid for pid, words in clients.items() if words[0] == "ssh" and "127.0.0.1" in words]
     os.kill(connection, signal.SIGKILL)
     assert job.wait() == 1
     assert "the connection to 127.0.0.1 was lost" in job.err
     assert_gone(job)
-
-
-def _words(pid: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ringdp import _C  # noqa: E402
+from ringdp import _C, _core  # noqa: E402
 from tests.registries import CODECS  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +44,12 @@ def at(offset: int, values: Any) -> Any:
 
 def code_like(codec: str, count: int, offset: int = 0) -> Any:
     return at(offset, torch.full((_C.codec_bytes(codec, count),), 0xA5, dtype=torch.uint8))
+
+
+def fed_back(codec: str, x: Any, residual: Any, factor: float) -> tuple[Any, Any]:
+    """The CPU's code of ``x + factor * residual``, and what that leaves out."""
+    code, left = _core.codec_compress_with_feedback(codec, x.numpy(), residual.numpy(), factor)
+    return torch.frombuffer(bytearray(code), dtype=torch.uint8), torch.frombuffer(bytearray(left), dtype=torch.float32)
 
 
 def same_bits(ours: Any, wanted: Any) -> bool:
@@ -88,7 +94,7 @@ def test_residuals_are_those_of_the_cpu(codec: str, finite: bool) -> None:
     feedback = [(*pair, turn) for pair, turn in zip(both, which, strict=True)]
     _C.cuda_encode(codec, [x.cuda() for x in xs], codes, feedback, FACTOR)
     for i, x in enumerate(xs):
-        code, left = _C.codec_compress_with_feedback(codec, x, old[i], FACTOR)
+        code, left = fed_back(codec, x, old[i], FACTOR)
         assert same_bits(codes[i], code), counts[i]
         assert same_bits(both[i][1 - i % 2], left), counts[i]
         assert same_bits(both[i][i % 2], old[i]), counts[i]
@@ -113,7 +119,7 @@ def test_a_fold_is_a_sum_in_order_of_rank(codec: str, own: int) -> None:
             total = term if rank == 0 else total + term
         mean = torch.where(total.isnan(), torch.nan, total / ranks)
         residual, code = mixture(count, count + 9), code_like(codec, count)
-        wanted, left = _C.codec_compress_with_feedback(codec, mean, residual, 1.0)
+        wanted, left = fed_back(codec, mean, residual, 1.0)
         both = [residual.cuda(), torch.zeros(count, device="cuda")]
         _C.cuda_reduce_codes(codec, [parts[own].cuda()], [sources.cuda()], [code], own, float(ranks), [(*both, flag())])
         assert same_bits(code, wanted), count

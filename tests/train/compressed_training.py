@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp.ddp.wrapper import RingDP
+from ringdp.job.placement import Placement
 
 
 def wide(seed: int = 0) -> nn.Module:
@@ -21,6 +25,19 @@ def wide(seed: int = 0) -> nn.Module:
 
 
 WEIGHTS = ("0.weight", "3.weight")  # those of at least 1,024 elements; "5.weight" has 1,008
+
+
+@contextlib.contextmanager
+def codes_exchanged(exchange: bool = True) -> Iterator[None]:
+    """Codes of a RingDP on the CPU go by the group's own collectives, as those of GPUs do."""
+    if not exchange:
+        yield
+        return
+    with (
+        mock.patch.object(Placement, "core_reduces_codes", False),
+        mock.patch.object(Placement, "exchanges_codes", True),
+    ):
+        yield
 
 
 def batch(step: int, rank: int, size: int = 8) -> tuple[Tensor, Tensor]:

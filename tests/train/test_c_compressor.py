@@ -45,7 +45,7 @@ def trained(compressor: Any, in_core: bool | None = None) -> list[str]:
 
 
 def as_int8(path: str, error_feedback: Any, native: bool, exchange: bool) -> list[str]:
-    with mock.patch.object(rank_devices, "always_exchange_codes", exchange):
+    with training.codes_exchanged(exchange):
         mine = trained(load(path, error_feedback=error_feedback), native)
     if dist.get_backend() == "ring":  # gloo adds exact gradients, those of biases, in an order of its own
         assert mine == trained(Int8(error_feedback=error_feedback))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.compression import Int8, RandomK
+from ringdp.compression import Int4, Int8, RandomK, TopK
+from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, MismatchError, RingError
 from ringdp.hooks import ddp_hook
 from ringdp.testing import Simulation, simulate
@@ -158,10 +160,11 @@ def resumed() -> tuple[list[str], list[str]]:
     whole, _ = run(build(), range(6), None)
     model = build()
     first, saved = run(model, range(3), None)
-    assert saved["step"] == 3
-    assert saved["parameters"]["0.weight"]["residual"].shape == (5000,)
+    [entries] = saved["ranks"].values()
+    assert saved["steps"] == 3
+    assert entries["0.weight"]["residual"].shape == (5000,)
     second, again = run(model, range(3, 6), saved)
-    calls = {path: it for path, it in again["parameters"]["4.weight"].items() if path.endswith("calls")}
+    calls = {path: it for path, it in again["ranks"][str(rank)]["4.weight"].items() if path.endswith("calls")}
     assert set(calls.values()) == {6}, calls
     return whole, first + second
 
@@ -178,13 +181,13 @@ def consolidated() -> dict[str, Any]:
     ddp.register_comm_hook(hook, function)
     for step in range(3):
         loss_of(ddp, step, dist.get_rank()).backward()
-    with pytest.raises(InvalidArgumentError, match="save it with consolidated=True"):
-        hook.load_state_dict(hook.state_dict() | {"rank": 7})
+    with pytest.raises(InvalidArgumentError, match=r"saved by 7 ranks.*save it with consolidated=True"):
+        hook.load_state_dict(hook.state_dict() | {"world_size": 7})
     own, mean = hook.state_dict(), hook.state_dict(consolidated=True)
     hook.load_state_dict(mean)
     again = hook.state_dict(consolidated=True)
     for name in COMPRESSED:
-        torch.testing.assert_close(again["parameters"][name], mean["parameters"][name], rtol=0, atol=0)
+        assert torch.equal(again["parameters"][name]["residual"], mean["parameters"][name]["residual"])
     for state in (own, mean):  # a parameter that is frozen by then is in the way of neither form
         frozen = build()
         frozen.get_parameter("0.weight").requires_grad_(False)
@@ -193,18 +196,19 @@ def consolidated() -> dict[str, Any]:
         ddp.register_comm_hook(hook, function)
         hook.load_state_dict(state)
         loss_of(ddp, 3, dist.get_rank()).backward()
-        exact, whole = hook.state_dict()["parameters"], hook.state_dict(consolidated=True)["parameters"]
-        torch.testing.assert_close(whole["0.weight"], mean["parameters"]["0.weight"], rtol=0, atol=0)
+        [exact], whole = hook.state_dict()["ranks"].values(), hook.state_dict(consolidated=True)["parameters"]
+        assert torch.equal(whole["0.weight"]["residual"], mean["parameters"]["0.weight"]["residual"])
         assert not torch.equal(whole["2.weight"]["residual"], mean["parameters"]["2.weight"]["residual"])
         if state is own:
-            torch.testing.assert_close(exact["0.weight"], own["parameters"]["0.weight"], rtol=0, atol=0)
+            mine = own["ranks"][str(dist.get_rank())]["0.weight"]
+            torch.testing.assert_close(exact["0.weight"]["residual"], mine["residual"], rtol=0, atol=0)
     return mean
 
 
 def test_the_mean_over_ranks_is_the_same_on_all_and_on_both_ways(backend: str) -> None:
     means = run_ranks(consolidated, world_size=3, backend=backend)
     for mean in means:
-        assert mean["rank"] is None
+        assert "ranks" not in mean
         for name in COMPRESSED:
             residual = mean["parameters"][name]["residual"]
             assert torch.equal(residual, means[0]["parameters"][name]["residual"])
@@ -232,7 +236,7 @@ def test_ranks_that_load_states_of_different_steps_are_told(backend: str) -> Non
 
 
 def resumed_in_half_precision() -> None:
-    """What bfloat16 gradients owe is not the core's to keep, although the codec is."""
+    """What bfloat16 gradients owe is remembered as that of float32."""
     model = build().to(torch.bfloat16)
     ddp = wrapped(model)
     hooks = []
@@ -243,8 +247,10 @@ def resumed_in_half_precision() -> None:
     ddp(torch.ones(2, 50, dtype=torch.bfloat16)).float().square().sum().backward()
     held = hooks[0].state_dict()
     hooks[1].load_state_dict(held)
-    assert hooks[1].memory.states.items().keys() == hooks[0].memory.states.items().keys()
-    torch.testing.assert_close(hooks[1].state_dict()["parameters"], held["parameters"], rtol=0, atol=0)
+    [mine], [theirs] = held["ranks"].values(), hooks[1].state_dict()["ranks"].values()
+    for name in COMPRESSED:
+        assert bool(mine[name]["residual"].any())
+        assert torch.equal(mine[name]["residual"], theirs[name]["residual"])
 
 
 def test_half_precision_is_loaded_where_it_is_looked_for(backend: str) -> None:
@@ -266,10 +272,11 @@ def accumulated() -> None:
             with ddp.no_sync():
                 scaler.scale(loss_of(ddp, step, rank)).backward()
             scaler.scale(loss_of(ddp, step + 1, rank)).backward()
-        states.append(hook.state_dict())
-        assert states[-1]["step"] == 2
+        state = hook.state_dict()
+        assert state["steps"] == 2
+        states.append(state["ranks"][str(rank)])
     for name in COMPRESSED:
-        torch.testing.assert_close(states[0]["parameters"][name], states[1]["parameters"][name], rtol=0, atol=0)
+        assert torch.equal(states[0][name]["residual"], states[1][name]["residual"])
 
 
 def test_no_sync_compresses_once_and_residuals_are_kept_without_the_loss_scale(backend: str) -> None:
@@ -373,8 +380,66 @@ def nameless() -> None:
     ddp.register_comm_hook(hook, function)
     for step in range(3):  # buckets are laid out anew after the first
         loss_of(ddp, step, dist.get_rank()).backward()
-    assert {it["residual"].numel() for it in hook.state_dict()["parameters"].values()} == {5000, 2400}
+    [entries] = hook.state_dict()["ranks"].values()
+    assert {it["residual"].numel() for it in entries.values()} == {5000, 2400}
 
 
 def test_without_the_model_parameters_are_numbered(backend: str) -> None:
     run_ranks(nameless, world_size=2, backend=backend)
+
+
+def by_the_core(dtype: torch.dtype) -> None:
+    """The compressor's own methods are not called, whatever moves the bytes."""
+    model = build().to(dtype)
+    ddp = wrapped(model)
+    ddp.register_comm_hook(*ddp_hook("int4", model=ddp))
+    with mock.patch.object(Int4, "compress", side_effect=AssertionError("in Python")):
+        for _ in range(2):
+            ddp(torch.ones(2, 50, dtype=dtype)).float().square().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_codecs_of_the_core_are_its_own_to_exchange(backend: str, dtype: torch.dtype) -> None:
+    run_ranks(by_the_core, dtype, world_size=2, backend=backend)
+
+
+def moved_between_wrappers(compression: Any) -> None:
+    """A state of the hook goes on in a RingDP, one of that in the hook, exact and as the mean."""
+    rank, rules = dist.get_rank(), [("0.weight", compression), ("*", None)]
+
+    def start(ring_dp: bool) -> tuple[Any, Any, Any]:
+        net: Any = build()
+        if ring_dp:
+            model: Any = RingDP(net, compression=compression, rules=rules, bucket_cap_mb=0.004)
+            return model, model.compression_state_dict, model.load_compression_state_dict
+        model = wrapped(net)
+        hook, function = ddp_hook(compression, rules=rules, model=model)
+        model.register_comm_hook(hook, function)
+        return model, hook.state_dict, hook.load_state_dict
+
+    def gradient(model: Any, step: int) -> Tensor:
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        averaged: Tensor = model.module[0].weight.grad.clone()
+        return averaged
+
+    for from_ring_dp in (False, True):
+        for consolidated in (False, True):
+            model, save, _ = start(from_ring_dp)
+            fresh = gradient(start(from_ring_dp)[0], 3)
+            for step in range(3):
+                gradient(model, step)
+            state = save(consolidated=consolidated)
+            results = []
+            for ring_dp in (False, True):
+                model, save_again, load = start(ring_dp)
+                load(state)
+                assert save_again(consolidated=consolidated).keys() == state.keys()
+                results.append(gradient(model, 3))
+            assert torch.equal(*results)
+            assert not torch.equal(results[0], fresh)
+
+
+@pytest.mark.parametrize("compression", ["int4", TopK(0.1)], ids=str)
+def test_a_state_moves_between_the_hook_and_ringdp(backend: str, compression: Any) -> None:
+    run_ranks(moved_between_wrappers, compression, world_size=2, backend=backend)

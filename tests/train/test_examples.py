@@ -28,6 +28,10 @@ pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built
 # Quick settings, and what the last lines say.
 QUICK = {
     "linear_regression": ([], r"ok     RingDP against one process: largest difference of a weight [\de.-]+ "),
+    "unequal_machines": (
+        ["--epochs=2", "--sleep-ms=0.2"],
+        r"samples of a batch of 64, by rank: \d+, \d+\n  ok     RingDP against one process: largest difference",
+    ),
     "char_lm": (
         ["--steps=60", "--batch-size=8", "--context=32", "--width=32", "--layers=1", "--lr=0.01", "--characters=30000"],
         r"ok     bits per character on 3,000 unseen ones: [5-9]\.\d+ before, [34]\.\d+ after, 4\.\d+ by",
@@ -48,6 +52,7 @@ QUICK = {
 }
 FAILING = {
     "linear_regression": ["--tolerance", "-1"],
+    "unequal_machines": [*QUICK["unequal_machines"][0], "--tolerance", "-1"],
     "char_lm": [*QUICK["char_lm"][0], "--steps", "1"],
     "compare_compressors": [*QUICK["compare_compressors"][0], "--min-accuracy", "101"],
     "resnet": [*QUICK["resnet"][0], "--min-accuracy", "1.01"],

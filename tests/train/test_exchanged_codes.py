@@ -5,7 +5,6 @@ same memory and the same verdicts as by the core's compressed all-reduce.
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -29,9 +28,9 @@ def module() -> Any:
 def steps(exchange: bool, compression: str) -> dict[str, Any]:
     """Gradients of every step, what is remembered in the end, and what was finite."""
     from ringdp.ddp.wrapper import RingDP
-    from ringdp.job import placement as rank_devices
+    from tests.train.compressed_training import codes_exchanged
 
-    with mock.patch.object(rank_devices, "always_exchange_codes", exchange):
+    with codes_exchanged(exchange):
         model: Any = RingDP(module(), compression=compression, bucket_cap_mb=0.004)
         rank = dist.get_rank()
         gradients, finite = [], []

@@ -22,6 +22,7 @@ import auto_compression  # noqa: E402
 import checksum  # noqa: E402
 import compression_plots  # noqa: E402
 import compression_quality  # noqa: E402
+import guard  # noqa: E402
 import hosts  # noqa: E402
 import kernels  # noqa: E402
 import memory  # noqa: E402
@@ -34,6 +35,7 @@ import step  # noqa: E402
 import strangers  # noqa: E402
 import time_to_loss  # noqa: E402
 import tune  # noqa: E402
+import unequal  # noqa: E402
 
 TOOLS = (
     allreduce,
@@ -41,6 +43,7 @@ TOOLS = (
     checksum,
     compression_plots,
     compression_quality,
+    guard,
     hosts,
     kernels,
     memory,
@@ -53,6 +56,7 @@ TOOLS = (
     strangers,
     time_to_loss,
     tune,
+    unequal,
 )
 PARSERS = {f"{tool.__name__}.py": tool.parse for tool in TOOLS}
 DOCUMENTS = {"docs/lab/benchmarks.md": 3, "docs/how-to/compression.md": 0, "docs/lab/compression_measured.md": 3}
@@ -80,6 +84,9 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("reconfigure.py", "--ranks 1", "at least two ranks"),
         ("startup.py", "--ranks 2,0", "at least one is needed"),
         ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
+        ("guard.py", "--every x", "a list of numbers like 100,500"),
+        ("unequal.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt"),
+        ("unequal.py", "--ranks 1", "at least two ranks"),
         ("selection.py", "--numel 0", "at least one element"),
         ("selection.py", "--rounds 0", "one round"),
         ("selection.py", "--fraction nan", "above 0 and at most 1"),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.compression import DGC, EF21, Bfloat16, ErrorFeedback, Int4, Int8
-from ringdp.compression.exchange import Section, States, saved
+from ringdp.compression import DGC, EF21, Bfloat16, ErrorFeedback, Int4, Int8, saved
+from ringdp.compression.exchange import Section, States
 from ringdp.errors import InvalidArgumentError
 from ringdp.testing import Simulation, simulate
 
@@ -33,7 +33,7 @@ def owed(compressor: Any, states: Sequence[States]) -> Tensor:
     ranks = len(states)
     total = torch.zeros(COUNT)
     for rank, state in enumerate(states):
-        held = saved.save(section(compressor, ranks), state.items())
+        held = saved.save(section(compressor, ranks), state.of("simulated"))
         total += saved.share(section(compressor, ranks), "residual", held["residual"], rank, ranks)
     return total
 
@@ -132,10 +132,10 @@ def test_saved_and_loaded_it_goes_on_to_the_same_bits(compressor: Any) -> None:
     half = simulate(compressor, steps[:3])
     states = []
     for rank, state in enumerate(half.states):
-        held = saved.save(section(compressor, ranks), state.items())
+        held = saved.save(section(compressor, ranks), state.of("simulated"))
         assert all(it.shape == (COUNT,) for it in held.values())
         fresh = States()
-        fresh.take(saved.load(section(compressor, ranks), held, rank, consolidated=False))
+        fresh.put("simulated", saved.load(section(compressor, ranks), held, rank))
         states.append(fresh)
     rest = simulate(compressor, steps[3:], after=Simulation(half.means, states, half.steps))
     for one, other in zip(whole.means[3:], rest.means, strict=True):
@@ -150,17 +150,15 @@ def test_the_mean_over_ranks_loads_at_any_world_size_and_nothing_owed_is_lost(ra
     states = []
     for rank in range(later):
         fresh = States()
-        fresh.take(saved.load(section(compressor, later), {"residual": before}, rank, consolidated=True))
+        fresh.put("simulated", saved.load(section(compressor, later), {"residual": before}, rank, consolidated=True))
         states.append(fresh)
-        others = [it for it in fresh.items() if it.phase == "rank"]
-        assert not others, "what is owed is the owner's to pay"
-    parts = [state.items() for state in states]
-    total = torch.zeros(COUNT)
-    edges = section(compressor, later).edges
-    for rank, held in enumerate(parts):
-        for state in held.values():
-            total[edges[rank] : edges[rank + 1]] += state["residual"]
-    assert torch.equal(total, before)
+        residual = fresh.residual("simulated")
+        assert residual is not None
+        residual = residual.clone()
+        own = section(compressor, later).part_of(residual, rank)
+        assert torch.equal(own, section(compressor, later).part_of(before, rank))
+        own.zero_()
+        assert not residual.any(), "what is owed is the owner's to pay"
     steps = gradients(later, 2)
     resumed = simulate(compressor, steps, after=Simulation([], states, 3))
     total = torch.stack(resumed.means).sum(0) + owed(compressor, resumed.states)
@@ -169,4 +167,21 @@ def test_the_mean_over_ranks_loads_at_any_world_size_and_nothing_owed_is_lost(ra
 
 def test_a_checkpoint_of_another_parameter_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"residual of 'simulated' is float32 \[7\], not float32 \[5000\]"):
-        saved.load(section(Int4(), 2), {"residual": torch.zeros(7)}, 0, consolidated=False)
+        saved.load(section(Int4(), 2), {"residual": torch.zeros(7)}, 0)
+
+
+def test_an_entry_is_row_by_row_but_for_those_that_hooks_saved_before() -> None:
+    parameter = torch.zeros(3, 4, 2, 2).to(memory_format=torch.channels_last)
+    memory = torch.arange(48.0)
+    by_row = memory.as_strided(parameter.shape, parameter.stride()).reshape(-1)
+    one = Section("w", tuple(parameter.shape), 0, 48, Int4(), 2)
+    entry = saved.entry_of(one, parameter, {"residual": memory, "compressor/rank/0/calls": 3})
+    assert torch.equal(entry["residual"], by_row)
+    assert not torch.equal(by_row, memory)
+    held = saved.from_entry(parameter, entry)
+    assert held.keys() == {"residual", "compressor/rank/0/calls"}
+    assert torch.equal(held["residual"], memory)
+    before = {"version": 1, "step": 2, "world_size": 2, "rank": None, "parameters": {"w": {"residual": memory}}}
+    state = saved.State.read(before, rank=1, ranks=5)
+    assert (state.rank, state.compressed_steps) == (None, 2)
+    assert torch.equal(saved.from_entry(parameter, state.entries["w"])["residual"], memory)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringdp.compression import PowerSGD, TopK
 from ringdp.compression.codecs import native
-from ringdp.compression.exchange import BucketSlice, Coder, Key, Layout, Section, States
+from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section, States
 from ringdp.compression.exchange.local import there_and_back
 from ringdp.compression.methods import low_rank
 from ringdp.testing import check_compressor, simulate
@@ -28,6 +28,12 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 def serving(core: bool) -> Any:
     return mock.patch.object(native, "serves", native.serves if core else lambda x: False)
+
+
+def residual_of(states: States, name: str) -> Tensor:
+    residual = states.residual(name)
+    assert residual is not None
+    return residual
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -123,8 +129,7 @@ def test_residual_and_mean_are_the_gradient(rows: int) -> None:
     for core in (True, False):
         with serving(core):
             after = simulate(PowerSGD(6), steps, scale=4.0)
-        key = Key("simulated", "feedback", "rank", 0)
-        owed = torch.stack([state.items()[key]["residual"] for state in after.states]).mean(0)
+        owed = torch.stack([residual_of(state, "simulated") for state in after.states]).mean(0)
         sent = torch.stack(after.means).sum(0)
         wanted = torch.stack([torch.stack(step).mean(0) for step in steps]).sum(0)
         torch.testing.assert_close(sent.view(-1) + 4.0 * owed, wanted.view(-1), atol=1e-4, rtol=1e-4)
@@ -143,16 +148,15 @@ def test_measuring_changes_no_input() -> None:
 def test_two_residuals_take_turns_and_an_overflow_keeps_the_one_that_counts(compressor: Any) -> None:
     states = [States(), States()]
     layouts = [Layout([BucketSlice("w", (40, 30), 0, 1200, compressor)], 2, torch.device("cpu")) for _ in range(2)]
-    key = Key("w", "feedback", "rank", 0)
     seen = []
     for step, finite in enumerate([True, True, False, True, True]):
         buckets = [gaussian(1200, seed=10 * step + rank) for rank in range(2)]
-        before = None if step == 0 else states[0].items()[key]["residual"].clone()
+        before = None if step == 0 else residual_of(states[0], "w").clone()
         coders = [Coder(states[rank], rank, 2, step) for rank in range(2)]
         together([layouts[rank].average(buckets[rank], coders[rank], 2) for rank in range(2)])
         for state in states:
             state.commit(finite)
-        residual = states[0].items()[key]["residual"]
+        residual = residual_of(states[0], "w")
         assert before is None or torch.equal(residual, before) == (not finite)
         seen.append(residual.data_ptr())
     assert seen[1] == seen[2] == seen[4] != seen[0] == seen[3]

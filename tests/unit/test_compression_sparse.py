@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringdp.compression import DGC, Info, PowerSGD, TopK
 from ringdp.compression.codecs import native
-from ringdp.compression.exchange import BucketSlice, Key
+from ringdp.compression.exchange import BucketSlice
 from ringdp.compression.methods import sparse
 from ringdp.testing import check_compressor, simulate
 
@@ -256,9 +256,9 @@ def test_what_the_owner_rounds_off_is_owed() -> None:
     assert section is not None
     owed = torch.zeros(600)
     for states in done.states:
-        for key, state in states.items().items():
-            if "residual" in state:
-                assert key == Key("simulated", "feedback", "rank", key.part)
-                owed[section.edges[key.part] : section.edges[key.part + 1]] += state["residual"] / 2
+        remembered = states.of("simulated")
+        assert remembered.residual is not None
+        assert all(key.kind == "compressor" for key in remembered.dicts)
+        owed += remembered.residual / 2
     torch.testing.assert_close(done.mean + owed, torch.stack(x).mean(0), rtol=1e-6, atol=0)
     assert bool((owed != 0).any())

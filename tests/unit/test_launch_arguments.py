@@ -16,7 +16,7 @@ def test_on_one_node_without_flags_the_port_is_free(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("PET_MASTER_PORT", raising=False)
     for flags in ([], ["--standalone"], ["--nproc-per-node", "4"]):
         first, second = (parse([*flags, "script.py"]).torchrun for _ in range(2))
-        assert (first.rdzv_backend, first.rdzv_endpoint) == ("c10d", "localhost:0")
+        assert (first.rdzv_backend, first.rdzv_endpoint) == ("c10d", "127.0.0.1:0")
         assert first.rdzv_id != second.rdzv_id
 
 

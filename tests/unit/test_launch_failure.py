@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ringdp.launcher import summary
 from ringdp.launcher.failure import examine, last_exception
 from ringdp.launcher.filters import plain
 from ringdp.launcher.logs import RankLogs
@@ -182,3 +183,18 @@ def test_at_most_fifteen_lines_whatever_happens(ranks: Ranks) -> None:
 def test_last_exception(text: str, expected: str | None) -> None:
     found = last_exception([plain(line) for line in text.splitlines()])
     assert (found.text if found else None) == expected
+
+
+def test_the_line_of_a_good_end(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert summary.steps_of(str(report)) is None
+    for text in ("", "[]", '{"steps": null}', '{"st'):
+        report.write_text(text)
+        assert summary.steps_of(str(report)) is None
+    report.write_text('{"steps": 1200}')
+    steps = summary.steps_of(str(report))
+    whole = summary.finished(5.12, steps, logs="logs/x")
+    assert whole == "ringrun: finished after 5.1 s and 1,200 steps, logs in logs/x"
+    assert summary.finished(5.12, 1, where=" on 2 hosts") == "ringrun: finished after 5.1 s and 1 step on 2 hosts"
+    assert summary.finished(65, None) == "ringrun: finished after 1 min 05 s"
+    assert summary.finished(1, 3, restarted=True) == "ringrun: finished after 1.0 s and 3 steps since the restart"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.fault.launch_jobs import ROOT, wait_until
 from tests.helpers import need
@@ -121,3 +122,10 @@ def test_bad_arguments() -> None:
 def test_importing_the_module_of_that_name_leaves_the_function() -> None:
     code = "import ringdp.launch, ringdp; from ringdp import launch; print(ringdp.launch is launch, launch.__module__)"
     assert run(code).stdout == "True ringdp.job.local_ranks\n"
+
+
+def test_a_rank_forks_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forked ranks would be told that they have called init before."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(ringdp.InvalidStateError, match=r"a rank of a job itself: call ringdp.shutdown\(\) before"):
+        ringdp.launch(lambda: 1, nprocs=1)

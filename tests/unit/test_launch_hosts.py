@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.launcher import many_hosts
+from ringdp.launcher import advice
 from ringdp.launcher.arguments import parse
 from ringdp.launcher.host_list import Host, parse_hosts, read_host_file
 from ringdp.launcher.many_hosts import is_here, meeting_address, variables
@@ -98,6 +98,22 @@ def test_flags_that_do_not_go_together(flags: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["a:2:3", "[a:2]:3", "a;b:2", "-oProxyCommand=x", "a b", "a,,b", ""])
+def test_what_is_not_a_host(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a host's name"):
+        parse_hosts(text)
+
+
+def test_addresses_and_files_of_other_systems(tmp_path: Path) -> None:
+    assert parse_hosts("fe80::1%eth0,[fd00::1]:2") == [Host("fe80::1%eth0"), Host("fd00::1", 2)]
+    path = tmp_path / "hosts"
+    path.write_bytes("\ufeffn1 slots=2\r\n# the rest\r\nfd00::2 slots=1\r\n".encode())
+    assert read_host_file(path) == [Host("n1", 2), Host("fd00::2", 1)]
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="hosts is not a text file"):
+        read_host_file(path)
+
+
 def test_in_a_schedulers_job_its_hosts_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nodes").write_text("n1\nn1\nn2\n")
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
@@ -109,6 +125,15 @@ def test_in_a_schedulers_job_its_hosts_are_taken(tmp_path: Path, monkeypatch: py
     assert parse(["train.py"], on_a_node=True).placement is None
     (tmp_path / "nodes").write_text("n1\nn1\n")
     assert parse(["train.py"]).placement is None
+    # As Sun Grid Engine writes it: host, slots, queue instance, processors.
+    text = "n1.cluster 4 all.q@n1.cluster UNDEFINED\nn2.cluster 2 all.q@n2.cluster UNDEFINED\n"
+    (tmp_path / "pe_hostfile").write_text(text)
+    monkeypatch.delenv("PBS_NODEFILE")
+    monkeypatch.setenv("PE_HOSTFILE", str(tmp_path / "pe_hostfile"))
+    found = parse(["train.py"]).placement
+    assert found is not None
+    assert found.hosts == (Host("n1.cluster", 4), Host("n2.cluster", 2))
+    assert "PE_HOSTFILE names 2 hosts" in found.notice
 
 
 def hello(host: str = "box", address: str = "", seen: str = "", **named: object) -> Hello:
@@ -143,9 +168,10 @@ def test_variables() -> None:
     ("words", "code", "said"),
     [
         ("python: No module named ringdp.launch", 1, "is ringdp installed there"),
-        ("me@n2: Permission denied (publickey).", 255, "ssh must get in without asking"),
+        ("me@n2: Permission denied (publickey).", 255, "without a password; once by hand: ssh-copy-id n2"),
+        ("Host key verification failed", 255, "once by hand: ssh n2"),
         ("ssh: connect to host n2 port 22: Connection refused", 255, "cannot be reached: ssh: connect"),
     ],
 )
 def test_advice(words: str, code: int, said: str) -> None:
-    assert said in many_hosts._advice(words, code)
+    assert said in advice.of_connection("n2", words, code)

@@ -58,10 +58,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "amp": {"errors", "hooks", "ddp", "_C"},
     "metrics": {"errors", "config", "job"},
     "checkpoint": {"errors", "job"},
+    "data": {"errors", "config", "job", "ddp"},
     "launch": {"launcher", "job"},
     "launcher": {"", "errors", "config", "job.threads"},
     "_autoload": {"job"},
-    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint"}
+    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint", "data"}
     | {"_autoload", "_build", "_moved", "testing"},
 }
 # May import anything; nothing may import them.

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from ringdp.compression.codecs import native
 from ringdp.compression.codecs.checks import check_code, native_name
 from ringdp.compression.feedback import Feedback, feedback_of
 from ringdp.compression.protocol import Aggregate, Info, Payload
-from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from ringdp import _C
@@ -99,15 +98,12 @@ def load(path: str | os.PathLike[str], *, error_feedback: Feedback | bool | None
     Raises:
         InvalidArgumentError: there is no such file, it is no library, has no ``ringdp_compressor_v1``, keeps to another
             version of the interface, lacks a function, promises sizes that cannot be, or brings another codec's name.
-        InvalidStateError: ringdp is not built for this torch.
     """
     feedback_of(error_feedback)
     try:
         plain = os.fspath(path)
     except TypeError:
         raise InvalidArgumentError(f"load needs the path of a shared library, not {path!r}") from None
-    if native.extension() is None:
-        raise InvalidStateError("compressors in C need ringdp._C, which is not built for this torch: run `make build`")
     from ringdp import _C
 
     return _made(_C.load_codec(os.fsdecode(plain)), error_feedback)
@@ -131,8 +127,6 @@ def _again(path: str, codec: str, sha256: str, error_feedback: Feedback | bool |
 
 def _loaded(sha256: str, error_feedback: Feedback | bool | None) -> CCompressor | None:
     """The one that was loaded before, whose file may be gone."""
-    if native.extension() is None:
-        return None
     from ringdp import _C
 
     known = _C.find_codec(sha256)

@@ -10,7 +10,7 @@ from ringdp.compression.exchange.layout import BucketSlice, Layout
 from ringdp.compression.exchange.requests import AllGather, AllReduce, AllToAll, Exchange, Request
 from ringdp.compression.exchange.section import Coder, Section
 from ringdp.compression.exchange.sparsity import Sparsity, Tally
-from ringdp.compression.exchange.states import Key, States
+from ringdp.compression.exchange.states import Key, Remembered, States
 
 __all__ = [
     "AllGather",
@@ -21,6 +21,7 @@ __all__ = [
     "Exchange",
     "Key",
     "Layout",
+    "Remembered",
     "Request",
     "Section",
     "Sparsity",

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ringdp.compression.codecs import native
 from ringdp.compression.description import describe
-from ringdp.compression.exchange.states import Key, States
+from ringdp.compression.exchange.states import Key, States, scaled
 from ringdp.compression.feedback import ErrorFeedback, Feedback, feedback_of
 from ringdp.compression.partition import bounds, owner_offset_of
 from ringdp.compression.protocol import Compressor, Info, Payload, Rounds
@@ -76,6 +75,10 @@ class Section:
         """float32 ``[count]``."""
         return torch.zeros(self.count, device=self.device)
 
+    def part_of(self, whole: Tensor, part: int) -> Tensor:
+        """This part, as a view of all elements of the parameter."""
+        return whole[self.edges[part] : self.edges[part + 1]]
+
     def of(self, bucket: Tensor, part: int) -> Tensor:
         """This part's elements, as a view of the flat `bucket`."""
         return bucket[self.begin + self.edges[part] : self.begin + self.edges[part + 1]]
@@ -118,22 +121,13 @@ class Coder:
         feedback = section.feedback_in(phase)
         if feedback is None:
             return self.compress(section, x, phase, part)
-        if type(feedback) is ErrorFeedback:
-            codec = getattr(section.compressor, "native", None)
-            if codec and native.serves(x):
-                return self._encode_natively(section, x, phase, part, codec)
-            if hasattr(section.compressor, "compress_with_residual"):
-                return self._encode_at_once(section, x, phase, part)
+        if type(feedback) is ErrorFeedback and hasattr(section.compressor, "compress_with_residual"):
+            return self._encode_at_once(section, x, phase, part)
         fed, state = self._fed(section, x, phase, part)
         to_units = self._to_units(feedback)
         payload = self.compress(section, fed / to_units if to_units != 1.0 else fed, phase, part)
         decoded = self.decode(section, payload, phase, part)
-        key = Key(section.name, "feedback", phase, part)
-        if type(feedback) is ErrorFeedback:  # as its `after`, in memory that is there
-            state = {"residual": torch.sub(fed, decoded, out=self.states.room(key, fed))}
-        else:
-            feedback.after(fed, decoded * to_units if to_units != 1.0 else decoded, state)
-        self.states.keep(key, state, self.loss_scale * to_units)
+        self._feed_back(section, phase, part, fed, decoded, state)
         return payload
 
     def _fed(self, section: Section, x: Tensor, phase: Phase, part: int) -> tuple[Tensor, dict[str, Any]]:
@@ -141,9 +135,33 @@ class Coder:
         feedback = section.feedback_in(phase)
         if feedback is None:
             return x, {}
+        if type(feedback) is ErrorFeedback:  # as its `before` and `after`, in memory that is there
+            residual = self.states.residual(section.name)
+            kept = {} if residual is None else {"residual": section.part_of(residual, part)}
+            return feedback.before(x, scaled(kept, self.loss_scale)), {}
         to_units = self._to_units(feedback)
         state = self.states.copy(Key(section.name, "feedback", phase, part), self.loss_scale * to_units)
         return feedback.before(x * to_units if to_units != 1.0 else x, state), state
+
+    def _feed_back(
+        self, section: Section, phase: Phase, part: int, fed: Tensor, decoded: Tensor, state: dict[str, Any]
+    ) -> None:
+        """What error feedback remembers of this step; `fed` and `state` are what `_fed` gave."""
+        feedback = section.feedback_in(phase)
+        if type(feedback) is ErrorFeedback:
+            _, following = self._residuals(section, part)
+            torch.sub(fed, decoded, out=following)
+            if self.loss_scale != 1.0:
+                following.mul_(1.0 / self.loss_scale)
+        elif feedback is not None:
+            to_units = self._to_units(feedback)
+            feedback.after(fed, decoded * to_units if to_units != 1.0 else decoded, state)
+            self.states.keep(Key(section.name, "feedback", phase, part), state, self.loss_scale * to_units)
+
+    def _residuals(self, section: Section, part: int) -> tuple[Tensor, Tensor]:
+        """The residual of plain error feedback for this part, and where this step puts the next one."""
+        current, following = self.states.write_residual(section.name, section.count, section.device)
+        return section.part_of(current, part), section.part_of(following, part)
 
     def _to_units(self, feedback: Feedback) -> float:
         """A power of two as a rule, which changes no bit."""
@@ -151,19 +169,24 @@ class Coder:
 
     def _encode_at_once(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
         """By a compressor that adds the residual and finds the new one in the pass that encodes."""
-        key, own = Key(section.name, "feedback", phase, part), Key(section.name, "compressor", phase, part)
-        residual = self.states.copy(key).get("residual")
+        own = Key(section.name, "compressor", phase, part)
         info = self._info(section, phase, part, self.states.copy(own))
+        residual, following = self._residuals(section, part)
         payload, left = section.compressor.compress_with_residual(  # type: ignore[attr-defined]
-            x, torch.zeros_like(x) if residual is None else residual, info, self.states.room(key, x)
+            x, residual, info, following
         )
+        if left.data_ptr() != following.data_ptr():  # torch operations made it
+            following.copy_(left)
         self.states.keep(own, info.state)
-        self.states.keep(key, {"residual": left})
         return tuple(payload)
 
     def merge(self, section: Section, payloads: Sequence[Payload], divisor: float, part: int) -> Payload:
         """One payload of the mean of this rank's part; what it cannot hold is this rank's residual."""
-        residual = self.states.pending(Key(section.name, "feedback", "rank", part)).get("residual")
+        residual: Tensor | None
+        if type(section.feedback) is ErrorFeedback:
+            _, residual = self._residuals(section, part)
+        else:
+            residual = self.states.pending(Key(section.name, "feedback", "rank", part)).get("residual")
         info = self._info(section, "owner", part, {})
         merged: Payload = section.compressor.merge(  # type: ignore[attr-defined]
             payloads, info, divisor, residual, divisor / self.loss_scale
@@ -204,7 +227,6 @@ class Coder:
         if type(feedback) is ErrorFeedback and hasattr(compressor, "average_with_residual"):
             means = yield from self._average_at_once(sections, xs, in_place)
             return means
-        feedback_keys = [Key(section.name, "feedback", "rank", 0) for section in sections]
         keys = [Key(section.name, "compressor", "rank", 0) for section in sections]
         infos = [
             self._info(section, "rank", 0, self.states.copy(key)) for section, key in zip(sections, keys, strict=True)
@@ -218,27 +240,23 @@ class Coder:
         for i, (section, mean) in enumerate(zip(sections, means, strict=True)):
             means[i] = _checked(section, "average", mean, section.count)
             self.states.keep(keys[i], infos[i].state)
-            if feedback is not None:
-                feedback.after(fed[i], means[i] * to_units if to_units != 1.0 else means[i], states[i])
-                self.states.keep(feedback_keys[i], states[i], self.loss_scale * to_units)
+            self._feed_back(section, "rank", 0, fed[i], means[i], states[i])
         return means
 
     def _average_at_once(self, sections: Sequence[Section], xs: Sequence[Tensor], in_place: bool) -> Rounds:
         """By a compressor that adds the residuals and finds the new ones in the passes that encode and decode."""
-        feedback_keys = [Key(section.name, "feedback", "rank", 0) for section in sections]
         keys = [Key(section.name, "compressor", "rank", 0) for section in sections]
-        residuals = [self.states.copy(key).get("residual") for key in feedback_keys]
+        residuals = [self.states.residual(section.name) for section in sections]
         infos = [
             self._info(section, "rank", 0, self.states.copy(key)) for section, key in zip(sections, keys, strict=True)
         ]
-        left = [self.states.room(key, x) for key, x in zip(feedback_keys, xs, strict=True)]
+        left = [self._residuals(section, 0)[1] for section in sections]
         means = xs if in_place else [torch.empty_like(x) for x in xs]
         yield from sections[0].compressor.average_with_residual(  # type: ignore[attr-defined]
             xs, residuals, infos, means, left
         )
-        for key, info, feedback_key, rest in zip(keys, infos, feedback_keys, left, strict=True):
+        for key, info in zip(keys, infos, strict=True):
             self.states.keep(key, info.state)
-            self.states.keep(feedback_key, {"residual": rest})
         return means
 
     def result(self, section: Section, mean: Tensor, part: int) -> Tensor:
@@ -264,17 +282,6 @@ class Coder:
                 name=section.name,
             )
         return tuple(payload)
-
-    def _encode_natively(self, section: Section, x: Tensor, phase: Phase, part: int, codec: str) -> Payload:
-        key = Key(section.name, "feedback", phase, part)
-        residual = self.states.copy(key).get("residual")
-        if residual is None:
-            residual = torch.zeros_like(x)
-        from ringdp import _C
-
-        code, new = _C.codec_compress_with_feedback(codec, x, residual, self.loss_scale)
-        self.states.keep(key, {"residual": new})
-        return (code,)
 
     def _info(self, section: Section, phase: Phase, part: int, state: dict[str, Any]) -> Info:
         return Info(

@@ -1,7 +1,9 @@
 """What compressors and error feedback remember from step to step: by parameter, and only of steps that count.
 
-What a step leaves is pending until `commit`: an overflow anywhere takes all of it back. Tensors of error feedback are
-kept without the loss scale; a power of two, it comes and goes without changing a bit.
+What a step leaves is pending until `commit`: an overflow anywhere takes all of it back. The residuals of plain error
+feedback are in C++ (csrc/torch/reducer/residuals.h), one tensor for each parameter, whose parts and phases do not
+overlap; all else is in dicts. Tensors of error feedback are kept without the loss scale; a power of two, it comes and
+goes without changing a bit.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ class Key:
     Attributes:
         name: the parameter's.
         kind: ``feedback`` or ``compressor``.
-        phase: ``rank``, ``owner``, or ``result`` for what is the same on all ranks; ``whole`` where the core keeps both
-            phases' in one tensor for all parts.
+        phase: ``rank``, ``owner``, or ``result`` for what is the same on all ranks.
         part: of the parameter.
     """
 
@@ -32,14 +33,28 @@ class Key:
     part: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """Of one parameter.
+
+    Attributes:
+        residual: of plain error feedback, float32 ``[count]``, in all parts and phases; None where there is none.
+        dicts: what else there is.
+    """
+
+    residual: Tensor | None
+    dicts: Mapping[Key, dict[str, Any]]
+
+
 class States:
-    """The dicts of one rank; used by whichever thread encodes, one at a time for a parameter."""
+    """What one rank remembers; used by whichever thread encodes, one at a time for a parameter."""
 
     def __init__(self) -> None:
+        from ringdp import _C
+
         self._committed: dict[Key, dict[str, Any]] = {}
         self._pending: dict[Key, dict[str, Any]] = {}
-        self._spare: dict[Key, Tensor] = {}  # of residuals that are written anew in each step: two of each take turns
-        self._alternate: set[Key] = set()
+        self._residuals = _C.Residuals()
 
     def copy(self, key: Key, factor: float = 1.0) -> dict[str, Any]:
         """A shallow copy, with floating-point tensors times `factor`."""
@@ -54,45 +69,43 @@ class States:
         """What this step has left so far, to be corrected before it counts."""
         return self._pending.get(key, {})
 
-    def room(self, key: Key, like: Tensor) -> Tensor:
-        """Memory for the next ``residual`` of `key`, with whatever is in it; see `_spare`.
+    def residual(self, name: str) -> Tensor | None:
+        """The one that counts, of the whole parameter; None where no step has left one."""
+        return self._residuals.current(name)
 
-        Fresh memory costs more than filling it: of large tensors the system brings each page when it is first touched.
-        """
-        self._alternate.add(key)
-        spare = self._spare.pop(key, None)
-        return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
+    def write_residual(self, name: str, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The one that counts, zeros at first, and memory for the next one, which this step fills."""
+        return self._residuals.write(name, count, device)
 
     def commit(self, finite: bool, *, unused: Iterable[str] = ()) -> None:
         """The step counts, except for parameters that no rank used; or (not `finite`) its states are dropped."""
         without = set(unused)
-        counts = {key: it for key, it in self._pending.items() if finite and key.name not in without}
-        for key in self._alternate & self._pending.keys():
-            done_with = (self._committed if key in counts else self._pending).get(key, {}).get("residual")
-            if done_with is not None:
-                self._spare[key] = done_with
-        self._committed.update(counts)
-        self._pending, self._alternate = {}, set()
+        self._residuals.commit(finite, list(without))
+        self._committed |= {key: it for key, it in self._pending.items() if finite and key.name not in without}
+        self._pending = {}
 
-    def items(self) -> Mapping[Key, dict[str, Any]]:
-        return self._committed
+    def of(self, name: str) -> Remembered:
+        return Remembered(
+            self.residual(name), {key: it for key, it in self._committed.items() if key.name == name and it}
+        )
 
-    def of(self, name: str) -> dict[Key, dict[str, Any]]:
-        """What is remembered of one parameter."""
-        return {key: it for key, it in self._committed.items() if key.name == name}
+    def put(self, name: str, remembered: Remembered) -> None:
+        """All that is remembered of one parameter from now on."""
+        self.forget(name)
+        self._committed |= remembered.dicts
+        if remembered.residual is not None:
+            self._residuals.set(name, remembered.residual)
 
     def forget(self, name: str) -> None:
         """All that is remembered of one parameter."""
-        for dicts in (self._committed, self._pending, self._spare):
+        self._residuals.drop(name)
+        for dicts in (self._committed, self._pending):
             for key in [key for key in dicts if key.name == name]:
                 del dicts[key]
 
-    def take(self, states: Mapping[Key, dict[str, Any]]) -> None:
-        """Put in what a checkpoint held."""
-        self._committed.update(states)
-
-    def replace(self, states: dict[Key, dict[str, Any]]) -> None:
-        self._committed, self._pending, self._spare = states, {}, {}
+    def clear(self) -> None:
+        self._committed, self._pending = {}, {}
+        self._residuals.clear()
 
 
 def scaled(state: dict[str, Any], factor: float) -> dict[str, Any]:

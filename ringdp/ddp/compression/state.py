@@ -1,10 +1,5 @@
-"""What compression remembers between steps, as a state dict: exact for each rank, or one that fits any number of ranks.
-
-Exact: ``{"format", "world_size", "steps", …, "ranks": {"2": {name: entry}}}``, with this rank's entries
-only, so that torch.distributed.checkpoint keeps those of all ranks apart. Consolidated: ``"parameters": {name: entry}``
-in place of ``"ranks"``, the same on all ranks. An entry has ``"compressor"``, in words, ``"residual"`` (float32
-[numel]) where there is error feedback, and whatever else a compressor keeps.
-"""
+"""What a RingDP's compression remembers between steps, as a state (`ringdp.compression.saved`): the reducer's residuals
+and the hook's memory together."""
 
 from __future__ import annotations
 
@@ -16,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.compression.exchange import saved
+from ringdp.compression import saved
 from ringdp.compression.partition import owner_offset_of
 from ringdp.ddp.compression.plan import ModelCompression
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import device_for
 
-_FORMAT = 1
 Entries = dict[str, dict[str, Any]]
 
 
@@ -31,18 +25,30 @@ def state_dict(compression: ModelCompression, *, consolidated: bool) -> dict[str
     """See `RingDP.compression_state_dict`. With `consolidated` all ranks call it."""
     if compression.auto is not None:
         compression.auto.return_residuals()
-    state: dict[str, Any] = {
-        "format": _FORMAT,
-        "world_size": compression.group.size(),
-        "steps": compression.steps,
-        "exact_until": compression.exact_until,
-        "compressed_steps": 0 if compression.hook is None else compression.hook.memory.step,
-    }
+    hook, group = compression.hook, compression.group
+    residuals = compression.residuals()
     if consolidated:
-        state["parameters"] = _mean_entries(compression)
-    else:
-        state["ranks"] = {str(compression.group.rank()): _own_entries(compression)}
-    return state
+        residuals = _mean(compression, residuals)
+    of_hook: Entries = {}
+    if hook is not None:
+        hook.expect_all()
+        of_hook = hook.memory.entries(group, consolidated=consolidated)
+    entries: Entries = {}
+    for index, one in enumerate(compression.parameters):
+        if compression.in_core(index):
+            entries[one.name] = {"compressor": compression.describe(index)}
+            if index in residuals:
+                entries[one.name]["residual"] = residuals[index].clone()
+        elif compression.in_hook(index):
+            entries[one.name] = of_hook[one.name]
+    return saved.State(
+        group.size(),
+        None if consolidated else group.rank(),
+        entries,
+        compression.steps,
+        compression.exact_until,
+        0 if hook is None else hook.memory.step,
+    ).as_dict()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,97 +86,47 @@ class CarriedState:
 
 def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> None:
     """See `RingDP.load_compression_state_dict`."""
-    if isinstance(state, Mapping) and state.get("format") != _FORMAT:
-        raise InvalidArgumentError(
-            f"not a ringdp compression state (format {state.get('format')!r}, expected {_FORMAT})"
-        )
-    ranks = saved.field(state, "world_size", int)
-    steps, exact_until, compressed_steps = (
-        saved.field(state, key, int) for key in ("steps", "exact_until", "compressed_steps")
-    )
-    consolidated = "parameters" in state
-    entries = saved.field(state, "parameters", Mapping) if consolidated else _entries_of_rank(compression, state, ranks)
-    entries, saved_as = saved.by_known_name(entries, {one.name for one in compression.parameters})
+    rank, hook = compression.group.rank(), compression.hook
+    loaded = saved.State.read(state, rank, compression.group.size())
+    entries, saved_as = saved.by_known_name(loaded.entries, {one.name for one in compression.parameters})
+    loaded = dataclasses.replace(loaded, entries=entries)
     _check(compression, entries)
-    residuals = _residuals(compression, entries, {} if consolidated else saved_as, consolidated=consolidated)
-    hook, checkpoint = compression.hook, None
+    residuals = _residuals(compression, entries, saved_as, consolidated=loaded.rank is None)
+    checkpoint = None
     if hook is not None:
-        rank = compression.group.rank()
-        of_hook = _of_hook(compression, entries)
-        checkpoint = hook.memory.read(of_hook, compressed_steps, rank, consolidated=consolidated, names_before=saved_as)
+        of_hook = {
+            one.name: entries[one.name]
+            for index, one in enumerate(compression.parameters)
+            if compression.in_hook(index) and one.name in entries
+        }
+        checkpoint = hook.memory.read(dataclasses.replace(loaded, entries=of_hook), rank, saved_as=saved_as)
     # All of it fits.
     if compression.auto is not None:
         compression.auto.return_residuals()
     compression.reducer.set_residuals(residuals)
     if hook is not None and checkpoint is not None:
         hook.memory.take(checkpoint)
-    compression.resume(steps, exact_until)
-
-
-def _entries_of_rank(compression: ModelCompression, state: Mapping[str, Any], ranks: int) -> Mapping[str, Any]:
-    rank, ranks_now = compression.group.rank(), compression.group.size()
-    by_rank = saved.field(state, "ranks", Mapping)
-    if ranks != ranks_now:
-        raise InvalidArgumentError(
-            f"this compression state was saved by {ranks} ranks, one part each, and there are {ranks_now} now: save"
-            " compression_state_dict(consolidated=True), which loads at any number of ranks"
-        )
-    if str(rank) not in by_rank:
-        raise InvalidArgumentError(
-            f"this compression state is of rank {', '.join(map(str, by_rank))}, and this is rank {rank}: each rank"
-            " loads what it saved, or all of them a consolidated state"
-        )
-    return saved.field(by_rank, str(rank), Mapping, "the compression state's ranks")
-
-
-def _own_entries(compression: ModelCompression) -> Entries:
-    entries: Entries = {}
-    residuals = compression.residuals()
-    for index, one in enumerate(compression.parameters):
-        if compression.in_core(index):
-            entries[one.name] = {"compressor": compression.describe(index)}
-            if index in residuals:
-                entries[one.name]["residual"] = residuals[index].clone()
-    _add_hook(entries, compression, consolidated=False)
-    return entries
+    compression.resume(loaded.steps, loaded.exact_until)
 
 
 # What the mean lacks so far: what each rank left out of its own gradient, divided by the number of ranks, and what the
 # owner left out of the mean. docs/reference/wire_format.md says who owns what.
-def _mean_entries(compression: ModelCompression) -> Entries:
-    entries: Entries = {}
-    ranks = compression.group.size()
-    residuals = compression.residuals()
-    missing = {
-        index: torch.where(
-            owned_by_this_rank(compression, index, compression.parameters[index].name), residual, residual / ranks
+def _mean(compression: ModelCompression, residuals: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    if not residuals:
+        return {}
+    shares = [
+        saved.share_of_residual(
+            residual,
+            owned_by_this_rank(compression, index, compression.parameters[index].name),
+            compression.group.size(),
         )
         for index, residual in sorted(residuals.items())
-    }
-    if missing:
-        place = device_for(compression.group, torch.device("cpu"))
-        together = torch.cat(list(missing.values())).to(place)
-        with named("compression state"):
-            dist.all_reduce(together, group=compression.group)
-        parts = together.cpu().split([len(one) for one in missing.values()])
-        missing = {index: part.clone() for index, part in zip(missing, parts, strict=True)}
-    for index, one in enumerate(compression.parameters):
-        if compression.in_core(index):
-            entries[one.name] = {"compressor": compression.describe(index)}
-            if index in missing:
-                entries[one.name]["residual"] = missing[index]
-    _add_hook(entries, compression, consolidated=True)
-    return entries
-
-
-def _add_hook(entries: Entries, compression: ModelCompression, *, consolidated: bool) -> None:
-    if compression.hook is None:
-        return
-    held = compression.hook.state_dict(consolidated=consolidated)["parameters"]
-    for index, one in enumerate(compression.parameters):
-        if compression.in_hook(index):
-            kept = {path: _row_by_row(one.parameter, value) for path, value in held.get(one.name, {}).items()}
-            entries[one.name] = {"compressor": compression.describe(index), **kept}
+    ]
+    together = torch.cat(shares).to(device_for(compression.group, torch.device("cpu")))
+    with named("compression state"):
+        dist.all_reduce(together, group=compression.group)
+    parts = together.cpu().split([len(one) for one in shares])
+    return dict(zip(sorted(residuals), parts, strict=True))
 
 
 def _check(compression: ModelCompression, entries: Mapping[str, Any]) -> None:
@@ -183,14 +139,7 @@ def _check(compression: ModelCompression, entries: Mapping[str, Any]) -> None:
             + (f", and {len(unknown) - 1} more such" if len(unknown) > 1 else "")
         )
     for name in entries:
-        entry = saved.field(entries, name, Mapping)
-        compressor = saved.field(entry, "compressor", str, f"the compression state's entry of {name!r}")
-        described = compression.describe(known[name])
-        if compressor != described:
-            raise InvalidArgumentError(
-                f"the compression state has {name!r} compressed by {compressor}, here it is {described}: build"
-                " RingDP with the same compression and rules, or leave out the state"
-            )
+        saved.check_compressor(name, saved.field(entries, name, Mapping), compression.describe(known[name]))
 
 
 def _residuals(
@@ -199,27 +148,21 @@ def _residuals(
     """By index, of what the core compresses. Raises InvalidArgumentError where one does not fit its parameter."""
     residuals: dict[int, Tensor] = {}
     for index, one in enumerate(compression.parameters):
-        if not compression.in_core(index) or "residual" not in entries.get(one.name, ()):
+        entry = entries.get(one.name, {})
+        if not compression.in_core(index) or "residual" not in entry:
             continue
-        residual = entries[one.name]["residual"]
+        residual = entry["residual"]
         saved.check_elements(one.name, "residual", residual, one.parameter.numel())
+        if entry.get("order") == "memory":
+            residual = saved.row_by_row(one.parameter, residual)
         residual = residual.to("cpu", copy=True)
-        if one.name in saved_as:
+        if consolidated:
+            residual *= owned_by_this_rank(compression, index, one.name)
+        elif one.name in saved_as:
             before, owned = (owned_by_this_rank(compression, index, name) for name in (saved_as[one.name], one.name))
             residual = saved.rescaled(residual, before, owned, compression.group.size())
-        residuals[index] = residual * owned_by_this_rank(compression, index, one.name) if consolidated else residual
+        residuals[index] = residual
     return residuals
-
-
-def _of_hook(compression: ModelCompression, entries: Mapping[str, Any]) -> Entries:
-    """What the hook remembers, as it does: without compressors, in the order of memory."""
-    return {
-        one.name: {
-            path: _in_memory(one.parameter, value) for path, value in entries[one.name].items() if path != "compressor"
-        }
-        for index, one in enumerate(compression.parameters)
-        if compression.in_hook(index) and one.name in entries
-    }
 
 
 def owned_by_this_rank(compression: ModelCompression, index: int, name: str) -> Tensor:
@@ -237,32 +180,5 @@ def owned_by_this_rank(compression: ModelCompression, index: int, name: str) -> 
         owned_here = _C.owned_elements(compression.group, parameter.numel(), owner_offset)
     for begin, end in owned_here:
         mask[begin:end] = True
-    owned: Tensor = _row_by_row(parameter, mask)
+    owned: Tensor = saved.row_by_row(parameter, mask)
     return owned
-
-
-# States are row by row. What is sent, and so what is remembered of it, has the order of the parameter's memory, which
-# may be another one (channels_last).
-
-
-def _row_by_row(parameter: Tensor, value: Any) -> Any:
-    if not _is_flat(value, parameter) or not _is_dense(parameter):
-        return value
-    return value.as_strided(parameter.shape, parameter.stride()).reshape(-1)
-
-
-def _in_memory(parameter: Tensor, value: Any) -> Any:
-    if not _is_flat(value, parameter) or not _is_dense(parameter):
-        return value
-    flat = torch.empty_like(value)
-    flat.as_strided(parameter.shape, parameter.stride()).copy_(value.view(parameter.shape))
-    return flat
-
-
-def _is_flat(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == (parameter.numel(),)
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    return parameter.permute(order).is_contiguous()

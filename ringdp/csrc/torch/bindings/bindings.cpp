@@ -20,4 +20,5 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_loss_scale(module);
   ringdp::bind_gradient_marks(module);
   ringdp::bind_module_snapshot(module);
+  ringdp::bind_replica_hash(module);
 }

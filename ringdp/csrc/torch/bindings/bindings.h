@@ -15,6 +15,7 @@ void bind_reductions(pybind11::module_& module);
 void bind_module_snapshot(pybind11::module_& module);
 void bind_process_group(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
+void bind_replica_hash(pybind11::module_& module);
 void bind_rotation(pybind11::module_& module);
 void bind_sparse_codes(pybind11::module_& module);
 void bind_low_rank(pybind11::module_& module);

@@ -17,6 +17,7 @@
 #include "torch/bindings/flat_tensors.h"
 #include "torch/device/device_codec.h"
 #include "torch/reducer/c10d_compressed_all_reduce.h"
+#include "torch/reducer/residuals.h"
 
 namespace ringdp {
 namespace {
@@ -131,6 +132,24 @@ std::pair<c10::intrusive_ptr<c10d::Work>, BufferReport> all_reduce_compressed(
   return {std::move(work), std::move(report)};
 }
 
+// ---- What codes have left out ----
+
+MaybeTensor current_residual(const Residuals& residuals, const std::string& name) {
+  const at::Tensor current = residuals.current(name);
+  return current.defined() ? MaybeTensor(current) : std::nullopt;
+}
+
+std::pair<at::Tensor, at::Tensor> write_residual(Residuals& residuals, const std::string& name, int64_t numel,
+                                                 const at::Device& device) {
+  const Residuals::Pair& pair = residuals.write(name, numel, device);
+  return {pair.current(), pair.next()};
+}
+
+void commit_residuals(Residuals& residuals, bool finite, const std::vector<std::string>& unused) {
+  if (!finite) return residuals.drop_step();
+  residuals.commit({}, {unused.begin(), unused.end()});
+}
+
 // ---- The codecs ----
 
 at::Tensor bytes_tensor(std::size_t bytes) { return at::empty(static_cast<int64_t>(bytes), at::kByte); }
@@ -144,23 +163,6 @@ at::Tensor compress(const std::string& name, const at::Tensor& x) {
   at::Tensor code = bytes_tensor(it.encoded_bytes(count));
   it.compress(code_of(code), x.const_data_ptr<float>(), count);
   return code;
-}
-
-std::pair<at::Tensor, at::Tensor> compress_with_feedback(const std::string& name, const at::Tensor& x,
-                                                         const at::Tensor& residual, float factor) {
-  const Codec& it = codec(codec_by_name(name));
-  require_flat(x, at::kFloat, "x");
-  require_flat(residual, at::kFloat, "the residual");
-  if (x.numel() != residual.numel())
-    throw Error(ErrorKind::kValue,
-                "a residual of " + std::to_string(residual.numel()) + " elements for " + std::to_string(x.numel()));
-  if (!(factor > 0)) throw Error(ErrorKind::kValue, "the factor must be positive, not " + std::to_string(factor));
-  py::gil_scoped_release no_gil;
-  const auto count = static_cast<std::size_t>(x.numel());
-  at::Tensor code = bytes_tensor(it.encoded_bytes(count)), next = at::empty_like(residual);
-  it.compress_with_feedback(code_of(code), x.const_data_ptr<float>(), residual.const_data_ptr<float>(),
-                            next.mutable_data_ptr<float>(), factor, count);
-  return {code, next};
 }
 
 at::Tensor decompress(const std::string& name, const at::Tensor& code, int64_t numel) {
@@ -217,6 +219,19 @@ void bind_compression(py::module_& module) {
       "codec_bytes",
       [](const std::string& name, std::size_t numel) { return codec(codec_by_name(name)).encoded_bytes(numel); },
       py::arg("codec"), py::arg("numel"), "Bytes of the code of `numel` elements.");
+  py::class_<Residuals>(
+      module, "Residuals",
+      "What compression left out of gradients, by parameter: float32 [numel], without loss scale. A step\n"
+      "writes it anew beside the one that counts, and `commit` says whether the new one counts.")
+      .def(py::init<>())
+      .def("current", &current_residual, py::arg("name"), "The one that counts; None where no step has left one.")
+      .def("write", &write_residual, py::arg("name"), py::arg("numel"), py::arg("device"),
+           "(the one that counts, zeros at first; memory for the next one, all of which this step fills).")
+      .def("commit", &commit_residuals, py::arg("finite"), py::arg("unused") = std::vector<std::string>(),
+           "The step counts, except for parameters that no rank used; or it was not finite, and counts for none.")
+      .def("set", &Residuals::set, py::arg("name"), py::arg("current"), "Copies.")
+      .def("drop", &Residuals::drop, py::arg("name"))
+      .def("clear", &Residuals::clear);
   py::class_<Plugin>(module, "CodecLibrary", "A codec from a shared library, which stays loaded.")
       .def_readonly("name", &Plugin::name)
       .def_readonly("path", &Plugin::path)
@@ -235,10 +250,6 @@ void bind_compression(py::module_& module) {
       "What the codec does against its contract, a sentence each. It may be wild: nothing else should be tried then.");
   module.def("codec_compress", &compress, py::arg("codec"), py::arg("x"),
              "The code of float32 elements, uint8 [codec_bytes(codec, x.numel())].");
-  module.def(
-      "codec_compress_with_feedback", &compress_with_feedback, py::arg("codec"), py::arg("x"), py::arg("residual"),
-      py::arg("factor"),
-      "(code, new residual) of x + factor * residual; what the code leaves out, divided by factor, is the new one.");
   module.def("codec_decompress", &decompress, py::arg("codec"), py::arg("code"), py::arg("numel"),
              "float32 [numel]. Raises ValueError for a code of another length.");
 }

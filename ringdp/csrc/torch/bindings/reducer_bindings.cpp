@@ -51,7 +51,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
                                       const std::optional<bool>& find_unused, bool average, bool own_gradients,
                                       bool skip_unused, bool names_compared, bool graph_shows_unused,
                                       const std::optional<at::ScalarType>& reduce_dtype, bool host_control,
-                                      bool weighted) {
+                                      bool gradient_pool, bool weighted) {
   std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
@@ -63,6 +63,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   options.reduce_dtype = reduce_dtype;
   options.host_control = host_control;
   options.weighted = weighted;
+  options.gradient_pool = gradient_pool;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
@@ -306,11 +307,14 @@ void shadow_used_map(Reducer& reducer) { reducer.join()->shadow_used_map(); }
 }  // namespace
 
 void bind_reducer(py::module_& module) {
+  module.def("most_steps", &most_steps,
+             "Backwards that averaged gradients, of the wrapper of this process that had most.");
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
            py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
-           py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false, py::arg("weighted") = false)
+           py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false, py::arg("gradient_pool") = false,
+           py::arg("weighted") = false)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
            py::arg("sparse"), NoGil())
@@ -363,6 +367,17 @@ void bind_reducer(py::module_& module) {
       .def("_set_static_graph", &noting<&set_static_graph>, NoGil())
       .def("_update_process_group", &set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),
            py::arg("names_compared"), NoGil());
+  module.def(
+      "gradient_memory",
+      [] {
+        const GradientPool::Use use = GradientPool::use();
+        return std::make_tuple(use.installed, use.in_use_bytes, use.idle_bytes);
+      },
+      "Whether the pool for gradients is installed, its bytes in use, and its idle bytes.");
+  module.def(
+      "in_gradient_pool",
+      [](const at::Tensor& tensor) { return tensor.is_cpu() && GradientPool::owns(tensor.storage().data()); },
+      py::arg("tensor"), "Whether the tensor's memory comes from the pool for gradients.");
 }
 
 }  // namespace ringdp

@@ -47,16 +47,18 @@ void BackwardEnd::send_late() {
   }
 }
 
-HookVerdicts BackwardEnd::used_hooks() const { return layout_.compression.used_hooks(layout_.store, backward_.step()); }
+HookVerdicts BackwardEnd::used_hooks() const {
+  return HookVerdicts(layout_.reductions, layout_.store, backward_.step());
+}
 
 void BackwardEnd::ask_hooks(HookVerdicts& hooks) {
   failure_.keeping_in(-1, "announced before", [&] { layout_.buckets.follow_announcements(backward_.step()); });
-  GradientCompression::ask_hooks(hooks);
+  hooks.ask();
 }
 
 void BackwardEnd::hand_out(const Missing& missing, const HookVerdicts& hooks) {
   layout_.overflow.collect(layout_.store, backward_.step(), hooks, /*look_at_results=*/!layout_.buckets.has_hook());
-  layout_.compression.commit(layout_.store, backward_.step(), used_, layout_.overflow);
+  layout_.compression.commit(used_, layout_.overflow);
   for (std::size_t i = 0; i < arrivals_.size(); ++i) {
     if (used_.used_somewhere(i)) layout_.store.hand_out(i, /*keep_none=*/arrivals_.used(i) || optimizer_in_backward_);
   }

@@ -12,6 +12,7 @@
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_filler.h"
 #include "torch/reducer/gradient_layout.h"
+#include "torch/reducer/hook_verdicts.h"
 #include "torch/reducer/join_shadow.h"
 #include "torch/reducer/reducer_stats.h"
 #include "torch/reducer/step_failure.h"

@@ -75,7 +75,7 @@ void BetweenSteps::set_static_graph() {
 }
 
 void BetweenSteps::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
-  const bool compressed = !layout_.compression.none();
+  const bool compressed = !layout_.reductions.none();
   if (compressed) guard_.refuse_change_of_compression();
   layout_.set_group(std::move(group), average, names_compared);
   if (compressed) times_.count_kept(layout_.plan);

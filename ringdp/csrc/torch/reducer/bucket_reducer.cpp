@@ -13,7 +13,7 @@ using Clock = ReductionStrategy::Clock;
 ReductionStrategy& BucketReducer::strategy_of(const Bucket& bucket) {
   if (bucket.operation.hook != nullptr) return hook_;
   if (bucket.reduction == nullptr) return exact_;
-  if (dynamic_cast<const AutoReduction*>(bucket.reduction) != nullptr) return residual_;
+  if (is_auto(bucket.reduction)) return residual_;
   if (dynamic_cast<const CodecReduction*>(bucket.reduction) != nullptr && bucket.reduction->enabled()) return codec_;
   return exact_;
 }

@@ -4,6 +4,8 @@
 // host of its own, so the same bits; parts are padded to the longest one, whose size all ranks know.
 // On a device everything is queued on a stream of its own, and nothing waits on the host: over NCCL all of it within the
 // constructor's call, over ring each step in the callback of the one before.
+// A backend that matches operations by the order of calls (gloo) needs the same order on all ranks: the Reducer waits until the
+// last collective is issued (`wait_until_issued`), Python's hooks have a group and a thread for one bucket at a time.
 // Owned by its Work and by those callbacks together; any thread.
 #pragma once
 

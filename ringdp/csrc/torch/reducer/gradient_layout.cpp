@@ -22,6 +22,7 @@ constexpr const char* kHookAndCompression =
 GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                ReducerOptions given, GradientListener& listener)
     : options(std::move(given)),
+      pool(options.gradient_pool),
       parameters(std::move(all)),
       group(std::move(process_group), options.average, options.names_compared, options.host_control),
       plan(options.caps_bytes),
@@ -29,7 +30,8 @@ GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_
       weights(group, parameters, options.weighted),
       store(parameters, plan, hooks, weights.factors(), options.own_gradients),
       left_over(parameters, plan),
-      compression(parameters, plan, group),
+      reductions(parameters, plan, group),
+      compression(parameters, reductions, group),
       overflow(parameters),
       buckets(group, parameters, compression, overflow) {
   start();
@@ -41,7 +43,7 @@ void GradientLayout::start() {
   store.start();
   left_over.start();
   plan.start(describe_gradients());
-  compression.forget_choice();
+  reductions.forget_choice();
   attach_hooks();
 }
 
@@ -53,14 +55,14 @@ void GradientLayout::attach_hooks() {
 // Reductions have changed.
 void GradientLayout::lay_out_again() {
   plan.describe_again(describe_gradients());
-  compression.forget_choice();
+  reductions.forget_choice();
   store.drop();
 }
 
 bool GradientLayout::follow_learned_order() {
   const std::optional<bool> changed = plan.follow_learned();
   if (!changed) return false;
-  compression.forget_choice();
+  reductions.forget_choice();
   if (*changed) store.drop();
   return true;
 }
@@ -80,9 +82,9 @@ std::vector<PlannedGradient> GradientLayout::describe_gradients() {
     const c10::ScalarType dtype = bucket_dtype(i);
     const std::size_t param_index = parameters.param_index(i);
     PlannedGradient& gradient = gradients.emplace_back();
-    gradient.exact = compression.reduction_of(param_index) == nullptr;
+    gradient.exact = reductions.of_parameter(param_index) == nullptr;
     const uint64_t reduction =
-        gradient.exact ? 0 : static_cast<uint64_t>(compression.reduction_number(param_index)) + 1;
+        gradient.exact ? 0 : static_cast<uint64_t>(reductions.number_of_parameter(param_index)) + 1;
     gradient.group = (reduction << 40) | (static_cast<uint64_t>(device.type()) << 32) |
                      (static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 16) | static_cast<uint64_t>(dtype);
     gradient.numel = static_cast<std::size_t>(parameter.numel());
@@ -98,19 +100,20 @@ std::vector<PlannedGradient> GradientLayout::describe_gradients() {
 c10::ScalarType GradientLayout::bucket_dtype(std::size_t parameter) const {
   const c10::ScalarType own = parameters.tensors()[parameter].scalar_type();
   if (parameters[parameter].sparse || !c10::isFloatingType(own)) return own;
-  const bool exact = compression.reduction_of(parameters.param_index(parameter)) == nullptr;
+  const bool exact = reductions.of_parameter(parameters.param_index(parameter)) == nullptr;
   return exact ? options.reduce_dtype.value_or(own) : at::kFloat;
 }
 
 void GradientLayout::allocate() {
   if (!store.empty() || local()) return;
+  const GradientPool::Scope scope = pool.scope();
   store.allocate(/*marks=*/options.unused != UnusedParameters::kForbidden && !buckets.has_hook() &&
                  !group.host_control());
   assign_reductions();
 }
 
 void GradientLayout::assign_reductions() {
-  for (std::size_t index = 0; index < store.size(); ++index) store[index].reduction = compression.of_bucket(index);
+  for (std::size_t index = 0; index < store.size(); ++index) store[index].reduction = reductions.of_bucket(index);
 }
 
 void GradientLayout::throw_if_group_failed() {
@@ -167,26 +170,26 @@ ReductionPlan GradientLayout::replace_parameters(std::vector<ModuleParameter> ot
   return before;
 }
 
-void GradientLayout::check_reductions(const ReductionPlan& reductions) const {
-  if (!reductions.reductions.empty() && buckets.has_hook()) throw Error(ErrorKind::kState, kHookAndCompression);
-  compression.check(reductions);
+void GradientLayout::check_reductions(const ReductionPlan& others) const {
+  if (!others.reductions.empty() && buckets.has_hook()) throw Error(ErrorKind::kState, kHookAndCompression);
+  reductions.check(others);
 }
 
-ReductionPlan GradientLayout::set_reductions(ReductionPlan reductions) {
-  ReductionPlan before = compression.set(std::move(reductions));
-  overflow.watch_for_compression(!compression.none());
+ReductionPlan GradientLayout::set_reductions(ReductionPlan others) {
+  ReductionPlan before = compression.set(std::move(others));
+  overflow.watch_for_compression(!reductions.none());
   lay_out_again();
   return before;
 }
 
 void GradientLayout::choose(const std::vector<int>& reduction_of_bucket) {
-  compression.choose(reduction_of_bucket);
+  reductions.choose(reduction_of_bucket);
   assign_reductions();
 }
 
 // Hooks that RingDP itself registers, for mixed precision and optimizers in backward, come this way, too.
 void GradientLayout::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
-  if (!compression.none()) throw Error(ErrorKind::kState, kHookAndCompression);
+  if (!reductions.none()) throw Error(ErrorKind::kState, kHookAndCompression);
   buckets.set_hook(std::move(hook));
   store.drop();  // buckets for hooks are laid out without marks, and a world of one has had none
   attach_hooks();
@@ -195,8 +198,8 @@ void GradientLayout::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
 void GradientLayout::set_group(c10::intrusive_ptr<c10d::ProcessGroup> other, bool average, bool names_compared) {
   const bool other_size = group.replace(std::move(other), average, names_compared);
   buckets.group_replaced();
-  if (!compression.none()) {
-    check_reductions(compression.reductions());
+  if (!reductions.none()) {
+    check_reductions(reductions.all());
     if (other_size) compression.clear_residuals();  // other ranks own their parts
     lay_out_again();
   }

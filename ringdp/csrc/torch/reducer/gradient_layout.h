@@ -16,6 +16,7 @@
 #include "torch/reducer/bucket_store.h"
 #include "torch/reducer/gradient_compression.h"
 #include "torch/reducer/gradient_hooks.h"
+#include "torch/reducer/gradient_pool.h"
 #include "torch/reducer/gradient_weights.h"
 #include "torch/reducer/left_over_gradients.h"
 #include "torch/reducer/overflow_report.h"
@@ -33,6 +34,7 @@ struct ReducerOptions {
   bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
   bool skip_unused = false;        // buckets for which no rank has gradients are not sent
   bool host_control = false;       // see ReducerGroup
+  bool gradient_pool = false;      // see GradientPool
   bool names_compared = false;     // see ReducerGroup
   bool weighted = false;           // see GradientWeights
   std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
@@ -45,6 +47,7 @@ class GradientLayout {
                  ReducerOptions options, GradientListener& listener);
 
   const ReducerOptions options;
+  const GradientPool pool;
   TrainableParameters parameters;
   ReducerGroup group;
   BucketPlan plan;
@@ -52,6 +55,7 @@ class GradientLayout {
   GradientWeights weights;
   BucketStore store;
   LeftOverGradients left_over;
+  ReductionAssignment reductions;
   GradientCompression compression;
   OverflowReport overflow;
   BucketReducer buckets;
@@ -66,7 +70,7 @@ class GradientLayout {
   // Throws the failure of ring's group where another backend reduces the buckets.
   void throw_if_group_failed();
   // Whether hooks may issue operations at any time, also after the last bucket was launched.
-  bool calls_back() const { return buckets.has_hook() || compression.calls_back(); }
+  bool calls_back() const { return buckets.has_hook() || reductions.calls_back(); }
   // Which parameters were used is an operation of its own: no bucket carries it.
   bool sends_used_map() const;
   // Some buckets may stay at home, or will as soon as the order of the gradients is known.

@@ -19,7 +19,7 @@ void JoinShadow::divide() {
 void JoinShadow::divide_by(int64_t ranks_with_input) {
   const int64_t before = layout_.group.divisor();
   layout_.group.set_divisor(ranks_with_input);
-  if (before != ranks_with_input) layout_.compression.set_divisor(ranks_with_input);
+  if (before != ranks_with_input) layout_.reductions.set_divisor(ranks_with_input);
 }
 
 std::vector<c10d::GradBucket> JoinShadow::zero_buckets() {

@@ -44,13 +44,12 @@ void OverflowReport::collect(const BucketStore& buckets, int64_t step, const Hoo
   for (const Bucket& bucket : buckets) {
     if (bucket.sent_in != step) continue;
     std::optional<bool> one;
-    const auto hook = hooks.finite.find(dynamic_cast<HookReduction*>(bucket.reduction));
     if (bucket.report) {
       one = bucket.report->finite;
       if (own_non_finite_ < 0 && bucket.report->own != nullptr)
         own_non_finite_ = parameter_at(bucket, bucket.report->own);
-    } else if (hook != hooks.finite.end() && hook->second) {
-      one = hook->second;
+    } else if (const auto verdict = hooks.of(bucket.reduction)) {
+      one = verdict;
     } else if (bucket.codes.non_finite.defined()) {
       continue;  // its device knows
     } else if (look_at_results && watches()) {

@@ -9,24 +9,17 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include "torch/reducer/bucket_store.h"
-#include "torch/reducer/reduction.h"
+#include "torch/reducer/hook_verdicts.h"
 #include "torch/reducer/residuals.h"
 #include "torch/reducer/trainable_parameters.h"
 
 namespace ringdp {
-
-// The reductions that are hooks and were used in a backward, and whether each found its results finite.
-struct HookVerdicts {
-  std::map<HookReduction*, std::optional<bool>> finite;
-  std::vector<std::shared_ptr<Reduction>> alive;  // they run Python code, which may give the reducer others
-};
 
 class OverflowReport {
  public:

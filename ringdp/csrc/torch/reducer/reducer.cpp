@@ -85,9 +85,10 @@ void Reducer::begin(double weight) {
   failure_.keeping_in(-1, "weights",
                       [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
-  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
-    if (auto reducer = self.lock()) reducer->end_backward();
-  });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = weak_from_this(), pool = layout_.pool.during_backward()] {
+        if (auto reducer = self.lock()) reducer->end_backward();
+      });
   filler_.begin();
 }
 
@@ -142,20 +143,20 @@ void Reducer::shadow_end_of_backward() {
   Lock lock(mutex_);
   hooks = end_.used_hooks();
   lock.unlock();
-  GradientCompression::ask_hooks(hooks);
+  hooks.ask();
   lock.lock();
   end_.shadow(hooks);
   end_step(std::move(lock), hooks);
 }
 
 // The states that reductions which are hooks have kept count if all was finite.
-void Reducer::end_step(Lock lock, const HookVerdicts& hooks) {
+void Reducer::end_step(Lock lock, HookVerdicts& hooks) {
   end_.exchange_order();
-  if (hooks.finite.empty()) return;
+  if (hooks.none()) return;
   const bool finite = layout_.overflow.finite().value_or(true);
-  const GradientCompression::UnusedOf unused = layout_.compression.unused_of_hooks(used_);
+  hooks.note_unused(layout_.reductions, layout_.parameters, used_);
   lock.unlock();
-  GradientCompression::commit_hooks(hooks, finite, unused);
+  hooks.commit(finite);
 }
 
 void Reducer::reset() {

@@ -92,7 +92,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool recomputing() const;
   void begin(double weight);
   void end_backward();
-  void end_step(Lock lock, const HookVerdicts& hooks);
+  void end_step(Lock lock, HookVerdicts& hooks);
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats
   BackwardState backward_;

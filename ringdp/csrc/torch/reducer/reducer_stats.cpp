@@ -1,10 +1,14 @@
 #include "torch/reducer/reducer_stats.h"
 
+#include <atomic>
+
 #include "codec/codec.h"
 #include "torch/reducer/messages.h"
 
 namespace ringdp {
 namespace {
+
+std::atomic<int64_t> most = 0;
 
 int64_t nanoseconds(StepTimes::Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
@@ -23,6 +27,7 @@ void StepTimes::note_first_launch() { stats_.launched_ns = nanoseconds(Clock::no
 void StepTimes::end(Clock::time_point gradients_done, int64_t unused_bytes, bool local) {
   const auto now = Clock::now();
   ++stats_.steps;
+  if (stats_.steps > most.load(std::memory_order_relaxed)) most.store(stats_.steps, std::memory_order_relaxed);
   stats_.computed_ns = nanoseconds(gradients_done);
   stats_.finished_ns = nanoseconds(now);
   stats_.unused_bytes = unused_bytes;
@@ -31,6 +36,8 @@ void StepTimes::end(Clock::time_point gradients_done, int64_t unused_bytes, bool
   stats_.total_backward_s += stats_.backward_s;
   stats_.total_exposed_wait_s += stats_.exposed_wait_s;
 }
+
+int64_t most_steps() { return most.load(std::memory_order_relaxed); }
 
 void StepTimes::count_kept(const BucketPlan& plan) {
   stats_.buckets = stats_.bytes = 0;
@@ -49,9 +56,9 @@ std::vector<BucketRow> bucket_rows(const GradientLayout& layout, const ReducerSt
     BucketRow& row = rows.emplace_back();
     row.index = index;
     row.name = describe_bucket(index, members, layout.parameters.names());
-    row.reduction = layout.compression.number_of_bucket(index);
-    row.free = layout.compression.free(index);
-    const auto* native = dynamic_cast<const CodecReduction*>(layout.compression.of_bucket(index));
+    row.reduction = layout.reductions.number_of_bucket(index);
+    row.free = layout.reductions.free(index);
+    const auto* native = dynamic_cast<const CodecReduction*>(layout.reductions.of_bucket(index));
     const bool coded = native != nullptr && native->enabled();
     for (std::size_t member : members) {
       const PlannedGradient& gradient = layout.plan.gradients()[member];

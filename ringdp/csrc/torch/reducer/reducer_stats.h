@@ -49,6 +49,9 @@ class StepTimes {
   Clock::time_point began_;
 };
 
+// The steps of that reducer of this process, alive or gone, which had most. Any thread.
+int64_t most_steps();
+
 // The cost of one bucket the last time it was sent.
 struct BucketRow {
   std::size_t index = 0;

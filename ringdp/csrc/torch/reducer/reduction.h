@@ -58,6 +58,8 @@ class AutoReduction final : public Reduction {
   const bool feedback_;
 };
 
+inline bool is_auto(const Reduction* reduction) { return dynamic_cast<const AutoReduction*>(reduction) != nullptr; }
+
 // A communication hook for these parameters' buckets only.
 class HookReduction : public Reduction {
  public:

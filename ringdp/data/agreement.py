@@ -1,0 +1,209 @@
+"""What the ranks of a BalancedSampler agree on: its arguments when it is made, and new splits while it is used.
+
+Every 20 steps a rank tells its pace, and the first batch that it will not draw before it has the answers; training does
+not wait for them. A new split counts from the first batch that no rank has drawn. A rank whose DataLoader comes to that
+batch before the answers have come waits for them there: they are on their way, since all ranks tell at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ringdp.data.plans import Plans
+from ringdp.data.settings import Settings
+from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth_it
+from ringdp.data.split import Pace, split
+from ringdp.ddp.refusal import raise_refusal, report_refusal
+from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.job.backend import named
+from ringdp.job.background_gather import BackgroundGather, group_for_background
+from ringdp.job.byte_collectives import all_gather_where_different, device_for
+
+_log = logging.getLogger("ringdp.data")
+_COMPARING = "comparing samplers"
+_FIRST_STEP = 10
+STEPS_BETWEEN = 20
+_AHEAD = 8  # batches that may be drawn before the answers have come
+_PACKED = struct.Struct("<4d3qI")
+
+
+def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup | None) -> Settings:
+    """The settings, which are the same on all ranks.
+
+    Raises:
+        InvalidArgumentError: this rank's cannot be used; the others learn why.
+        MismatchError: another rank's cannot be used, or differ; names the first difference.
+    """
+    try:
+        settings = checked()
+    except InvalidArgumentError as error:
+        if group is not None:
+            report_refusal(error, group, device_for(group), _COMPARING)
+        raise
+    if group is None or group.size() == 1:
+        return settings
+    with named(_COMPARING):
+        told = all_gather_where_different("\n".join(settings.lines()).encode(), group, what="sampler")
+    if told is None:
+        return settings
+    me = group.rank()
+    raise_refusal(told, me, "make its BalancedSampler")
+    other = next(rank for rank, text in enumerate(told) if text != told[me])
+    for mine, theirs in zip(settings.lines(), told[other].decode().split("\n"), strict=True):
+        if mine != theirs:
+            name, _, value = theirs.partition(": ")
+            raise MismatchError(
+                f"the ranks' BalancedSamplers differ: {name} is {mine.partition(': ')[2]} on rank {me} and {value} on"
+                f" rank {other}. Give all ranks the same arguments.",
+                rank=me,
+                peer=other,
+                operation=_COMPARING,
+            )
+    raise MismatchError(f"the BalancedSampler of rank {other} differs from that of rank {me}", rank=me, peer=other)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells the others.
+
+    Attributes:
+        measured: its pace.
+        work: of a usual batch, over all ranks.
+        horizon: the first batch that it promises not to draw before it has the answers.
+        step: which one this is.
+        committed: batches that are trained.
+        checksum: of how those were split.
+    """
+
+    measured: Measured
+    work: float
+    horizon: int
+    step: int
+    committed: int
+    checksum: int
+
+    def packed(self) -> bytes:
+        pace = self.measured.pace
+        return _PACKED.pack(
+            pace.seconds,
+            pace.overhead,
+            self.measured.error,
+            self.work,
+            self.horizon,
+            self.step,
+            self.committed,
+            self.checksum,
+        )
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Report:
+        seconds, overhead, error, work, horizon, step, committed, checksum = _PACKED.unpack(data)
+        return cls(Measured(Pace(seconds, overhead), error), work, horizon, step, committed, checksum)
+
+
+class Agreement:
+    """Of one sampler, under its lock.
+
+    Args:
+        plans: get the new splits.
+        group: whose ranks agree; None: there is one rank.
+    """
+
+    def __init__(self, settings: Settings, plans: Plans, group: dist.ProcessGroup | None) -> None:
+        self._settings = settings
+        self._plans = plans
+        self._rank = 0 if group is None else group.rank()
+        self._group = group if settings.ranks > 1 else None
+        self._background: dist.ProcessGroup | None = None
+        self._pending: BackgroundGather | None = None
+        self._horizon = 0
+        self._drawn = 0  # batches up to this one were drawn at some time
+        self._told_step = 0
+        self._changed_step: int | None = None
+
+    def before_drawing(self, index: int) -> None:
+        """Wait for the answers if batch `index` may belong to a new split."""
+        if self._pending is not None and index >= self._horizon:
+            self._hear()
+        self._drawn = max(self._drawn, index + 1)
+
+    def step(self, step: int, committed: int, checksum: int, speed: SpeedModel, work: float) -> None:
+        """After step `step`, in the forward of the next: on all ranks at the same place between their operations."""
+        if self._group is None or step == self._told_step or not (step == _FIRST_STEP or step % STEPS_BETWEEN == 0):
+            return
+        self._hear()
+        self._told_step = step
+        self._horizon = self._drawn + _AHEAD
+        if self._background is None:
+            self._background = group_for_background(self._group, "sampler")
+        report = Report(speed.measured(), work, self._horizon, step, committed, checksum)
+        self._pending = BackgroundGather(report.packed(), self._background, f"paces of the ranks after step {step}")
+
+    def _hear(self) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        reports = [Report.unpacked(one) for one in pending.wait()]
+        self._compare(reports)
+        paces = decide(reports, self._settings, self._plans.newest[1], self._changed_step)
+        if paces is None:
+            return
+        start = max(one.horizon for one in reports)
+        self._changed_step = reports[0].step
+        self._plans.add(start, paces)
+        if self._rank == 0:
+            size = self._settings.batches.size
+            counts = split(paces, size, self._settings.limits, None, size)
+            _log.info(
+                "batches are split %s from batch %d on: the ranks take %s ms for %s samples",
+                "/".join(map(str, counts)),
+                start,
+                "/".join(f"{pace.time(count) * 1e3:.3g}" for pace, count in zip(paces, counts, strict=True)),
+                "/".join(map(str, counts)),
+            )
+
+    def _compare(self, reports: list[Report]) -> None:
+        mine = reports[self._rank]
+        for rank, other in enumerate(reports):
+            if (other.step, other.committed) != (mine.step, mine.committed):
+                raise MismatchError(
+                    f"rank {rank} has trained {other.committed} batches in {other.step} steps, and rank {self._rank}"
+                    f" {mine.committed} in {mine.step}: all ranks have to take every batch of their BalancedSampler,"
+                    " and to load the same state",
+                    rank=self._rank,
+                    peer=rank,
+                    step=mine.step,
+                )
+            if other.checksum != mine.checksum:
+                raise MismatchError(
+                    f"rank {rank} has split the {mine.committed} batches up to step {mine.step} otherwise than rank"
+                    f" {self._rank}: does cost= give the same on all ranks?",
+                    rank=self._rank,
+                    peer=rank,
+                    step=mine.step,
+                )
+
+
+def decide(
+    reports: list[Report], settings: Settings, current: tuple[Pace, ...], changed_step: int | None
+) -> list[Pace] | None:
+    """The paces of a new split, or None where the current one stays. The same on all ranks.
+
+    Args:
+        reports: by rank, of one step.
+        current: by rank.
+        changed_step: the step of the reports of which the current split came.
+    """
+    if not settings.by_speed:
+        return None
+    if changed_step is not None and reports[0].step - changed_step < STEPS_BETWEEN_CHANGES:
+        return None
+    measured, work = [one.measured for one in reports], reports[0].work
+    none = [0.0] * settings.ranks
+    low, high = (none, [work] * settings.ranks) if settings.has_cost else (settings.limits.least, settings.limits.most)
+    return [one.pace for one in measured] if worth_it(measured, current, work, low, high) else None

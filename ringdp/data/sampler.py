@@ -1,0 +1,370 @@
+"""The batch sampler whose split over the ranks follows their speed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from math import fsum
+from time import monotonic_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringdp import config
+from ringdp.data.agreement import Agreement, compare_settings
+from ringdp.data.order import GlobalBatches
+from ringdp.data.plans import Drawn, Plans
+from ringdp.data.settings import Settings
+from ringdp.data.speed import SpeedModel
+from ringdp.data.split import split
+from ringdp.errors import InvalidArgumentError, InvalidStateError
+
+_log = logging.getLogger("ringdp.data")
+_FORMAT = 1
+
+
+class BalancedSampler(torch.utils.data.Sampler[list[int]]):
+    """Batches for a DataLoader's ``batch_sampler``, split over the ranks by how fast each of them is.
+
+    The samples of each step's global batch depend on `seed` and the epoch alone, so a job sees the same batches in the
+    same order on any number of ranks, and each sample once per epoch. How a global batch is split follows the times of
+    the ranks' own steps, which `watch` gets from a RingDP; all ranks agree on a new split before it counts. A mean over
+    unequal batches needs weights: wrap the module so that each rank's gradient counts by its samples.
+
+    All ranks make one, with the same arguments, after `ringdp.init`. One thread draws batches, another may train.
+
+    Args:
+        dataset: with a length and an index for each sample; or the length itself.
+        global_batch: samples of a step, over all ranks.
+        seed: of the order of the samples.
+        shuffle: False: the dataset's own order in every epoch.
+        drop_last: leave out the samples that do not fill a global batch at the end of an epoch. Otherwise the last
+            batch is short; there `least` and `multiple` are kept as far as its samples allow.
+        balance: ``"speed"``: by measured times; ``"equal"``; or a number for each rank, which gets that share.
+        least: samples that a rank gets at least, or a number for each rank. With 0 a rank may get an empty batch, which
+            the DataLoader's ``collate_fn`` has to take.
+        most: samples that a rank gets at most (its memory), or a number for each rank.
+        multiple: each rank's number of samples is a multiple of this.
+        cost: the work of a sample by its index, a number from 0 on, such as its length: each rank gets a share of work
+            instead of samples. It must give the same on all ranks.
+        group: the ranks among which batches are split; the default process group if None.
+
+    Raises:
+        InvalidArgumentError: a value that cannot be used; says which, and what is wanted.
+        MismatchError: the ranks' arguments differ, or cannot be used on another rank; names the rank and both values.
+        InvalidStateError: several ranks and no process group.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        global_batch: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        balance: str | Sequence[float] = "speed",
+        least: int | Sequence[int] = 1,
+        most: int | Sequence[int] | None = None,
+        multiple: int = 1,
+        cost: Callable[[int], float] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = _group(group)
+        self._rank = 0 if self._group is None else self._group.rank()
+        ranks = 1 if self._group is None else self._group.size()
+
+        def checked() -> Settings:
+            return Settings.checked(
+                dataset,
+                global_batch,
+                ranks,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                balance=balance,
+                least=least,
+                most=most,
+                multiple=multiple,
+                has_cost=cost is not None,
+            )
+
+        self._settings = compare_settings(checked, self._group)
+        self._batches: GlobalBatches = self._settings.batches
+        self._cost = cost
+        self._plans = Plans(self._settings.paces)
+        self._agreement = Agreement(self._settings, self._plans, self._group)
+        self._speed = SpeedModel()
+        self._watched: _Watched | None = None
+        self._lock = threading.RLock()
+        # Batches are counted over all epochs: batch p of epoch e is e * len(self) + p.
+        self._start = 0  # of the pass that is drawn
+        self._next = 0  # the next one that the model gets
+        self._committed = 0
+        self._drawn_all = False
+        self._trained_is_known = False
+        self._drawn: dict[int, Drawn] = {}  # those that are not committed
+        self._checksum = self._drawn_checksum = 0
+        self._work = float(global_batch)  # of the newest batch, over all ranks
+
+    # The DataLoader's side.
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self._batches.count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's batches from the committed position to the end of the epoch; after a whole one, of the next."""
+        with self._lock:
+            self._settle()
+            self._begin_pass()
+            start, epoch = self._start, self.epoch
+        if self._settings.by_speed and self._settings.ranks > 1 and self._watched is None:
+            raise InvalidStateError(
+                f"rank {self._rank}: BalancedSampler splits batches by speed, and nothing measures it: call"
+                " sampler.watch(model) with the RingDP before the first batch is drawn, or give balance='equal'"
+            )
+        order = self._batches.order(epoch)
+        for index in range(start, (epoch + 1) * len(self)):
+            yield self._draw(order, index)
+
+    def _begin_pass(self) -> None:
+        ended = self._next if self._trained_is_known else (self._start // len(self) + 1) * len(self)
+        continues = self._drawn_all and ended % len(self) == 0 and ended > self._start
+        if not continues:
+            self._next = self._committed
+            self._drawn.clear()
+            self._drawn_checksum = self._checksum
+        elif not self._trained_is_known:
+            self._next = self._committed = ended
+            self._drawn.clear()
+        self._start = ended if continues else self._committed
+        self._drawn_all = False
+
+    def _draw(self, order: torch.Tensor, index: int) -> list[int]:
+        batch = self._batches.batch(order, index % len(self))
+        costs = None if self._cost is None else self._costs(batch)
+        with self._lock:
+            self._agreement.before_drawing(index)
+            number, paces = self._plans.at(index)
+            counts = split(paces, self._batches.size, self._settings.limits, costs, len(batch))
+            begin = sum(counts[: self._rank])
+            end = begin + counts[self._rank]
+            work = float(end - begin) if costs is None else fsum(costs[begin:end])
+            drawn = Drawn.after(self._drawn_checksum, index, counts, work=work, plan=number)
+            self._drawn[index], self._drawn_checksum = drawn, drawn.checksum
+            self._drawn_all = (index + 1) % len(self) == 0
+            self._work = float(len(batch)) if costs is None else fsum(costs)
+            return batch[begin:end]
+
+    def _costs(self, batch: Sequence[int]) -> list[float]:
+        assert self._cost is not None
+        costs = [float(self._cost(index)) for index in batch]
+        for index, cost in zip(batch, costs, strict=True):
+            if not 0 <= cost < float("inf"):
+                raise InvalidArgumentError(f"BalancedSampler's cost({index}) is {cost}: it must be a number from 0 on")
+        return costs
+
+    # The training's side.
+
+    def watch(self, model: Any, *, forwards: int = 1) -> None:
+        """Let the times of this model's steps decide, and count its batches as trained; all ranks call it.
+
+        The time of a step is this rank's own, from the beginning of the forward to the last gradient of the backward
+        that synchronises: what a rank waits for others does not count. Each forward that records gradients takes a
+        batch; those under `no_sync` are trained when a backward synchronises.
+
+        Args:
+            model: the RingDP, on the same ranks.
+            forwards: how many forwards each batch takes.
+
+        Raises:
+            InvalidArgumentError: not a RingDP, or one on other ranks.
+        """
+        if not hasattr(model, "_before_forward"):
+            raise InvalidArgumentError(f"BalancedSampler.watch needs a ringdp.RingDP, not a {type(model).__name__}")
+        if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
+            raise InvalidArgumentError(f"forwards must be a number from 1 on, not {forwards!r}")
+        if self._settings.by_speed and model.device_type != "cpu":
+            raise InvalidArgumentError(
+                f"the model is on {model.device_type}, and BalancedSampler measures steps by the host's clock, which"
+                " does not see when a device has done its work: give balance= a number for each rank"
+            )
+        group = model.process_group
+        if (group.size(), group.rank()) != (self._settings.ranks, self._rank):
+            raise InvalidArgumentError(
+                f"the model averages over {group.size()} ranks, of which this is number {group.rank()}, and the sampler"
+                f" splits batches over {self._settings.ranks}, of which it is number {self._rank}: give both the same"
+                " process group (BalancedSampler(group=…))"
+            )
+        with self._lock:
+            if self._watched is not None:
+                self._watched.remove()
+            self._watched = _Watched(model, self._before_forward, forwards)
+            self._trained_is_known = True
+
+    def commit(self, batches: int = 1) -> None:
+        """So many more batches are trained. For a model that is not watched; `watch` does it by itself.
+
+        Raises:
+            InvalidArgumentError: more than were drawn.
+        """
+        with self._lock:
+            if not 0 < batches <= len(self._drawn):
+                raise InvalidArgumentError(f"{batches} batches cannot be trained of {len(self._drawn)} that were drawn")
+            self._trained_is_known = True
+            self._next += batches
+            self._commit()
+
+    def _before_forward(self) -> None:
+        """In each forward of the watched model that records gradients."""
+        with self._lock:
+            watched = self._watched
+            assert watched is not None
+            self._settle()
+            watched.forward_begins()
+            if watched.begins_batch and self._next in self._drawn:
+                self._next += 1
+            self._agreement.step(watched.steps, self._committed, self._checksum, self._speed, self._work)
+
+    def _settle(self) -> None:
+        """What backwards have done since the last call."""
+        watched = self._watched
+        if watched is None or not watched.step_ended() or not watched.batch_done:
+            return
+        drawn = self._drawn.get(self._next - 1)
+        seconds = watched.seconds()
+        if drawn is not None and seconds is not None:
+            if drawn.plan != watched.plan:
+                self._speed.split_changed()
+                watched.plan = drawn.plan
+            self._speed.add(drawn.work, seconds)
+        self._commit()
+
+    def _commit(self) -> None:
+        for index in range(self._committed, self._next):
+            drawn = self._drawn.pop(index, None)
+            self._checksum = self._checksum if drawn is None else drawn.checksum
+        self._committed = self._next
+
+    # Where it is.
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose batches are drawn, or would be."""
+        return self._start // len(self)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many samples of a full batch each rank gets by the newest split; with `cost` only roughly."""
+        _, paces = self._plans.newest
+        return tuple(split(paces, self._batches.size, self._settings.limits, None, self._batches.size))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw this epoch next: from its beginning, or, where it is the present one and not done, as `__iter__`."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise InvalidArgumentError(f"an epoch is a number from 0 on, not {epoch!r}")
+        with self._lock:
+            self._settle()
+            if epoch != self.epoch or self._drawn_all:
+                self._go_to(epoch * len(self))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: all ranks have the same, and it loads at any number of ranks.
+
+        Batches that a DataLoader's workers have drawn, and no backward has used, are drawn again.
+        """
+        with self._lock:
+            self._settle()
+            epoch, position = divmod(self._committed, len(self))
+            return {"version": _FORMAT, **self._settings.saved(), "epoch": epoch, "position": position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; all ranks call it, before they draw batches.
+
+        Raises:
+            InvalidArgumentError: it is of another order of samples (seed, length, global batch); says what differs.
+        """
+        position = self._settings.position_in(state, _FORMAT)
+        with self._lock:
+            self._go_to(position)
+
+    def _go_to(self, index: int) -> None:
+        self._start = self._next = self._committed = index
+        self._drawn.clear()
+        self._drawn_checksum = self._checksum
+        self._drawn_all = False
+
+
+class _Watched:
+    """A RingDP whose steps are measured."""
+
+    def __init__(self, model: Any, listener: Callable[[], None], forwards: int) -> None:
+        # Weak: the model keeps the sampler. In a circle they would be freed at any time, also in a worker's process.
+        self._model: weakref.ref[Any] = weakref.ref(model)
+        self._listener = listener
+        self._forwards = forwards
+        self._forward = 0
+        self._began_ns = 0
+        self._finished_ns = self._times()["finished_ns"]
+        self.steps = 0
+        self.plan = 0
+        model._before_forward.append(listener)
+
+    def _times(self) -> Mapping[str, int]:
+        """Of the last backward that synchronised; of none where the model is gone."""
+        model = self._model()
+        return {"finished_ns": self._finished_ns, "computed_ns": 0} if model is None else model.reducer.times()
+
+    def remove(self) -> None:
+        model = self._model()
+        if model is not None:
+            model._before_forward.remove(self._listener)
+
+    @property
+    def begins_batch(self) -> bool:
+        """Whether the forward that begins is the first one of its batch."""
+        return (self._forward - 1) % self._forwards == 0
+
+    @property
+    def batch_done(self) -> bool:
+        """Whether the last forward was the last one of its batch."""
+        return self._forward % self._forwards == 0
+
+    def forward_begins(self) -> None:
+        self._forward += 1
+        if self.begins_batch:
+            self._began_ns = monotonic_ns()
+
+    def step_ended(self) -> bool:
+        """Whether a backward has synchronised since the last call."""
+        finished_ns = self._times()["finished_ns"]
+        if finished_ns == self._finished_ns:
+            return False
+        self._finished_ns = finished_ns
+        self.steps += 1
+        return True
+
+    def seconds(self) -> float | None:
+        """From the last forward that began a batch to the last gradient; None where there was no such forward."""
+        if not 0 < self._began_ns < self._times()["computed_ns"]:
+            return None
+        return (self._times()["computed_ns"] - self._began_ns) * 1e-9
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """None in a process that no launcher started and that has no process group: a world of one."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        launch = config.LaunchEnvironment.read()
+        if launch is not None and launch.world_size > 1:
+            raise InvalidStateError(
+                f"BalancedSampler: this is rank {launch.rank} of {launch.world_size} and has not joined the others:"
+                " call ringdp.init() first"
+            )
+        return None
+    from ringdp.job.byte_collectives import require_member
+
+    return require_member(group, "ringdp.data.BalancedSampler")

@@ -1,0 +1,190 @@
+"""The arguments of a BalancedSampler, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ringdp.data.order import GlobalBatches
+from ringdp.data.split import Limits, Pace
+from ringdp.errors import InvalidArgumentError
+
+_BY_SPEED = "speed"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks have alike.
+
+    Attributes:
+        batches: which samples make each batch.
+        limits: of a full batch.
+        paces: by rank, those of the first batches.
+        by_speed: whether measured times change them.
+        has_cost: whether samples have a cost.
+    """
+
+    batches: GlobalBatches
+    limits: Limits
+    paces: tuple[Pace, ...]
+    by_speed: bool
+    has_cost: bool
+
+    @property
+    def ranks(self) -> int:
+        return len(self.paces)
+
+    @classmethod
+    def checked(
+        cls,
+        dataset: Sized | int,
+        global_batch: int,
+        ranks: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        balance: str | Sequence[float],
+        least: int | Sequence[int],
+        most: int | Sequence[int] | None,
+        multiple: int,
+        has_cost: bool,
+    ) -> Settings:
+        """Raises InvalidArgumentError, which says what is wanted."""
+        length = _length(dataset)
+        size = _number("global_batch", global_batch, 1)
+        times = _number("multiple", multiple, 1)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise _wrong("seed", seed, "a whole number")
+        batches = GlobalBatches(length, size, seed, bool(shuffle), bool(drop_last))
+        limits = Limits(
+            _of_each("least", least, ranks, 0), _of_each("most", size if most is None else most, ranks, 1), times
+        )
+        _check_batch(size, limits)
+        if batches.count == 0:
+            raise InvalidArgumentError(
+                f"BalancedSampler: {length} samples do not fill one global batch of {size}, and drop_last=True leaves"
+                " them out"
+            )
+        short = batches.last_size
+        if short < sum(min(1, low) for low in limits.least):
+            raise InvalidArgumentError(
+                f"BalancedSampler: the last batch of an epoch has {short} samples for {ranks} ranks: give"
+                " drop_last=True, another global_batch, or least=0 with a collate_fn that takes an empty batch"
+            )
+        return cls(batches, limits, _paces(balance, ranks), isinstance(balance, str) and balance == _BY_SPEED, has_cost)
+
+    def lines(self) -> list[str]:
+        """All of it in words, a line each, to be compared between ranks."""
+        named = dataclasses.asdict(self.batches) | dataclasses.asdict(self.limits)
+        words = {"length": "the dataset's length", "size": "global_batch"}
+        lines = [f"{words.get(name, name)}: {value}" for name, value in named.items()]
+        shares = [1 / pace.seconds for pace in self.paces]
+        return [*lines, f"balance: {_BY_SPEED if self.by_speed else shares}", f"cost given: {self.has_cost}"]
+
+    def saved(self) -> dict[str, Any]:
+        """What decides which samples a batch has."""
+        return {"global_batch" if name == "size" else name: value for name, value in vars(self.batches).items()}
+
+    def position_in(self, state: Mapping[str, Any], version: int) -> int:
+        """The batch, counted over all epochs, at which a state of `BalancedSampler.state_dict` is."""
+        try:
+            if state["version"] != version:
+                raise InvalidArgumentError(f"a sampler's state of version {state['version']}: {version} is known here")
+            for name, value in self.saved().items():
+                if state[name] != value:
+                    raise InvalidArgumentError(
+                        f"this sampler's state was saved with {name}={state[name]}, and here it is {value}: positions"
+                        " mean the same batches only where that is equal"
+                    )
+            epoch, position = int(state["epoch"]), int(state["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidArgumentError):
+                raise
+            raise InvalidArgumentError(f"this is not a BalancedSampler's state: {error!r}") from error
+        if epoch < 0 or not 0 <= position <= self.batches.count:
+            raise InvalidArgumentError(
+                f"this sampler's state is at batch {position} of epoch {epoch}: there is no such"
+            )
+        return epoch * self.batches.count + position
+
+
+def _length(dataset: Sized | int) -> int:
+    if isinstance(dataset, IterableDataset):
+        raise InvalidArgumentError(
+            "BalancedSampler gives each rank the indices of its samples, and an IterableDataset has none: use a dataset"
+            " with __len__ and __getitem__, or split the stream in the dataset itself"
+        )
+    try:
+        length = dataset if isinstance(dataset, int) else len(dataset)
+    except TypeError as error:
+        raise _wrong("dataset", dataset, "a dataset with a length, or a length") from error
+    return _number("dataset's length", length, 1)
+
+
+def _number(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _wrong(name, value, f"a whole number from {least} on")
+    return value
+
+
+def _of_each(name: str, value: int | Sequence[int], ranks: int, least: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (_number(name, value, least),) * ranks
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != ranks:
+        raise _wrong(name, value, f"a number, or one for each of the {ranks} ranks")
+    return tuple(_number(name, one, least) for one in value)
+
+
+def _check_batch(size: int, limits: Limits) -> None:
+    """A full batch can be split within the limits."""
+    if size % limits.multiple:
+        raise InvalidArgumentError(
+            f"BalancedSampler: global_batch={size} is not a multiple of multiple={limits.multiple}"
+        )
+    for rank, (low, high) in enumerate(limits.units):
+        if low > high:
+            raise InvalidArgumentError(
+                f"BalancedSampler: no multiple of {limits.multiple} lies between least={limits.least[rank]} and"
+                f" most={limits.most[rank]} of rank {rank}"
+            )
+    low, high = (sum(it[i] for it in limits.units) * limits.multiple for i in (0, 1))
+    ranks = len(limits.least)
+    if low > size:
+        raise InvalidArgumentError(
+            f"BalancedSampler: {ranks} ranks with least={_short(limits.least)} (multiple={limits.multiple}) need {low}"
+            f" samples, and global_batch={size}"
+        )
+    if high < size:
+        raise InvalidArgumentError(
+            f"BalancedSampler: {ranks} ranks with most={_short(limits.most)} (multiple={limits.multiple}) take {high}"
+            f" samples, and global_batch={size}"
+        )
+
+
+def _paces(balance: str | Sequence[float], ranks: int) -> tuple[Pace, ...]:
+    wanted = f"'speed', 'equal', or a number above 0 for each of the {ranks} ranks"
+    if isinstance(balance, str):
+        if balance not in (_BY_SPEED, "equal"):
+            raise _wrong("balance", balance, wanted)
+        return (Pace(),) * ranks
+    try:
+        weights = [float(one) for one in balance]
+    except (TypeError, ValueError) as error:
+        raise _wrong("balance", balance, wanted) from error
+    if len(weights) != ranks or not all(0 < one < float("inf") for one in weights):
+        raise _wrong("balance", balance, wanted)
+    return tuple(Pace(1 / one) for one in weights)
+
+
+def _short(values: Sequence[int]) -> object:
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidArgumentError:
+    shown = repr(value) if isinstance(value, (int, float, str, list, tuple)) else type(value).__name__
+    return InvalidArgumentError(f"BalancedSampler's {name} must be {wanted}, not {shown}")

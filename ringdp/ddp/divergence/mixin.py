@@ -1,0 +1,53 @@
+"""What RingDP offers against replicas that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringdp.ddp.divergence.guard import DivergenceGuard, GuardOptions, check_now
+from ringdp.errors import InvalidArgumentError
+
+
+class GuardedModule:
+    """A part of RingDP, which makes the guard with its reducer.
+
+    Attributes:
+        _guard_options: the arguments.
+        _guard: None where there is none.
+    """
+
+    process_group: dist.ProcessGroup
+    _guard_options: GuardOptions
+    _guard: DivergenceGuard | None
+
+    def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the guard look at this optimizer's state, too. All ranks call it; not for one that shards its state.
+
+        Raises:
+            InvalidArgumentError: not an optimizer.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidArgumentError(
+                f"guard_optimizer needs a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+            )
+        if self._guard is not None:
+            self._guard.add_optimizer(optimizer)
+
+    def check_replicas(self) -> None:
+        """Compare all parameters and buffers between the ranks now, to the bit. All ranks call it, between two steps.
+
+        As the guard it leaves out what ``guard_ignore`` names, and buffers that each forward broadcasts.
+
+        Raises:
+            MismatchError: they differ; names the first tensor and the ranks.
+        """
+        check_now(self, self._guard)
+
+    @property
+    def _sends_buffers(self) -> bool:
+        """Whether each forward makes the buffers rank 0's, or what a hook makes of them."""
+        wrapper: Any = self
+        return bool(getattr(wrapper, "forward_sync_buffers", wrapper.broadcast_buffers))

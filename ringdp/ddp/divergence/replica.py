@@ -1,0 +1,122 @@
+"""What all ranks should have alike: parameters, buffers and optimizer state, by their names."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from ringdp.compression.parameters import clean_name
+from ringdp.errors import InvalidArgumentError
+
+_log = logging.getLogger("ringdp.divergence")
+_PLAIN = (Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
+
+
+@dataclass(frozen=True)
+class Replica:
+    """This rank's tensors that are compared.
+
+    Attributes:
+        names: ``parameter 'layer.weight'``, ``buffer 'steps'``, ``optimizer state 'exp_avg' of 'layer.weight'``.
+        tensors: strided, on the CPU; tied ones once.
+        left_out: names of tensors that cannot be compared, because they are spread over ranks or not plain memory here.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    left_out: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        module: torch.nn.Module,
+        *,
+        with_buffers: bool,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        ignored: Collection[str] = (),
+        patterns: Sequence[str] = (),
+        known_different: Collection[str] = (),
+    ) -> Replica:
+        """What there is now.
+
+        Args:
+            module: what is wrapped.
+            with_buffers: False: they become rank 0's in every forward.
+            ignored: raw names that RingDP leaves alone.
+            patterns: of names to leave out.
+            known_different: of `names`, those that were told already.
+        """
+        found = _Found(patterns, known_different)
+        owners: dict[int, str] = {}
+        for raw, parameter in module.named_parameters():
+            name = clean_name(raw)
+            owners[id(parameter)] = name
+            if raw not in ignored:
+                found.add(f"parameter '{name}'", name, parameter)
+        if with_buffers:
+            statistics = {
+                id(buffer)
+                for layer in module.modules()
+                if isinstance(layer, _NormBase)
+                for buffer in layer.buffers(recurse=False)
+            }
+            for raw, buffer in module.named_buffers():
+                if raw not in ignored and id(buffer) not in statistics:
+                    found.add(f"buffer '{clean_name(raw)}'", clean_name(raw), buffer)
+        for optimizer in optimizers:
+            for owned, state in optimizer.state.items():
+                owner = owners.get(id(owned), "a parameter of another module")
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor):
+                        found.add(f"optimizer state '{key}' of '{owner}'", owner, value)
+        return cls(tuple(found.names), tuple(found.tensors), tuple(found.left_out))
+
+
+@dataclass
+class _Found:
+    """The tensors that are to be compared, each once."""
+
+    patterns: Sequence[str]
+    known_different: Collection[str]
+    names: list[str] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+
+    def add(self, name: str, short: str, tensor: Tensor) -> None:
+        if matches(short, self.patterns) or name in self.known_different or id(tensor) in self.seen:
+            return
+        self.seen.add(id(tensor))
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
+            self.left_out.append(name)
+            return
+        self.names.append(name)
+        self.tensors.append(tensor)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(module: torch.nn.Module, patterns: Any) -> tuple[str, ...]:
+    """The patterns of guard_ignore, of which each fits a name of `module`.
+
+    Raises:
+        InvalidArgumentError: not a list of texts, or one that fits nothing.
+    """
+    if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
+        raise InvalidArgumentError(f"RingDP's guard_ignore must be a list of names or patterns, not {patterns!r}")
+    names = [clean_name(name) for kind in (module.named_parameters(), module.named_buffers()) for name, _ in kind]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise InvalidArgumentError(
+                f"RingDP's guard_ignore has {pattern!r}, which fits no parameter and no buffer of the module"
+            )
+    return tuple(patterns)

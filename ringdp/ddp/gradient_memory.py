@@ -1,0 +1,49 @@
+"""The memory that is kept for gradients on the CPU (ringdp/csrc/torch/reducer/gradient_pool.h), seen from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from ringdp import config
+from ringdp.errors import InvalidArgumentError
+
+
+class GradientMemory(NamedTuple):
+    """What `gradient_memory` returns.
+
+    Attributes:
+        installed: whether large allocations of backwards reach the pool; False before the first RingDP that wants it,
+            and where another library has replaced torch's CPU allocator.
+        bytes_in_use: of tensors that lie in the pool, each rounded up to 4 KiB.
+        bytes_idle: what the pool holds beside that, for the next backward.
+    """
+
+    installed: bool
+    bytes_in_use: int
+    bytes_idle: int
+
+
+def gradient_memory() -> GradientMemory:
+    """What this process's pool for gradients on the CPU holds; see ``gradient_pool`` of `RingDP`. Any thread."""
+    from ringdp import _C
+
+    return GradientMemory(*_C.gradient_memory())
+
+
+def allowed_pool(asked: object) -> bool:
+    """Whether the argument ``gradient_pool`` and RINGDP_GRADIENT_POOL both allow the pool.
+
+    Raises:
+        InvalidArgumentError: one of them is something else than yes or no.
+    """
+    if not isinstance(asked, bool):
+        raise InvalidArgumentError(f"gradient_pool must be True or False, not {asked!r}")
+    return config.gradient_pool() and asked
+
+
+def on_cpu(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether any gradient of them lies on the CPU."""
+    return any(one.device.type == "cpu" for one in parameters)

@@ -1,0 +1,199 @@
+"""BalancedSampler with RingDP on ranks that are processes: agreement, DataLoader workers, the loss of one process."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.train.harness import RankFailed, backends, default_group, ring_is_built, run_outcomes, run_ranks
+
+pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+
+SAMPLES, BATCH = 700, 20
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(torch.arange(SAMPLES), inputs, inputs.square().sum(1, keepdim=True).tanh())
+
+
+class Sleeper(nn.Module):
+    """Waits for each sample."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds * len(x))
+        return self.layers(x)
+
+
+def train(
+    epochs: int,
+    seconds: list[float],
+    options: dict[str, Any],
+    loading: dict[str, Any],
+    state: Any = None,
+    stop: int = -1,
+) -> dict[str, Any]:
+    """Each step's samples of this rank and their loss, with the state at the end."""
+    import ringdp
+
+    group = default_group()
+    dataset = data()
+    sampler = ringdp.data.BalancedSampler(dataset, BATCH, **options)
+    model = ringdp.RingDP(Sleeper(seconds[group.rank()]))
+    sampler.watch(model)
+    if state is not None:
+        sampler.load_state_dict(state["sampler"])
+        model.load_state_dict(state["model"])
+    loader: Any = DataLoader(dataset, batch_sampler=sampler, **loading)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    taken: list[list[int]] = []
+    losses: list[float] = []
+    while sampler.epoch < epochs and len(taken) != stop:
+        for indices, x, y in loader:
+            total = BATCH  # what weight="samples" does: the sum over ranks, and not the mean of means
+            loss = (model(x) - y).square().sum() * group.size() / total
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            taken.append(indices.tolist())
+            losses.append(float(loss.detach()) / group.size())
+            if len(taken) == stop:
+                break
+        if sampler.state_dict()["epoch"] >= epochs:
+            break
+    return {
+        "taken": taken,
+        "losses": losses,
+        "counts": sampler.counts,
+        "state": {"sampler": sampler.state_dict(), "model": {k: v.clone() for k, v in model.state_dict().items()}},
+    }
+
+
+LOADING = [
+    {},
+    {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True, "multiprocessing_context": "fork"},
+]
+
+
+def alone(epochs: int) -> tuple[list[list[int]], list[float]]:
+    """One process, without RingDP: the batches and losses."""
+    from ringdp.data.order import GlobalBatches
+
+    dataset, model, batches = data(), Sleeper(0.0), GlobalBatches(SAMPLES, BATCH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    taken, losses = [], []
+    for epoch in range(epochs):
+        order = batches.order(epoch)
+        for position in range(batches.count):
+            indices = batches.batch(order, position)
+            _, x, y = dataset[indices]
+            loss = (model(x) - y).square().sum() / BATCH
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            taken.append(indices)
+            losses.append(float(loss.detach()))
+    return taken, losses
+
+
+def together_of(results: list[dict[str, Any]]) -> list[list[int]]:
+    """All ranks' samples of each step."""
+    return [list(itertools.chain(*parts)) for parts in zip(*(one["taken"] for one in results), strict=True)]
+
+
+@pytest.mark.parametrize("loading", LOADING, ids=["main", "workers"])
+@pytest.mark.parametrize("backend", backends())
+def test_losses_are_those_of_one_process_while_the_split_changes(backend: str, loading: dict[str, Any]) -> None:
+    results = run_ranks(train, 2, [0.0004, 0.0001], {}, loading, world_size=2, backend=backend)
+    taken, losses = alone(2)
+    assert together_of(results) == taken
+    together = [sum(parts) for parts in zip(*(one["losses"] for one in results), strict=True)]
+    assert together == pytest.approx(losses, rel=1e-12)
+    parts = {tuple(map(len, step)) for step in zip(*(one["taken"] for one in results), strict=True)}
+    assert (10, 10) in parts
+    assert len(parts) > 1
+    first, second = results[0]["counts"]
+    assert first < second
+
+
+def test_a_state_goes_on_at_another_number_of_ranks() -> None:
+    before = run_ranks(train, 2, [0.0003, 0.0], {}, LOADING[1], None, 30, world_size=2, backend="ring")
+    after = run_ranks(train, 2, [0.0, 0.0, 0.0], {}, LOADING[1], before[0]["state"], world_size=3, backend="ring")
+    taken, losses = alone(2)
+    assert together_of(before) + together_of(after) == taken
+    together = [sum(p) for run in (before, after) for p in zip(*(one["losses"] for one in run), strict=True)]
+    assert together == pytest.approx(losses, rel=1e-12)
+
+
+def make(options: list[dict[str, Any]]) -> None:
+    import ringdp
+
+    ringdp.data.BalancedSampler(**({"dataset": 100, "global_batch": 10} | options[default_group().rank()]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seed": 1}, r"seed is 0 on rank \d and 1 on rank \d|seed is 1 on rank \d and 0 on rank \d"),
+        ({"global_batch": 20}, "global_batch is"),
+        ({"dataset": 102}, "the dataset's length is"),
+        ({"most": 6}, r"most is \((10, 10|6, 6)\) on rank"),
+        ({"balance": [1, 2]}, "balance is"),
+        ({"cost": len}, "cost given is"),
+        ({"balance": "fast"}, "balance must be 'speed', 'equal'"),
+    ],
+)
+@pytest.mark.parametrize("backend", backends())
+def test_ranks_with_other_arguments_are_told(backend: str, options: dict[str, Any], words: str) -> None:
+    outcomes = run_outcomes(make, [{}, options], world_size=2, backend=backend)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ValueError)
+        assert re.search(words, str(outcome.error)), outcome.error
+
+
+def one_forgets() -> None:
+    import ringdp
+
+    model = ringdp.RingDP(Sleeper(0.0))
+    sampler = ringdp.data.BalancedSampler(SAMPLES, BATCH)
+    if default_group().rank() == 0:
+        sampler.watch(model)
+    for batch in sampler:
+        model(torch.zeros(len(batch), 6, dtype=torch.float64)).sum().backward()
+
+
+def test_a_rank_that_forgot_to_watch_says_so_and_the_others_end() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(one_forgets, world_size=2, backend="ring", timeout_s=30)
+    assert "rank 1: BalancedSampler splits batches by speed, and nothing measures it" in str(failed.value)
+
+
+def other_group() -> str:
+    import torch.distributed as dist
+
+    import ringdp
+
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model = ringdp.RingDP(Sleeper(0.0), process_group=groups[default_group().rank()])
+    with pytest.raises(ValueError, match=r"averages over 1 ranks.* splits batches over 2"):
+        ringdp.data.BalancedSampler(SAMPLES, BATCH).watch(model)
+    ringdp.data.BalancedSampler(SAMPLES, BATCH, group=groups[default_group().rank()]).watch(model)
+    return "ok"
+
+
+def test_the_model_and_the_sampler_have_the_same_ranks() -> None:
+    assert run_ranks(other_group, world_size=2, backend="gloo") == ["ok", "ok"]

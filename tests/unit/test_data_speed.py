@@ -1,0 +1,81 @@
+"""The pace of a rank from its times, and when it is worth another split. Clocks are made up; no ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringdp.data.speed import UNKNOWN, Measured, SpeedModel, worth_it
+from ringdp.data.split import Pace
+from ringdp.errors import InvalidArgumentError
+
+
+def steps(model: SpeedModel, work: float, seconds: float, count: int = 20) -> Measured:
+    for _ in range(count):
+        model.add(work, seconds)
+    return model.measured()
+
+
+def test_a_pace_needs_some_steps() -> None:
+    model = SpeedModel()
+    assert steps(model, 10, 1.0, 7) == UNKNOWN
+    assert steps(model, 10, 1.0, 1) == Measured(Pace(0.1), 0.0)
+
+
+@given(st.floats(0.001, 1), st.floats(0, 40), st.integers(16, 100), st.integers(120, 300))
+def test_two_splits_tell_overhead_from_work(seconds: float, overhead: float, first: int, second: int) -> None:
+    model, true = SpeedModel(), Pace(seconds, overhead)
+    steps(model, first, true.time(first))
+    model.split_changed()
+    known = steps(model, second, true.time(second)).pace
+    assert known.seconds == pytest.approx(true.seconds, rel=1e-6)
+    assert known.overhead == pytest.approx(true.overhead, rel=1e-6, abs=1e-6)
+
+
+@given(st.randoms(use_true_random=False), st.floats(0.3, 3))
+def test_a_jump_is_known_after_eight_steps(rng: random.Random, ratio: float) -> None:
+    if 0.8 < ratio < 1.25:
+        return
+    model = SpeedModel()
+    for _ in range(150):
+        model.add(64, rng.uniform(0.98, 1.02))
+    model.measured()
+    for _ in range(8):
+        model.add(64, ratio * rng.uniform(0.98, 1.02))
+    assert model.measured().pace.seconds * 64 == pytest.approx(ratio, rel=0.03)
+
+
+def test_an_outlier_changes_little() -> None:
+    model = SpeedModel()
+    steps(model, 10, 1.0, 30)
+    model.add(10, 50.0)
+    assert model.measured().pace.seconds == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("work", "seconds"), [(1, float("nan")), (1, float("inf")), (1, -1.0), (float("nan"), 1.0)])
+def test_times_that_cannot_be_are_refused(work: float, seconds: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot take"):
+        SpeedModel().add(work, seconds)
+
+
+def test_no_split_comes_of_a_rank_that_is_not_known() -> None:
+    slow, fast = Measured(Pace(3.0)), Measured(Pace(1.0))
+    limits = ([1.0, 1.0], [64.0, 64.0])
+    now = (Pace(), Pace())
+    assert worth_it([slow, fast], now, 64, *limits)
+    nan = Measured(Pace(float("nan")))
+    for unknown in (UNKNOWN, nan, Measured(Pace(1.0), float("nan")), Measured(Pace(1.0, float("nan")))):
+        assert not worth_it([slow, unknown], now, 64, *limits)
+    assert not worth_it([Measured(Pace(1.02)), fast], now, 64, *limits)  # 1 % to gain
+    assert not worth_it([Measured(Pace(1.4), 0.1), fast], now, 64, *limits)  # within the noise
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.5, 2), min_size=1, max_size=4))
+def test_the_split_that_was_chosen_is_not_left_again(seconds: list[float]) -> None:
+    measured = [Measured(Pace(it)) for it in seconds]
+    n = len(seconds)
+    assert not worth_it(measured, tuple(one.pace for one in measured), 256, [1.0] * n, [256.0] * n)
