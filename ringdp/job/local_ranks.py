@@ -127,12 +127,13 @@ class _Rank:
         there.close()
 
     def outcome(self) -> tuple[bool, Any]:
-        """Whether it returned, and what; else its story."""
+        """Whether it returned, and what; else when it failed (time.monotonic) and its story."""
         try:
             returned, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join()
-            return False, f"died with code {self.process.exitcode}"
+            # It cannot tell when; the failures of other ranks follow from a death, as a rule.
+            return False, (-math.inf, f"died with code {self.process.exitcode}")
         return returned, content
 
     def end(self) -> None:
@@ -146,7 +147,7 @@ class _Rank:
 
 def _collect(ranks: Sequence[_Rank], deadline: float, function: Callable[..., Any]) -> list[Any]:
     results: dict[int, Any] = {}
-    stories: dict[int, str] = {}
+    stories: dict[int, tuple[float, str]] = {}
     waiting = {rank.pipe: rank for rank in ranks}
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         for ready in multiprocessing.connection.wait(list(waiting), timeout=min(left_s, 1e6)):
@@ -160,9 +161,11 @@ def _collect(ranks: Sequence[_Rank], deadline: float, function: Callable[..., An
             stories[rank.number] = content
     for rank in waiting.values():
         rank.process.kill()
-        stories[rank.number] = "did not end in time"
+        stories[rank.number] = math.inf, "did not end in time"
     if stories:
-        told = "\n".join(f"--- rank {number} ---\n{story}" for number, story in stories.items())
+        # The first failure first: the others may have heard of it, and told, before that rank had left its groups.
+        in_order = sorted(stories.items(), key=lambda item: item[1][0])
+        told = "\n".join(f"--- rank {number} ---\n{story}" for number, (_, story) in in_order)
         raise RankError(f"{_name(function)} failed on {len(stories)} of {len(ranks)} ranks:\n{told}")
     return [results[number] for number in range(len(ranks))]
 
@@ -170,6 +173,7 @@ def _collect(ranks: Sequence[_Rank], deadline: float, function: Callable[..., An
 def _serve(pipe: Any, rank: int, ranks: int, meet: str, timeout_s: float | None, call: _Call) -> None:
     """The process: join, call, tell."""
     _end_with_the_caller()
+    failed_at = math.inf
     try:
         import torch
 
@@ -182,11 +186,14 @@ def _serve(pipe: Any, rank: int, ranks: int, meet: str, timeout_s: float | None,
         try:
             result = call.function(*call.args, **call.kwargs)
             torch.distributed.barrier()  # no rank leaves while another still works with it
+        except BaseException:
+            failed_at = time.monotonic()
+            raise
         finally:
             ringdp.shutdown()
         answer = pickle.dumps((True, result))
     except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc()))
+        answer = pickle.dumps((False, (min(failed_at, time.monotonic()), traceback.format_exc())))
     with contextlib.suppress(OSError):  # the caller gave up
         pipe.send_bytes(answer)
     pipe.close()

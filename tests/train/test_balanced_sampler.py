@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import time
@@ -50,6 +51,8 @@ def train(
     """Each step's samples of this rank and their loss, with the state at the end."""
     import ringdp
 
+    if loading.get("num_workers"):
+        gc.collect()  # a forked worker that collects a gloo group of an earlier test waits for its threads, or crashes
     group = default_group()
     dataset = data()
     sampler = ringdp.data.BalancedSampler(dataset, BATCH, **options)
