@@ -3,8 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/Event.h>
@@ -64,6 +62,22 @@ at::Tensor view_like(const at::Tensor& parameter, const at::Tensor& memory, int6
     view.set_(memory.storage(), first, parameter.sizes(), c10::contiguous_strides(parameter.sizes()));
   }
   return view;
+}
+
+// Dense memory in the same order, which one thread goes through as fast as several.
+bool lie_alike(const at::Tensor& dst, const at::Tensor& src) {
+  return plain_memory(src) && plain_memory(dst) && src.scalar_type() == dst.scalar_type() &&
+         src.strides() == dst.strides() && src.sizes() == dst.sizes() &&
+         (dst.nbytes() <= kPlainCopyBytes || at::get_num_threads() == 1);
+}
+
+template <class T>
+void multiply_elements(const at::Tensor& dst, const at::Tensor& src, double factor) {
+  auto* const to = static_cast<T*>(dst.mutable_data_ptr());
+  const auto* const from = static_cast<const T*>(src.const_data_ptr());
+  const auto by = static_cast<T>(factor);
+  const int64_t count = dst.numel();
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i] * by;
 }
 
 }  // namespace
@@ -134,9 +148,7 @@ void wait_for_streams(Bucket& bucket) {
 }
 
 void copy_gradient(const at::Tensor& dst, const at::Tensor& src) {
-  if (plain_memory(src) && plain_memory(dst) && src.scalar_type() == dst.scalar_type() &&
-      src.strides() == dst.strides() && src.sizes() == dst.sizes() &&
-      (dst.nbytes() <= kPlainCopyBytes || at::get_num_threads() == 1)) {
+  if (lie_alike(dst, src)) {
     std::memcpy(dst.mutable_data_ptr(), src.const_data_ptr(), dst.nbytes());
     return;
   }
@@ -146,23 +158,16 @@ void copy_gradient(const at::Tensor& dst, const at::Tensor& src) {
 
 void copy_gradient_times(const at::Tensor& dst, const at::Tensor& src, double factor) {
   if (factor == 1) return copy_gradient(dst, src);
+  const c10::ScalarType type = dst.scalar_type();
+  if (factor != 0 && (type == at::kFloat || type == at::kDouble) && lie_alike(dst, src))
+    return type == at::kFloat ? multiply_elements<float>(dst, src, factor) : multiply_elements<double>(dst, src, factor);
+  if (factor != 0 && !dst.is_same(src)) copy_gradient(dst, src);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (factor == 0) {
-    dst.zero_();
-  } else if (src.layout() == at::kStrided && src.scalar_type() == dst.scalar_type() && src.device() == dst.device() &&
-             src.sizes() == dst.sizes()) {
-    at::Tensor out = dst;
-    at::mul_out(out, src, at::scalar_tensor(factor, at::kDouble));
-  } else {
-    copy_gradient(dst, src);
-    multiply_gradient(dst, factor);
-  }
+  factor == 0 ? dst.zero_() : dst.mul_(factor);
 }
 
 void multiply_gradient(const at::Tensor& gradient, double factor) {
-  if (factor == 1) return;
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  factor == 0 ? gradient.zero_() : gradient.mul_(factor);
+  if (factor != 1) copy_gradient_times(gradient, gradient, factor);
 }
 
 at::Tensor gradient_times(const at::Tensor& gradient, double factor) {
