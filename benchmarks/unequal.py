@@ -61,12 +61,14 @@ def build(name: str, *, large: bool) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
 
-def data(name: str, count: int) -> tuple[Tensor, Tensor]:
+def data(name: str, count: int, *, large: bool) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     if name == "gpt":
         tokens = torch.randint(65, (count, 33), generator=generator)
         return tokens[:, :-1], tokens[:, 1:].contiguous()
-    return torch.randn(count, 64, generator=generator), torch.randint(10, (count,), generator=generator)
+    rows = (32,) if large else ()  # of a sample, so that its work outweighs what a step costs besides
+    inputs = torch.randn(count, *rows, 64, generator=generator)
+    return inputs, torch.randint(10, (count, *rows), generator=generator)
 
 
 @contextlib.contextmanager
@@ -109,7 +111,7 @@ class Trainee:
         import ringdp
 
         self.batch = PER_RANK * group.size()
-        self.inputs, self.targets = data(name, 64 * self.batch)
+        self.inputs, self.targets = data(name, 64 * self.batch, large=large)
         self.model: Any = ringdp.RingDP(Sleeping(build(name, large=large), seconds), process_group=group)
         self.sampler = ringdp.data.BalancedSampler(self.inputs, self.batch, balance=mode, group=group)
         self.sampler.watch(self.model)

@@ -5,8 +5,8 @@
 
 A small network learns scikit-learn's digits. The last rank sleeps for each sample twice as long as the others, as a
 machine of half their speed would. BalancedSampler gives it fewer samples, from some step on; the samples of each step's
-global batch stay the same, and each rank's loss counts by its samples. The same network is trained in this process
-alone on the same batches, and the largest difference of any weight is printed; one above --tolerance makes the
+global batch stay the same, and each rank counts by its samples (weight="samples"). The same network is trained in this
+process alone on the same batches, and the largest difference of any weight is printed; one above --tolerance makes the
 exit code 1. The divergence guard watches that all ranks have the same weights.
 """
 
@@ -44,18 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks, rank = ringdp.world_size(), ringdp.rank()
     data, network = load_digits(), build(options.seed)
     slower = options.slower if rank == ranks - 1 else 1.0
-    model = ringdp.RingDP(Machine(network, slower * options.sleep_ms * 1e-3), guard_every=20)
+    model = ringdp.RingDP(Machine(network, slower * options.sleep_ms * 1e-3), weight="samples", guard_every=20)
     sampler = ringdp.data.BalancedSampler(data, options.batch_size, seed=options.seed)
     sampler.watch(model)
     began = time.perf_counter()
-    taken = train(model, data, sampler, ranks, options)
+    taken = train(model, data, sampler, options)
     rate = len(data) * options.epochs / (time.perf_counter() - began)
     model.check_replicas()
 
     # All ranks' samples of each step, for one process.
     everything = [torch.cat(parts).tolist() for parts in zip(*gathered(taken), strict=True)]
     alone = build(options.seed)
-    train(alone, data, everything, 1, options)
+    train(alone, data, everything, options)
     difference = max((a - b).abs().max().item() for a, b in zip(network.parameters(), alone.parameters(), strict=True))
     same = difference <= options.tolerance
     if rank == 0:
@@ -104,7 +104,6 @@ def train(
     model: nn.Module,
     data: TensorDataset,
     batches: ringdp.data.BalancedSampler | list[list[int]],
-    ranks: int,
     options: argparse.Namespace,
 ) -> list[Tensor]:
     """SGD over these batches; the samples that this process took in each step."""
@@ -115,8 +114,7 @@ def train(
     for _ in tqdm(range(options.epochs if shared else 1), desc="training", disable=not shared or ringdp.rank() != 0):
         for indices, x, y in loader:
             optimizer.zero_grad()
-            # The mean over ranks of (ranks / batch) * (a rank's sum) is the mean over the global batch.
-            loss = functional.cross_entropy(model(x), y, reduction="sum") * ranks / options.batch_size
+            loss = functional.cross_entropy(model(x), y)  # of this rank's samples, which RingDP weighs by their number
             loss.backward()
             optimizer.step()
             taken.append(indices)

@@ -205,6 +205,11 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 self._watched.remove()
             self._watched = _Watched(model, self._before_forward, forwards)
             self._trained_is_known = True
+        if self._rank == 0 and self._settings.ranks > 1 and getattr(model, "_weight", None) is None:
+            _log.warning(
+                "RingDP averages over ranks, whatever each has of a batch: make it with weight='samples', or weigh the"
+                " ranks' losses by hand"
+            )
 
     def commit(self, batches: int = 1) -> None:
         """So many more batches are trained. For a model that is not watched; `watch` does it by itself.

@@ -1,7 +1,9 @@
 """How fast this rank is, from the times of its steps, and when other paces are worth another split.
 
 Times have outliers and noise, so a pace is a median with its uncertainty, and a split changes only where the gain is
-larger than both 3 % and what noise could pretend. Pure: no clock is read here.
+larger than both 3 % and what noise could pretend. A rank may also be slow by pauses: a cgroup's quota lets it run at
+full speed and then stops it for the rest of a period. Then it is the median over stretches of time. Pure: no clock is
+read here.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from dataclasses import dataclass
 from ringdp.data.split import Pace, shares
 from ringdp.errors import InvalidArgumentError
 
-_WINDOW = 200  # steps that are remembered
+_REMEMBERED = 1000  # steps
+_WINDOW = 200  # of them that count where the times are even
+_UNEVEN = 0.1  # by which the mean differs from the median where a rank is slow by pauses
+_STRETCH_S = 0.1  # then this much time counts as one; the usual period of a quota
 _RECENT = 8  # steps that tell a jump from noise
 _LEAST_JUMP = 0.1
 _ERRORS = 4.0  # standard errors by which a jump differs from noise
@@ -49,7 +54,7 @@ class SpeedModel:
     """The pace of one rank. Used by the thread that trains."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # work and seconds
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # work and seconds
         self._overhead = 0.0
         self._before: tuple[float, float] | None = None  # work and seconds under the split before
 
@@ -76,8 +81,13 @@ class SpeedModel:
         if len(self._steps) < _RECENT:
             return UNKNOWN
         self._learn_overhead()
-        rates = [seconds / (self._overhead + work) for work, seconds in self._steps]
+        steps = [(self._overhead + work, seconds) for work, seconds in self._steps]
+        rates = [seconds / work for work, seconds in steps[-_WINDOW:]]
         middle = statistics.median(rates)
+        if abs(statistics.fmean(rates) / middle - 1) > _UNEVEN:
+            stretches = _rates_of_stretches(steps)
+            if len(stretches) >= _RECENT:
+                rates, middle = stretches, statistics.median(stretches)
         return Measured(Pace(middle, self._overhead), _standard_error(rates) / middle)
 
     def _typical(self) -> tuple[float, float]:
@@ -130,6 +140,19 @@ def worth_it(
     )
     noise = max(one.error for one in measured)
     return now > then * (1 + _LEAST_GAIN + _GAIN_ERRORS * noise)
+
+
+def _rates_of_stretches(steps: Sequence[tuple[float, float]]) -> list[float]:
+    """Seconds for each work, over neighbouring steps that took `_STRETCH_S` or more together."""
+    rates = []
+    work = seconds = 0.0
+    for step_work, step_seconds in steps:
+        work += step_work
+        seconds += step_seconds
+        if seconds >= _STRETCH_S:
+            rates.append(seconds / work)
+            work = seconds = 0.0
+    return rates
 
 
 def _standard_error(values: Sequence[float]) -> float:

@@ -55,6 +55,17 @@ def test_an_outlier_changes_little() -> None:
     assert model.measured().pace.seconds == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("step_s", [0.003, 0.009, 0.04])
+def test_pauses_of_a_quota_count(step_s: float) -> None:
+    """Half a core: 50 ms of each 100 ms the rank stands still, which most of its steps do not see."""
+    model, ran = SpeedModel(), 0.0
+    for _ in range(1000):
+        ran, before = ran + step_s, ran
+        pauses = int(ran / 0.05) - int(before / 0.05)
+        model.add(32, step_s + 0.05 * pauses)
+    assert model.measured().pace.seconds * 32 == pytest.approx(2 * step_s, rel=0.15)
+
+
 @pytest.mark.parametrize(("work", "seconds"), [(1, float("nan")), (1, float("inf")), (1, -1.0), (float("nan"), 1.0)])
 def test_times_that_cannot_be_are_refused(work: float, seconds: float) -> None:
     with pytest.raises(InvalidArgumentError, match="cannot take"):

@@ -160,7 +160,8 @@ void copy_gradient_times(const at::Tensor& dst, const at::Tensor& src, double fa
   if (factor == 1) return copy_gradient(dst, src);
   const c10::ScalarType type = dst.scalar_type();
   if (factor != 0 && (type == at::kFloat || type == at::kDouble) && lie_alike(dst, src))
-    return type == at::kFloat ? multiply_elements<float>(dst, src, factor) : multiply_elements<double>(dst, src, factor);
+    return type == at::kFloat ? multiply_elements<float>(dst, src, factor)
+                              : multiply_elements<double>(dst, src, factor);
   if (factor != 0 && !dst.is_same(src)) copy_gradient(dst, src);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   factor == 0 ? dst.zero_() : dst.mul_(factor);
