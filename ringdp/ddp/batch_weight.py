@@ -14,23 +14,10 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ringdp.ddp.mixed_precision import in_backward
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 
 MODES = ("samples", "call")
-
-
-def weight_mode(value: Any) -> str | None:
-    """RingDP's weight, checked.
-
-    Raises:
-        InvalidArgumentError: neither None nor one of `MODES`.
-    """
-    if value is None or (isinstance(value, str) and value in MODES):
-        return value
-    raise InvalidArgumentError(
-        f"RingDP's weight must be 'samples' (the first dimension of the first tensor that the forward gets), 'call' "
-        f"(what set_weight gives before each forward) or None (every rank counts the same), not {value!r}"
-    )
 
 
 class BatchWeight:
@@ -43,6 +30,31 @@ class BatchWeight:
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self._given: float | None = None
+
+    @classmethod
+    def checked(cls, mode: Any, *, delayed: bool) -> BatchWeight | None:
+        """Of RingDP's argument ``weight``; None where all ranks count the same.
+
+        Args:
+            mode: None, or one of `MODES`.
+            delayed: whether some parameters are averaged outside the reducer.
+
+        Raises:
+            InvalidArgumentError: another value, or one that cannot be had beside delayed parameters.
+        """
+        if mode is None:
+            return None
+        if not isinstance(mode, str) or mode not in MODES:
+            raise InvalidArgumentError(
+                "RingDP's weight must be 'samples' (the first dimension of the first tensor that the forward gets),"
+                f" 'call' (what set_weight gives before each forward) or None (all count the same), not {mode!r}"
+            )
+        if delayed:
+            raise InvalidArgumentError(
+                "weight and delay_all_reduce_named_params do not go together: in the delayed all-reduce all ranks count"
+                " the same"
+            )
+        return cls(mode)
 
     def set(self, weight: Any) -> None:
         """The next forward's weight: a number, or a tensor with one element."""
@@ -75,6 +87,50 @@ class BatchWeight:
                 f"there {what}: call set_weight(number of samples) before the forward"
             )
         return float(first.shape[0])
+
+
+class WeightedModule:
+    """A part of RingDP, which brings the reducer.
+
+    Attributes:
+        _weight: of the batches; None where all ranks count the same.
+    """
+
+    reducer: Any
+    require_backward_grad_sync: bool
+    _use_python_reducer: bool
+    _weight: BatchWeight | None
+
+    def set_weight(self, weight: float | torch.Tensor) -> None:
+        """How much the next forward's batch counts: the number of samples or tokens that its loss is a mean of.
+
+        Call it before each forward that trains; with ``weight="samples"`` it takes the place of what is counted. A
+        weight of 0 leaves this rank's gradients out, also if they are not finite.
+
+        Args:
+            weight: a finite number that is not negative, or a tensor with one.
+
+        Raises:
+            InvalidStateError: RingDP was made without ``weight``.
+            InvalidArgumentError: not a number. One that is negative or not finite is an error of the forward, where
+                the other ranks raise a MismatchError that names this rank.
+        """
+        if self._weight is None:
+            raise InvalidStateError('set_weight: make RingDP with weight="call" (or "samples"), on all ranks')
+        self._weight.set(weight)
+
+    def _announce_weight(self, inputs: Iterable[Any], keywords: Mapping[str, Any]) -> None:
+        """In a forward with these arguments."""
+        if self._weight is None or not torch.is_grad_enabled() or in_backward():
+            return
+        if self._use_python_reducer:
+            raise InvalidStateError("RingDP's weight does not work in a compiled backward (compiled_autograd)")
+        self.reducer.announce_weight(self._weight.take(inputs, keywords), self.require_backward_grad_sync)
+
+    def _shadow_weight(self) -> None:
+        """On a rank that has run out of input (`Join`), in a forward of the others."""
+        if self._weight is not None:
+            self.reducer.shadow_weight()
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

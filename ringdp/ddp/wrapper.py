@@ -19,7 +19,7 @@ from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
 from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
-from ringdp.ddp.batch_weight import BatchWeight, weight_mode
+from ringdp.ddp.batch_weight import BatchWeight, WeightedModule
 from ringdp.ddp.divergence.guard import GuardOptions
 from ringdp.ddp.divergence.mixin import GuardedModule
 from ringdp.ddp.dtensors import ShardedParameters
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ringdp.parallel")
 
 
-class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDataParallel):
+class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModule, DistributedDataParallel):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
@@ -170,13 +170,7 @@ class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDa
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
-        mode = weight_mode(weight)
-        self._weight = None if mode is None else BatchWeight(mode)
-        if mode is not None and arguments.get("delay_all_reduce_named_params"):
-            raise InvalidArgumentError(
-                "weight and delay_all_reduce_named_params do not go together: in the delayed all-reduce all ranks count"
-                " the same"
-            )
+        self._weight = BatchWeight.checked(weight, delayed=bool(arguments.get("delay_all_reduce_named_params")))
         self._gradient_pool = allowed_pool(gradient_pool)
         self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
         passed_on = for_torch(arguments)
@@ -316,10 +310,7 @@ class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDa
         prepared = super()._pre_forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and not self._join_config.enable:  # which torch leaves set when a join is over
             self._between_steps()
-        if self._weight is not None and torch.is_grad_enabled() and not in_backward():
-            if self._use_python_reducer:
-                raise InvalidStateError("RingDP's weight does not work in a compiled backward (compiled_autograd)")
-            self.reducer.announce_weight(self._weight.take(inputs, kwargs), self.require_backward_grad_sync)
+        self._announce_weight(inputs, kwargs)
         return prepared
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
@@ -375,24 +366,6 @@ class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDa
             if parameter.grad is not None and (name in self.parameters_to_ignore or not parameter.requires_grad):
                 parameter.grad.detach_().zero_()
 
-    def set_weight(self, weight: float | torch.Tensor) -> None:
-        """How much the next forward's batch counts: the number of samples or tokens that its loss is a mean of.
-
-        Call it before each forward that trains; with ``weight="samples"`` it takes the place of what is counted. A
-        weight of 0 leaves this rank's gradients out, also if they are not finite.
-
-        Args:
-            weight: a finite number that is not negative, or a tensor with one.
-
-        Raises:
-            InvalidStateError: RingDP was made without ``weight``.
-            InvalidArgumentError: not a number. One that is negative or not finite is an error of the forward, where
-                the other ranks raise a MismatchError that names this rank.
-        """
-        if self._weight is None:
-            raise InvalidStateError('set_weight: make RingDP with weight="call" (or "samples"), on all ranks')
-        self._weight.set(weight)
-
     def stats(self) -> Stats:
         """What reducing gradients cost; reading it costs a call, keeping it two clock readings per step."""
         return Stats(**self.reducer.stats())
@@ -443,8 +416,7 @@ class RingDP(GuardedModule, AutomaticFinalization, ChangingModule, DistributedDa
         return with_input != 0
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        if self._weight is not None:
-            self.reducer.shadow_weight()
+        self._shadow_weight()
         super()._match_all_reduce_for_bwd_pass()
         self.reducer.shadow_used_map()
 
