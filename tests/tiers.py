@@ -35,8 +35,10 @@ CI = (
     "clients/test_torch_suite.py",
 )
 
-# Of those, only `make test-slow` runs what trains for half a minute and longer.
+# Only `make test-slow` runs these, which take half a minute and longer, or repeat another one under other variables.
 SLOW = (
+    "fault/test_hosts_apart.py::test_a_cable_that_is_pulled_ends_both",
+    "fault/test_kubernetes.py::test_two_pods_are_stopped_and_go_on[of_the_operator]",
     "unit/test_compression_benchmarks.py",
     "unit/test_docs.py::test_a_walk_shows_what_the_page_shows[docs/start/slow_network.md]",
 )
