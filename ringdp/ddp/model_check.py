@@ -5,8 +5,9 @@ Ranks compare a hash; only where it differs they exchange what they have, as UTF
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,26 @@ from ringdp.ddp.refusal import COMPARING_MODELS, raise_refusal
 from ringdp.errors import MismatchError
 from ringdp.job.byte_collectives import all_gather_where_different
 
+_SETTING = "setting"
+
 
 @dataclass(frozen=True)
 class _Entry:
-    """One parameter or buffer as its rank has it; all fields are text, so that any difference can be shown."""
+    """One parameter or buffer as its rank has it; all fields are text, so that any difference can be shown.
 
-    kind: str  # "parameter" or "buffer"
+    A setting of RingDP is an entry, too, with its value in the place of the type.
+    """
+
+    kind: str  # "parameter", "buffer" or "setting"
     name: str
     dtype: str
     shape: str
     strides: str
     requires_grad: str
+
+    @classmethod
+    def of_setting(cls, name: str, value: str) -> _Entry:
+        return cls(_SETTING, name, value, "", "", "")
 
     def line(self) -> str:
         return "\t".join(
@@ -42,9 +52,8 @@ def check_same_model(
     *,
     ignored: Container[str] = (),
     compression: str | None = None,
-    weight: str | None = None,
     kind: str = "",
-    guard: str = "",
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, ...]:
     """Compare names, shapes, strides, dtypes and requires_grad of parameters and buffers across the group.
 
@@ -57,26 +66,25 @@ def check_same_model(
         device: where the group's backend wants its tensors.
         ignored: names of parameters and buffers that are left out.
         compression: what gradients are compressed by, in one line; None: they are exact.
-        weight: how a rank's batch is weighed, in one line; None: all ranks count the same.
         kind: of this rank's device, in one line; it may differ.
-        guard: how replicas are compared, in one line.
+        settings: by the name of the argument, in one line; those that are not RingDP's defaults.
 
     Raises:
         MismatchError: on every rank, naming the first parameter that differs and what both ranks have; or what both
-            compress gradients by, where one does not; or how both weigh their batches; or why a rank cannot
-            wrap its model at all.
+            compress gradients by, where one does not; or which of `settings` they have; or why a rank cannot wrap
+            its model at all.
     """
     if group.size() == 1:
         return (kind,)
-    first = [compression or "", weight or "", kind, guard]
-    text = "\n".join([*first, *(entry.line() for entry in _entries(module, ignored))]).encode()
+    entries = [*_entries(module, ignored), *(_Entry.of_setting(name, value) for name, value in settings.items())]
+    text = "\n".join([compression or "", kind, *(entry.line() for entry in entries)]).encode()
     told = all_gather_where_different(text, group, what="model", device=device)
     if told is None:
         return (kind,) * group.size()
     me = group.rank()
     raise_refusal(told, me, "wrap its model")
-    choices, weights, kinds, guards = zip(*(text.decode().split("\n")[:4] for text in told), strict=True)
-    models = [_parse(text) for text in told]
+    choices, kinds = zip(*(text.decode().split("\n")[:2] for text in told), strict=True)
+    models, given = zip(*(_parse(text) for text in told), strict=True)
     other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
     if other is not None:
         raise _difference(models[me], models[other], me=me, other=other)
@@ -90,20 +98,13 @@ def check_same_model(
             peer=other,
             operation=COMPARING_MODELS,
         )
-    other = next((rank for rank, one in enumerate(weights) if one != weights[me]), None)
+    other = next((rank for rank, one in enumerate(given) if one != given[me]), None)
     if other is not None:
+        mine, theirs = given[me], given[other]
+        name = next(name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name))
         raise MismatchError(
-            f"RingDP's weight is {weights[me] or None!r} on rank {me} and {weights[other] or None!r} on rank {other}: "
-            "give it the same on all ranks",
-            rank=me,
-            peer=other,
-            operation=COMPARING_MODELS,
-        )
-    other = next((rank for rank, guard in enumerate(guards) if guard != guards[me]), None)
-    if other is not None:
-        raise MismatchError(
-            f"the ranks compare their replicas otherwise: {guards[me]} on rank {me}, {guards[other]} on rank {other}."
-            " Give RingDP the same guard_every, on_divergence and guard_ignore on all ranks.",
+            f"RingDP's {name} is {mine.get(name, 'the default')} on rank {me} and {theirs.get(name, 'the default')} on"
+            f" rank {other}: give it the same on all ranks",
             rank=me,
             peer=other,
             operation=COMPARING_MODELS,
@@ -129,9 +130,12 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
             )
 
 
-def _parse(text: bytes) -> list[_Entry]:
-    _, _, _, _, *lines = text.decode().split("\n")
-    return [_Entry(*line.split("\t")) for line in lines]
+def _parse(text: bytes) -> tuple[list[_Entry], dict[str, str]]:
+    """The model's entries, and the settings."""
+    _, _, *lines = text.decode().split("\n")
+    entries = [_Entry(*line.split("\t")) for line in lines]
+    model = [entry for entry in entries if entry.kind != _SETTING]
+    return model, {entry.name: entry.dtype for entry in entries if entry.kind == _SETTING}
 
 
 def _difference(mine: list[_Entry], theirs: list[_Entry], *, me: int, other: int) -> MismatchError:

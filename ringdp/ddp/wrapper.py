@@ -210,13 +210,19 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
                     self.device,
                     ignored=self.parameters_to_ignore,
                     compression=self._describe_choice,
-                    weight=None if self._weight is None else self._weight.mode,
                     kind=kind_of(self.device),
-                    guard=str(self._guard_options),
+                    settings=self._settings_to_agree_on(),
                 )
                 self._devices = Placement.of(kinds, self.process_group, self.device)
                 self._devices.tell(self.process_group.rank())
         return super()._build_params_for_reducer()
+
+    def _settings_to_agree_on(self) -> dict[str, str]:
+        """By the name of the argument, as far as it is not the default."""
+        settings = {} if self._weight is None else {"weight": self._weight.mode}
+        if self._guard_options.every:
+            settings["guard"] = str(self._guard_options)
+        return settings
 
     def _ddp_init_helper(
         self,

@@ -428,7 +428,7 @@ def different_modes() -> None:
 
 
 def test_ranks_that_weigh_differently_are_told() -> None:
-    with pytest.raises(RankFailed, match="RingDP's weight is None on rank 0 and 'samples' on rank 1"):
+    with pytest.raises(RankFailed, match="RingDP's weight is the default on rank 0 and samples on rank 1"):
         run_ranks(different_modes, backend="ring")
 
 
