@@ -261,9 +261,11 @@ def test_a_bit_of_a_data_frame(size: int, place: str) -> None:
         # The group stays failed; another one of these ranks says the same at once, one without that pair works.
         again = ranks.groups(name="again")
         for rank, (error, seconds) in enumerate(ranks.errors(lambda rank: again[rank].barrier().wait())):
-            assert isinstance(error, PeerLostError)
-            assert "as it was sent" in str(error) or "as they were sent" in str(error), str(error)
             assert seconds < SOON_S, rank
+            if rank == 2 and error is None:
+                continue  # both others had told it that they are there before they heard of each other
+            assert isinstance(error, PeerLostError), rank
+            assert "as it was sent" in str(error) or "as they were sent" in str(error), str(error)
 
 
 def test_without_checksums_the_ranks_differ_and_nobody_says_so() -> None:
