@@ -30,7 +30,8 @@ void BetweenSteps::follow_requires_grad() {
 
 void BetweenSteps::announce_weight(double weight, bool sync) {
   if (layout_.parameters.size() == 0) return;
-  const auto announce = [&] { layout_.weights.announce(weight, sync, /*discarded=*/layout_.left_over.none()); };
+  const bool discarded = layout_.weights.accumulated() && layout_.left_over.none();
+  const auto announce = [&] { layout_.weights.announce(weight, sync, discarded); };
   sync ? failure_.keeping(announce) : announce();
 }
 

@@ -50,6 +50,7 @@ class GradientWeights {
   // One that averages: waits for the sum.
   void begin(int task, double weight, int64_t step);
   void end();
+  bool accumulated() const { return done_.total() > 0; }  // backwards that did not average have weighed something
   // A gradient that no forward has announced cannot be weighed.
   void check_announced(const std::string& parameter) const;
   // By what gradients that were left over are multiplied before they are averaged alone. All ranks call it.
