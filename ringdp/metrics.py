@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp import config
-from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
-from ringdp.job.byte_collectives import all_gather_bytes, device_for, require_member
+from ringdp.job.byte_collectives import all_gather_bytes, alone, device_for, require_member
 
 _ROOM = 256  # bytes of a rank's introduction: its weight, and what it brings in words
 
@@ -45,7 +44,7 @@ def mean(x: float | Tensor, weight: float | Tensor = 1.0, *, group: dist.Process
         MismatchError: another rank's cannot be used, or its ``x`` has another shape; the message has both sides'.
         InvalidStateError: several ranks and no process group, or this process is not in ``group``.
     """
-    if group is None and not (dist.is_available() and dist.is_initialized()) and _alone():
+    if group is None and alone("ringdp.metrics.mean()"):
         value, factor = _checked(x, weight)
         return _like(x, _weighted(value, factor) / _positive(factor))
     chosen = require_member(group, "ringdp.metrics.mean")
@@ -130,13 +129,3 @@ def _like(x: float | Tensor, result: Tensor) -> float | Tensor:
         return float(result)
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
     return result.to(x.device, dtype)
-
-
-def _alone() -> bool:
-    launch = config.LaunchEnvironment.read()
-    if launch is not None and launch.world_size > 1:
-        raise InvalidStateError(
-            f"ringdp.metrics.mean(): this is rank {launch.rank} of {launch.world_size} and has not joined the others:"
-            " call ringdp.init() first"
-        )
-    return True

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringdp import config
 from ringdp.data.agreement import Agreement, compare_settings
 from ringdp.data.order import GlobalBatches
 from ringdp.data.plans import Drawn, Plans
@@ -21,6 +20,7 @@ from ringdp.data.settings import Settings
 from ringdp.data.speed import SpeedModel
 from ringdp.data.split import split
 from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.job.byte_collectives import alone, require_member
 
 _log = logging.getLogger("ringdp.data")
 _FORMAT = 1
@@ -362,14 +362,6 @@ class _Watched:
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """None in a process that no launcher started and that has no process group: a world of one."""
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        launch = config.LaunchEnvironment.read()
-        if launch is not None and launch.world_size > 1:
-            raise InvalidStateError(
-                f"BalancedSampler: this is rank {launch.rank} of {launch.world_size} and has not joined the others:"
-                " call ringdp.init() first"
-            )
+    if group is None and alone("BalancedSampler"):
         return None
-    from ringdp.job.byte_collectives import require_member
-
     return require_member(group, "ringdp.data.BalancedSampler")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringdp import config
 from ringdp.errors import InvalidStateError, MismatchError
 
 _MOST_TEXT_BYTES = 1 << 30
@@ -17,6 +18,23 @@ _MOST_TEXT_BYTES = 1 << 30
 # torch 2.13 gave it another name, and warns of the old one.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """``(out, mine, group=...)``: the ranks' tensors of one shape, in rank order."""
+
+
+def alone(what: str) -> bool:
+    """Whether this process is a world of one: no launcher started it, and it has no process group.
+
+    Raises:
+        InvalidStateError: a launcher started it as one of several ranks, and it has not joined them; names `what`.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return False
+    launch = config.LaunchEnvironment.read()
+    if launch is not None and launch.world_size > 1:
+        raise InvalidStateError(
+            f"{what}: this is rank {launch.rank} of {launch.world_size} and has not joined the others:"
+            " call ringdp.init() first"
+        )
+    return True
 
 
 def require_member(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:

@@ -57,14 +57,6 @@ def ssh(tmp_path: Path, lab: hosts.Lab) -> Iterator[str]:
         yield f"{command} -T"
 
 
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
-
-
 def start(jobs: list[Job], lab: hosts.Lab, folder: Path, *arguments: str) -> Job:
     jobs.append(Job(folder, *arguments, command=[*lab.on(0), *LAUNCH]))
     return jobs[-1]

@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +48,6 @@ SAME_AS_TORCHRUN = [
 ]  # fmt: skip
 DIFFERENT = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 OURS = {"RINGDP_SECRET_FILE", "RINGDP_REPORT_FILE", "OMP_NUM_THREADS"}
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
 
 
 def run(jobs: list[Job], folder: Path, *arguments: str | Path, **options: Any) -> Job:

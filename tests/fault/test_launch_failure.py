@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.fault.launch_jobs import Job, script
 
@@ -21,14 +18,6 @@ ENDLESS = """
     while not pathlib.Path("ready").exists():
         time.sleep(0.01)
 """
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
 
 
 def run(jobs: list[Job], folder: Path, *arguments: str | Path, environ: dict[str, str] | None = None) -> Job:

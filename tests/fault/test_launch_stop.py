@@ -11,7 +11,6 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,14 +33,6 @@ STUBBORN = """
     pathlib.Path("ready" + rank).touch()
     time.sleep(600)
 """
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
 
 
 def ready(folder: Path, ranks: int = 2) -> bool:

@@ -7,7 +7,6 @@ import pty
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ from tests.fault.launch_jobs import LAUNCH, ROOT, Job, wait_until
 
 RUN = shlex.join(LAUNCH) + " -n 1 --no-python sh -c 'echo begin; touch ready; exec sleep 600'"
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
 
 
 def start(jobs: list[Job], folder: Path, ssh: str, command: str, stdio: int | None = None) -> Job:

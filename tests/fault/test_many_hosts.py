@@ -11,7 +11,6 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,14 +36,6 @@ TRAIN = """
 """
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
 
 
 def start(jobs: list[Job], folder: Path, *arguments: str | Path, ssh: str = SHELL, **environ: str) -> Job:
