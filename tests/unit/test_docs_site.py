@@ -48,3 +48,13 @@ def test_the_navigation_has_every_page() -> None:
     written = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     made = [f"api/{module.rpartition('.')[2]}.md" for module in docs_site.API]
     assert sorted(listed) == sorted(written + made)
+
+
+def test_lists_of_pinned_packages_agree() -> None:
+    """`make lint` and `make docs` may run side by side in one .venv: neither replaces what the other is using."""
+    lint, docs = (
+        dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+        for name in ("lint.txt", "docs.txt")
+    )
+    assert docs["ruff"] == lint["ruff"]
+    assert {name: docs[name] for name in docs.keys() & lint} == {name: lint[name] for name in docs.keys() & lint}
