@@ -7,13 +7,36 @@ import sys
 from collections.abc import Sequence
 
 from ringdp.tools import bench
+from ringdp.tools.doctor import command as doctor
+
+COMMANDS = (doctor, bench)
+"""Modules with ``add_parser(commands)``, which sets the function that runs the command as the default of ``run``."""
+
+EXAMPLES = """\
+examples:
+  python -m ringdp doctor                         what this host has, and what would make ringdp faster here
+  python -m ringdp doctor -H node1:2,node2:2      who reaches whom, and how fast, between all ranks
+  python -m ringdp bench -n 4 --backend ring,gloo all-reduce on four ranks of this host, side by side
+  ringrun -H node1:4,node2:4 -m ringdp bench --collective all
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ringdp", description="ringdp's tools.")
+    """Run a command; the exit code. `argv` is without the program's name; None takes ``sys.argv``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ringdp",
+        description="ringdp's tools; each has --help.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    bench.add_parser(commands)
-    return bench.run(parser.parse_args(argv))
+    for module in COMMANDS:
+        module.add_parser(commands)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
+    args.argv = words[1:]  # of the command alone, for ranks that it starts
+    code: int = args.run(args)
+    return code
 
 
 if __name__ == "__main__":

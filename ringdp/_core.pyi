@@ -215,6 +215,12 @@ def isa() -> str:
 def load_codec(path: str) -> str:
     """The name of the codec of the shared library at `path`, which this module knows from now on."""
 
+def network_interfaces(spec: str | None = None) -> list[dict[str, Any]]:
+    """The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`:
+    those
+    that RINGDP_IFACE=spec chooses, in its order; None: all.
+    """
+
 def reduction_supported(dtype: str, op: str) -> bool: ...
 def registered_transports() -> list[dict[str, Any]]:
     """All transports, in the order in which RINGDP_TRANSPORT=auto prefers them: a dict for each."""

@@ -11,6 +11,7 @@
 #include "core_reconfiguration.h"
 #include "engine/group.h"
 #include "kernels/kernels.h"
+#include "mesh/addresses.h"
 #include "mesh/store.h"
 #include "python_codecs.h"
 #include "python_errors.h"
@@ -464,6 +465,25 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "built_in_table", [] { return limits_of(AlgorithmTables{}); },
       "The limits of the built-in algorithm table: {'one_host.fold_sent_bytes': bytes, …}.");
+  module.def(
+      "network_interfaces",
+      [](const std::optional<std::string>& spec) {
+        const std::vector<Interface> all = interfaces();
+        py::list out;
+        for (const Interface& it : spec ? select_interfaces(all, *spec) : all) {
+          py::dict row;
+          row["name"] = it.name;
+          row["ip"] = it.ip;
+          row["prefix_bits"] = it.prefix_bits;
+          row["loopback"] = it.is_loopback;
+          row["running"] = it.running;
+          out.append(row);
+        }
+        return out;
+      },
+      py::arg("spec") = py::none(),
+      "The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`: those\n"
+      "that RINGDP_IFACE=spec chooses, in its order; None: all.");
   module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");
   module.def(
       "reduction_supported",

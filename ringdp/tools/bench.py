@@ -40,6 +40,7 @@ def add_parser(commands: Any) -> None:
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(run=run)
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start, or to explain (default 2)")
     parser.add_argument("--sizes", default=SIZES, type=_sizes, help=f"bytes to reduce, comma-separated ({SIZES})")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="type of the elements (float32)")

@@ -1,0 +1,112 @@
+"""Where the ranks of a job find each other for the doctor: the job's own store, with a deadline for everything."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from ringdp.config import LaunchEnvironment
+from ringdp.job import job_store
+
+POLL_S = 0.02
+
+
+class Missing(Exception):
+    """Ranks did not do in time what the others waited for.
+
+    Attributes:
+        ranks: those that did not.
+        what: what they did not do.
+    """
+
+    def __init__(self, ranks: Sequence[int], what: str) -> None:
+        super().__init__(f"{words(ranks)} did not {what}")
+        self.ranks, self.what = list(ranks), what
+
+
+class Meeting:
+    """This rank and the others, on the job's store. Every rank calls the same methods in the same order; one thread."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._store = store
+        self._rounds = 0
+
+    @classmethod
+    def of_launcher(cls, place: LaunchEnvironment, timeout_s: float, *, epoch: int = 0) -> Meeting:
+        """At the store where the launcher says.
+
+        Raises:
+            HandshakeError: the store cannot be reached or kept there.
+        """
+        start = f"ringdp/doctor/{epoch}"
+        store = job_store.open_store(
+            place.init_method,
+            place.rank,
+            place.world_size,
+            timedelta(seconds=timeout_s),
+            agent_store=place.agent_store,
+            start=f"{start}/kept",
+        )
+        return cls(PrefixStore(start, store), place.rank, place.world_size, timeout_s)
+
+    def all_say(self, topic: str, content: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Everybody's `content` (for JSON), by rank.
+
+        Raises:
+            Missing: some rank has said nothing in time.
+        """
+        found, missing = self.whoever_says(topic, content, timeout_s=timeout_s)
+        if missing:
+            raise Missing(missing, f"say its {topic}")
+        return [found[rank] for rank in range(self.world_size)]
+
+    def whoever_says(
+        self, topic: str, content: Any, *, timeout_s: float | None = None
+    ) -> tuple[dict[int, Any], list[int]]:
+        """The content of every rank that said it in time, and the other ranks."""
+        self._rounds += 1
+        key = f"{self._rounds}/{topic}"
+        self._store.set(f"{key}/{self.rank}", json.dumps(content))
+        left = set(range(self.world_size))
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        while left:
+            here = [rank for rank in sorted(left) if self._store.check([f"{key}/{rank}"])]
+            for rank in here:
+                found[rank] = json.loads(self._store.get(f"{key}/{rank}"))
+            left -= set(here)
+            if left and time.monotonic() > deadline:
+                break
+            if left and not here:
+                time.sleep(POLL_S)
+        return found, sorted(left)
+
+    def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
+        """Until all ranks are here. Raises Missing: some did not `what` in time."""
+        self._rounds += 1
+        key = f"{self._rounds}/barrier"
+        self._store.set(f"{key}/{self.rank}", "")
+        if self._store.add(f"{key}/count", 1) == self.world_size:
+            self._store.set(f"{key}/all", "")
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        pause_s = 0.0005
+        while not self._store.check([f"{key}/all"]):
+            if time.monotonic() > deadline:
+                raise Missing([r for r in range(self.world_size) if not self._store.check([f"{key}/{r}"])], what)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S)
+
+
+def words(ranks: Sequence[int], most: int = 8) -> str:
+    """``rank 3``, ``ranks 1, 2 and 7``, ``ranks 1, 2, … (40 of them)``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > most:
+        return f"ranks {', '.join(map(str, ranks[:most]))}, … ({len(ranks)} of them)"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
