@@ -94,13 +94,15 @@ class Meeting:
         self._store.set(f"{key}/{self.rank}", "")
         if self._store.add(f"{key}/count", 1) == self.world_size:
             self._store.set(f"{key}/all", "")
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        pause_s = 0.0005
-        while not self._store.check([f"{key}/all"]):
-            if time.monotonic() > deadline:
-                raise Missing([r for r in range(self.world_size) if not self._store.check([f"{key}/{r}"])], what)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, POLL_S)
+        limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
+        try:
+            self._store.wait([f"{key}/all"], limit)  # and not asking again and again, which others would measure
+        except RuntimeError:
+            missing = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
+            if missing:
+                raise Missing(missing, what) from None
+            if not self._store.check([f"{key}/all"]):
+                raise
 
 
 def words(ranks: Sequence[int], most: int = 8) -> str:

@@ -19,7 +19,7 @@ from ringdp.tools.doctor.ranks.meeting import Meeting, Missing, words
 from ringdp.tools.doctor.ranks.probe import TOKEN_BYTES, Client, ProbeServer
 
 LONGEST_PROBE_S, SHORTEST_PROBE_S = 0.5, 0.06
-MEETING, REACH, COMPARISON, RING = "meeting", "edges", "likeness", "ring"
+MEETING, COMPARISON, LINKS, RING = "ranks", "versions and settings of the ranks", "links between ranks", "ring"
 """The names of the checks between ranks."""
 
 
@@ -105,7 +105,7 @@ class _Session:
         if any(card["broken"] for card in self._cards.values()):
             return self.outcome([])  # what is wrong with its settings is a finding of that rank
         self._matrix = self._measure()
-        self._say(REACH, edges.findings(self._matrix, self._host.thresholds))
+        self._say(LINKS, edges.findings(self._matrix, self._host.thresholds))
         if all(edge.reached for edge in self._matrix.edges.values() if edge.source > edge.target):
             size_bytes = collective.size_for(self._matrix)
             told = self._meeting.all_say("ring", collective.measure(size_bytes, self._meeting.timeout_s))
