@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ringdp.tools import bench
+from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
 
 COMMANDS = (doctor, bench)

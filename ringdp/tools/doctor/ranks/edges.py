@@ -165,6 +165,8 @@ def _rates(matrix: Matrix, edges: Sequence[Edge], where: str, thresholds: Thresh
 
 
 def _link_remedy(matrix: Matrix, edge: Edge, back: float | None) -> str:
+    if matrix.host_of[edge.source] == matrix.host_of[edge.target]:
+        return f"look with top who else computes on {matrix.names[edge.source]}: this edge is its own memory"
     words = f"look at the link of {matrix.names[edge.source]} and {matrix.names[edge.target]} (cable, switch port, other traffic"
     if back is not None and edge.bytes_per_s and back > 2 * edge.bytes_per_s:
         words += f"; the other direction has {rate_words(back)}"
