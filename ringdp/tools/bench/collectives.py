@@ -17,6 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringdp.job.byte_collectives import all_gather_single
+
+# torch 2.13 gave it another name, and warns of the old one.
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 OPERATIONS = ("sum", "avg", "max", "min")
 SENTINEL = 77
 """In outputs before a check: what nobody wrote is seen."""
@@ -162,7 +167,7 @@ class AllGather:
         return Task(
             count,
             count * place.ranks * place.dtype.itemsize,
-            lambda group: _done(dist.all_gather_into_tensor(out, x, group=group)),
+            lambda group: _done(all_gather_single(out, x, group=group)),
             [(x, lambda: place.pattern(place.rank, 0, count))],
             [(out, lambda: torch.cat([place.pattern(rank, 0, count) for rank in range(place.ranks)]))],
         )
@@ -182,7 +187,7 @@ class ReduceScatter:
         return Task(
             count,
             count * place.ranks * place.dtype.itemsize,
-            lambda group: _done(dist.reduce_scatter_tensor(out, x, op=place.reduce_op, group=group)),
+            lambda group: _done(reduce_scatter_single(out, x, op=place.reduce_op, group=group)),
             [(x, lambda: place.pattern(place.rank, 0, count * place.ranks))],
             [(out, lambda: place.reduced(place.rank * count, count))],
         )

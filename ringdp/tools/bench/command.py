@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -226,11 +227,13 @@ def _local_rank(rank: int, args: argparse.Namespace, meet_at: str) -> None:
 
 def _measure_here(args: argparse.Namespace, **place: Any) -> int:
     """Be one of the ranks; rank 0 prints. Every rank returns the same exit code."""
+    import torch
+
     import ringdp
     from ringdp.job.process_group import shutdown
 
-    device = args.device or ("cuda" if "nccl" in args.backend else "cpu")
-    ringdp.init("ring", device=device, timeout=120, **place)
+    cuda = _wants_cuda(args) and torch.cuda.is_available()  # where it is not, all ranks hear of it once they have met
+    ringdp.init("ring", device="cuda" if cuda else "cpu", timeout=120, **place)
     try:
         return _measure(args)
     finally:
@@ -242,11 +245,13 @@ def _measure(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from ringdp import compression, device
+    from ringdp.job import byte_collectives
     from ringdp.tools.bench import collectives, contenders, measuring, output
 
     settings = config.RingConfig.from_environment()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (config.host_identity(settings.host_id), _of_this_rank(args)))
+    world = byte_collectives.require_member(None, "bench")
+    card = json.dumps([config.host_identity(settings.host_id), _of_this_rank(args)]).encode()
+    everyone = [json.loads(told) for told in byte_collectives.all_gather_bytes(card, world)]
     if problem := next((told for _, told in everyone if told), None):
         if dist.get_rank() == 0:
             sys.stderr.write(f"python -m ringdp bench: {problem}\n")
@@ -286,8 +291,7 @@ def _of_this_rank(args: argparse.Namespace) -> str | None:
         return output.NO_PLOTS
     if not 0 <= args.root < dist.get_world_size():
         return f"--root must be 0 to {dist.get_world_size() - 1}, not {args.root}"
-    cuda = args.device == "cuda" or "nccl" in args.backend
-    if cuda and not torch.cuda.is_available():
+    if _wants_cuda(args) and not torch.cuda.is_available():
         return f"rank {dist.get_rank()}: {'nccl' if 'nccl' in args.backend else '--device cuda'} needs a GPU, and torch sees none"
     for name in args.backend:
         if name != "ring" and not dist.is_backend_available(name):
@@ -298,6 +302,10 @@ def _of_this_rank(args: argparse.Namespace) -> str | None:
         except InvalidArgumentError as error:
             return f"--codec {name}: {error}"
     return None
+
+
+def _wants_cuda(args: argparse.Namespace) -> bool:
+    return args.device == "cuda" or "nccl" in args.backend
 
 
 def _title(name: str, args: argparse.Namespace, layout: HostLayout, settings: config.RingConfig) -> str:
