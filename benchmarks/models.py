@@ -125,8 +125,7 @@ class Mode:
         return compression.TopK(0.01, ramp_steps=RAMP_STEPS, error_feedback=compression.DGC(0.9))
 
     def bucket_cap_mb(self, module: nn.Module) -> float | list[float] | None:
-        """RingDP's argument. `ends`: 1, 2, 4, … MiB for the first half of the gradients, then down again to 1 MiB, so that
-        little is left to send when backward ends; the layout that would fit if the sizes were chosen after a first step."""
+        """RingDP's argument. `ends`: 1, 2, 4, … MiB for the first half of the gradients, then down again to 1 MiB."""
         if self.buckets != "ends":
             return float(self.buckets) if self.buckets else None
         half_mb = sum(it.numel() * it.element_size() for it in module.parameters()) / 2 / (1 << 20)

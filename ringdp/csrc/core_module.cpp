@@ -482,7 +482,8 @@ PYBIND11_MODULE(_core, module) {
         return out;
       },
       py::arg("spec") = py::none(),
-      "The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`: those\n"
+      "The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`: "
+      "those\n"
       "that RINGDP_IFACE=spec chooses, in its order; None: all.");
   module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");
   module.def(

@@ -1,4 +1,4 @@
-"""Where a tool's ranks run: a launcher's, those of ``-n`` on this host, or those of ``-H`` over ssh, by ringrun itself."""
+"""Where a tool's ranks run: those of ``-n`` on this host, or of ``-H`` over ssh, started by ringrun itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 def add_options(parser: argparse._ActionsContainer) -> None:
     """The flags that start ranks, with the meaning that they have for ringrun."""
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="start N ranks on this host (with -H: on each)")
-    parser.add_argument("-H", dest="host_list", metavar="HOST:N,…", help="start N ranks on each of these hosts, over ssh")
+    parser.add_argument(
+        "-H", dest="host_list", metavar="HOST:N,…", help="start N ranks on each of these hosts, over ssh"
+    )
     parser.add_argument("--hostfile", metavar="FILE", help="the same from a file, as ringrun reads it")
     parser.add_argument("--ssh", metavar="COMMAND", help="with -H: what connects with a host instead of ssh")
     what = "with -H: a variable for the ranks of all hosts"

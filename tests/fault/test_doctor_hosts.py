@@ -111,7 +111,9 @@ def test_who_does_not_come_is_named_and_who_differs(server: RankServer, lab: Lab
     code, report = told[0]
     assert code == 1
     [problem] = sentences(report, "problem")
-    assert problem.startswith("rank 1 of 3 did not come to the store within 2 s; those that came: rank 0 on h0, rank 2 on h2")
+    assert problem.startswith(
+        "rank 1 of 3 did not come to the store within 2 s; those that came: rank 0 on h0, rank 2 on h2"
+    )
 
 
 def test_a_rank_that_cannot_reach_the_store_says_so(server: RankServer, lab: Lab, tmp_path: Path) -> None:

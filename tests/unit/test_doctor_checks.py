@@ -97,7 +97,9 @@ def test_cores_against_ranks_and_quota(tmp_path: Path) -> None:
 
 def test_numa_nodes_and_threads(tmp_path: Path) -> None:
     node = "sys/devices/system/node"
-    root = tree(tmp_path, **{f"{node}/node0/cpulist": "0-7", f"{node}/node1/cpulist": "8-15", f"{node}/node2/cpulist": ""})
+    root = tree(
+        tmp_path, **{f"{node}/node0/cpulist": "0-7", f"{node}/node1/cpulist": "8-15", f"{node}/node2/cpulist": ""}
+    )
     found = only(processor.nodes(Host(root=root)))
     assert "2 NUMA nodes (node0 has cores 0-7, node1 has cores 8-15)" in found.sentence
     host = Host(environ={"OMP_NUM_THREADS": "4"}, cores=8, local_ranks=4)
@@ -166,7 +168,11 @@ def card(name: str, ip: str, **more: object) -> interfaces.Row:
 
 
 def test_interfaces_and_why_they_are_used(tmp_path: Path) -> None:
-    loopback, eth, docker = card("lo", "127.0.0.1", loopback=True), card("eth0", "10.0.0.5"), card("docker0", "172.17.0.1")
+    loopback, eth, docker = (
+        card("lo", "127.0.0.1", loopback=True),
+        card("eth0", "10.0.0.5"),
+        card("docker0", "172.17.0.1"),
+    )
     used = [("eth0", "10.0.0.5"), ("docker0", "172.17.0.1")]
     lo, first, bridge = interfaces.described([loopback, eth, docker], used, "")
     assert "loopback serves this host only" in lo.sentence

@@ -25,7 +25,9 @@ NO_WISHES = Thresholds()
 TOKEN = bytes(16)
 
 
-@pytest.mark.parametrize("host_of", [(0,), (0, 1), (0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3, 4), (0, 1, 1, 2, 0), tuple(range(16))])
+@pytest.mark.parametrize(
+    "host_of", [(0,), (0, 1), (0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3, 4), (0, 1, 1, 2, 0), tuple(range(16))]
+)
 def test_every_pair_is_measured_once_and_no_two_share_a_host(host_of: tuple[int, ...]) -> None:
     order = edges.rounds(host_of)
     assert sorted(pair for pairs in order for pair in pairs) == list(itertools.combinations(range(len(host_of)), 2))
@@ -52,7 +54,10 @@ def problems(findings: list[Finding]) -> list[Finding]:
 def test_a_slow_edge_is_named_with_its_direction() -> None:
     found = list(edges.findings(matrix((0, 1, 2), rates={(2, 1): 12.5e6}), NO_WISHES))
     [slow] = [one for one in found if one.verdict is Verdict.NOTE]
-    assert "the slowest edge between hosts is rank 2 (n2) to rank 1 (n1): 100 Mbit/s, the median is 1 Gbit/s" in slow.sentence
+    assert (
+        "the slowest edge between hosts is rank 2 (n2) to rank 1 (n1): 100 Mbit/s, the median is 1 Gbit/s"
+        in slow.sentence
+    )
     assert "the other direction has 1 Gbit/s" in slow.remedy
     assert not problems(found)
     assert all(one.verdict is Verdict.OK for one in edges.findings(matrix((0, 1, 2)), NO_WISHES))
@@ -109,7 +114,13 @@ def test_large_matrices_show_their_beginning() -> None:
 def test_who_differs_is_named() -> None:
     same = {"ringdp": "0.1.0", "kernel": "6.1", "cores": "8"}
     assert [one.verdict for one in comparison.findings([same] * 3)] == [Verdict.OK]
-    other = [same, same, same | {"ringdp": "0.2.0"}, same | {"kernel": "5.10"}, same | {"RINGDP_SPIN_US": "0", "cores": "4"}]
+    other = [
+        same,
+        same,
+        same | {"ringdp": "0.2.0"},
+        same | {"kernel": "5.10"},
+        same | {"RINGDP_SPIN_US": "0", "cores": "4"},
+    ]
     by_name = {str(one.facts["name"]): one for one in comparison.findings(other)}
     assert by_name["ringdp"].verdict is Verdict.PROBLEM
     assert by_name["ringdp"].sentence == "ringdp differs: 0.2.0 on rank 2, 0.1.0 on ranks 0, 1, 3 and 4"
@@ -150,7 +161,9 @@ def test_json_can_be_read_back() -> None:
     assert Finding.from_dict(told["findings"][0]) == finding
 
 
-@pytest.mark.parametrize(("text", "bytes_per_s"), [("1gbit", 125e6), ("900mbit", 112.5e6), ("100MB/s", 1e8), ("8bit", 1)])
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"), [("1gbit", 125e6), ("900mbit", 112.5e6), ("100MB/s", 1e8), ("8bit", 1)]
+)
 def test_rates(text: str, bytes_per_s: float) -> None:
     assert command.rate(text) == bytes_per_s
 

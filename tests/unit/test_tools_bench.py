@@ -19,14 +19,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ringdp import __main__ as command
-from ringdp.ddp import words
-from ringdp.job.tuning import Tuning
-from ringdp.tools import explain
-from ringdp.tools.bench import collectives, measuring
-from ringdp.tools.bench import command as bench_command
-from ringdp.tools.cost_model import HostLayout
-from tests.helpers import need
+from ringdp import __main__ as command  # noqa: E402
+from ringdp.ddp import words  # noqa: E402
+from ringdp.job.tuning import Tuning  # noqa: E402
+from ringdp.tools import explain  # noqa: E402
+from ringdp.tools.bench import collectives, measuring  # noqa: E402
+from ringdp.tools.bench import command as bench_command  # noqa: E402
+from ringdp.tools.cost_model import HostLayout  # noqa: E402
+from tests.helpers import need  # noqa: E402
 
 need("ringdp._core", "ringdp's extension, built with `make build`,")
 
@@ -181,7 +181,17 @@ def test_all_collectives_beside_gloo_and_compressors_without_numpy(tmp_path: Pat
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('no numpy here')")
     words = ["-n", "2", "--collective", "all", "--backend", "ring,gloo", "--codec", "int8,topk", "--sizes", "24,64k"]
     done = bench(
-        *words, "--iters", "2", "--rounds", "2", "--warmup", "0", "--check", "--csv", "-", PYTHONPATH=f"{tmp_path}:{ROOT}"
+        *words,
+        "--iters",
+        "2",
+        "--rounds",
+        "2",
+        "--warmup",
+        "0",
+        "--check",
+        "--csv",
+        "-",
+        PYTHONPATH=f"{tmp_path}:{ROOT}",
     )
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
@@ -191,7 +201,9 @@ def test_all_collectives_beside_gloo_and_compressors_without_numpy(tmp_path: Pat
     for row in exact:
         assert row["wrong"] == "0"
         assert float(row["time_s"]) > 0
-    compressed = {row["contender"]: row for row in rows if "+" in row["contender"] and row["collective"] == "all_reduce"}
+    compressed = {
+        row["contender"]: row for row in rows if "+" in row["contender"] and row["collective"] == "all_reduce"
+    }
     assert set(compressed) == {"ring+int8", "ring+topk"}
     assert float(compressed["ring+int8"]["error"]) < 0.02
     assert 3 < float(compressed["ring+int8"]["ratio"]) < 4.2
@@ -260,11 +272,18 @@ def test_reductions_are_what_torch_computes() -> None:
             assert torch.allclose(place.reduced(5, 20), right[operation]), (ranks, operation)
 
 
-def test_a_picture_or_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_or_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     need("ringdp._C", "ringdp's extension, built with `make build`,")
     from ringdp.tools.bench import output
 
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }.items():
         monkeypatch.setenv(name, value)
     words = ["bench", "--sizes", "1k,8k", "--iters", "1", "--rounds", "1", "--plot", str(tmp_path / "x.svg")]
     with monkeypatch.context() as without:
@@ -281,7 +300,12 @@ def test_nccl_without_a_gpu_is_a_sentence(capsys: pytest.CaptureFixture[str], mo
     need("ringdp._C", "ringdp's extension, built with `make build`,")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }.items():
         monkeypatch.setenv(name, value)
     assert command.main(["bench", "--backend", "ring,nccl"]) == 2
     assert "rank 0: nccl needs a GPU, and torch sees none" in capsys.readouterr().err
@@ -296,7 +320,13 @@ def free_port() -> int:
 def test_it_measures_the_ranks_of_a_launcher() -> None:
     """As a rank of a launcher it starts none; a world of one is enough to see that."""
     need("ringdp._C", "ringdp's extension, built with `make build`,")
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     done = bench("--ranks", "5", "--sizes", "64", "--seconds", "0.01", **place)
     assert done.returncode == 0, done.stderr
     assert "1 rank on one host" in done.stdout

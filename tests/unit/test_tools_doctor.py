@@ -78,7 +78,9 @@ def test_half_of_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_two_ranks_that_it_starts() -> None:
-    done = run(sys.executable, "-m", "ringdp", "doctor", "-n", "2", "--seconds", "0.2", "--json", RINGDP_LOG_LEVEL="error")
+    done = run(
+        sys.executable, "-m", "ringdp", "doctor", "-n", "2", "--seconds", "0.2", "--json", RINGDP_LOG_LEVEL="error"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert told["ranks"] == 2

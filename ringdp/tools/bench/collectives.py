@@ -1,8 +1,8 @@
 """The collectives that are measured: what each does, what must come out, and what its bandwidth means.
 
 A new one is a class here and its name in `COLLECTIVES`. Sizes and bus bandwidth are those of nccl-tests
-(https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the size is that of the larger of input and output of a rank, and
-busbw is algbw times a factor, so that it is what a link carries at best, whatever the number of ranks.
+(https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the size is that of the larger of input and output of a
+rank, and busbw is algbw times a factor, so that it is what a link carries at best, whatever the number of ranks.
 
 The element i of rank r is (i + r) mod 3 before a check, so that a sum of 80 ranks is exact in every type.
 """

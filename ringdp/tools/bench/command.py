@@ -88,8 +88,12 @@ def add_parser(commands: Any) -> None:
     out.add_argument("--plot", metavar="FILE", help="a picture of times and bandwidths (.png, .svg, .pdf)")
     model = parser.add_argument_group("the model")
     model.add_argument("--explain", action="store_true", help="start no ranks: print the table and the model")
-    model.add_argument("--hosts", type=int, metavar="N", help="with --explain: spread the ranks over N hosts (default 1)")
-    model.add_argument("--cores", type=int, metavar="N", help="with --explain: cores of each host (default: this one's)")
+    model.add_argument(
+        "--hosts", type=int, metavar="N", help="with --explain: spread the ranks over N hosts (default 1)"
+    )
+    model.add_argument(
+        "--cores", type=int, metavar="N", help="with --explain: cores of each host (default: this one's)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -292,7 +296,8 @@ def _of_this_rank(args: argparse.Namespace) -> str | None:
     if not 0 <= args.root < dist.get_world_size():
         return f"--root must be 0 to {dist.get_world_size() - 1}, not {args.root}"
     if _wants_cuda(args) and not torch.cuda.is_available():
-        return f"rank {dist.get_rank()}: {'nccl' if 'nccl' in args.backend else '--device cuda'} needs a GPU, and torch sees none"
+        what = "nccl" if "nccl" in args.backend else "--device cuda"
+        return f"rank {dist.get_rank()}: {what} needs a GPU, and torch sees none"
     for name in args.backend:
         if name != "ring" and not dist.is_backend_available(name):
             return f"rank {dist.get_rank()}: this torch is built without {name}"
@@ -331,14 +336,21 @@ def _write(args: argparse.Namespace, layout: HostLayout, rows: Sequence[Any]) ->
     from ringdp import __version__
     from ringdp.tools.bench import output
 
-    about = {"ringdp": __version__, "torch": torch.__version__, "ranks": layout.ranks, "ranks_of_hosts": layout.per_host}
+    about = {
+        "ringdp": __version__,
+        "torch": torch.__version__,
+        "ranks": layout.ranks,
+        "ranks_of_hosts": layout.per_host,
+    }
     try:
         if args.json is not None:
             output.write(output.as_json(about, rows), args.json)
         if args.csv is not None:
             output.write(output.as_csv(rows), args.csv)
         if args.plot is not None:
-            title = f"{', '.join(args.collective)}, {layout.ranks} ranks on {len(layout.per_host)} host(s), {args.dtype}"
+            title = (
+                f"{', '.join(args.collective)}, {layout.ranks} ranks on {len(layout.per_host)} host(s), {args.dtype}"
+            )
             output.plot(rows, title, args.plot)
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"the results cannot be written: {error}") from error

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ringdp.compression import Auto, Compressor
 from ringdp.compression.exchange import BucketSlice, Coder, Layout, States
-from ringdp.compression.partition import owner_offset_of
 from ringdp.errors import InvalidArgumentError, RingError
 from ringdp.hooks.exchange_runner import CodecSections, run_exchange
 from ringdp.tools.bench.collectives import Collective, Place, Task
@@ -115,7 +114,7 @@ class Compressed:
 
 
 class _CompressedWork:
-    """Gradients are normal numbers of another seed on each rank, new before each call: the mean of sparse codes is sparse."""
+    """Normal numbers of another seed on each rank, new before each call: the mean of sparse codes would be sparse."""
 
     def __init__(self, task: Task, compressor: Compressor, group: dist.ProcessGroup, place: Place) -> None:
         self.task, self._group, self._place = task, group, place

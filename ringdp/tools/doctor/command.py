@@ -20,7 +20,7 @@ _ABOUT = """\
 Look whether ringdp can work here, what it would use, and what would make it faster.
 
   python -m ringdp doctor                              this host: versions, cores, memory, network, limits, clock
-  python -m ringdp doctor -H node1:2,node2:2           each host, and the matrix of all ranks: who reaches whom, how fast
+  python -m ringdp doctor -H node1:2,node2:2           each host, and all links: who reaches whom, how fast
   ringrun -n 4 -m ringdp doctor                        the same on the ranks of a launcher; torchrun and srun, too
   python -m ringdp doctor -H a,b --min-bandwidth 900mbit --max-latency 500us
                                                        exit code 1 where a link is worse than that

@@ -62,7 +62,7 @@ def problem(sentence: str, remedy: str, **facts: Any) -> Finding:
 
 
 def merged(findings_by_host: Mapping[str, Iterable[Finding]]) -> list[Finding]:
-    """The findings of several hosts, in the order of the first; what hosts say alike stands there once, with all of them."""
+    """The findings of several hosts, by check; what hosts say alike stands there once, with all of their names."""
     hosts_of: dict[tuple[str, Verdict, str, str], list[str]] = {}
     first: dict[tuple[str, Verdict, str, str], Finding] = {}
     order: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """What a check may look at: the files of /proc and /sys, the settings, and what the user asked for.
 
-Checks read the machine through `Host` alone. A test gives it a folder with made-up files, and so can say what happens on
-machines that it does not run on: `read` and `names` answer None and nothing where a container hides a file.
+Checks read the machine through `Host` alone. A test gives it a folder with made-up files, and so can say what happens
+on machines that it does not run on. Where a container hides a file, `read` answers None and `names` nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Host:
         """
         limits = []
         for line in (self.read("/proc/self/cgroup") or "0::/").splitlines():
-            _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+            _, controllers, path = [*line.split(":", 2), "", ""][:3]
             if controllers and controller not in controllers.split(","):
                 continue
             base, name = (f"/sys/fs/cgroup/{controller}", v1) if controllers else ("/sys/fs/cgroup", v2)

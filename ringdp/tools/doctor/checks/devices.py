@@ -19,7 +19,9 @@ def check(host: Host) -> Iterator[Finding]:
     has_driver = host.exists("/proc/driver/nvidia/version")
     count = torch.cuda.device_count() if built_for else 0
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() and built_for else None
-    yield from found(built_for, has_driver=has_driver, count=count, nccl=nccl, visible=visible_cuda_devices(host.environ))
+    yield from found(
+        built_for, has_driver=has_driver, count=count, nccl=nccl, visible=visible_cuda_devices(host.environ)
+    )
     if count and not _C.cuda_kernels():
         remedy = "build ringdp again where nvcc is installed; compression of CUDA gradients then uses torch operations"
         yield note("this build of ringdp has no kernels for GPUs", remedy)
@@ -36,7 +38,9 @@ def found(
     if count:
         yield ok(f"{count} GPUs, CUDA {built_for}, NCCL {nccl or 'missing'}", **facts)
     elif has_driver and built_for is None:
-        yield note("an NVIDIA driver is loaded, and this torch is built without CUDA", "install a CUDA build of torch", **facts)
+        yield note(
+            "an NVIDIA driver is loaded, and this torch is built without CUDA", "install a CUDA build of torch", **facts
+        )
     elif has_driver and visible is not None:
         yield note(f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs", "unset it", **facts)
     else:

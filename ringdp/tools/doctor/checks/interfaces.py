@@ -26,7 +26,9 @@ def check(host: Host) -> Iterator[Finding]:
     if isinstance(chosen, str):
         used: list[tuple[str, str]] = []
         verdict = problem if settings.iface or host.ranks > host.local_ranks else note
-        yield verdict(chosen, "bring an interface up, or set RINGDP_IFACE to one that other hosts reach; one host needs none")
+        yield verdict(
+            chosen, "bring an interface up, or set RINGDP_IFACE to one that other hosts reach; one host needs none"
+        )
     else:
         used = [(row["name"], row["ip"]) for row in chosen]
     yield from described(rows, used, settings.iface)

@@ -33,7 +33,9 @@ def descriptors(soft: int, hard: int, ranks: int, wanted: int | None) -> Iterato
     facts = {"descriptors": soft, "descriptors_hard": hard}
     shown = "any number of" if soft == NO_LIMIT else str(soft)
     if soft != NO_LIMIT and wanted is not None and soft < wanted:
-        yield problem(f"a process may open {soft} descriptors; at least {wanted} were asked for", _raise(wanted), **facts)
+        yield problem(
+            f"a process may open {soft} descriptors; at least {wanted} were asked for", _raise(wanted), **facts
+        )
     elif soft != NO_LIMIT and soft < needed:
         words = f"a process may open {soft} descriptors, and a rank of {ranks} needs about {needed}"
         yield problem(words, _raise(4096), **facts)

@@ -25,7 +25,9 @@ def addresses_of(name: str) -> list[str] | str:
 def resolved(name: str, addresses: Sequence[str] | str) -> Iterator[Finding]:
     """Whether others may be told to meet at this name."""
     if isinstance(addresses, str):
-        remedy = f"add a line 'ADDRESS {name}' to /etc/hosts, or use an address as MASTER_ADDR; ringdp itself needs no name"
+        remedy = (
+            f"add a line 'ADDRESS {name}' to /etc/hosts, or use an address as MASTER_ADDR; ringdp itself needs no name"
+        )
         yield note(f"the name of this host, {name}, cannot be resolved: {addresses}", remedy, name=name, addresses=[])
         return
     facts = {"name": name, "addresses": list(addresses)}

@@ -50,7 +50,9 @@ def nodes(host: Host) -> Iterator[Finding]:
     if len(with_cores) < 2:
         return
     parts = ", ".join(f"{name} has cores {cpus}" for name, cpus in with_cores.items())
-    remedy = "bind each rank to the cores and memory of one node: numactl --cpunodebind=N --membind=N, or srun --cpu-bind"
+    remedy = (
+        "bind each rank to the cores and memory of one node: numactl --cpunodebind=N --membind=N, or srun --cpu-bind"
+    )
     yield note(f"{len(with_cores)} NUMA nodes ({parts}): memory of the other node is slower", remedy, nodes=with_cores)
 
 

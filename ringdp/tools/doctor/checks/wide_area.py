@@ -58,9 +58,8 @@ def buffer_for(bytes_per_s: float, round_trip_s: float) -> int:
 
 def set_buffers(size_bytes: int) -> str:
     """The command for both directions, on both hosts."""
-    return (
-        f"on both hosts: sysctl -w net.ipv4.tcp_rmem='4096 131072 {size_bytes}' net.ipv4.tcp_wmem='4096 65536 {size_bytes}'"
-    )
+    receive, send = f"4096 131072 {size_bytes}", f"4096 65536 {size_bytes}"
+    return f"on both hosts: sysctl -w net.ipv4.tcp_rmem='{receive}' net.ipv4.tcp_wmem='{send}'"
 
 
 def buffers(receive: int | None, send: int | None) -> Iterator[Finding]:
@@ -73,7 +72,9 @@ def buffers(receive: int | None, send: int | None) -> Iterator[Finding]:
     words += "for each connection over 100 ms"
     facts = {"receive_bytes": receive, "send_bytes": send, "mbit_per_s_over_100_ms": round(mbit)}
     if smaller < ENOUGH_BYTES:
-        yield note(f"{words}; a local network needs no more", f"for wide-area links, {set_buffers(ENOUGH_BYTES)}", **facts)
+        yield note(
+            f"{words}; a local network needs no more", f"for wide-area links, {set_buffers(ENOUGH_BYTES)}", **facts
+        )
     else:
         yield ok(words, **facts)
 
@@ -87,13 +88,14 @@ def control(current: str | None, available: list[str], allowed: list[str]) -> It
         yield ok(f"congestion control is {current}, which keeps its rate over lossy paths", **facts)
         return
     sentence = f"congestion control is {current}: over a long path each lost packet costs seconds of its rate"
-    if BEST_CONTROL in available:
-        remedy = f"for wide-area links: sysctl -w net.ipv4.tcp_congestion_control={BEST_CONTROL}"
-        if BEST_CONTROL not in allowed:
-            sentence += f", and users may not choose {BEST_CONTROL} (allowed: {' '.join(allowed) or 'none'})"
-            remedy += f", or let users choose it: net.ipv4.tcp_allowed_congestion_control='{' '.join([*allowed, BEST_CONTROL])}'"
-    else:
-        remedy = f"for wide-area links: modprobe tcp_{BEST_CONTROL}, then sysctl -w net.ipv4.tcp_congestion_control={BEST_CONTROL}"
+    remedy = f"sysctl -w net.ipv4.tcp_congestion_control={BEST_CONTROL}"
+    if BEST_CONTROL not in available:
+        remedy = f"modprobe tcp_{BEST_CONTROL}, then {remedy}"
+    elif BEST_CONTROL not in allowed:
+        sentence += f", and users may not choose {BEST_CONTROL} (allowed: {' '.join(allowed) or 'none'})"
+        together = " ".join([*allowed, BEST_CONTROL])
+        remedy += f", or let users choose it: net.ipv4.tcp_allowed_congestion_control='{together}'"
+    remedy = f"for wide-area links: {remedy}"
     yield note(sentence, remedy, **facts)
 
 

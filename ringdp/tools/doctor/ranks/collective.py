@@ -20,7 +20,7 @@ SECONDS = 0.2
 
 
 def size_for(matrix: Matrix) -> int:
-    """Bytes to reduce, so that the slowest edge carries them in some 0.2 s; the same on all ranks, a multiple of 4 KiB."""
+    """Bytes to reduce, which the slowest edge carries in some 0.2 s: the same on all ranks, a multiple of 4 KiB."""
     rates = [edge.bytes_per_s for edge in matrix.edges.values() if edge.bytes_per_s]
     wanted = min(rates, default=0.0) * SECONDS / 2
     return max(LEAST_BYTES, min(MOST_BYTES, int(wanted))) // 4096 * 4096
@@ -67,7 +67,9 @@ def findings(told: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int)
         return
     met_s, took_s = max(one["met_s"] for one in told), max(one["all_reduce_s"] for one in told)
     busbw = size_bytes / took_s * 2 * (len(told) - 1) / len(told)
-    sentence = f"ring met in {format_time(met_s)}; an all-reduce of {format_size(size_bytes)} takes {format_time(took_s)}, "
+    sentence = (
+        f"ring met in {format_time(met_s)}; an all-reduce of {format_size(size_bytes)} takes {format_time(took_s)}, "
+    )
     sentence += f"{rate_words(busbw)} on each link"
     yield ok(sentence, met_s=met_s, size_bytes=size_bytes, all_reduce_s=took_s, busbw_bytes_per_s=busbw)
     slow = [
@@ -78,6 +80,8 @@ def findings(told: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int)
     ]
     if slow:
         rank, peer = slow[0]
-        sentence = f"{len(slow)} pairs of ranks on one host use TCP, for example {matrix.label(rank)} and {matrix.label(peer)}"
-        remedy = "unset RINGDP_TRANSPORT=tcp and RINGDP_HOST_ID, or see docs/reference/transports.md why memory is not shared"
+        sentence = (
+            f"{len(slow)} pairs of ranks on one host use TCP, for example {matrix.label(rank)} and {matrix.label(peer)}"
+        )
+        remedy = "unset RINGDP_TRANSPORT and RINGDP_HOST_ID; docs/reference/transports.md says what else is in the way"
         yield note(sentence, remedy, pairs=slow)

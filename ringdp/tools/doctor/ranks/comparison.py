@@ -79,5 +79,7 @@ def _difference(name: str, groups: Mapping[str, Sequence[int]]) -> Finding:
     if name.startswith(("RINGDP_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")):
         return note(sentence, f"set {name} alike everywhere unless you mean it (ringrun -H passes it on)", **facts)
     if name == "cores":
-        return note(sentence, "ranks on fewer cores are waited for: ringdp.data.BalancedSampler gives them less to do", **facts)
+        return note(
+            sentence, "ranks on fewer cores are waited for: ringdp.data.BalancedSampler gives them less to do", **facts
+        )
     return Finding("", Verdict.OK, f"{sentence}; this changes no result", facts=facts)

@@ -134,12 +134,14 @@ def _unreached(matrix: Matrix, edges: Sequence[Edge]) -> Iterator[Finding]:
         facts = dataclasses.asdict(edge)
         if edge.source > edge.target:
             remedy = (
-                "let the ports through (RINGDP_PORT_RANGE=29600-29699 makes them few), choose a network with RINGDP_IFACE, or "
-                f"name a reachable address of {matrix.names[edge.target]} with RINGDP_ADVERTISE"
+                "let ports through (RINGDP_PORT_RANGE=29600-29699 makes them few), choose another by RINGDP_IFACE, "
+                f"or name a reachable address of {matrix.names[edge.target]} with RINGDP_ADVERTISE"
             )
             yield problem(f"{names}: {tried}", remedy, **facts)
         else:
-            remedy = "nothing for ring in a job of up to 16 ranks: the higher rank dials; gloo and NCCL need both directions"
+            remedy = (
+                "nothing for ring in a job of up to 16 ranks: the higher rank dials; gloo and NCCL need both directions"
+            )
             yield note(f"{names}: {tried}", remedy, **facts)
 
 
@@ -157,7 +159,9 @@ def _rates(matrix: Matrix, edges: Sequence[Edge], where: str, thresholds: Thresh
     wanted = thresholds.min_bytes_per_s if where == "between hosts" or not matrix.between_hosts() else None
     back = rates.get((slowest.target, slowest.source))
     if wanted is not None and rate < wanted:
-        yield problem(f"{words}; at least {rate_words(wanted)} were asked for", _link_remedy(matrix, slowest, back), **facts)
+        yield problem(
+            f"{words}; at least {rate_words(wanted)} were asked for", _link_remedy(matrix, slowest, back), **facts
+        )
     elif where == "between hosts" and rate < SLOW * median:
         yield note(words, _link_remedy(matrix, slowest, back), **facts)
     else:
@@ -167,7 +171,8 @@ def _rates(matrix: Matrix, edges: Sequence[Edge], where: str, thresholds: Thresh
 def _link_remedy(matrix: Matrix, edge: Edge, back: float | None) -> str:
     if matrix.host_of[edge.source] == matrix.host_of[edge.target]:
         return f"look with top who else computes on {matrix.names[edge.source]}: this edge is its own memory"
-    words = f"look at the link of {matrix.names[edge.source]} and {matrix.names[edge.target]} (cable, switch port, other traffic"
+    ends = f"{matrix.names[edge.source]} and {matrix.names[edge.target]}"
+    words = f"look at the link of {ends} (cable, switch port, other traffic"
     if back is not None and edge.bytes_per_s and back > 2 * edge.bytes_per_s:
         words += f"; the other direction has {rate_words(back)}"
     return words + "); a ring is as fast as its slowest edge"
@@ -182,7 +187,9 @@ def _latencies(matrix: Matrix, edges: Sequence[Edge], where: str, thresholds: Th
     words = f"the longest round trip {where} is {matrix.label(source)} to {matrix.label(target)}: "
     words += f"{format_time(longest)}, the median is {format_time(median)}"
     facts = {"source": source, "target": target, "latency_s": longest, "median_latency_s": median}
-    remedy = "small operations wait for round trips: use larger batches or accumulation, or put the ranks closer together"
+    remedy = (
+        "small operations wait for round trips: use larger batches or accumulation, or put the ranks closer together"
+    )
     wanted = thresholds.max_latency_s if where == "between hosts" or not matrix.between_hosts() else None
     if wanted is not None and longest > wanted:
         yield problem(f"{words}; at most {format_time(wanted)} was asked for", remedy, **facts)
@@ -199,7 +206,9 @@ def _windows(matrix: Matrix) -> Iterator[Finding]:
         return
     edge = max(far, key=lambda it: it.latency_s or 0.0)
     needed = wide_area.buffer_for(2 * (edge.bytes_per_s or 0.0), edge.latency_s or 0.0)
-    sentence = f"{matrix.label(edge.source)} and {matrix.label(edge.target)} are {format_time(edge.latency_s or 0.0)} apart: "
+    sentence = (
+        f"{matrix.label(edge.source)} and {matrix.label(edge.target)} are {format_time(edge.latency_s or 0.0)} apart: "
+    )
     sentence += f"one connection carried {rate_words(edge.bytes_per_s or 0.0)}"
     remedy = f"if the link has more, {wide_area.set_buffers(max(needed, wide_area.ENOUGH_BYTES))}, and bbr against loss"
     yield note(sentence, remedy, source=edge.source, target=edge.target, latency_s=edge.latency_s)

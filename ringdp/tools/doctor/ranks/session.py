@@ -1,4 +1,4 @@
-"""The order in which the ranks of a job examine what is between them. Each stage has a deadline, and nobody waits for the dead."""
+"""The order in which the ranks of a job examine what is between them. Each stage has a deadline."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ class _Session:
             first_of_host = not known
             # The ranks of a host say the same but for their settings, so only problems of the others are news.
             by_host[name] += [
-                one for one in told
+                one
+                for one in told
                 if first_of_host or (one.verdict is Verdict.PROBLEM and (one.check, one.sentence) not in known)
             ]
         if not by_host:
@@ -190,7 +191,9 @@ class _Session:
             mine = self._reach(client, told, host_of)
             self._time(client, mine, meeting.all_say("reached", [_packed(edge) for edge in mine.values()]), host_of)
             own = [_packed(edge) for edge in mine.values()]
-            found = [Edge(**{**one, "tried": tuple(one["tried"])}) for rank in meeting.all_say("edges", own) for one in rank]
+            found = [
+                Edge(**{**one, "tried": tuple(one["tried"])}) for rank in meeting.all_say("edges", own) for one in rank
+            ]
         finally:
             if server is not None:
                 server.close()
@@ -203,9 +206,7 @@ class _Session:
         _, _, port = server.addresses[0].rpartition(":")
         return [advertise if advertise.rpartition(":")[2].isdecimal() else f"{advertise}:{port}", *server.addresses]
 
-    def _reach(
-        self, client: Client, addresses: Sequence[Sequence[str]], host_of: Sequence[int]
-    ) -> dict[int, Edge]:
+    def _reach(self, client: Client, addresses: Sequence[Sequence[str]], host_of: Sequence[int]) -> dict[int, Edge]:
         """To every other rank, each rank in an order of its own, so that not all ask the same one."""
         own, ranks = self._meeting.rank, self._meeting.world_size
         self._address: dict[int, str] = {}
@@ -220,8 +221,8 @@ class _Session:
     def _time(self, client: Client, mine: dict[int, Edge], told: Any, host_of: Sequence[int]) -> None:
         """Pair by pair: the lower rank measures, then the higher one, and no other pair uses their hosts' links.
 
-        A rank pulls bytes from the other one: what it measures is the edge towards itself. It stands in `mine` under the
-        other's number, and `_joined` puts it where it belongs.
+        A rank pulls bytes from the other one: what it measures is the edge towards itself. It stands in `mine` under
+        the other's number, and `_joined` puts it where it belongs.
         """
         order = edges.rounds(host_of)
         seconds = max(SHORTEST_PROBE_S, min(LONGEST_PROBE_S, self._seconds / max(1, 2 * len(order))))
@@ -241,7 +242,9 @@ class _Session:
             latency = client.latency(address)
             rate = client.rate_from(address, seconds)
         except OSError as error:
-            return dataclasses.replace(edge, tried=(*edge.tried, f"{address}: {error.strerror or error} while measuring"))
+            return dataclasses.replace(
+                edge, tried=(*edge.tried, f"{address}: {error.strerror or error} while measuring")
+            )
         return dataclasses.replace(
             edge,
             latency_s=latency.median_s,
@@ -262,5 +265,3 @@ def _joined(found: Sequence[Edge]) -> Mapping[tuple[int, int], Edge]:
         (source, target): dataclasses.replace(edge, bytes_per_s=by_pair[target, source].bytes_per_s)
         for (source, target), edge in sorted(by_pair.items())
     }
-
-
