@@ -152,6 +152,7 @@ MODES = {
     "ringdp-buckets-half": Mode("RingDP", "ring", buckets="0.5"),
     "ringdp-buckets-1": Mode("RingDP", "ring", buckets="1"),
     "ringdp-buckets-4": Mode("RingDP", "ring", buckets="4"),
+    "ringdp-buckets-25": Mode("RingDP", "ring", buckets="25"),
     "ringdp-buckets-100": Mode("RingDP", "ring", buckets="100"),
     "ringdp-buckets-ends": Mode("RingDP", "ring", buckets="ends"),
     "ringdp-weights": Mode("RingDP", "ring", weights="equal"),

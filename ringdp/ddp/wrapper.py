@@ -18,7 +18,15 @@ from torch.nn.parallel.distributed import _find_tensors
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
-from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
+from ringdp.ddp.arguments import (
+    accepted,
+    bucket_caps,
+    default_cap_mb,
+    for_torch,
+    growing_caps,
+    reduction_dtype,
+    shows_all_arguments,
+)
 from ringdp.ddp.batch_weight import BatchWeight, WeightedModule
 from ringdp.ddp.divergence.guard import GuardOptions
 from ringdp.ddp.divergence.mixin import GuardedModule
@@ -39,7 +47,7 @@ from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
-from ringdp.job.backend import backend_of, has_average, hear_extension, named
+from ringdp.job.backend import BACKEND, backend_of, has_average, hear_extension, named
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -73,8 +81,9 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     Args:
         module: on one device, or spread over several; its parameters and buffers become rank 0's.
         device_ids: the one device of the module, or None.
-        bucket_cap_mb: a bucket leaves when it holds this many MiB (None: 25); the first one at 1 MiB, each later one
-            at twice as much, until that is reached. A list caps the first, second, … bucket one by one, its last
+        bucket_cap_mb: a bucket leaves when it holds this many MiB; the first one at 1 MiB, each later one at twice as
+            much, until that is reached. None: 4 over ring, and from 16 ranks on a quarter of their number, up to 25; 25
+            over other backends and with compression. A list caps the first, second, … bucket one by one, its last
             number all others.
         find_unused_parameters: see above.
         compression: how gradients are compressed on their way: a name ("int8", "int4", "bf16", "fp16", "auto", or one
@@ -241,6 +250,9 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         hear_extension()
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
+        if not self._caps_bytes:  # of the user
+            over_ring = backend_of(self.process_group, self.device_type) == BACKEND and self._chosen is None
+            self._caps_bytes = growing_caps(default_cap_mb(self.process_group.size(), exact_over_ring=over_ring))
         self.reducer = _C.Reducer(
             [one.parameter for one in watched],
             names,
