@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
 
-COMMANDS = (doctor, bench)
-"""Modules with ``add_parser(commands)``, which sets the function that runs the command as the default of ``run``."""
+COMMANDS = {"bench": bench, "doctor": doctor}
+"""Modules with ``add_parser(commands)`` and ``run(args)``, which returns the exit code."""
 
 EXAMPLES = """\
 examples:
@@ -30,13 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in COMMANDS:
-        module.add_parser(commands)
+    for tool in COMMANDS.values():
+        tool.add_parser(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(words)
     args.argv = words[1:]  # of the command alone, for ranks that it starts
-    code: int = args.run(args)
-    return code
+    return COMMANDS[args.command].run(args)
 
 
 if __name__ == "__main__":

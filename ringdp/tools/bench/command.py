@@ -61,7 +61,6 @@ def add_parser(commands: Any) -> None:
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
     starting.add_options(parser.add_argument_group("ranks (default: a launcher's, or two on this host)"))
     what = parser.add_argument_group("what")
     what.add_argument("--collective", default="all_reduce", type=_collectives, help=f"all, or of {', '.join(NAMES)}")
@@ -189,7 +188,6 @@ def _cores() -> int:
 
 def _measure_local(args: argparse.Namespace) -> int:
     """Start ranks here and wait; one that fails ends all. The exit code of the first that failed."""
-    del args.run  # a process that is started anew finds it by itself
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ringdp-bench-") as folder:
         ranks = [

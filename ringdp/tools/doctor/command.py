@@ -14,6 +14,7 @@ from ringdp.ddp.words import parse_size
 from ringdp.errors import RingError
 from ringdp.tools import starting
 from ringdp.tools.doctor import registry, report
+from ringdp.tools.doctor.finding import Finding
 from ringdp.tools.doctor.host import Host, Thresholds
 
 _ABOUT = """\
@@ -42,7 +43,6 @@ def add_parser(commands: Any) -> None:
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
     starting.add_options(parser.add_argument_group("ranks"))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--timeout", type=_positive, default=30.0, help="seconds that ranks wait for each other (30)")
@@ -102,7 +102,7 @@ def _examine(args: argparse.Namespace, place: LaunchEnvironment | None) -> int:
 def _print(
     args: argparse.Namespace,
     title: str,
-    findings: Sequence[report.Finding],
+    findings: Sequence[Finding],
     hosts: Sequence[str],
     content: dict[str, Any],
     tables: Sequence[str] = (),

@@ -137,7 +137,7 @@ class Client:
 
     def reach(self, addresses: Sequence[str], *, same_host: bool) -> Reached:
         """Try the addresses of a rank one after the other until a server with the token answers."""
-        tried = []
+        tried: list[str] = []
         for text in self._in_order(addresses, same_host=same_host):
             try:
                 with self._ask(text, PING) as connection:
