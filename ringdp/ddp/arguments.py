@@ -159,8 +159,9 @@ ARGUMENTS: Mapping[str, Argument] = {
     "bucket_cap_mb": Argument(
         "own",
         "As DDP, and also a list, as bucket_cap_mb_list. The first bucket is closed at 1 MiB, each later one at twice "
-        "as much, up to this. None: 25 where gradients are compressed or another backend than ring moves them, else 4, "
-        "and from 16 ranks on a quarter of their number, up to 25. A gradient of 4 MiB and more is a bucket of its own.",
+        "as much, up to this. None: 25 where gradients are compressed or another backend than ring moves them, else "
+        "4, and from 16 ranks on a quarter of their number, up to 25. A gradient of 4 MiB and more is a bucket of its "
+        "own.",
         "a number above zero, or a list of them",
         lambda value: value is None or _size(value) or (_sizes(value) and len(value) > 0),
     ),
@@ -338,9 +339,9 @@ def default_cap_mb(ranks: int, *, exact_over_ring: bool) -> float:
 
     What is in the last bucket when backward ends is still to be sent, so large buckets are late; small ones pay the
     latency of 2(n-1) messages each. On links of 10 Gbit (40 µs for a message, 0.8 ns for a byte) that is a tenth of
-    a bucket's time at 0.5 MiB for each rank, and less as several are under way at once: a quarter of a MiB for each rank,
-    at least 4 MiB, from where on a gradient is a bucket of its own anyway. Other backends, and compressors, have costs of
-    another kind for each bucket, and keep DDP's 25 MiB. docs/lab/benchmarks.md has the measurements.
+    a bucket's time at 0.5 MiB for each rank, and less as several are under way at once: a quarter of a MiB for each
+    rank, at least 4 MiB, from where on a gradient is a bucket of its own anyway. Other backends, and compressors, have
+    costs of another kind for each bucket, and keep DDP's 25 MiB. docs/lab/benchmarks.md has the measurements.
     """
     if not exact_over_ring:
         return _BUCKET_CAP_MB
