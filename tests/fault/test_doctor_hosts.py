@@ -45,7 +45,15 @@ def examine(spec: RankSpec, outcome: Outcome) -> None:
 
 
 def doctor(
-    server: RankServer, lab: Lab, folder: Path, words: str = "", *, ranks: tuple[int, ...] = (0, 1, 2), **variables: str
+    server: RankServer,
+    lab: Lab,
+    folder: Path,
+    words: str = "",
+    *,
+    ranks: tuple[int, ...] = (0, 1, 2),
+    body: str = "examine",
+    dies: int = -1,
+    **variables: str,
 ) -> dict[int, tuple[int, dict[str, Any]]]:
     """The exit code and the JSON of the ranks that printed one."""
     specs = [
@@ -64,13 +72,15 @@ def doctor(
                 "DOCTOR_WORDS": words,
                 **variables,
             },
-            body="tests.fault.test_doctor_hosts:examine",
+            body=f"tests.fault.test_doctor_hosts:{body}",
         )
         for rank in ranks
     ]
     outcomes = server.run(specs, folder)
-    assert [it.error for it in outcomes] == [""] * len(ranks), [it.text for it in outcomes]
-    return {rank: (int(it.value), json.loads(it.text)) for rank, it in zip(ranks, outcomes, strict=True) if it.text}
+    by_rank = dict(zip(ranks, outcomes, strict=True))
+    assert by_rank.pop(dies, Outcome(error="died")).error == "died"
+    assert {it.error for it in by_rank.values()} == {""}, [it.text for it in outcomes]
+    return {rank: (int(it.value), json.loads(it.text)) for rank, it in by_rank.items() if it.text}
 
 
 def sentences(told: dict[str, Any], verdict: str) -> list[str]:
@@ -123,3 +133,20 @@ def test_a_rank_that_cannot_reach_the_store_says_so(server: RankServer, lab: Lab
     [problem] = sentences(report, "problem")
     assert problem.startswith("rank 1 of 3 cannot reach the job's store: ")
     assert "tcp://10.91.0.1:29500" in problem
+
+
+def die_after_the_others_came(spec: RankSpec, outcome: Outcome) -> None:
+    """Rank 1: it is there, and gone as soon as links are measured."""
+    from ringdp.tools.doctor.ranks import session
+
+    if spec.rank == 1:
+        session._Session._reach = lambda *_: os._exit(3)  # type: ignore[method-assign]
+    examine(spec, outcome)
+
+
+def test_a_rank_that_dies_in_the_middle_is_named(server: RankServer, lab: Lab, tmp_path: Path) -> None:
+    told = doctor(server, lab, tmp_path, "--timeout 2", body="die_after_the_others_came", dies=1)
+    code, report = told[0]
+    assert code == 1
+    [problem] = [it for it in sentences(report, "problem") if "did not" in it]
+    assert problem.startswith("rank 1 did not try the others' addresses within 2 s: it died, or hangs")

@@ -55,15 +55,11 @@ class Meeting:
         )
         return cls(PrefixStore(start, store), place.rank, place.world_size, timeout_s)
 
-    def all_say(self, topic: str, content: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """Everybody's `content` (for JSON), by rank.
-
-        Raises:
-            Missing: some rank has said nothing in time.
-        """
+    def all_say(self, topic: str, content: Any, *, what: str, timeout_s: float | None = None) -> list[Any]:
+        """Everybody's `content` (for JSON), by rank. Raises Missing: some rank did not `what` in time."""
         found, missing = self.whoever_says(topic, content, timeout_s=timeout_s)
         if missing:
-            raise Missing(missing, f"say its {topic}")
+            raise Missing(missing, what)
         return [found[rank] for rank in range(self.world_size)]
 
     def whoever_says(

@@ -16,7 +16,7 @@ from ringdp.tools.doctor.host import Host
 from ringdp.tools.doctor.ranks import collective, comparison, edges
 from ringdp.tools.doctor.ranks.edges import Edge, Matrix
 from ringdp.tools.doctor.ranks.meeting import Meeting, Missing, words
-from ringdp.tools.doctor.ranks.probe import TOKEN_BYTES, Client, ProbeServer
+from ringdp.tools.doctor.ranks.probe import CONNECT_S, TOKEN_BYTES, Client, ProbeServer
 
 LONGEST_PROBE_S, SHORTEST_PROBE_S = 0.5, 0.06
 MEETING, COMPARISON, LINKS, RING = "ranks", "versions and settings of the ranks", "links between ranks", "ring"
@@ -61,11 +61,11 @@ def examine(place: LaunchEnvironment, host: Host, *, timeout_s: float, seconds: 
     except Missing as error:
         late = f"{error} within {timeout_s:g} s: it died, or hangs, or lost its network in the middle"
         found = problem(late, "look at the log of that rank", ranks=error.ranks)
-        return session.outcome([dataclasses.replace(found, check=MEETING)])
+        return session.outcome([dataclasses.replace(found, check=MEETING)], gone=error.ranks)
     except (RuntimeError, OSError) as error:  # the store's own: rank 0 has gone
         sentence = f"the job's store at {place.init_method} has gone in the middle: {str(error).splitlines()[0]}"
         found = problem(sentence, "look at the log of rank 0, which keeps it")
-        return session.outcome([dataclasses.replace(found, check=MEETING)])
+        return session.outcome([dataclasses.replace(found, check=MEETING)], gone=[0])
 
 
 def _no_store(place: LaunchEnvironment, error: RingError) -> Finding:
@@ -88,6 +88,7 @@ class _Session:
         self._cards: dict[int, dict[str, Any]] = {}
         self._found: list[Finding] = []
         self._matrix: Matrix | None = None
+        self._address: dict[int, str] = {}  # where each other rank was reached; empty: nowhere
 
     def run(self) -> Outcome:
         card = {
@@ -108,13 +109,18 @@ class _Session:
         self._say(LINKS, edges.findings(self._matrix, self._host.thresholds))
         if all(edge.reached for edge in self._matrix.edges.values() if edge.source > edge.target):
             size_bytes = collective.size_for(self._matrix)
-            told = self._meeting.all_say("ring", collective.measure(size_bytes, self._meeting.timeout_s))
+            told = self._meeting.all_say(
+                "ring",
+                collective.measure(size_bytes, self._meeting.timeout_s),
+                what="meet over ring",
+                timeout_s=2 * self._meeting.timeout_s,
+            )
             self._say(RING, collective.findings(told, self._matrix, size_bytes))
         self._meeting.barrier("finish")
         return self.outcome([])
 
-    def outcome(self, more: Iterable[Finding]) -> Outcome:
-        """As far as this rank has come."""
+    def outcome(self, more: Iterable[Finding], *, gone: Sequence[int] = ()) -> Outcome:
+        """As far as this rank has come. The first rank speaks that came and has not gone since."""
         by_host: dict[str, list[Finding]] = {}
         for rank, name in self._names().items():
             told = [Finding.from_dict(one) for one in self._cards[rank]["findings"]]
@@ -128,7 +134,7 @@ class _Session:
             ]
         if not by_host:
             by_host[self._settings.host_name] = list(self._own)
-        first = min(self._cards, default=self._meeting.rank)
+        first = min((rank for rank in self._cards if rank not in gone), default=self._meeting.rank)
         return Outcome(
             self._meeting.rank == first,
             [*merged(by_host), *self._found, *more],
@@ -186,14 +192,15 @@ class _Session:
             server = None
         try:
             published = [] if server is None else self._published(server)
-            told = meeting.all_say("addresses", published)
+            told = meeting.all_say("addresses", published, what="listen for the others")
             client = Client(token, networks)
             mine = self._reach(client, told, host_of)
-            self._time(client, mine, meeting.all_say("reached", [_packed(edge) for edge in mine.values()]), host_of)
+            attempts = sum(len(it) for it in told)
+            meeting.barrier("try the others' addresses", timeout_s=meeting.timeout_s + CONNECT_S * attempts)
+            self._time(client, mine, host_of)
             own = [_packed(edge) for edge in mine.values()]
-            found = [
-                Edge(**{**one, "tried": tuple(one["tried"])}) for rank in meeting.all_say("edges", own) for one in rank
-            ]
+            measured = meeting.all_say("edges", own, what="measure its edges")
+            found = [Edge(**{**one, "tried": tuple(one["tried"])}) for of_rank in measured for one in of_rank]
         finally:
             if server is not None:
                 server.close()
@@ -209,7 +216,6 @@ class _Session:
     def _reach(self, client: Client, addresses: Sequence[Sequence[str]], host_of: Sequence[int]) -> dict[int, Edge]:
         """To every other rank, each rank in an order of its own, so that not all ask the same one."""
         own, ranks = self._meeting.rank, self._meeting.world_size
-        self._address: dict[int, str] = {}
         found = {}
         for step in range(1, ranks):
             to = (own + step) % ranks
@@ -218,7 +224,7 @@ class _Session:
             found[to] = Edge(own, to, bool(reached.address), reached.tried)
         return found
 
-    def _time(self, client: Client, mine: dict[int, Edge], told: Any, host_of: Sequence[int]) -> None:
+    def _time(self, client: Client, mine: dict[int, Edge], host_of: Sequence[int]) -> None:
         """Pair by pair: the lower rank measures, then the higher one, and no other pair uses their hosts' links.
 
         A rank pulls bytes from the other one: what it measures is the edge towards itself. It stands in `mine` under
