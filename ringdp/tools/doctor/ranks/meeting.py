@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from ringdp.config import LaunchEnvironment
 from ringdp.job import job_store
 
 POLL_S = 0.02
+LAST_S = 3.0
+"""For which rank 0 waits for the others to go, so that its store does not end before they have."""
 
 
 class Missing(Exception):
@@ -99,6 +102,14 @@ class Meeting:
                 raise Missing(missing, what) from None
             if not self._store.check([f"{key}/all"]):
                 raise
+
+    def leave(self) -> None:
+        """The end: rank 0, which may keep the store, goes last, as long as others go within a few seconds."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self.rank}", "")
+            if self.rank == 0:
+                everyone = [f"left/{rank}" for rank in range(self.world_size)]
+                self._store.wait(everyone, timedelta(seconds=LAST_S))
 
 
 def words(ranks: Sequence[int], most: int = 8) -> str:

@@ -66,6 +66,8 @@ def examine(place: LaunchEnvironment, host: Host, *, timeout_s: float, seconds: 
         sentence = f"the job's store at {place.init_method} has gone in the middle: {str(error).splitlines()[0]}"
         found = problem(sentence, "look at the log of rank 0, which keeps it")
         return session.outcome([dataclasses.replace(found, check=MEETING)], gone=[0])
+    finally:
+        meeting.leave()
 
 
 def _no_store(place: LaunchEnvironment, error: RingError) -> Finding:
