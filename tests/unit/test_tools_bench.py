@@ -208,7 +208,7 @@ def test_all_collectives_beside_gloo_and_compressors_without_numpy(tmp_path: Pat
     assert float(compressed["ring+int8"]["error"]) < 0.02
     assert 3 < float(compressed["ring+int8"]["ratio"]) < 4.2
     assert 0.5 < float(compressed["ring+topk"]["error"]) < 1
-    assert "ring+int8 cannot do broadcast: compressors average float32, by an all-reduce" in done.stderr
+    assert not [row for row in rows if "+" in row["contender"] and row["collective"] != "all_reduce"]
 
 
 def test_a_wrong_result_is_not_timed_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,7 +267,8 @@ def _measure(args: argparse.Namespace) -> int:
     tables, found, quiet = [], [], "-" in (args.json, args.csv) or place.rank != 0
     for name in args.collective:
         rows: list[measuring.Row] = []
-        for of_size in measuring.measure(name, sizes_of(args), made, place, plan):
+        able = [it for it in made if name == "all_reduce" or not isinstance(it, contenders.Compressed)]
+        for of_size in measuring.measure(name, sizes_of(args), able, place, plan):
             rows += of_size
         found += rows
         chosen = _algorithms(rows, layout, args.dtype, settings) if name == "all_reduce" else {}
