@@ -173,7 +173,7 @@ void round(Random& random) {
     count("goodbyes");
   };
   Link* answering = nullptr;
-  events.asked = [&](int, uint64_t group, uint64_t sequence) {
+  events.asked = [&](int, uint64_t group, uint64_t sequence, bool) {
     PeerState state;
     state.progress = PeerState::Progress::kRunning;
     state.waits_for.assign(random.below(2000), 1);

@@ -113,7 +113,7 @@ Seen receive(std::vector<std::byte> input, bool checksums, std::size_t piece) {
     ++seen.words;
     seen.right = seen.right && group == 8 && notice.sequence == 3 && notice.text == "it took too long";
   };
-  events.asked = [&](int, uint64_t group, uint64_t sequence) {
+  events.asked = [&](int, uint64_t group, uint64_t sequence, bool) {
     ++seen.words;
     seen.right = seen.right && group == 7 && sequence == 1;
   };

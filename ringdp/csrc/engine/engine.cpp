@@ -4,6 +4,7 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "base/process_stacks.h"
 #include "engine/callback_gate.h"
 
 namespace ringdp {
@@ -26,18 +27,51 @@ Error forked_error() {
 Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
     : options_(std::move(options)),
       recorder_(static_cast<int>(peers.size()) - 1),
+      diagnosis_(recorder_, notices_, options_.dump_folder),
       role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), copies_.under_way()}; }),
       groups_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
              [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
       failures_(role_, groups_, links_,
                 [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+                  note_failure(group, failure, cause);
                   progress_.end_operations(group, failure, cause);
                 }),
-      stalls_(role_, groups_, links_, notices_, options_.stall_notice_ms),
+      stalls_(role_, groups_, links_, notices_, diagnosis_, options_.stall_notice_ms),
       copies_(role_, groups_, failures_, completions_,
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
-      progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, recorder_, options_) {}
+      progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, recorder_, options_) {
+  diagnosis_.start(links_.peers().self(), links_.peers().world());
+}
+
+void Engine::note_failure(const GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kState || error.kind() == ErrorKind::kInterrupted) return;  // ended on purpose
+    recorder_.add_failure({nanoseconds_of(Clock::now()), group.id, cause, error.context().peer,
+                           error_class_name(error.kind()), error.what()});
+    diagnosis_.dump(std::string("failure: ") + error_class_name(error.kind()));
+  } catch (...) {
+  }
+}
+
+// By the thread of the diagnosis: Python may be stuck, and the driver waits for nothing.
+void Engine::answer_with_stacks(int peer, uint64_t group, uint64_t sequence) {
+  diagnosis_.run([this, peer, group, sequence] {
+    const std::string stacks = process_stacks();
+    role_.run([&] {
+      {
+        MutexLock lock(role_.mutex());
+        if (role_.closed()) return;
+      }
+      Link* link = links_[peer];
+      if (link == nullptr || !link->usable() || !link->connected()) return;
+      link->send_stacks(group, sequence, stacks);
+      links_.send_to(peer);
+    });
+  });
+}
 
 LinkEvents Engine::link_events() {
   LinkEvents events;
@@ -51,7 +85,13 @@ LinkEvents Engine::link_events() {
     return group ? group->find_started(sequence) : StartedOperation{};
   };
   events.departed = [this](int from, const std::string& reason) { failures_.on_departed(from, reason); };
-  events.asked = [this](int from, uint64_t group, uint64_t sequence) { stalls_.on_asked(from, group, sequence); };
+  events.asked = [this](int from, uint64_t group, uint64_t sequence, bool with_stacks) {
+    stalls_.on_asked(from, group, sequence);
+    if (with_stacks) answer_with_stacks(from, group, sequence);
+  };
+  events.told_stacks = [this](int from, uint64_t group, uint64_t sequence, const std::string& stacks) {
+    stalls_.on_stacks(from, group, sequence, stacks);
+  };
   events.answered = [this](int from, uint64_t group, uint64_t sequence, const PeerState& state) {
     if (!failures_.on_named(from, group, sequence, state.name)) stalls_.on_answered(from, group, sequence, state);
   };

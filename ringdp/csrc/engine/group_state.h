@@ -49,6 +49,12 @@ struct PeerAnswer {
   std::optional<PeerState> state;  // its last answer
 };
 
+// PeerStacks: what a peer's threads do, as it answered when it was asked for that.
+struct PeerStacks {
+  Clock::time_point asked_at{};
+  std::string text;  // empty: it has not answered
+};
+
 // InFlight: an operation between `submit` and its end.
 struct InFlight {
   std::unique_ptr<Operation> operation;
@@ -62,6 +68,7 @@ struct InFlight {
   Clock::time_point asked_at;                  // when the peers were asked about it last
   OperationRecorder::Entry* record = nullptr;  // null where the recorder has no room
   std::map<int, PeerAnswer> answers;           // by rank; of the time since moved_at
+  std::map<int, PeerStacks> stacks;  // the same
 
   uint64_t sequence() const { return work->sequence(); }
 };

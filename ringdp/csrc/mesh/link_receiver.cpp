@@ -256,10 +256,13 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
       events_.departed(peer, clean_text(text_of(payload), kReasonBytes));
       break;
     case FrameType::kPing:
-      events_.asked(peer, header.group, header.sequence);
+      events_.asked(peer, header.group, header.sequence, header.offset == kWithStacks);
       break;
     case FrameType::kPong:
-      events_.answered(peer, header.group, header.sequence, PeerState::decode(payload));
+      if (header.offset != kWithStacks)
+        events_.answered(peer, header.group, header.sequence, PeerState::decode(payload));
+      else if (events_.told_stacks)
+        events_.told_stacks(peer, header.group, header.sequence, std::string(text_of(payload)));
       break;
   }
 }

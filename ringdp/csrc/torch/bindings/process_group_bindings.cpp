@@ -85,6 +85,7 @@ EngineOptions engine_options_of(const py::dict& config) {
   options.stall_notice_ms = config["stall_notice_ms"].cast<int64_t>();
   options.host_silence_ms = config["host_silence_ms"].cast<int64_t>();
   options.rate_bytes_per_s = config["rate_bytes_per_s"].cast<int64_t>();
+  options.dump_folder = config["dump_dir"].cast<std::string>();
   options.check_interrupt = check_python_signals;
   return options;
 }

@@ -1,0 +1,179 @@
+#include "engine/diagnosis.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <deque>
+#include <mutex>
+#include <utility>
+
+#include "base/process_stacks.h"
+#include "base/signal_bell.h"
+#include "base/thread.h"
+#include "engine/operation_dump.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kMostWaiting = 64;                // jobs
+constexpr int64_t kMostStallBytes = 4 * 1024 * 1024;    // of the log of stalls
+
+// All of `text`, or errno.
+int write_all(int fd, const std::string& text) {
+  for (std::size_t done = 0; done < text.size();) {
+    const ssize_t part = ::write(fd, text.data() + done, text.size() - done);
+    if (part < 0 && errno == EINTR) continue;
+    if (part <= 0) return part == 0 ? EIO : errno;
+    done += static_cast<std::size_t>(part);
+  }
+  return 0;
+}
+
+// In one piece: a reader sees the whole file or none. 0, or errno.
+int write_file(const std::string& path, const std::string& text) {
+  const std::string draft = path + ".part";
+  const int fd = ::open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644);
+  if (fd < 0) return errno;
+  int error = write_all(fd, text);
+  if (::close(fd) != 0 && error == 0) error = errno;
+  if (error == 0 && ::rename(draft.c_str(), path.c_str()) != 0) error = errno;
+  if (error != 0) ::unlink(draft.c_str());
+  return error;
+}
+
+}  // namespace
+
+struct Diagnosis::State {
+  State(const OperationRecorder& operations, NoticeBoard& board, std::string where)
+      : recorder(operations), notices(board), folder(std::move(where)), bell(!folder.empty()) {}
+
+  const OperationRecorder& recorder;
+  NoticeBoard& notices;
+  const std::string folder;
+  SignalBell bell;
+  std::mutex mutex;
+  std::deque<std::function<void()>> jobs;
+  bool stopped = false;
+  PeerInfo self;  // these: set before the thread starts
+  int world = 1;
+  int dumps = 0;  // these: the thread's
+  bool complained = false;
+
+  std::string path(const std::string& kind, const std::string& end) const {
+    return folder + "/" + kind + "_rank" + std::to_string(self.rank) + end;
+  }
+  std::string dump_path(int count) const { return path("dump", "_" + std::to_string(count) + ".json"); }
+
+  void complain(const std::string& what, int error) {
+    if (std::exchange(complained, true)) return;
+    notices.post(LogLevel::kWarning, "rank " + std::to_string(self.rank) + " cannot write " + what + ": " +
+                                         errno_text(error) + "; nothing else is affected (RINGDP_DUMP_DIR)");
+  }
+
+  // First without stacks: the launcher may end this process at any moment, and stacks may take half a second.
+  void dump(const std::string& reason) {
+    DumpHead head{self, world, reason, ""};
+    const std::string file = dump_path(++dumps);
+    if (dumps > kMostDumps) ::unlink(dump_path(dumps - kMostDumps).c_str());
+    int error = write_file(file, dump_text(recorder, head));
+    head.stacks = process_stacks();
+    if (error == 0 && !head.stacks.empty()) error = write_file(file, dump_text(recorder, head));
+    if (error != 0) return complain(file, error);
+    notices.post(LogLevel::kInfo,
+                 "rank " + std::to_string(self.rank) + " wrote its last operations to " + file + " (" + reason + ")");
+  }
+
+  void log_stall(const std::string& text) {
+    const std::string file = path("stalls", ".log");
+    const int fd = ::open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW, 0644);
+    if (fd < 0) return complain(file, errno);
+    struct stat status {};
+    int error = 0;
+    if (::fstat(fd, &status) == 0 && status.st_size < kMostStallBytes) error = write_all(fd, text);
+    ::close(fd);
+    if (error != 0) complain(file, error);
+  }
+
+  void begin() {
+    for (int count = 1; count <= kMostDumps; ++count) ::unlink(dump_path(count).c_str());  // an earlier job's
+    ::unlink(path("stalls", ".log").c_str());
+    const std::string file = path("process", ".json");
+    const int error = write_file(file, "{\"rank\":" + std::to_string(self.rank) + ",\"world\":" + std::to_string(world) +
+                                           ",\"pid\":" + std::to_string(self.pid) +
+                                           ",\"host\":" + json_text(self.host) + "}\n");
+    if (error != 0) return complain(file, error);
+    if (!SignalBell::hears_user_signal())
+      notices.post(LogLevel::kInfo,
+                   "SIGUSR1 has a handler of the script's, which stays: for a dump use python -m ringdp dump PID");
+  }
+};
+
+Diagnosis::Diagnosis(const OperationRecorder& recorder, NoticeBoard& notices, std::string folder)
+    : state_(std::make_shared<State>(recorder, notices, std::move(folder))) {}
+
+Diagnosis::~Diagnosis() = default;
+
+void Diagnosis::start(const PeerInfo& self, int world) {
+  state_->self = self;
+  state_->world = world;
+  if (state_->folder.empty()) return;
+  run([state = state_] { state->begin(); });
+}
+
+void Diagnosis::dump(const std::string& reason) {
+  if (!state_->folder.empty()) run([state = state_, reason] { state->dump(reason); });
+}
+
+void Diagnosis::log_stall(const std::string& text) {
+  if (!state_->folder.empty()) run([state = state_, text] { state->log_stall(text); });
+}
+
+std::string Diagnosis::stall_log() const { return state_->folder.empty() ? "" : state_->path("stalls", ".log"); }
+
+void Diagnosis::run(std::function<void()> job) {
+  std::lock_guard lock(state_->mutex);
+  if (state_->stopped || state_->jobs.size() >= kMostWaiting) return;
+  state_->jobs.push_back(std::move(job));
+  state_->bell.ring();
+  if (thread_) return;
+  try {
+    thread_ = start_thread("ringdp-dump", [state = state_] { work(state); });
+  } catch (const Error&) {
+    // As in NoticeBoard: a diagnosis must not fail an operation.
+  }
+}
+
+void Diagnosis::stop() {
+  std::lock_guard lock(state_->mutex);
+  state_->stopped = true;
+  state_->bell.ring();
+}
+
+void Diagnosis::join() { end_thread(thread_); }
+
+void Diagnosis::work(const std::shared_ptr<State>& owned) {
+  std::shared_ptr<State> state = owned;
+  for (;;) {
+    const bool asked = state->bell.wait();
+    if (asked && !state->folder.empty()) state->dump("signal");
+    std::function<void()> job;
+    {
+      std::lock_guard lock(state->mutex);
+      if (state->jobs.empty()) {
+        if (state->stopped) return;
+        continue;
+      }
+      job = std::move(state->jobs.front());
+      state->jobs.pop_front();
+    }
+    job();
+    job = nullptr;
+    std::lock_guard lock(state->mutex);
+    if (state->stopped && state->jobs.empty()) return;
+  }
+}
+
+}  // namespace ringdp
