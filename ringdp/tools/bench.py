@@ -15,7 +15,7 @@ from ringdp import config
 from ringdp.ddp.words import format_size, format_time, parse_size, table
 from ringdp.errors import RingError
 from ringdp.tools.cost_model import HostLayout
-from ringdp.tools.explain import algorithm, explain
+from ringdp.tools.algorithm_table import algorithm, explain
 
 SIZES = "4k,64k,1m,4m,25m"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -47,6 +47,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--explain", action="store_true", help="start no ranks: print the table and the model")
     parser.add_argument("--hosts", type=int, help="with --explain: spread the ranks over that many hosts (default 1)")
     parser.add_argument("--cores", type=int, help="with --explain: cores of each host (default: this one's)")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <deque>
+#include <filesystem>
 #include <mutex>
+#include <system_error>
 #include <utility>
 
 #include "base/process_stacks.h"
@@ -54,6 +56,7 @@ struct Diagnosis::State {
   NoticeBoard& notices;
   const std::string folder;
   SignalBell bell;
+  JobThread asking{"ringdp-stacks"};
   std::mutex mutex;
   std::deque<std::function<void()>> jobs;
   bool stopped = false;
@@ -78,10 +81,11 @@ struct Diagnosis::State {
     DumpHead head{self, world, reason, ""};
     const std::string file = dump_path(++dumps);
     if (dumps > kMostDumps) ::unlink(dump_path(dumps - kMostDumps).c_str());
-    int error = write_file(file, dump_text(recorder, head));
-    head.stacks = process_stacks();
-    if (error == 0 && !head.stacks.empty()) error = write_file(file, dump_text(recorder, head));
-    if (error != 0) return complain(file, error);
+    if (const int error = write_file(file, dump_text(recorder, head)); error != 0) return complain(file, error);
+    asking.run([this, file, head]() mutable {  // `asking` is joined before this ends
+      head.stacks = process_stacks();
+      if (!head.stacks.empty()) write_file(file, dump_text(recorder, head));
+    });
     notices.post(LogLevel::kInfo,
                  "rank " + std::to_string(self.rank) + " wrote its last operations to " + file + " (" + reason + ")");
   }
@@ -98,6 +102,9 @@ struct Diagnosis::State {
   }
 
   void begin() {
+    std::error_code failed;
+    std::filesystem::create_directories(folder, failed);
+    if (failed) return complain(folder, failed.value());
     for (int count = 1; count <= kMostDumps; ++count) ::unlink(dump_path(count).c_str());  // an earlier job's
     ::unlink(path("stalls", ".log").c_str());
     const std::string file = path("process", ".json");
@@ -120,20 +127,22 @@ void Diagnosis::start(const PeerInfo& self, int world) {
   state_->self = self;
   state_->world = world;
   if (state_->folder.empty()) return;
-  run([state = state_] { state->begin(); });
+  write([state = state_] { state->begin(); });
 }
 
 void Diagnosis::dump(const std::string& reason) {
-  if (!state_->folder.empty()) run([state = state_, reason] { state->dump(reason); });
+  if (!state_->folder.empty()) write([state = state_, reason] { state->dump(reason); });
 }
 
 void Diagnosis::log_stall(const std::string& text) {
-  if (!state_->folder.empty()) run([state = state_, text] { state->log_stall(text); });
+  if (!state_->folder.empty()) write([state = state_, text] { state->log_stall(text); });
 }
 
 std::string Diagnosis::stall_log() const { return state_->folder.empty() ? "" : state_->path("stalls", ".log"); }
 
-void Diagnosis::run(std::function<void()> job) {
+void Diagnosis::run(std::function<void()> job) { state_->asking.run(std::move(job)); }
+
+void Diagnosis::write(std::function<void()> job) {
   std::lock_guard lock(state_->mutex);
   if (state_->stopped || state_->jobs.size() >= kMostWaiting) return;
   state_->jobs.push_back(std::move(job));
@@ -152,7 +161,11 @@ void Diagnosis::stop() {
   state_->bell.ring();
 }
 
-void Diagnosis::join() { end_thread(thread_); }
+void Diagnosis::join() {
+  end_thread(thread_);
+  state_->asking.stop();  // after what the last dump has asked for
+  state_->asking.join();
+}
 
 void Diagnosis::work(const std::shared_ptr<State>& owned) {
   std::shared_ptr<State> state = owned;

@@ -1,5 +1,6 @@
-// Diagnosis: writes what is known when something goes wrong: dumps of the recorder, and the stacks of ranks that are waited for. A
-// thread of its own does that, which neither the network nor Python can hold up: files may be slow, and Python stuck.
+// Diagnosis: writes what is known when something goes wrong: dumps of the recorder, and the stacks of ranks that are waited for.
+// A thread of its own writes, which neither the network nor Python can hold up: files may be slow, and Python stuck. Another one
+// asks for stacks, which may take a second.
 // Owned by the Engine, which calls `start`, `stop` and `join`; the rest from any thread, and returns at once. Nothing here throws
 // or fails an operation: a folder that cannot be written gets one log line.
 #pragma once
@@ -10,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "engine/job_thread.h"
 #include "engine/notices.h"
 #include "engine/operation_record.h"
 #include "mesh/connection.h"
@@ -33,6 +35,7 @@ class Diagnosis {
   void log_stall(const std::string& text);
   // Where that log is; empty: nowhere.
   std::string stall_log() const;
+  // On the thread that asks for stacks.
   void run(std::function<void()> job);
   void stop();  // what waits is still done
   void join();
@@ -40,6 +43,7 @@ class Diagnosis {
  private:
   struct State;
   static void work(const std::shared_ptr<State>& state);
+  void write(std::function<void()> job);
 
   std::shared_ptr<State> state_;  // also held by the thread
   std::unique_ptr<std::thread> thread_;
