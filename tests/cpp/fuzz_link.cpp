@@ -178,7 +178,7 @@ void round(Random& random) {
     state.progress = PeerState::Progress::kRunning;
     state.waits_for.assign(random.below(2000), 1);
     state.last = std::string(random.below(3000), 'x');
-    answering->send_pong(group, sequence, state);
+    answering->send_pong(group, sequence, state.encode());
     count("questions");
   };
   events.answered = [](int, uint64_t, uint64_t, const PeerState& state) {

@@ -90,7 +90,7 @@ std::vector<std::byte> stream(bool checksums) {
   link.pump_send();
   link.attach(first.send);
   link.pump_send();
-  link.send_pong(7, 1, PeerState{});
+  link.send_pong(7, 1, PeerState{}.encode());
   link.send_abort(8, {ErrorKind::kTimeout, 1, 3, 0, false, "it took too long"});
   link.attach(second.send);
   link.pump_send();

@@ -49,10 +49,10 @@ int write_file(const std::string& path, const std::string& text) {
 }  // namespace
 
 struct Diagnosis::State {
-  State(const OperationRecorder& operations, NoticeBoard& board, std::string where)
+  State(OperationRecorder& operations, NoticeBoard& board, std::string where)
       : recorder(operations), notices(board), folder(std::move(where)), bell(!folder.empty()) {}
 
-  const OperationRecorder& recorder;
+  OperationRecorder& recorder;
   NoticeBoard& notices;
   const std::string folder;
   SignalBell bell;
@@ -118,7 +118,7 @@ struct Diagnosis::State {
   }
 };
 
-Diagnosis::Diagnosis(const OperationRecorder& recorder, NoticeBoard& notices, std::string folder)
+Diagnosis::Diagnosis(OperationRecorder& recorder, NoticeBoard& notices, std::string folder)
     : state_(std::make_shared<State>(recorder, notices, std::move(folder))) {}
 
 Diagnosis::~Diagnosis() = default;
@@ -130,8 +130,12 @@ void Diagnosis::start(const PeerInfo& self, int world) {
   write([state = state_] { state->begin(); });
 }
 
-void Diagnosis::dump(const std::string& reason) {
-  if (!state_->folder.empty()) write([state = state_, reason] { state->dump(reason); });
+void Diagnosis::note_failure(uint64_t group, const Error& error, uint64_t cause) {
+  if (error.kind() == ErrorKind::kState || error.kind() == ErrorKind::kInterrupted) return;
+  const std::string kind = error_class_name(error.kind());
+  state_->recorder.add_failure(
+      {nanoseconds_of(Clock::now()), group, cause, error.context().peer, kind, error.what()});
+  if (!state_->folder.empty()) write([state = state_, kind] { state->dump("failure: " + kind); });
 }
 
 void Diagnosis::log_stall(const std::string& text) {

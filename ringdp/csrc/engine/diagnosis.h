@@ -23,14 +23,15 @@ inline constexpr int kMostDumps = 8;  // of one rank that are kept; then the old
 class Diagnosis {
  public:
   // `folder`: where dumps go; empty: nowhere. Both others outlive the thread.
-  Diagnosis(const OperationRecorder& recorder, NoticeBoard& notices, std::string folder);
+  Diagnosis(OperationRecorder& recorder, NoticeBoard& notices, std::string folder);
   ~Diagnosis();
   Diagnosis(const Diagnosis&) = delete;
   Diagnosis& operator=(const Diagnosis&) = delete;
 
   // Begins to hear signals, and leaves a note in the folder that this process is there, for `python -m ringdp dump`.
   void start(const PeerInfo& self, int world);
-  void dump(const std::string& reason);
+  // A group fails: that is recorded, and dumped, unless it was ended on purpose.
+  void note_failure(uint64_t group, const Error& error, uint64_t cause);
   // Adds to the log of stalls beside the dumps.
   void log_stall(const std::string& text);
   // Where that log is; empty: nowhere.

@@ -4,7 +4,6 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
-#include "base/process_stacks.h"
 #include "engine/callback_gate.h"
 
 namespace ringdp {
@@ -34,43 +33,16 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
              [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
       failures_(role_, groups_, links_,
                 [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
-                  note_failure(group, failure, cause);
                   progress_.end_operations(group, failure, cause);
+                },
+                [this](const GroupState& group, const Error& error, uint64_t cause) {
+                  diagnosis_.note_failure(group.id, error, cause);
                 }),
       stalls_(role_, groups_, links_, notices_, diagnosis_, options_.stall_notice_ms),
       copies_(role_, groups_, failures_, completions_,
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
       progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, recorder_, options_) {
   diagnosis_.start(links_.peers().self(), links_.peers().world());
-}
-
-void Engine::note_failure(const GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kState || error.kind() == ErrorKind::kInterrupted) return;  // ended on purpose
-    recorder_.add_failure({nanoseconds_of(Clock::now()), group.id, cause, error.context().peer,
-                           error_class_name(error.kind()), error.what()});
-    diagnosis_.dump(std::string("failure: ") + error_class_name(error.kind()));
-  } catch (...) {
-  }
-}
-
-// By the thread of the diagnosis: Python may be stuck, and the driver waits for nothing.
-void Engine::answer_with_stacks(int peer, uint64_t group, uint64_t sequence) {
-  diagnosis_.run([this, peer, group, sequence] {
-    const std::string stacks = process_stacks();
-    role_.run([&] {
-      {
-        MutexLock lock(role_.mutex());
-        if (role_.closed()) return;
-      }
-      Link* link = links_[peer];
-      if (link == nullptr || !link->usable() || !link->connected()) return;
-      link->send_stacks(group, sequence, stacks);
-      links_.send_to(peer);
-    });
-  });
 }
 
 LinkEvents Engine::link_events() {
@@ -86,8 +58,7 @@ LinkEvents Engine::link_events() {
   };
   events.departed = [this](int from, const std::string& reason) { failures_.on_departed(from, reason); };
   events.asked = [this](int from, uint64_t group, uint64_t sequence, bool with_stacks) {
-    stalls_.on_asked(from, group, sequence);
-    if (with_stacks) answer_with_stacks(from, group, sequence);
+    stalls_.on_asked(from, group, sequence, with_stacks);
   };
   events.told_stacks = [this](int from, uint64_t group, uint64_t sequence, const std::string& stacks) {
     stalls_.on_stacks(from, group, sequence, stacks);
@@ -287,6 +258,8 @@ void Engine::shut_down() {
     poller_.close();
     role_.close();
   });
+  diagnosis_.stop();
+  diagnosis_.join();
 }
 
 }  // namespace ringdp

@@ -85,7 +85,6 @@ class Engine {
   CompletionQueue& completions() { return completions_; }
   NoticeBoard& notices() { return notices_; }
   const OperationRecorder& recorder() const { return recorder_; }
-  Diagnosis& diagnosis() { return diagnosis_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
   // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
@@ -101,8 +100,6 @@ class Engine {
  private:
   void check_usable() const RINGDP_REQUIRES(role_.mutex());  // not shut down
   LinkEvents link_events();
-  void note_failure(const GroupState& group, const std::exception_ptr& failure, uint64_t cause);
-  void answer_with_stacks(int peer, uint64_t group, uint64_t sequence);
 
   const unsigned generation_ = fork_generation();
   const EngineOptions options_;

@@ -90,8 +90,6 @@ void Runtime::shut_down() {
   if (late_) late_->stop();
   engine_->shut_down();
   engine_->completions().stop();
-  engine_->diagnosis().stop();
-  engine_->diagnosis().join();
   engine_->notices().stop();
   end_thread(communication_);
   end_thread(completion_);

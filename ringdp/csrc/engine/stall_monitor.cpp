@@ -39,7 +39,7 @@ std::string last_call(const PeerState& state) {
 
 }  // namespace
 
-StallMonitor::StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
+StallMonitor::StallMonitor(DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
                            Diagnosis& diagnosis, int64_t notice_ms)
     : role_(role),
       groups_(groups),
@@ -170,17 +170,42 @@ void StallMonitor::on_answered(int peer, uint64_t group_id, uint64_t sequence, c
   for (InFlight& in_flight : group->unbound) take(in_flight);
 }
 
-void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence) {
+void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence, bool with_stacks) {
   role_.assert_held();
   questions_.push_back({peer, group, sequence});
+  if (with_stacks) answer_with_stacks(questions_.back());
+}
+
+// By the thread of the diagnosis: Python may be stuck, and the driver waits for nothing. The answer goes when it next looks.
+void StallMonitor::answer_with_stacks(const Question& question) {
+  diagnosis_.run([this, question] {
+    std::string stacks = process_stacks();
+    MutexLock lock(role_.mutex());
+    stacks_.emplace_back(question, std::move(stacks));
+    stacks_there_.store(true, std::memory_order_relaxed);
+  });
 }
 
 void StallMonitor::answer() {
   role_.assert_held();
+  if (stacks_there_.load(std::memory_order_relaxed)) send_stacks();
   if (questions_.empty()) return;
   std::vector<Question> asked;
   asked.swap(questions_);
-  for (const Question& it : asked) links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.group, it.sequence));
+  for (const Question& it : asked)
+    links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.group, it.sequence).encode());
+}
+
+void StallMonitor::send_stacks() {
+  std::vector<std::pair<Question, std::string>> found;
+  {
+    MutexLock lock(role_.mutex());
+    found.swap(stacks_);
+    stacks_there_.store(false, std::memory_order_relaxed);
+  }
+  for (const auto& [it, stacks] : found)
+    if (Link* link = links_[it.peer]; link != nullptr && link->usable() && link->connected())
+      link->send_pong(it.group, it.sequence, stacks, true);
 }
 
 PeerState StallMonitor::state_of(uint64_t group_id, uint64_t sequence) const {

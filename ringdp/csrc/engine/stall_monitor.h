@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -31,7 +32,8 @@ class StallMonitor {
   // Now and then: asks about what does not move, and writes what is known.
   void look(Clock::time_point now);
 
-  void on_asked(int peer, uint64_t group, uint64_t sequence);
+  // `with_stacks`: it also wants to know what the threads of this process do, which takes a while.
+  void on_asked(int peer, uint64_t group, uint64_t sequence, bool with_stacks);
   void on_answered(int peer, uint64_t group, uint64_t sequence, const PeerState& state);
   void on_stacks(int peer, uint64_t group, uint64_t sequence, const std::string& stacks);
   void answer();  // what was asked while a link was being pumped
@@ -45,6 +47,8 @@ class StallMonitor {
     uint64_t sequence;
   };
 
+  void answer_with_stacks(const Question& question);
+  void send_stacks();
   void watch(GroupState& group, InFlight& in_flight, Clock::time_point now);
   void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
   PeerState state_of(uint64_t group, uint64_t sequence) const;
@@ -65,6 +69,8 @@ class StallMonitor {
   const int64_t notice_ms_;
   std::atomic<Clock::rep> called_at_{0};  // the last submit; 0: none
   std::vector<Question> questions_ RINGDP_GUARDED_BY(role_);
+  std::atomic<bool> stacks_there_{false};
+  std::vector<std::pair<Question, std::string>> stacks_ RINGDP_GUARDED_BY(role_.mutex());  // answers to be sent
   Clock::time_point next_look_ RINGDP_GUARDED_BY(role_){};
 };
 

@@ -71,14 +71,9 @@ void Link::send_ping(uint64_t group, uint64_t sequence, bool with_stacks) {
     sender_.control(FrameType::kPing, group, sequence, with_stacks ? kWithStacks : 0);
 }
 
-void Link::send_pong(uint64_t group, uint64_t sequence, const PeerState& state) {
+void Link::send_pong(uint64_t group, uint64_t sequence, const std::string& answer, bool stacks) {
   if (!broken() && !departed() && sender_.may_talk())
-    sender_.control(FrameType::kPong, group, sequence, 0, state.encode());
-}
-
-void Link::send_stacks(uint64_t group, uint64_t sequence, const std::string& stacks) {
-  if (!broken() && !departed() && sender_.may_talk())
-    sender_.control(FrameType::kPong, group, sequence, kWithStacks, stacks);
+    sender_.control(FrameType::kPong, group, sequence, stacks ? kWithStacks : 0, answer);
 }
 
 // The peer is gone; its last frames may explain why.

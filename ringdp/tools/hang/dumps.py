@@ -1,4 +1,4 @@
-"""The dumps of a job's ranks, read from their files (docs/reference/dumps.md)."""
+"""The dumps of a job's ranks, read from their files (docs/how-to/diagnosis.md)."""
 
 from __future__ import annotations
 
