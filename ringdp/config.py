@@ -43,7 +43,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
-    "RINGDP_DUMP_DIR": "folder for dumps of the last operations and stacks of stalled ranks (ringrun sets it); empty: none",
+    "RINGDP_DUMP_DIR": "folder for dumps of operations and stacks of stalled ranks (ringrun sets it); empty: none",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""

@@ -4,7 +4,7 @@
 - ``<run>/attempt_<n>/<local rank>/stdout.log`` and ``stderr.log``;
 - ``<run>/attempt_<n>/<local rank>/error.json``, where the script uses torch's ``@record``;
 - ``<run>/attempt_<n>/<local rank>/report.json``, where it uses RingDP and ends well;
-- beside it ``dump_rank<r>_<n>.json``, ``stalls_rank<r>.log`` and ``process_rank<r>.json``, where it uses ring (RINGDP_DUMP_DIR).
+- beside it ``dump_rank<r>_<n>.json``, ``stalls_rank<r>.log`` and ``process_rank<r>.json``, where it uses ring.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import Any
 from ringdp import config
 from ringdp.ddp.words import format_size, format_time, parse_size, table
 from ringdp.errors import RingError
-from ringdp.tools.cost_model import HostLayout
 from ringdp.tools.algorithm_table import algorithm, explain
+from ringdp.tools.cost_model import HostLayout
 
 SIZES = "4k,64k,1m,4m,25m"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")

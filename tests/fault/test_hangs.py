@@ -1,4 +1,4 @@
-"""Jobs that hang or fail: the stalled rank's stack reaches those that wait, dumps are written, and the verdict is right."""
+"""Jobs that hang or fail: a stalled rank's stack reaches those that wait, dumps are written, the verdict is right."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Ranks:
     def dump(self, most_s: float = 5.0) -> Job:
         """What `python -m ringdp dump DIR` brings, of all ranks."""
         assert commands.main(["dump", str(self.dumps), "--wait", str(most_s)]) == 0
-        wait_until(lambda: all(dump.stacks for dump in read_job([self.dumps]).dumps.values()), "the stacks of all ranks")
+        wait_until(
+            lambda: all(dump.stacks for dump in read_job([self.dumps]).dumps.values()), "the stacks of all ranks"
+        )
         return read_job([self.dumps])
 
     def kill(self) -> None:
@@ -97,7 +99,8 @@ def test_a_rank_that_is_stuck(start: Start, way: str) -> None:
     ranks = start(way)
     wait_until(lambda: f"in stuck_in_{way}" in ranks.read("stalls_rank0.log"), "the stack of rank 1 in rank 0's log")
     stalls = ranks.read("stalls_rank0.log")
-    assert "has waited" in stalls and "The threads of rank 1 (host" in stalls
+    assert "has waited" in stalls
+    assert "The threads of rank 1 (host" in stalls
     assert "C++ stack of the main thread" in stalls
     notice = next(line for line in ranks.log(0).splitlines() if "has waited" in line)
     assert re.search(rf"its script is at hang_program.py:\d+ in stuck_in_{way}", notice)
@@ -108,7 +111,8 @@ def test_a_rank_that_is_stuck(start: Start, way: str) -> None:
     assert found.paragraph.startswith("Rank 1 never called all_reduce #2 (float32[1000], SUM) of group")
     words = {"sleep": "sleeps at", "lock": "waits for a lock at", "c_code": "in C code that holds", "python": "is at"}
     assert words[way] in found.paragraph
-    assert f"in stuck_in_{way}" in found.paragraph and f"in stuck_in_{way}" in found.stacks[1]
+    assert f"in stuck_in_{way}" in found.paragraph
+    assert f"in stuck_in_{way}" in found.stacks[1]
     assert "(called at hang_program.py:" in found.paragraph
     assert [process.poll() for process in ranks.processes] == [None, None]  # both go on
 
@@ -160,7 +164,8 @@ def test_a_death_leaves_dumps_of_the_others(start: Start) -> None:
     assert job.absent == [1]
     found = verdict(job)
     assert found.guilty == (1,)
-    assert found.paragraph.startswith("Rank 1 was lost first") and "It left no dump" in found.paragraph
+    assert found.paragraph.startswith("Rank 1 was lost first")
+    assert "It left no dump" in found.paragraph
 
 
 def test_a_signal_brings_dumps_bounded_in_number_and_the_job_goes_on(start: Start) -> None:
@@ -173,7 +178,8 @@ def test_a_signal_brings_dumps_bounded_in_number_and_the_job_goes_on(start: Star
     assert names == list(range(4, 12))
     assert not list(ranks.dumps.glob("dump_rank1_*"))
     dump = json.loads((ranks.dumps / "dump_rank0_11.json").read_text())
-    assert dump["reason"] == "signal" and dump["operations"][0]["state"] == "done"
+    assert dump["reason"] == "signal"
+    assert dump["operations"][0]["state"] == "done"
     assert ranks.go_on() == [0, 0]
     assert "ended well" in ranks.log(0)
 
@@ -220,7 +226,9 @@ def test_a_folder_that_cannot_be_written_gives_one_line(start: Start) -> None:
         ranks.processes[0].send_signal(signal.SIGUSR1)
     assert ranks.go_on() == [0, 0]
     lines = [line for line in ranks.log(0).splitlines() if "cannot write" in line]
-    assert len(lines) == 1 and "/proc/no/such/folder" in lines[0] and "nothing else is affected" in lines[0]
+    assert len(lines) == 1
+    assert "/proc/no/such/folder" in lines[0]
+    assert "nothing else is affected" in lines[0]
 
 
 def test_without_a_folder_nothing_is_written_and_the_signal_is_the_systems(start: Start) -> None:

@@ -40,6 +40,7 @@ def operation(number: int, group: str, sequence: int, state: str = "done", **oth
     }  # fmt: skip
 
 
+CALL_SITE = "/x/lib/python3.11/site-packages/torch/d.py:5 in all_reduce\n/home/me/train.py:31 in step\n"
 WORLD = {"id": "7", "name": "0", "members": [0, 1, 2], "removed": False}
 PAIR = {"id": "8", "name": "pair", "members": [0, 1], "removed": False}
 
@@ -63,7 +64,7 @@ def write(
             "format": 1, "rank": rank, "world": world, "host": "a", "pid": 100 + rank, "reason": "signal",
             "at_ns": at, "unix_ns": at + 10**18, "called": len(operations), "groups": list(groups),
             "failures": list(failures), "stacks": stacks, "operations": operations,
-            "call_sites": {"0": "/x/lib/python3.11/site-packages/torch/d.py:5 in all_reduce\n/home/me/train.py:31 in step\n"},
+            "call_sites": {"0": CALL_SITE},
         })
     )  # fmt: skip
     return path
@@ -117,8 +118,11 @@ def test_two_groups_in_other_orders_are_a_deadlock(tmp_path: Path) -> None:
         write(tmp_path, rank, [operation(1, group, 1, "started", call_site=0)], groups=(PAIR, other), world=2)
     found = verdict(tmp_path)
     assert found.guilty == (0, 1)
-    assert found.paragraph.startswith("Deadlock of 2 groups that are taken in other orders: rank 0 waits in all_reduce #1")
-    assert "group 'pair'" in found.paragraph and "group 'other'" in found.paragraph
+    assert found.paragraph.startswith(
+        "Deadlock of 2 groups that are taken in other orders: rank 0 waits in all_reduce #1"
+    )
+    assert "group 'pair'" in found.paragraph
+    assert "group 'other'" in found.paragraph
     assert "train.py:31 in step" in found.stacks[0]
 
 
@@ -192,7 +196,8 @@ def test_files_that_are_not_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "dump_rank2_1.json").write_text('{"half": ')
     assert commands.main(["explain", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "dump_rank2_1.json cannot be read" in out and "No dump of ranks 0, 2 of 3." in out
+    assert "dump_rank2_1.json cannot be read" in out
+    assert "No dump of ranks 0, 2 of 3." in out
 
 
 def test_torchs_analyzer_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -85,7 +85,9 @@ def report(job: Job, verdict: Verdict) -> str:
         for group in dump.groups.values():
             called = dump.of_group(group.id)
             last = called[max(called)] if called else None
-            rows.append([group_name(group, job), str(dump.rank), last.title if last else "–", last.state if last else ""])
+            rows.append(
+                [group_name(group, job), str(dump.rank), last.title if last else "–", last.state if last else ""]
+            )
     rows.sort(key=lambda row: (row[0], int(row[1])))
     parts.append(table(["group", "rank", "last called", "state"], rows[:64]))
     for rank, stack in verdict.stacks.items():
@@ -145,9 +147,9 @@ def _processes(target: str) -> list[tuple[int, Path | None]]:
     for note in sorted(Path(target).rglob("process_rank*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError):
             who = json.loads(note.read_text())
-            if who["host"] == socket.gethostname() and _folder_of(who["pid"]) in (None, note.parent.resolve()):
-                if Path(f"/proc/{who['pid']}").exists():
-                    found.append((who["pid"], note.parent))
+            here = who["host"] == socket.gethostname() and Path(f"/proc/{who['pid']}").exists()
+            if here and _folder_of(who["pid"]) in (None, note.parent.resolve()):
+                found.append((who["pid"], note.parent))
     return found
 
 
