@@ -9,7 +9,6 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -173,7 +172,7 @@ def test_a_signal_brings_dumps_bounded_in_number_and_the_job_goes_on(start: Star
     ranks.ready()
     for count in range(1, 12):
         ranks.processes[0].send_signal(signal.SIGUSR1)
-        wait_until(lambda count=count: (ranks.dumps / f"dump_rank0_{count}.json").exists(), f"dump {count}")
+        wait_until((ranks.dumps / f"dump_rank0_{count}.json").exists, f"dump {count}")
     names = sorted(int(path.stem.rpartition("_")[2]) for path in ranks.dumps.glob("dump_rank0_*.json"))
     assert names == list(range(4, 12))
     assert not list(ranks.dumps.glob("dump_rank1_*"))
@@ -246,9 +245,9 @@ def test_under_ringrun_dumps_lie_beside_the_logs(tmp_path: Path, jobs: list[laun
         tmp_path, "--nproc-per-node", "2", "--log-dir", tmp_path / "logs", PROGRAM, "lock", tmp_path, environ=environ
     )
     jobs.append(job)
-    stalls: list[Any] = []
-    wait_until(lambda: bool(stalls.extend(tmp_path.rglob("stalls_rank0.log")) or stalls), "the log of stalls", 60)
-    assert (stalls[0].parent / "stderr.log").exists()
+    wait_until(lambda: any(tmp_path.rglob("stalls_rank0.log")), "the log of stalls", 60)
+    stalls = next(tmp_path.rglob("stalls_rank0.log"))
+    assert (stalls.parent / "stderr.log").exists()
     assert commands.main(["dump", str(tmp_path / "logs")]) == 0
     found = verdict(read_job([tmp_path / "logs"]))
     assert found.guilty == (1,)

@@ -16,7 +16,7 @@ import pytest
 from ringdp import __main__ as command
 from ringdp.ddp import words
 from ringdp.job.tuning import Tuning
-from ringdp.tools import explain
+from ringdp.tools import algorithm_table
 from ringdp.tools.cost_model import HostLayout
 from tests.helpers import need
 
@@ -85,7 +85,7 @@ def test_explain_reads_the_tuning_file(
 def test_ranges_cover_every_size_as_the_core_chooses() -> None:
     for place in (HostLayout((2,), 2), HostLayout((4,), 2), HostLayout((1, 1, 1), 2), HostLayout((2, 2), 2)):
         for dtype in ("float32", "float16"):
-            found = explain.ranges(place, dtype, Tuning())
+            found = algorithm_table.ranges(place, dtype, Tuning())
             assert found[0].first == 0
             assert found[-1].last is None
             for one, following in pairwise(found):

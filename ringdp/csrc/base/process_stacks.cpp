@@ -1,6 +1,7 @@
 #include "base/process_stacks.h"
 
 #include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <sstream>
 #include <utility>
@@ -10,8 +11,14 @@
 namespace ringdp {
 namespace {
 
+constexpr auto kFresh = std::chrono::milliseconds(500);
+
 std::mutex source_mutex;
 StackSource source;
+
+std::mutex collecting;  // this guards the next two
+std::string collected;
+std::chrono::steady_clock::time_point collected_at{};
 
 StackSource current_source() {
   std::lock_guard lock(source_mutex);
@@ -26,17 +33,24 @@ bool starts_with_any(const std::string& text, const std::vector<std::string>& be
 }  // namespace
 
 void set_stack_source(StackSource replacement) {
+  std::lock_guard none(collecting);
+  collected_at = {};
   std::lock_guard lock(source_mutex);
   source = std::move(replacement);
 }
 
 std::string process_stacks(int64_t limit_ms) {
+  std::lock_guard one(collecting);
   const StackSource now = current_source();
   if (!now.python) return "";
+  if (std::chrono::steady_clock::now() - collected_at < kFresh) return collected;
   std::string out = now.python(limit_ms);
   if (out.size() > kStacksBytes * 3 / 4) out = out.substr(0, kStacksBytes * 3 / 4) + "\n  …\n";
   out += "C++ stack of the main thread (most recent call first):\n" + native_stack_of_main(limit_ms);
-  return out.size() <= kStacksBytes ? out : out.substr(0, kStacksBytes);
+  if (out.size() > kStacksBytes) out.resize(kStacksBytes);
+  collected = out;
+  collected_at = std::chrono::steady_clock::now();
+  return out;
 }
 
 std::string call_site_text(int32_t number) {

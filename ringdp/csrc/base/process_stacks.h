@@ -13,7 +13,7 @@ namespace ringdp {
 inline constexpr std::size_t kStacksBytes = 12 * 1024;  // longest text of stacks
 
 struct StackSource {
-  // Python's stacks within that time, "File "x.py", line 3 in f" innermost first, the main thread's first.
+  // One call at a time. Python's stacks within that time, "File "x.py", line 3 in f" innermost first, the main thread's first.
   std::function<std::string(int64_t limit_ms)> python;
   // The stack of a number in OperationRecord::call_site, a frame a line, innermost first.
   std::function<std::string(int32_t)> call_site;
@@ -22,6 +22,7 @@ struct StackSource {
 
 void set_stack_source(StackSource source);  // empty functions: none, as at the start
 
+// Asked for by several ranks within half a second, all get the same.
 std::string process_stacks(int64_t limit_ms = 500);
 std::string call_site_text(int32_t number);  // empty where it is not known
 

@@ -40,10 +40,15 @@ struct Source {
   int file = -1;
 };
 
-std::string with_the_lock(const Source& source, int64_t limit_ms, bool& done) {
-  auto answer = std::make_shared<Answer>();  // shared with a thread that may wait for the lock for ever
+// `answer`: of the last thread that was started; while that one still waits for the lock no other is started.
+std::string with_the_lock(const Source& source, int64_t limit_ms, std::shared_ptr<Answer>& answer, bool& done) {
+  if (answer) {
+    std::lock_guard lock(answer->mutex);
+    if (!answer->done) return "";
+  }
+  answer = std::make_shared<Answer>();  // shared with a thread that may wait for the lock for ever
   try {
-    auto thread = start_thread("ringdp-stack", [answer, describe = source.describe.ptr()] {
+    auto thread = start_thread("ringdp-python", [answer, describe = source.describe.ptr()] {
       if (Py_IsInitialized() == 0) return;
       const PyGILState_STATE state = PyGILState_Ensure();
       std::string text;
@@ -60,6 +65,7 @@ std::string with_the_lock(const Source& source, int64_t limit_ms, bool& done) {
     });
     thread->detach();
   } catch (const Error&) {
+    answer = nullptr;
     return "";
   }
   std::unique_lock lock(answer->mutex);
@@ -92,11 +98,10 @@ std::string without_the_lock(const Source& source, int64_t limit_ms) {
 void set_source(py::object describe, int signal, int file, std::vector<std::string> foreign) {
   prepare_native_stack();
   auto* source = new Source{std::move(describe), signal, file};
-  auto one_at_a_time = std::make_shared<std::mutex>();  // shared with the copies of the function
-  set_stack_source({[source, one_at_a_time](int64_t limit_ms) {
-                      std::lock_guard lock(*one_at_a_time);
+  auto last = std::make_shared<std::shared_ptr<Answer>>();  // shared with the copies of the function
+  set_stack_source({[source, last](int64_t limit_ms) {
                       bool done = false;
-                      std::string text = with_the_lock(*source, limit_ms, done);
+                      std::string text = with_the_lock(*source, limit_ms, *last, done);
                       return done ? text : without_the_lock(*source, limit_ms);
                     },
                     python_call_site_text, std::move(foreign)});
