@@ -92,8 +92,8 @@ def test_ranges_cover_every_size_as_the_core_chooses() -> None:
                 assert one.last is not None
                 assert following.first == one.last + 1
                 assert one.algorithm != following.algorithm
-                assert explain.algorithm(place, dtype, one.last, Tuning()) == one.algorithm
-                assert explain.algorithm(place, dtype, following.first, Tuning()) == following.algorithm
+                assert algorithm_table.algorithm(place, dtype, one.last, Tuning()) == one.algorithm
+                assert algorithm_table.algorithm(place, dtype, following.first, Tuning()) == following.algorithm
 
 
 @pytest.mark.parametrize(

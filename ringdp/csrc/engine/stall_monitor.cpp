@@ -39,7 +39,7 @@ std::string last_call(const PeerState& state) {
 
 }  // namespace
 
-StallMonitor::StallMonitor(DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
+StallMonitor::StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
                            Diagnosis& diagnosis, int64_t notice_ms)
     : role_(role),
       groups_(groups),
