@@ -367,6 +367,9 @@ def all_reduce_compressed(
     codes go by the group's all-to-all and all-gather, whatever its backend. Raises ValueError.
     """
 
+def call_site_text(number: int) -> str:
+    """The stack of OperationRecord.call_site, a frame a line, innermost first."""
+
 def codec_broken_promises(codec: str) -> list[str]:
     """What the codec does against its contract, a sentence each. It may be wild: nothing else should be tried
     then.
@@ -468,6 +471,9 @@ def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> 
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
 
+def forget_stack_source() -> None:
+    """Before the interpreter ends."""
+
 def gradient_memory() -> tuple[bool, int, int]:
     """Whether the pool for gradients is installed, its bytes in use, and its idle bytes."""
 
@@ -542,6 +548,9 @@ def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     codes are exchanged and every rank is a host of its own.
     """
 
+def process_stacks() -> str:
+    """What a peer gets that asks for this process's stacks."""
+
 def recorded_groups() -> list[RecordedGroup]:
     """The groups that those operations belong to."""
 
@@ -558,6 +567,11 @@ def set_farewell(reason: str) -> None:
 
 def set_log_sink(sink: Callable[[int, str], object]) -> None:
     """Where log lines go, called with (level, text) and levels 0 to 3 for debug to error."""
+
+def set_stack_source(describe: Callable[[], str], signal: int, file: int, foreign: Sequence[str]) -> None:
+    """`describe()`: the stacks of all threads as text. `signal`, `file`: where faulthandler writes them (0: nowhere).
+    `foreign`: beginnings of paths that are not the user's.
+    """
 
 def shut_down_all() -> None:
     """Leave all jobs and end the threads; for the end of the process."""

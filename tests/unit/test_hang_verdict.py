@@ -186,6 +186,18 @@ def test_the_newest_dump_of_the_newest_attempt_counts(tmp_path: Path) -> None:
     assert job.absent == [1, 2]
 
 
+def test_dumps_of_an_earlier_job_in_the_same_folder_do_not_count(tmp_path: Path) -> None:
+    for rank in range(3):
+        write(tmp_path, rank, [operation(1, "7", 1, "failed")])
+    write(tmp_path, 0, [operation(1, "7", 1)], count=2, at=2 * 10**9)
+    for rank in range(3):
+        (tmp_path / f"process_rank{rank}.json").write_text(json.dumps({"pid": 100 if rank == 0 else 1, "host": "a"}))
+    job = read_job([tmp_path])
+    assert list(job.dumps) == [0]
+    (tmp_path / "process_rank0.json").write_text(json.dumps({"pid": 1, "host": "a"}))
+    assert list(read_job([tmp_path]).dumps) == [0, 1, 2]
+
+
 def test_files_that_are_not_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["explain", str(tmp_path)]) == 1
     assert "no dump of a rank" in capsys.readouterr().err

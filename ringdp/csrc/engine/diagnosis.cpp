@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <deque>
 #include <filesystem>
 #include <mutex>
@@ -70,6 +71,17 @@ struct Diagnosis::State {
   }
   std::string dump_path(int count) const { return path("dump", "_" + std::to_string(count) + ".json"); }
 
+  int last_dump() const {
+    const std::string beginning = "dump_rank" + std::to_string(self.rank) + "_";
+    int last = 0;
+    std::error_code failed;
+    for (const auto& entry : std::filesystem::directory_iterator(folder, failed)) {
+      const std::string name = entry.path().filename();
+      if (name.starts_with(beginning)) last = std::max(last, std::atoi(name.c_str() + beginning.size()));
+    }
+    return last;
+  }
+
   void complain(const std::string& what, int error) {
     if (std::exchange(complained, true)) return;
     notices.post(LogLevel::kWarning, "rank " + std::to_string(self.rank) + " cannot write " + what + ": " +
@@ -105,8 +117,7 @@ struct Diagnosis::State {
     std::error_code failed;
     std::filesystem::create_directories(folder, failed);
     if (failed) return complain(folder, failed.value());
-    for (int count = 1; count <= kMostDumps; ++count) ::unlink(dump_path(count).c_str());  // an earlier job's
-    ::unlink(path("stalls", ".log").c_str());
+    dumps = last_dump();  // an earlier process of this rank may have failed: its dumps stay until later ones push them out
     const std::string file = path("process", ".json");
     const int error = write_file(file, "{\"rank\":" + std::to_string(self.rank) + ",\"world\":" + std::to_string(world) +
                                            ",\"pid\":" + std::to_string(self.pid) +

@@ -124,19 +124,20 @@ def read_job(folders: Sequence[Path]) -> Job:
     Raises:
         FileNotFoundError: there is no dump at all.
     """
-    dumps: dict[int, Dump] = {}
+    found: list[Dump] = []
     problems: list[str] = []
     for folder in folders:
-        found = [folder] if folder.is_file() else sorted(folder.rglob(PATTERN))
-        for path in _newest_run(found):
+        for path in _newest_run([folder] if folder.is_file() else sorted(folder.rglob(PATTERN))):
             try:
-                dump = read(path)
+                found.append(read(path))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problems.append(f"{path} cannot be read as a dump: {error}")
-                continue
-            known = dumps.get(dump.rank)
-            if known is None or dump.at_ns > known.at_ns:
-                dumps[dump.rank] = dump
+    # A folder that several jobs have used: those of the processes that were there last, where these left any.
+    dumps: dict[int, Dump] = {}
+    for dump in [it for it in found if _of_last_process(it)] or found:
+        known = dumps.get(dump.rank)
+        if known is None or dump.at_ns > known.at_ns:
+            dumps[dump.rank] = dump
     if not dumps:
         where = ", ".join(map(str, folders))
         reason = f": {problems[0]}" if problems else ""
@@ -192,6 +193,14 @@ def read(path: Path) -> Dump:
             for it in raw["operations"]
         ),
     )
+
+
+def _of_last_process(dump: Dump) -> bool:
+    note = dump.path.with_name(f"process_rank{dump.rank}.json")
+    try:
+        return bool(json.loads(note.read_text())["pid"] == dump.pid)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def _newest_run(paths: Iterable[Path]) -> list[Path]:

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 
 from ringdp.tools.hang.dumps import Dump, Failure, Group, Job, Operation
 
+# Code that is not the user's, wherever it was installed.
+_FOREIGN = re.compile(
+    r"/lib/python3|/site-packages/|/ringdp/(compression|data|ddp|hooks|integrations|job|launcher|testing|tools)/|^<"
+)
 FIRST_FRAMES = 6  # of a stack that a verdict shows
 
 
@@ -263,7 +267,7 @@ def frame_of_script(stacks: str) -> str:
     """``train.py:88 in load_batch``: the innermost frame of the main thread that is not Python's own or a package's."""
     main = re.split(r"\n\s*\n|C\+\+ stack of the main thread", stacks, maxsplit=1)[0]
     frames = re.findall(r'File "([^"]+)", line (\d+) in (.+)', main)
-    own = [it for it in frames if not re.search(r"/lib/python3|/site-packages/|/ringdp/(?!.*tests)|^<", it[0])]
+    own = [it for it in frames if not _FOREIGN.search(it[0])]
     path, line, function = (own or frames or [("", "", "")])[0]
     return f"{path.rpartition('/')[2]}:{line} in {function.strip()}" if path else ""
 
@@ -280,7 +284,7 @@ def _called_at(it: Operation) -> str:
 def _at(it: Operation) -> str:
     """`` (called at train.py:88 in step)``; empty where it is not known."""
     lines = [line for line in it.call_site.splitlines() if line]
-    own = [it for it in lines if not re.search(r"/lib/python3|/site-packages/|/ringdp/ringdp/|^<", it)]
+    own = [line for line in lines if not _FOREIGN.search(line)]
     line = (own or lines or [""])[0]
     return f" (called at {line.rpartition('/')[2]})" if line else ""
 

@@ -95,7 +95,7 @@ std::string without_the_lock(const Source& source, int64_t limit_ms) {
   return why + text;
 }
 
-void set_source(py::object describe, int signal, int file, std::vector<std::string> foreign) {
+void set_source(py::function describe, int signal, int file, std::vector<std::string> foreign) {
   prepare_native_stack();
   auto* source = new Source{std::move(describe), signal, file};
   auto last = std::make_shared<std::shared_ptr<Answer>>();  // shared with the copies of the function
