@@ -34,6 +34,117 @@ class PendingMesh:
 
     def hellos(self) -> list[str]: ...
 
+class FlowTimes:
+    """Bytes of one operation to or from one peer. Times: time.monotonic_ns(); 0: not yet."""
+
+    @property
+    def first_ns(self) -> int: ...
+    @property
+    def last_ns(self) -> int:
+        """The last byte so far."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes so far."""
+
+    @property
+    def peer(self) -> int:
+        """Rank in the job."""
+
+    @property
+    def sends(self) -> bool:
+        """To the peer; otherwise from it."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+
+class OperationRecord:
+    """One operation of this rank. Times: time.monotonic_ns(); 0: that has not happened."""
+
+    @property
+    def algorithm(self) -> int:
+        """Its number, see ringdp._core.algorithms()."""
+
+    @property
+    def bytes(self) -> int:
+        """Of one rank's input."""
+
+    @property
+    def call_site(self) -> int: ...
+    @property
+    def count(self) -> int:
+        """Elements of one rank's input."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def ended_ns(self) -> int: ...
+    @property
+    def ended_number(self) -> int:
+        """Counts them as they ended; 0: it is in flight."""
+
+    @property
+    def flows(self) -> list[FlowTimes]: ...
+    @property
+    def flows_left_out(self) -> int: ...
+    @property
+    def group(self) -> int:
+        """The number of a RecordedGroup."""
+
+    @property
+    def in_order(self) -> bool:
+        """It has a place in the order of its group: not a message, not issued inside a callback."""
+
+    @property
+    def kind(self) -> str:
+        """'all_reduce', …"""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int:
+        """Counts the operations of all groups as they were called."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def queued_ns(self) -> int:
+        """The call."""
+
+    @property
+    def root(self) -> int:
+        """Or a message's tag, or the codec of a compressed all-reduce; -1: none."""
+
+    @property
+    def sequence(self) -> int:
+        """In its group; the same on all members."""
+
+    @property
+    def started_ns(self) -> int:
+        """Its turn came in its group."""
+
+    @property
+    def state(self) -> str:
+        """'queued', 'started', 'done' or 'failed'."""
+
+    @property
+    def text(self) -> str: ...
+
+class RecordedGroup:
+    """A group of which operations are recorded."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def members(self) -> list[int]:
+        """Ranks in the job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def removed(self) -> bool: ...
+
 class NamedScope:
     """A name for the operations of this thread, see ringdp.named."""
 
@@ -256,6 +367,9 @@ def all_reduce_compressed(
     codes go by the group's all-to-all and all-gather, whatever its backend. Raises ValueError.
     """
 
+def call_site_text(number: int) -> str:
+    """The stack of OperationRecord.call_site, a frame a line, innermost first."""
+
 def codec_broken_promises(codec: str) -> list[str]:
     """What the codec does against its contract, a sentence each. It may be wild: nothing else should be tried
     then.
@@ -357,6 +471,9 @@ def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> 
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
 
+def forget_stack_source() -> None:
+    """Before the interpreter ends."""
+
 def gradient_memory() -> tuple[bool, int, int]:
     """Whether the pool for gradients is installed, its bytes in use, and its idle bytes."""
 
@@ -415,6 +532,12 @@ def most_steps() -> int:
 def note_loss_scale(scale: float) -> None:
     """Inside a backward: its loss was multiplied by `scale`."""
 
+def operations() -> list[OperationRecord]:
+    """The last operations of the job's connections, as they were called; [] without a default group of ring."""
+
+def operations_since(cursor: int) -> tuple[list[OperationRecord], int, int]:
+    """(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered)."""
+
 def owned_elements(process_group: ProcessGroup, count: int, owner_offset: int) -> list[tuple[int, int]]:
     """[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is
     compressed.
@@ -424,6 +547,12 @@ def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
     codes are exchanged and every rank is a host of its own.
     """
+
+def process_stacks() -> str:
+    """What a peer gets that asks for this process's stacks."""
+
+def recorded_groups() -> list[RecordedGroup]:
+    """The groups that those operations belong to."""
 
 def registered_transports() -> list[dict[str, Any]]:
     """All transports, in the order in which RINGDP_TRANSPORT=auto prefers them: a dict for each."""
@@ -438,6 +567,11 @@ def set_farewell(reason: str) -> None:
 
 def set_log_sink(sink: Callable[[int, str], object]) -> None:
     """Where log lines go, called with (level, text) and levels 0 to 3 for debug to error."""
+
+def set_stack_source(describe: Callable[[], str], signal: int, file: int, foreign: Sequence[str]) -> None:
+    """`describe()`: the stacks of all threads as text. `signal`, `file`: where faulthandler writes them (0: nowhere).
+    `foreign`: beginnings of paths that are not the user's.
+    """
 
 def shut_down_all() -> None:
     """Leave all jobs and end the threads; for the end of the process."""

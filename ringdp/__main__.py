@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
+from ringdp.tools.hang import commands as hang
 
-COMMANDS = {"bench": bench, "doctor": doctor}
-"""Modules with ``add_parser(commands)`` and ``run(args)``, which returns the exit code."""
+TOOLS = (bench, doctor, hang)
+"""Modules with ``add_parsers(commands)``: a parser for each command, whose default ``run`` returns the exit code."""
 
 EXAMPLES = """\
 examples:
@@ -18,6 +19,8 @@ examples:
   python -m ringdp doctor -H node1:2,node2:2      who reaches whom, and how fast, between all ranks
   python -m ringdp bench -n 4 --backend ring,gloo all-reduce on four ranks of this host, side by side
   ringrun -H node1:4,node2:4 -m ringdp bench --collective all
+  python -m ringdp dump logs/RUN                  let the ranks of a job that hangs write what they do
+  python -m ringdp explain logs/RUN               why a job hangs or failed
 """
 
 
@@ -30,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for tool in COMMANDS.values():
-        tool.add_parser(commands)
+    for tool in TOOLS:
+        tool.add_parsers(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(words)
     args.argv = words[1:]  # of the command alone, for ranks that it starts
-    return COMMANDS[args.command].run(args)
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

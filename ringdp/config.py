@@ -44,6 +44,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
+    "RINGDP_DUMP_DIR": "folder for dumps of operations and stacks of stalled ranks (ringrun sets it); empty: none",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -101,6 +102,7 @@ class RingConfig:
             stopped or busy process does not: its kernel answers.
         tuning: which algorithm runs from which size on, `ringdp.job.tuning`; the same on all ranks.
         epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
+        dump_dir: folder for dumps and stacks; empty for none.
         several_hosts: the launcher says that the job runs on several hosts: a rank need not wait for another to
             know that it must listen on more than loopback.
 
@@ -124,6 +126,7 @@ class RingConfig:
     stall_notice_ms: int = 10_000
     host_silence_ms: int = 4_000
     tuning: tuning.Tuning = dataclasses.field(default_factory=tuning.Tuning)
+    dump_dir: str = ""
     epoch: int = 0
     several_hosts: bool = False
 
@@ -408,4 +411,5 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_STALL_NOTICE": ("stall_notice_ms", _milliseconds("RINGDP_STALL_NOTICE")),
     "RINGDP_HOST_TIMEOUT": ("host_silence_ms", _milliseconds("RINGDP_HOST_TIMEOUT")),
     "RINGDP_TUNING": ("tuning", tuning.read),
+    "RINGDP_DUMP_DIR": ("dump_dir", os.path.abspath),
 }

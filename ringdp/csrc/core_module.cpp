@@ -16,6 +16,7 @@
 #include "python_codecs.h"
 #include "python_errors.h"
 #include "python_naming.h"
+#include "python_records.h"
 #include "python_transports.h"
 #include "transport/faulty.h"
 
@@ -66,7 +67,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       const std::string& host_id, const TuningLimits& table,
                                       const std::string& table_source, const std::string& transport,
                                       std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
-                                      uint64_t flip_within, int full_mesh_ranks, const std::string& site) {
+                                      uint64_t flip_within, int full_mesh_ranks, const std::string& site,
+                                      const std::string& dump_folder) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -88,6 +90,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   options.spin_us = spin_us;
   options.stall_notice_ms = stall_notice_ms;
   options.rate_bytes_per_s = rate_bytes_per_s;
+  options.dump_folder = dump_folder;
   options.check_interrupt = check_interrupt;
   if (segment_bytes < kGranuleBytes || segment_bytes > kSegmentBytes)
     throw Error(ErrorKind::kValue, "segment_bytes must be " + std::to_string(kGranuleBytes) + " to " +
@@ -375,6 +378,7 @@ PYBIND11_MODULE(_core, module) {
           },
           py::arg("key"), py::kw_only(), py::arg("timeout_ms") = 10'000, NoGil(),
           "The value, or None when it is not there in time.");
+  bind_records(module);
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime", "One rank: connections, engine, threads.")
       .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
            py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
@@ -382,7 +386,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("fault_seed") = 0, py::arg("host_id") = "", py::arg("table") = TuningLimits{},
            py::arg("table_source") = "built in", py::arg("transport") = "auto", py::arg("shm_ring_bytes") = 0,
            py::arg("rate_bytes_per_s") = 0, py::arg("checksums") = false, py::arg("flip_within") = 0,
-           py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "",
+           py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "", py::arg("dump_folder") = "",
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results. "
            "With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.")
       .def("shut_down", &Runtime::shut_down, NoGil())
@@ -390,6 +394,15 @@ PYBIND11_MODULE(_core, module) {
           "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); },
           py::arg("reason"), NoGil())
       .def("transports", &Runtime::transports, "What carries bytes to each other rank: {rank: name}.")
+      .def(
+          "operations", [](Runtime& self) { return self.engine().recorder().all(); },
+          "The last operations, as they were called, those in flight among them.")
+      .def(
+          "operations_since",
+          [](Runtime& self, uint64_t cursor) { return operations_since(self.engine().recorder(), cursor); },
+          py::arg("cursor"),
+          "(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered).")
+      .def("recorded_groups", [](Runtime& self) { return self.engine().recorder().groups(); })
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
       .def(
           "bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); }, py::arg("peer"))

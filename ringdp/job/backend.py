@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.job import stacks
 
 if TYPE_CHECKING:
     from ringdp import _C
@@ -171,6 +172,7 @@ def hear_extension() -> None:
     from ringdp import _C
 
     _C.set_log_sink(log_line)
+    stacks.install()
     atexit.unregister(_shut_down_extension)
     atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
 
@@ -245,3 +247,4 @@ def _shut_down_extension() -> None:
     from ringdp import _C
 
     _C.shut_down_all()
+    _C.forget_stack_source()

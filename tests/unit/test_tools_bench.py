@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 from ringdp import __main__ as command  # noqa: E402
 from ringdp.ddp import words  # noqa: E402
 from ringdp.job.tuning import Tuning  # noqa: E402
-from ringdp.tools import explain  # noqa: E402
+from ringdp.tools import algorithm_table  # noqa: E402
 from ringdp.tools.bench import collectives, measuring  # noqa: E402
 from ringdp.tools.bench import command as bench_command  # noqa: E402
 from ringdp.tools.cost_model import HostLayout  # noqa: E402
@@ -94,15 +94,15 @@ def test_explain_reads_the_tuning_file(
 def test_ranges_cover_every_size_as_the_core_chooses() -> None:
     for place in (HostLayout((2,), 2), HostLayout((4,), 2), HostLayout((1, 1, 1), 2), HostLayout((2, 2), 2)):
         for dtype in ("float32", "float16"):
-            found = explain.ranges(place, dtype, Tuning())
+            found = algorithm_table.ranges(place, dtype, Tuning())
             assert found[0].first == 0
             assert found[-1].last is None
             for one, following in pairwise(found):
                 assert one.last is not None
                 assert following.first == one.last + 1
                 assert one.algorithm != following.algorithm
-                assert explain.algorithm(place, dtype, one.last, Tuning()) == one.algorithm
-                assert explain.algorithm(place, dtype, following.first, Tuning()) == following.algorithm
+                assert algorithm_table.algorithm(place, dtype, one.last, Tuning()) == one.algorithm
+                assert algorithm_table.algorithm(place, dtype, following.first, Tuning()) == following.algorithm
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_sizes_and_times_in_words() -> None:
 def test_sizes_step_as_nccl_tests_do() -> None:
     def sizes(*words: str) -> list[int]:
         parser = argparse.ArgumentParser()
-        bench_command.add_parser(parser.add_subparsers())
+        bench_command.add_parsers(parser.add_subparsers())
         return bench_command.sizes_of(parser.parse_args(["bench", *words]))
 
     assert sizes("-b", "1k", "-e", "8k") == [1024, 2048, 4096, 8192]

@@ -76,6 +76,7 @@ std::shared_ptr<Work> OpenGroup::submit(std::unique_ptr<Operation> operation, Ca
   submission.caller_waits = options.caller_waits;
   submission.on_done = std::move(options.on_done);
   submission.keep_alive = std::move(options.keep_alive);
+  submission.call_site = options.call_site;
   return engine_->submit(id_, std::move(submission));
 }
 

@@ -26,6 +26,7 @@ struct CallOptions {
   std::function<void()> before;
   std::function<void()> after;
   std::shared_ptr<Staging> staging;      // the buffers mirror a device's memory; null: they do not
+  int32_t call_site = -1;                // see OperationRecord
   std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
 };
 

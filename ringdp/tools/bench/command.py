@@ -19,7 +19,7 @@ from ringdp.ddp.words import parse_size
 from ringdp.errors import InvalidArgumentError, RingError
 from ringdp.tools import starting
 from ringdp.tools.cost_model import HostLayout
-from ringdp.tools.explain import algorithm, explain
+from ringdp.tools.algorithm_table import algorithm, explain
 
 SIZES = "4k,64k,1m,4m,25m"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -53,7 +53,7 @@ exit code is then 1.
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Add the command to the parsers of ``python -m ringdp``."""
     parser = commands.add_parser(
         "bench",
@@ -93,6 +93,7 @@ def add_parser(commands: Any) -> None:
     model.add_argument(
         "--cores", type=int, metavar="N", help="with --explain: cores of each host (default: this one's)"
     )
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([kmgKMG]?)B/s")
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)")
 
 
-def add_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Add the command to the parsers of ``python -m ringdp``."""
     parser = commands.add_parser(
         "doctor",
@@ -53,6 +53,7 @@ def add_parser(commands: Any) -> None:
     wanted.add_argument("--max-clock-offset", type=duration, metavar="TIME", help="between hosts' clocks: 50ms")
     wanted.add_argument("--min-shared-memory", type=_size, metavar="SIZE", help="free in /dev/shm: 1g")
     wanted.add_argument("--min-descriptors", type=int, metavar="N", help="that a process may have open: 4096")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
