@@ -205,4 +205,12 @@ uint64_t PeerLinks::bytes_received() const {
   return sum;
 }
 
+std::map<int, Channel::Carried> PeerLinks::carried() const {
+  std::map<int, Channel::Carried> found;
+  for (const auto& link : all())
+    if (link && link->connected() && link->usable())
+      if (const auto carried = link->channel().carried()) found[link->peer().rank] = *carried;
+  return found;
+}
+
 }  // namespace ringdp

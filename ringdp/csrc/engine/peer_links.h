@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -76,6 +77,8 @@ class PeerLinks {
   uint64_t bytes_sent() const;
   uint64_t bytes_sent_to(int peer) const;
   uint64_t bytes_received() const;
+  // By place in the world, of the peers to which the kernel counts what it carries. By the driver.
+  std::map<int, Channel::Carried> carried() const;
 
  private:
   std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on

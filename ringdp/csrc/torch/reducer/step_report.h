@@ -1,0 +1,81 @@
+// StepReport: the ranks tell each other now and then how they spent their steps. At the end of every so many backwards each rank
+// issues an all-gather of about a KiB behind its buckets, and nobody waits for it: it is read when it has ended. What it says is
+// interpreted in Python (ringdp/diagnosis).
+// Owned by the Reducer, used under its lock, without the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "torch/reducer/gradient_layout.h"
+#include "torch/reducer/reducer_group.h"
+#include "torch/reducer/reducer_stats.h"
+#include "torch/reducer/step_phases.h"
+
+namespace ringdp {
+
+class StepReport {
+ public:
+  using Clock = StepPhases::Clock;
+  using Bytes = std::vector<uint8_t>;
+
+  static constexpr std::size_t kFactsBytes = 256;  // of what Python adds
+  // Bits of `note_forward`'s answer.
+  static constexpr int kStepEnded = 1;    // since the last one
+  static constexpr int kFactsWanted = 2;  // the end of this step tells the others
+  static constexpr int kWindowCame = 4;   // `take` has something
+
+  // `every`: so many steps are told at once; 0: none. All ranks have the same.
+  StepReport(GradientLayout& layout, std::size_t every) : layout_(layout), every_(every) {}
+
+  int note_forward();
+  void backward_began();
+  void micro_batch_gradient() { phases_.gradient_arrived(Clock::now()); }
+  void computed(Clock::time_point now);
+  // The backward has ended and counted in `stats`. `joining`: some ranks may repeat the others' operations (torch's Join), and
+  // do not count: such a step is not told.
+  void finished(const ReducerStats& stats, bool joining);
+
+  // What Python adds to what is told next; at most kFactsBytes.
+  void set_facts(const Bytes& facts);
+  // By rank, what all ranks told last; once. Begins with five int64: the number of rows, the step, and of the rank's all-gather before
+  // the times when it was issued and over, in ns of the steady clock (0: there was none), and the time of the last bucket's launch; then
+  // `every` rows, the oldest first, and the facts.
+  std::optional<std::vector<Bytes>> take();
+  const StepRow& last_row() const { return last_; }
+
+ private:
+  struct Exchange {
+    c10::intrusive_ptr<c10d::Work> work;
+    std::vector<at::Tensor> received;
+    int64_t issued_ns = 0;
+    std::shared_ptr<std::atomic<int64_t>> ended_ns;  // shared with the work's callback
+  };
+
+  bool told() const;
+  bool due(std::size_t steps) const;
+  void hear();
+  void tell(int64_t step);
+  Bytes packed(int64_t step) const;
+
+  GradientLayout& layout_;
+  const std::size_t every_;
+  StepPhases phases_;
+  StepRow last_{};
+  std::vector<StepRow> rows_;
+  Bytes facts_;
+  std::weak_ptr<void> members_;  // of the group, when `steps_` was 0: a group that gets others begins again
+  std::size_t steps_ = 0;        // with these members, but for those under Join
+  bool step_ended_ = false;
+  Exchange exchange_;
+  int64_t issued_before_ns_ = 0, ended_before_ns_ = 0;
+  std::optional<std::vector<Bytes>> window_;
+};
+
+}  // namespace ringdp
