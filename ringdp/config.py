@@ -42,6 +42,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
+    "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",
     "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
@@ -52,6 +53,9 @@ CHECKSUM_BY_DEFAULT = False
 
 FULL_MESH_RANKS = 16
 """Jobs of up to so many ranks connect all pairs when they meet, where RINGDP_FULL_MESH_RANKS is not set."""
+
+REPORT_EVERY = 20
+"""Steps between two reports, where RINGDP_REPORT_EVERY is not set."""
 
 _CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -203,6 +207,19 @@ def _transport_names() -> list[str]:
 def report_file(environ: Mapping[str, str] | None = None) -> str | None:
     """Where the launcher wants to read what a rank has done; None without one that asks."""
     return (os.environ if environ is None else environ).get("RINGDP_REPORT_FILE") or None
+
+
+def report_every(environ: Mapping[str, str] | None = None) -> int:
+    """RINGDP_REPORT_EVERY, the same on all ranks.
+
+    Raises:
+        InvalidArgumentError: it is not a number from 0 to 1000.
+    """
+    text = (os.environ if environ is None else environ).get("RINGDP_REPORT_EVERY", "").strip()
+    every = whole_number("RINGDP_REPORT_EVERY", text) if text else REPORT_EVERY
+    if not 0 <= every <= 1000:
+        raise InvalidArgumentError(f"RINGDP_REPORT_EVERY={text} must be a number of steps up to 1000, or 0 for never")
+    return every
 
 
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:

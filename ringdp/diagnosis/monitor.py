@@ -1,0 +1,181 @@
+"""What watches the steps of one RingDP: hears what all ranks tell, logs a verdict, and hands every step to who records them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringdp.diagnosis.clocks import Clocks
+from ringdp.diagnosis.facts import FactCounters
+from ringdp.diagnosis.remedies import Sent
+from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
+from ringdp.diagnosis.split import Split, split
+from ringdp.diagnosis.verdict import COSTLY, Verdict, judge
+from ringdp.diagnosis.window import Window
+
+_log = logging.getLogger("ringdp.report")
+_STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
+_LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
+_REPEAT_S = 300.0  # between two lines that say the same
+
+
+class StepMonitor:
+    """Used by the thread that runs forward.
+
+    Args:
+        reducer: whose steps these are; RingDP makes another one now and then, and then another monitor.
+        group: of its ranks.
+    """
+
+    def __init__(self, reducer: Any, group: dist.ProcessGroup) -> None:
+        note_optimizers()
+        self._reducer, self._group = reducer, group
+        self._counters = FactCounters()
+        self._counters.since_last(self._carried())
+        self._clocks = Clocks()
+        self._window: Window | None = None
+        self._parts: Split | None = None
+        self._told: Verdict | None = None
+        self._told_at = 0.0
+
+    def before_forward(self) -> None:
+        """At the beginning of each forward that records gradients."""
+        bits: int = self._reducer.note_forward()
+        if bits & _FACTS_WANTED:
+            self._reducer.set_facts(self._counters.since_last(self._carried()).packed())
+        if bits & _WINDOW_CAME:
+            self._hear()
+
+    def report(self) -> Report:
+        """Of what the ranks told last. Waits for nobody."""
+        self._hear()
+        window, parts = self._window, self._parts
+        if window is None or parts is None or window.rows.shape[1] == 0:
+            return NOTHING_YET
+        verdict = judge(window, parts, self._sent(parts))
+        slow_links = _link_shares(window, parts, verdict)
+        offsets = self._clocks.offsets()
+        rows = []
+        for rank, facts in enumerate(window.facts):
+            offset = clock_of(offsets, rank)
+            link = slow_links * float(parts.communication[rank])
+            peer_wait = float(parts.peer_wait[rank])
+            rows.append(
+                RankRow(
+                    rank,
+                    facts.host,
+                    float(parts.step[rank]),
+                    *parts.own[rank].tolist(),
+                    peer_wait,
+                    int(parts.slowest[rank]) if peer_wait > 0 else None,
+                    link,
+                    float(parts.communication[rank]) - link,
+                    float(parts.coding[rank]),
+                    offset.seconds,
+                    offset.error_s,
+                    facts.memory_bytes,
+                )
+            )
+        return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)
+
+    def _hear(self) -> None:
+        messages = self._reducer.take_window()
+        if messages is None:
+            return
+        from ringdp import _C
+
+        self._window = Window.unpacked(messages, _C.FACTS_BYTES)
+        self._clocks.hear(self._window.told, self._window.facts)
+        if self._window.rows.shape[1] == 0:
+            return
+        self._parts = split(self._window)
+        if self._group.rank() == 0:
+            self._tell(self._window, self._parts)
+
+    def _tell(self, window: Window, parts: Split) -> None:
+        step = float(parts.step.mean())
+        if parts.cost < COSTLY or parts.cost * step < _LEAST_LOST_S:
+            return
+        verdict = judge(window, parts, self._sent(parts))
+        if verdict.kind == "none" or (verdict.same_as(self._told) and time.monotonic() - self._told_at < _REPEAT_S):
+            return
+        self._told, self._told_at = verdict, time.monotonic()
+        _log.warning(
+            "step %d: %.0f %% of a step (%.3g ms of %.3g ms) is not computing. %s",
+            window.step,
+            100 * parts.cost,
+            1e3 * parts.cost * step,
+            1e3 * step,
+            verdict,
+        )
+
+    def _sent(self, parts: Split) -> Sent:
+        assert self._window is not None
+        stats: Mapping[str, Any] = self._reducer.stats()
+        rows = self._reducer.bucket_rows()
+        hosts = Counter(facts.host for facts in self._window.facts)
+        return Sent(
+            bytes=sum(row["bytes_before"] for row in rows),
+            coded_bytes=sum(row["bytes_after"] for row in rows),
+            buckets=int(stats["buckets"]),
+            on_its_way_s=float(self._window.field("on_its_way").mean()),
+            per_host=tuple(hosts.values()),
+        )
+
+    def _buckets(self) -> tuple[BucketTimes, ...]:
+        return tuple(
+            BucketTimes(
+                name=row["name"],
+                algorithm="",
+                bytes=row["bytes_before"],
+                ratio=row["bytes_before"] / row["bytes_after"] if row["bytes_after"] else 1.0,
+                ready_s=row["launched_s"],
+                sent_s=None,
+                first_byte_s=None,
+                last_byte_s=None,
+                reduced_s=row["launched_s"] + row["seconds"],
+                exposed_s=row["exposed_s"],
+            )
+            for row in self._reducer.bucket_rows()
+        )
+
+    def _carried(self) -> Mapping[int, tuple[int, float, float, int]]:
+        from ringdp import _C
+
+        return _C.carried(self._group)
+
+
+def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
+    """The share of communication that a slow link is the reason of: what the others' speed would have saved."""
+    if verdict.kind != "link" or verdict.rank is None:
+        return 0.0
+    rates = [facts.rate for facts in window.facts if facts.link_to >= 0]
+    return 1 - window.facts[verdict.rank].rate / max(rates)
+
+
+class _OptimizerHook:
+    """Tells the reducers when an optimizer's step has ended; one for the process."""
+
+    registered = False
+
+    def __call__(self, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        from ringdp import _C
+
+        _C.note_optimizer()
+
+
+def note_optimizers() -> None:
+    """From now on each optimizer's step of this process counts as such."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    if not _OptimizerHook.registered:
+        _OptimizerHook.registered = True
+        register_optimizer_step_post_hook(_OptimizerHook())
