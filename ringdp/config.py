@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -44,6 +45,8 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",
     "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
+    "RINGDP_METRICS_DIR": "folder in which each rank writes a line of JSON for each step (ringrun --metrics-dir)",
+    "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -220,6 +223,27 @@ def report_every(environ: Mapping[str, str] | None = None) -> int:
     if not 0 <= every <= 1000:
         raise InvalidArgumentError(f"RINGDP_REPORT_EVERY={text} must be a number of steps up to 1000, or 0 for never")
     return every
+
+
+def metrics_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """RINGDP_METRICS_DIR; None where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_METRICS_DIR", "").strip() or None
+
+
+def tensorboard(environ: Mapping[str, str] | None = None) -> bool:
+    """RINGDP_TENSORBOARD: whether metrics are written for TensorBoard, too.
+
+    Raises:
+        InvalidArgumentError: it is neither 0 nor 1, or 1 without RINGDP_METRICS_DIR or the package tensorboard.
+    """
+    choice = (os.environ if environ is None else environ).get("RINGDP_TENSORBOARD", "").strip()
+    if choice not in ("", "0", "1"):
+        raise InvalidArgumentError(f"RINGDP_TENSORBOARD={choice} is neither 0 nor 1")
+    if choice == "1" and metrics_dir(environ) is None:
+        raise InvalidArgumentError("RINGDP_TENSORBOARD=1 needs a folder to write to: set RINGDP_METRICS_DIR")
+    if choice == "1" and importlib.util.find_spec("tensorboard") is None:
+        raise InvalidArgumentError("RINGDP_TENSORBOARD=1 needs the package tensorboard: pip install tensorboard")
+    return choice == "1"
 
 
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:

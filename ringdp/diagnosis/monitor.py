@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -13,15 +14,17 @@ import torch.distributed as dist
 
 from ringdp.diagnosis.clocks import Clocks
 from ringdp.diagnosis.facts import FactCounters
+from ringdp.diagnosis.records import Record, StepRecords, now, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
 from ringdp.diagnosis.split import Split, split
 from ringdp.diagnosis.verdict import COSTLY, Verdict, judge
-from ringdp.diagnosis.window import Window
+from ringdp.diagnosis.window import FIELDS, Window
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
+_numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
 
 
@@ -43,14 +46,29 @@ class StepMonitor:
         self._parts: Split | None = None
         self._told: Verdict | None = None
         self._told_at = 0.0
+        self._records = step_records()
+        self._number = next(_numbers)
+        self._sent_before = _bytes_sent()
+        self._ratio = 1.0
+        self._skipped = 0
+        self._verdict: str | None = None
+        if self._records is not None:
+            self._records.watch(self)
 
     def before_forward(self) -> None:
         """At the beginning of each forward that records gradients."""
         bits: int = self._reducer.note_forward()
+        if bits & _STEP_ENDED and self._records is not None:
+            self._record(self._records)
         if bits & _FACTS_WANTED:
             self._reducer.set_facts(self._counters.since_last(self._carried()).packed())
         if bits & _WINDOW_CAME:
             self._hear()
+
+    def record_last(self) -> None:
+        """The last step of the process."""
+        if self._records is not None and self._reducer.note_forward() & _STEP_ENDED:
+            self._record(self._records)
 
     def report(self) -> Report:
         """Of what the ranks told last. Waits for nobody."""
@@ -106,6 +124,7 @@ class StepMonitor:
         if verdict.kind == "none" or (verdict.same_as(self._told) and time.monotonic() - self._told_at < _REPEAT_S):
             return
         self._told, self._told_at = verdict, time.monotonic()
+        self._verdict = str(verdict)
         _log.warning(
             "step %d: %.0f %% of a step (%.3g ms of %.3g ms) is not computing. %s",
             window.step,
@@ -145,6 +164,36 @@ class StepMonitor:
             for row in self._reducer.bucket_rows()
         )
 
+    def _record(self, records: StepRecords) -> None:
+        """The step that has ended."""
+        row: list[float] = self._reducer.last_row()
+        stats: Mapping[str, Any] = self._reducer.stats()
+        if stats["steps"] % 20 == 1:
+            rows = self._reducer.bucket_rows()
+            coded = sum(one["bytes_after"] for one in rows)
+            self._ratio = sum(one["bytes_before"] for one in rows) / coded if coded else 1.0
+        sent, rank, ranks = _bytes_sent(), self._group.rank(), self._group.size()
+        self._skipped += self._reducer.finite() is False
+        record: Record = {"time": now(), "rank": rank, "world": ranks, "model": self._number, "step": stats["steps"]}
+        record["step_s"] = round(sum(row[:6]), 7)
+        record |= {f"{name}_s": round(value, 7) for name, value in zip(FIELDS, row, strict=True)}
+        on_its_way = row[FIELDS.index("on_its_way")]
+        reduced = stats["bytes"] / self._ratio * 2 * (ranks - 1) / ranks
+        record |= {
+            "bytes": stats["bytes"],
+            "sent_bytes": sent - self._sent_before,
+            "ratio": round(self._ratio, 3),
+            "busbw_bytes_per_s": round(reduced / on_its_way) if on_its_way > 0 else 0,
+            "skipped": self._skipped,
+        }
+        if self._parts is not None:
+            record["slow_peer"] = int(self._parts.slowest[rank])
+            record["slow_peer_s"] = round(float(self._parts.peer_wait[rank]), 7)
+        if self._verdict is not None:
+            record["verdict"], self._verdict = self._verdict, None
+        self._sent_before = sent
+        records.add(record)
+
     def _carried(self) -> Mapping[int, tuple[int, float, float, int]]:
         from ringdp import _C
 
@@ -157,6 +206,12 @@ def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
         return 0.0
     rates = [facts.rate for facts in window.facts if facts.link_to >= 0]
     return 1 - window.facts[verdict.rank].rate / max(rates)
+
+
+def _bytes_sent() -> int:
+    from ringdp import _C
+
+    return _C.traffic()[0]
 
 
 class _OptimizerHook:

@@ -14,10 +14,13 @@ from ringdp.diagnosis.window import OWN, Window
 
 COSTLY = 0.2  # of a step: from here on communication is worth a line
 _LEAST_LOSS = 0.1  # of the steps that a rank must cost to be named
-_ERRORS = 2.5  # standard errors of the mean by which a slow rank differs from chance
-_ALMOST_ALL = 0.8  # of the loss that a rank causes which is slow now and then
+_ERRORS = 4.0  # standard errors of the mean by which a slow rank differs from chance
+_ALMOST_ALL = 0.95  # of the loss that a rank causes which is slow now and then
 _KEPT_OFF = 0.1  # of the time that the kernel kept a rank from computing, to be called the cause
+_MOST = 0.5  # of what a rank takes longer, that its cause explains
 _PAGE_WAITS = 5.0  # per step
+_IDLE = 0.7  # of a core, below which a rank does not compute all the time that it takes
+_SLOWS_ALL = ("quota", "memory", "core")  # causes outside the program: all phases are slower
 _SLOW_LINK = 0.5  # of the other links' rate
 _LEAST_BUSY = 0.3  # of the communication's time that the slow link was busy
 _LEAST_LINK_BYTES = 100_000
@@ -124,18 +127,16 @@ def _others(values: Tensor) -> Tensor:
 def _describe_slow_rank(window: Window, parts: Split, rank: int, loss: float) -> Verdict:
     excess = (parts.own - _others(parts.own))[rank]
     phase = OWN[int(excess.argmax())]
-    its = float(parts.own[rank, OWN.index(phase)])
-    others = float(_others(parts.own)[rank, OWN.index(phase)])
     cause, why, remedy = _cause(window, parts, rank, phase)
-    where = PHASES[phase]
-    # A cause outside the program slows all phases down.
-    what = "it computes" if cause in ("quota", "memory", "core") else f"{where} takes"
-    if cause in ("quota", "memory", "core"):
-        its, others = float(parts.own[rank].sum()), float(_others(parts.own.sum(1, keepdim=True))[rank])
-        where = f"it needs {format_time(its)} for a step, the others {format_time(others)}"
+    if cause in _SLOWS_ALL:
+        its, others, what = parts.own[rank].sum(), _others(parts.own.sum(1, keepdim=True))[rank, 0], "a step of its own work"
     else:
-        where = f"{what} {format_time(its)}, the others' {format_time(others)}"
-    text = f"{_name(window, rank)} is slow: {where}; {why}. The others wait for it for {loss:.0%} of the step."
+        column = OWN.index(phase)
+        its, others, what = parts.own[rank, column], _others(parts.own)[rank, column], PHASES[phase]
+    text = (
+        f"{_name(window, rank)} is slow: {what} takes {format_time(float(its))}, the others' {format_time(float(others))};"
+        f" {why}. The others wait for it for {loss:.0%} of the step."
+    )
     return Verdict("rank", loss, text, remedy, rank=rank, phase=phase, cause=cause)
 
 
@@ -143,35 +144,42 @@ def _cause(window: Window, parts: Split, rank: int, phase: str) -> tuple[str, st
     """What keeps a slow rank, why that is said, and the remedy."""
     facts = window.facts[rank]
     rest = [one for other, one in enumerate(window.facts) if other != rank and one.period_s > 0]
-    period = facts.period_s
-    host = facts.host or "its host"
+    period, host = facts.period_s, facts.host or "its host"
     if period <= 0 or not rest:
         return "work", "what keeps it is not known", _less_work(host)
-    own_share = float(parts.own[rank].sum() / parts.step[rank])
-    steps = max(period / float(parts.step[rank]), 1.0)
 
-    def rate(name: str) -> tuple[float, float]:
-        """A second of this rank's and of the median of the others'."""
+    def share(name: str) -> tuple[float, float]:
+        """Of the time, of this rank and of the median of the others."""
         values = sorted(getattr(one, name) / one.period_s for one in rest)
         return getattr(facts, name) / period, values[len(values) // 2]
 
-    throttled, ready, waits, cpu = rate("throttled_s"), rate("ready_s"), rate("page_waits"), rate("cpu_s")
-    if throttled[0] >= _KEPT_OFF and throttled[0] > 2 * throttled[1]:
+    step = float(parts.step[rank])
+    excess = float(parts.own[rank].sum() - _others(parts.own.sum(1, keepdim=True))[rank, 0]) / step
+
+    def explains(name: str) -> bool:
+        """Most of what the rank takes longer."""
+        its, others = share(name)
+        return its - others >= max(_KEPT_OFF, _MOST * excess)
+
+    steps = max(period / step, 1.0)
+    (throttled, _), (ready, _), (cpu, others_cpu) = share("throttled_s"), share("ready_s"), share("cpu_s")
+    waits, others_waits = share("page_waits")
+    if explains("throttled_s"):
         return (
             "quota",
-            f"the CPU quota of its cgroup stopped its threads for {throttled[0]:.2g} s of each second",
+            f"the CPU quota of its cgroup stopped its threads for {throttled:.2g} s of each second",
             f"give it the same CPU quota as the others (cpu.max, or limits.cpu of its pod), or {_less_work(host)}",
         )
-    if facts.page_waits / steps >= _PAGE_WAITS and waits[0] > 5 * waits[1]:
+    if facts.page_waits / steps >= _PAGE_WAITS and waits > 5 * others_waits:
         return (
             "memory",
-            f"it waited for {facts.page_waits / steps:.0f} pages a step to be read from a disk: its memory does not suffice",
+            f"it waited for {facts.page_waits / steps:.0f} pages a step to be read from a disk, so its memory is too small",
             f"give it more memory on {host} (memory.max, or limits.memory of its pod), or let it have smaller batches",
         )
-    if ready[0] >= _KEPT_OFF and ready[0] > 2 * ready[1]:
+    if explains("ready_s"):
         return (
             "core",
-            f"for {ready[0]:.0%} of the time other threads had the core that it wanted",
+            f"for {ready:.0%} of the time other threads had the core that it wanted",
             f"end what else computes on {host} (top shows it), or lower OMP_NUM_THREADS where ranks share cores",
         )
     if phase == "between":
@@ -180,11 +188,11 @@ def _cause(window: Window, parts: Split, rank: int, phase: str) -> tuple[str, st
             "that is data loading, evaluation or logging",
             f"give its DataLoader more workers, or put the data on a faster disk of {host}",
         )
-    its_work, their_work = cpu[0] * own_share * parts.step[rank], cpu[1] * parts.step[rank]
-    if cpu[0] < 0.7 * own_share and float(its_work) <= 1.5 * float(their_work):
+    own = float(parts.own[rank].sum()) / step
+    if cpu < _IDLE * own and cpu <= 1.5 * others_cpu:
         return (
             "sleep",
-            f"it used a core for {cpu[0]:.0%} of the time, so it waits or sleeps for the rest",
+            f"it used a core for {cpu:.0%} of the time, so it waits or sleeps for the rest",
             f"look for what it waits for there: a lock, a file, a request (py-spy dump --pid on {host} shows it)",
         )
     return "work", "it computes all that time", _less_work(host)
