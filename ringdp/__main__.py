@@ -6,14 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ringdp.tools import bench
+from ringdp.tools import bench, top
+
+COMMANDS = {"bench": bench, "top": top}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ringdp", description="ringdp's tools.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    bench.add_parser(commands)
-    return bench.run(parser.parse_args(argv))
+    for tool in COMMANDS.values():
+        tool.add_parser(commands)
+    args = parser.parse_args(argv)
+    return COMMANDS[args.command].run(args)
 
 
 if __name__ == "__main__":

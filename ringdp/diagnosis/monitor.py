@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class StepMonitor:
         self._number = next(_numbers)
         self._sent_before = _bytes_sent()
         self._ratio = 1.0
+        self._host = socket.gethostname()
         self._skipped = 0
         self._verdict: str | None = None
         if self._records is not None:
@@ -174,7 +176,8 @@ class StepMonitor:
             self._ratio = sum(one["bytes_before"] for one in rows) / coded if coded else 1.0
         sent, rank, ranks = _bytes_sent(), self._group.rank(), self._group.size()
         self._skipped += self._reducer.finite() is False
-        record: Record = {"time": now(), "rank": rank, "world": ranks, "model": self._number, "step": stats["steps"]}
+        record: Record = {"time": now(), "rank": rank, "world": ranks, "host": self._host}
+        record |= {"model": self._number, "step": stats["steps"]}
         record["step_s"] = round(sum(row[:6]), 7)
         record |= {f"{name}_s": round(value, 7) for name, value in zip(FIELDS, row, strict=True)}
         on_its_way = row[FIELDS.index("on_its_way")]
