@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringdp.diagnosis.records import Record
+from ringdp.diagnosis.records import OWN_NAMES, Record
 from ringdp.errors import InvalidArgumentError
 
 _TAIL_BYTES = 64 * 1024
@@ -29,6 +29,12 @@ class RankState:
     steps: int
     means: dict[str, float]
     steps_per_s: float
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """What the program gave to `ringdp.metrics.log` with the last step."""
+        values = {name: value for name, value in self.last.items() if name not in OWN_NAMES}
+        return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
     @property
     def rank(self) -> int:
