@@ -34,6 +34,117 @@ class PendingMesh:
 
     def hellos(self) -> list[str]: ...
 
+class FlowTimes:
+    """Bytes of one operation to or from one peer. Times: time.monotonic_ns(); 0: not yet."""
+
+    @property
+    def first_ns(self) -> int: ...
+    @property
+    def last_ns(self) -> int:
+        """The last byte so far."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes so far."""
+
+    @property
+    def peer(self) -> int:
+        """Rank in the job."""
+
+    @property
+    def sends(self) -> bool:
+        """To the peer; otherwise from it."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+
+class OperationRecord:
+    """One operation of this rank. Times: time.monotonic_ns(); 0: that has not happened."""
+
+    @property
+    def algorithm(self) -> int:
+        """Its number, see ringdp._core.algorithms()."""
+
+    @property
+    def bytes(self) -> int:
+        """Of one rank's input."""
+
+    @property
+    def call_site(self) -> int: ...
+    @property
+    def count(self) -> int:
+        """Elements of one rank's input."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def ended_ns(self) -> int: ...
+    @property
+    def ended_number(self) -> int:
+        """Counts them as they ended; 0: it is in flight."""
+
+    @property
+    def flows(self) -> list[FlowTimes]: ...
+    @property
+    def flows_left_out(self) -> int: ...
+    @property
+    def group(self) -> int:
+        """The number of a RecordedGroup."""
+
+    @property
+    def in_order(self) -> bool:
+        """It has a place in the order of its group: not a message, not issued inside a callback."""
+
+    @property
+    def kind(self) -> str:
+        """'all_reduce', …"""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int:
+        """Counts the operations of all groups as they were called."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def queued_ns(self) -> int:
+        """The call."""
+
+    @property
+    def root(self) -> int:
+        """Or a message's tag, or the codec of a compressed all-reduce; -1: none."""
+
+    @property
+    def sequence(self) -> int:
+        """In its group; the same on all members."""
+
+    @property
+    def started_ns(self) -> int:
+        """Its turn came in its group."""
+
+    @property
+    def state(self) -> str:
+        """'queued', 'started', 'done' or 'failed'."""
+
+    @property
+    def text(self) -> str: ...
+
+class RecordedGroup:
+    """A group of which operations are recorded."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def members(self) -> list[int]:
+        """Ranks in the job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def removed(self) -> bool: ...
+
 class NamedScope:
     """A name for the operations of this thread, see ringdp.named."""
 
@@ -427,6 +538,11 @@ def note_loss_scale(scale: float) -> None:
 
 def note_optimizer() -> None:
     """An optimizer has ended its step."""
+def operations() -> list[OperationRecord]:
+    """The last operations of the job's connections, as they were called; [] without a default group of ring."""
+
+def operations_since(cursor: int) -> tuple[list[OperationRecord], int, int]:
+    """(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered)."""
 
 def owned_elements(process_group: ProcessGroup, count: int, owner_offset: int) -> list[tuple[int, int]]:
     """[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is
@@ -437,6 +553,9 @@ def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
     codes are exchanged and every rank is a host of its own.
     """
+
+def recorded_groups() -> list[RecordedGroup]:
+    """The groups that those operations belong to."""
 
 def registered_transports() -> list[dict[str, Any]]:
     """All transports, in the order in which RINGDP_TRANSPORT=auto prefers them: a dict for each."""

@@ -22,6 +22,117 @@ class MemoryStore(Store):
 
     def set(self, key: str, value: str) -> None: ...
 
+class FlowTimes:
+    """Bytes of one operation to or from one peer. Times: time.monotonic_ns(); 0: not yet."""
+
+    @property
+    def first_ns(self) -> int: ...
+    @property
+    def last_ns(self) -> int:
+        """The last byte so far."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes so far."""
+
+    @property
+    def peer(self) -> int:
+        """Rank in the job."""
+
+    @property
+    def sends(self) -> bool:
+        """To the peer; otherwise from it."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+
+class OperationRecord:
+    """One operation of this rank. Times: time.monotonic_ns(); 0: that has not happened."""
+
+    @property
+    def algorithm(self) -> int:
+        """Its number, see ringdp._core.algorithms()."""
+
+    @property
+    def bytes(self) -> int:
+        """Of one rank's input."""
+
+    @property
+    def call_site(self) -> int: ...
+    @property
+    def count(self) -> int:
+        """Elements of one rank's input."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def ended_ns(self) -> int: ...
+    @property
+    def ended_number(self) -> int:
+        """Counts them as they ended; 0: it is in flight."""
+
+    @property
+    def flows(self) -> list[FlowTimes]: ...
+    @property
+    def flows_left_out(self) -> int: ...
+    @property
+    def group(self) -> int:
+        """The number of a RecordedGroup."""
+
+    @property
+    def in_order(self) -> bool:
+        """It has a place in the order of its group: not a message, not issued inside a callback."""
+
+    @property
+    def kind(self) -> str:
+        """'all_reduce', …"""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int:
+        """Counts the operations of all groups as they were called."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def queued_ns(self) -> int:
+        """The call."""
+
+    @property
+    def root(self) -> int:
+        """Or a message's tag, or the codec of a compressed all-reduce; -1: none."""
+
+    @property
+    def sequence(self) -> int:
+        """In its group; the same on all members."""
+
+    @property
+    def started_ns(self) -> int:
+        """Its turn came in its group."""
+
+    @property
+    def state(self) -> str:
+        """'queued', 'started', 'done' or 'failed'."""
+
+    @property
+    def text(self) -> str: ...
+
+class RecordedGroup:
+    """A group of which operations are recorded."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def members(self) -> list[int]:
+        """Ranks in the job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def removed(self) -> bool: ...
+
 class Runtime:
     """One rank: connections, engine, threads."""
 
@@ -55,6 +166,13 @@ class Runtime:
     def bytes_received(self) -> int: ...
     def bytes_sent(self) -> int: ...
     def bytes_sent_to(self, peer: int) -> int: ...
+    def operations(self) -> list[OperationRecord]:
+        """The last operations, as they were called, those in flight among them."""
+
+    def operations_since(self, cursor: int) -> tuple[list[OperationRecord], int, int]:
+        """(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered)."""
+
+    def recorded_groups(self) -> list[RecordedGroup]: ...
     def set_farewell(self, reason: str) -> None: ...
     def shut_down(self) -> None: ...
     def transports(self) -> dict[int, str]:

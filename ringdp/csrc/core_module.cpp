@@ -15,6 +15,7 @@
 #include "python_codecs.h"
 #include "python_errors.h"
 #include "python_naming.h"
+#include "python_records.h"
 #include "python_transports.h"
 #include "transport/faulty.h"
 
@@ -373,6 +374,7 @@ PYBIND11_MODULE(_core, module) {
           },
           py::arg("key"), py::kw_only(), py::arg("timeout_ms") = 10'000, NoGil(),
           "The value, or None when it is not there in time.");
+  bind_records(module);
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime", "One rank: connections, engine, threads.")
       .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
            py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
@@ -388,6 +390,15 @@ PYBIND11_MODULE(_core, module) {
           "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); },
           py::arg("reason"), NoGil())
       .def("transports", &Runtime::transports, "What carries bytes to each other rank: {rank: name}.")
+      .def(
+          "operations", [](Runtime& self) { return self.engine().recorder().all(); },
+          "The last operations, as they were called, those in flight among them.")
+      .def(
+          "operations_since",
+          [](Runtime& self, uint64_t cursor) { return operations_since(self.engine().recorder(), cursor); },
+          py::arg("cursor"),
+          "(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered).")
+      .def("recorded_groups", [](Runtime& self) { return self.engine().recorder().groups(); })
       .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
       .def(
           "bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); }, py::arg("peer"))

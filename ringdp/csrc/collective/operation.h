@@ -3,6 +3,7 @@
 // Made by any thread, then owned by the Runtime and used only by the thread that drives the engine.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -70,6 +71,9 @@ class Operation : public FlowHandler {
   // Work, which waits for the device.
   void stage(std::shared_ptr<Staging> staging);
   const std::shared_ptr<Staging>& staging() const { return staging_; }
+  // The flows that are added from now on say there when their bytes move; those without room do not. All three live until the
+  // operation is over. `used`, `left_out`: of the records, read by other threads.
+  void record_flows_in(std::span<FlowRecord> records, std::atomic<uint32_t>& used, std::atomic<uint32_t>& left_out);
   // Enough of the input has come from the device. Links may not know the operation before that: they keep early frames.
   bool can_start() const;
   bool started() const { return started_; }
@@ -133,6 +137,7 @@ class Operation : public FlowHandler {
 
  private:
   std::vector<int> uninformed_neighbours() const;
+  FlowRecord* record_of(int peer, bool sends, uint64_t total);  // null where there is no room
 
   FlowIdentity identity_;
   OperationContext context_;
@@ -143,6 +148,9 @@ class Operation : public FlowHandler {
   std::function<void()> after_;
   std::shared_ptr<Staging> staging_;
   std::vector<int> announce_to_;
+  std::span<FlowRecord> records_;
+  std::atomic<uint32_t>* records_used_ = nullptr;
+  std::atomic<uint32_t>* records_left_out_ = nullptr;
   bool announces_to_neighbours_ = false;
   bool started_ = false;
   bool prepared_ = false;  // stays false where the start has failed: the operation then never completes

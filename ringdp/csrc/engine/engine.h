@@ -24,6 +24,7 @@
 #include "engine/failure_agreement.h"
 #include "engine/group_table.h"
 #include "engine/notices.h"
+#include "engine/operation_record.h"
 #include "engine/peer_links.h"
 #include "engine/progress.h"
 #include "engine/staged_copies.h"
@@ -59,6 +60,7 @@ class Engine {
     bool caller_waits = false;                        // a `wait` follows at once: wake no thread
     std::function<void(std::exception_ptr)> on_done;  // run on the completion thread, in operation order; may be empty
     std::shared_ptr<void> keep_alive;                 // the buffers: held by the caller too, released when it is over
+    int32_t call_site = -1;                           // of the Python code that calls, see OperationRecord
   };
   // Throws the group's first failure if it has failed.
   std::shared_ptr<Work> submit(uint64_t group, Submission submission);
@@ -82,6 +84,7 @@ class Engine {
   void run_communication_thread();
   CompletionQueue& completions() { return completions_; }
   NoticeBoard& notices() { return notices_; }
+  const OperationRecorder& recorder() const { return recorder_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
   // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
@@ -103,6 +106,7 @@ class Engine {
   const EngineOptions options_;
   CompletionQueue completions_;
   NoticeBoard notices_;
+  OperationRecorder recorder_;
   Poller poller_;
   DriverRole role_;
   GroupTable groups_;

@@ -25,7 +25,7 @@ class StallMonitor {
   StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
                int64_t notice_ms);
 
-  void note_call() { called_at_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
+  void note_call(Clock::time_point now) { called_at_.store(now.time_since_epoch().count(), std::memory_order_relaxed); }
 
   // Now and then: asks about what does not move, and writes what is known.
   void look(Clock::time_point now);

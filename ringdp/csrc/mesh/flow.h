@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 
+#include "mesh/flow_record.h"
 #include "mesh/frame.h"
 
 namespace ringdp {
@@ -76,6 +77,7 @@ class SendFlow {
   uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
   bool opened = false;   // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
+  FlowRecord* record = nullptr;  // when its bytes went; may be null
 
   bool complete() const { return opened && sent == total; }
 };
@@ -91,6 +93,7 @@ class RecvFlow {
   uint64_t window = 0;   // how far the operation can take bytes now (total, if it never needs to hold the peer back)
   uint64_t granted = 0;  // bytes granted to the peer
   bool opened = false;
+  FlowRecord* record = nullptr;  // when its bytes came; may be null
 
   bool complete() const { return opened && received == total; }
 };

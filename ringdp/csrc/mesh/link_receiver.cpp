@@ -202,6 +202,7 @@ void LinkReceiver::begin_data(const FrameHeader& header) {
   if (flow != nullptr && flows_.accept(*flow, header)) {
     target_ = {};
     target_flow_ = flow;
+    if (flow->record != nullptr && header.length > kStageBytes) flow->record->note_begin();
     if (connection_.direct() || header.length == 0) return;
     target_ = flow->handler->incoming(*flow, header.offset, header.length);
     if (target_.size() != header.length)

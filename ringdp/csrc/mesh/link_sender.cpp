@@ -8,6 +8,7 @@
 namespace ringdp {
 namespace {
 
+constexpr std::size_t kSmallPayloadBytes = 16 * 1024;  // leaves in no time
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
 constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
@@ -123,6 +124,7 @@ bool LinkSender::stage_next() {
   if (flow.total > 0) payload_ = flow.handler->outgoing(flow, flow.sent, limit);
   if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
   payload_flow_ = &flow;
+  if (flow.record != nullptr && payload_.size() > kSmallPayloadBytes) flow.record->note_begin();
   padding_ = padding_of(payload_.size());
   header.eager = flow.sent >= flow.granted;
   if (header.eager) window_.sent_eagerly(payload_.size());
@@ -152,6 +154,7 @@ void LinkSender::finish_frame() {
   if (flow == nullptr) return;
   flow->sent += sent;
   flow->opened = true;
+  if (flow->record != nullptr) flow->record->note(flow->sent);
   if (flow->complete()) std::erase(sending_, flow);
   flow->handler->flushed(*flow);
 }

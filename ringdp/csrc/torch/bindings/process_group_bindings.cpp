@@ -12,6 +12,7 @@
 #include "collective/tuning.h"
 #include "mesh/pending_mesh.h"
 #include "python_naming.h"
+#include "python_records.h"
 #include "python_transports.h"
 #include "torch/backend/future_wait.h"
 #include "torch/backend/process_group.h"
@@ -195,6 +196,27 @@ std::pair<uint64_t, uint64_t> traffic() {
   return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
 }
 
+std::shared_ptr<Runtime> default_runtime() {
+  std::lock_guard lock(runtime_mutex);
+  return world_runtime.lock();
+}
+
+std::vector<OperationRecord> default_operations() {
+  const std::shared_ptr<Runtime> runtime = default_runtime();
+  return runtime ? runtime->engine().recorder().all() : std::vector<OperationRecord>{};
+}
+
+std::tuple<std::vector<OperationRecord>, uint64_t, uint64_t> default_operations_since(uint64_t cursor) {
+  const std::shared_ptr<Runtime> runtime = default_runtime();
+  if (!runtime) return {{}, cursor, 0};
+  return operations_since(runtime->engine().recorder(), cursor);
+}
+
+std::vector<RecordedGroup> default_recorded_groups() {
+  const std::shared_ptr<Runtime> runtime = default_runtime();
+  return runtime ? runtime->engine().recorder().groups() : std::vector<RecordedGroup>{};
+}
+
 std::map<int, std::string> default_transports() {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
@@ -222,6 +244,12 @@ void bind_process_group(py::module_& module) {
   module.def("set_farewell", &set_farewell, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
              "Why this process leaves its jobs: the other ranks' errors say so.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
+  bind_records(module);
+  module.def("operations", &default_operations,
+             "The last operations of the job's connections, as they were called; [] without a default group of ring.");
+  module.def("operations_since", &default_operations_since, py::arg("cursor"),
+             "(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered).");
+  module.def("recorded_groups", &default_recorded_groups, "The groups that those operations belong to.");
   bind_named_scope(module);
   bind_transports(module);
   module.def("stage_cpu_tensors", &DeviceSide::stage_cpu_tensors, py::arg("seed").none(true),
