@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ringdp.tools import bench, top
+from ringdp.tools import bench, timeline, top
 
-COMMANDS = {"bench": bench, "top": top}
+COMMANDS = {"bench": bench, "timeline": timeline, "top": top}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

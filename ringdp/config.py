@@ -47,6 +47,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
     "RINGDP_METRICS_DIR": "folder in which each rank writes a line of JSON for each step (ringrun --metrics-dir)",
     "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
+    "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -228,6 +229,11 @@ def report_every(environ: Mapping[str, str] | None = None) -> int:
 def metrics_dir(environ: Mapping[str, str] | None = None) -> str | None:
     """RINGDP_METRICS_DIR; None where it is not set."""
     return (os.environ if environ is None else environ).get("RINGDP_METRICS_DIR", "").strip() or None
+
+
+def timeline_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """RINGDP_TIMELINE; None where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_TIMELINE", "").strip() or None
 
 
 def tensorboard(environ: Mapping[str, str] | None = None) -> bool:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringdp.diagnosis.clocks import Clocks
+from ringdp.diagnosis.clocks import Clocks, Offset
 from ringdp.diagnosis.facts import FactCounters
 from ringdp.diagnosis.records import Record, StepRecords, now, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
 from ringdp.diagnosis.split import Split, split
+from ringdp.diagnosis.timeline_session import timelines
 from ringdp.diagnosis.verdict import COSTLY, Verdict, judge
 from ringdp.diagnosis.window import FIELDS, Window
 
@@ -54,14 +55,16 @@ class StepMonitor:
         self._host = socket.gethostname()
         self._skipped = 0
         self._verdict: str | None = None
+        self._timelines = timelines()
+        self._timelines.watch(self)
         if self._records is not None:
             self._records.watch(self)
 
     def before_forward(self) -> None:
         """At the beginning of each forward that records gradients."""
         bits: int = self._reducer.note_forward()
-        if bits & _STEP_ENDED and self._records is not None:
-            self._record(self._records)
+        if bits & _STEP_ENDED:
+            self._step_ended()
         if bits & _FACTS_WANTED:
             self._reducer.set_facts(self._counters.since_last(self._carried()).packed())
         if bits & _WINDOW_CAME:
@@ -69,8 +72,15 @@ class StepMonitor:
 
     def record_last(self) -> None:
         """The last step of the process."""
-        if self._records is not None and self._reducer.note_forward() & _STEP_ENDED:
+        if self._reducer.note_forward() & _STEP_ENDED:
+            self._step_ended()
+
+    def _step_ended(self) -> None:
+        if self._records is not None:
             self._record(self._records)
+        if self._timelines.active:
+            row = dict(zip(FIELDS, self._reducer.last_row(), strict=True))
+            self._timelines.add_step(self._reducer.stats()["steps"], row, self._reducer.times(), self._clock())
 
     def report(self) -> Report:
         """Of what the ranks told last. Waits for nobody."""
@@ -150,21 +160,20 @@ class StepMonitor:
         )
 
     def _buckets(self) -> tuple[BucketTimes, ...]:
-        return tuple(
-            BucketTimes(
-                name=row["name"],
-                algorithm="",
-                bytes=row["bytes_before"],
-                ratio=row["bytes_before"] / row["bytes_after"] if row["bytes_after"] else 1.0,
-                ready_s=row["launched_s"],
-                sent_s=None,
-                first_byte_s=None,
-                last_byte_s=None,
-                reduced_s=row["launched_s"] + row["seconds"],
-                exposed_s=row["exposed_s"],
-            )
-            for row in self._reducer.bucket_rows()
-        )
+        """Of the last step, with what the engine has recorded of their operations."""
+        from ringdp import _C, _core
+
+        began, ended = (self._reducer.times()[name] for name in ("launched_ns", "finished_ns"))
+        recorded = {
+            one.name.split(":")[0]: one
+            for one in _C.operations()
+            if one.ended_ns and began <= one.queued_ns <= ended and one.name.startswith("bucket ")
+        }
+        algorithms = {one["number"]: one["name"] for one in _core.algorithms()}
+        return tuple(_bucket_times(row, recorded.get(f"bucket {row['index']}"), algorithms, began) for row in self._reducer.bucket_rows())
+
+    def _clock(self) -> Offset:
+        return clock_of(self._clocks.offsets(), self._group.rank())
 
     def _record(self, records: StepRecords) -> None:
         """The step that has ended."""
@@ -201,6 +210,25 @@ class StepMonitor:
         from ringdp import _C
 
         return _C.carried(self._group)
+
+
+def _bucket_times(row: Mapping[str, Any], record: Any, algorithms: Mapping[int, str], began_ns: int) -> BucketTimes:
+    def since(at_ns: int | None) -> float | None:
+        return (at_ns - began_ns) * 1e-9 if at_ns else None
+
+    came = [] if record is None else [flow for flow in record.flows if not flow.sends and flow.first_ns]
+    return BucketTimes(
+        name=row["name"],
+        algorithm="" if record is None else algorithms.get(record.algorithm, ""),
+        bytes=row["bytes_before"],
+        ratio=row["bytes_before"] / row["bytes_after"] if row["bytes_after"] else 1.0,
+        ready_s=row["launched_s"],
+        sent_s=None if record is None else since(record.started_ns),
+        first_byte_s=since(min((flow.first_ns for flow in came), default=None)),
+        last_byte_s=since(max((flow.last_ns for flow in came), default=None)),
+        reduced_s=row["launched_s"] + row["seconds"],
+        exposed_s=row["exposed_s"],
+    )
 
 
 def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
