@@ -122,14 +122,16 @@ class Timeline:
             arrow = f"{group}:{record.sequence}:{ends[0]}:{ends[1]}:{number}"
             kind = (_TO if flow.sends else _FROM) + 100 * flow.peer
             verb = f"{'send to' if flow.sends else 'receive from'} rank {flow.peer}: {name}"
+            end_ns = max(flow.last_ns, flow.first_ns + 1)  # one frame comes in no time, and its arrow needs a slice
             if flow.sends:
-                track = self._lanes.take(kind, flow.first_ns, flow.last_ns)
+                track = self._lanes.take(kind, flow.first_ns, end_ns)
             else:
-                track = self._lanes.take(kind, record.started_ns, flow.last_ns)
-                self._slice(track, f"wait for rank {flow.peer}", record.started_ns, flow.first_ns, operation=name)
+                begin_ns = min(record.started_ns, flow.first_ns)  # what came early waited for the operation
+                track = self._lanes.take(kind, begin_ns, end_ns)
+                self._slice(track, f"wait for rank {flow.peer}", begin_ns, flow.first_ns, operation=name)
                 last_byte = max(last_byte, flow.last_ns)
-            self._slice(track, verb, flow.first_ns, flow.last_ns, bytes=flow.moved)
-            at = flow.first_ns if flow.sends else flow.last_ns
+            self._slice(track, verb, flow.first_ns, end_ns, bytes=flow.moved)
+            at = flow.first_ns if flow.sends else max(flow.first_ns, flow.last_ns - 1000)  # inside its slice, rounded too
             end = {"name": "bytes", "cat": "ring", "ph": "s" if flow.sends else "f", "id": arrow, "tid": track, "ts": at}
             self._events.append(end if flow.sends else {**end, "bp": "e"})
         if any(not flow.sends for flow in record.flows) and last_byte > record.started_ns:

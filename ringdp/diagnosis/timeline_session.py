@@ -42,6 +42,7 @@ class Timelines:
     def begin(self, rank: int) -> Timeline:
         from ringdp import _C, _core
 
+        self._hear_sources()  # steps that have ended already
         if not self.active:
             _, self._cursor, _ = _C.operations_since(self._cursor)
         timeline = Timeline(rank, {one["number"]: one["name"] for one in _core.algorithms()})
@@ -56,11 +57,14 @@ class Timelines:
 
     def end(self, timeline: Timeline) -> dict[str, Any]:
         """What this rank has to say."""
-        for source in list(self._sources):
-            source.record_last()
+        self._hear_sources()
         self._add_operations()
         self.active.remove(timeline)
         return timeline.as_dict(Clock.here(self._clock.seconds, self._clock.error_s), socket.gethostname())
+
+    def _hear_sources(self) -> None:
+        for source in list(self._sources):
+            source.record_last()
 
     def _add_operations(self) -> None:
         from ringdp import _C

@@ -18,7 +18,7 @@ _ERRORS = 4.0  # standard errors of the mean by which a slow rank differs from c
 _ALMOST_ALL = 0.95  # of the loss that a rank causes which is slow now and then
 _KEPT_OFF = 0.1  # of the time that the kernel kept a rank from computing, to be called the cause
 _MOST = 0.5  # of what a rank takes longer, that its cause explains
-_PAGE_WAITS = 5.0  # per step
+_PAGE_WAITS = 1.0  # per step
 _IDLE = 0.7  # of a core, below which a rank does not compute all the time that it takes
 _SLOWS_ALL = ("quota", "memory", "core")  # causes outside the program: all phases are slower
 _SLOW_LINK = 0.5  # of the other links' rate
@@ -173,7 +173,7 @@ def _cause(window: Window, parts: Split, rank: int, phase: str) -> tuple[str, st
     if facts.page_waits / steps >= _PAGE_WAITS and waits > 5 * others_waits:
         return (
             "memory",
-            f"it waited for {facts.page_waits / steps:.0f} pages a step to be read from a disk, so its memory is too small",
+            f"it waited for {facts.page_waits / steps:.0f} pages a step to be read from a disk: its memory is too small",
             f"give it more memory on {host} (memory.max, or limits.memory of its pod), or let it have smaller batches",
         )
     if explains("ready_s"):
