@@ -12,7 +12,8 @@
     link      one of four hosts, which are network namespaces, has a link of a tenth of the others' rate (root)
     quiet     nothing: in how many of the windows a rank or link is named all the same
 
-A cause counts as named if the first verdict after it began, within 20 steps, has its rank and phase or cause, and a remedy.
+A cause counts as named if the first verdict after it began, within 20 steps, has its rank and phase or cause, and a
+remedy.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ def _run_local(settings: dict[str, Any], ranks: int = 2) -> None:
     commands = [
         Command(
             [sys.executable, RANK, json.dumps(settings)],
-            env | torchrun_env(rank=i, local_rank=i, world_size=ranks, local_world_size=ranks, host=0,
-                               address="127.0.0.1", port=port),
+            env
+            | torchrun_env(
+                rank=i, local_rank=i, world_size=ranks, local_world_size=ranks, host=0, address="127.0.0.1", port=port
+            ),
             f"rank {i}",
         )
         for i in range(ranks)
@@ -106,7 +109,8 @@ def _prepared(cause: str, settings: dict[str, Any]) -> Iterator[None]:
         settings["cores"] = cores[:2]
         busy = subprocess.Popen(
             [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, [{cores[1]}])\nwhile True: pass"],
-            start_new_session=True, text=True,
+            start_new_session=True,
+            text=True,
         )
         try:
             yield
@@ -192,11 +196,15 @@ def report(result: dict[str, Any]) -> str:
         verdicts = row["verdicts"]
         if row["cause"] == "quiet":
             named = sum(one["kind"] in ("rank", "link") for one in verdicts)
-            lines.append(["quiet", "right" if row["right"] else "WRONG", "", f"{named} of {len(verdicts)} windows named one"])
+            lines.append(
+                ["quiet", "right" if row["right"] else "WRONG", "", f"{named} of {len(verdicts)} windows named one"]
+            )
             texts += [f"quiet: {one['text']}" for one in verdicts if one["kind"] in ("rank", "link")]
             continue
         first = verdicts[0] if verdicts else {"kind": "nothing", "rank": None, "phase": None, "cause": None, "text": ""}
-        what = " ".join(str(part) for part in (first["kind"], first["rank"], first["phase"], first["cause"]) if part is not None)
+        what = " ".join(
+            str(part) for part in (first["kind"], first["rank"], first["phase"], first["cause"]) if part is not None
+        )
         lines.append([row["cause"], "right" if row["right"] else "WRONG", str(first.get("step", "")), what])
         texts.append(f"{row['cause']}: {first['text']} Remedy: {first.get('remedy')}.")
     about = result["machine"]

@@ -538,6 +538,7 @@ def note_loss_scale(scale: float) -> None:
 
 def note_optimizer() -> None:
     """An optimizer has ended its step."""
+
 def operations() -> list[OperationRecord]:
     """The last operations of the job's connections, as they were called; [] without a default group of ring."""
 

@@ -61,11 +61,12 @@ def mean(x: float | Tensor, weight: float | Tensor = 1.0, *, group: dist.Process
 def log(**values: float | Tensor) -> None:
     """Write these numbers with the metrics of the current step, where metrics are written (``ringrun --metrics-dir``).
 
-    ``log(loss=loss)`` after the step's forward; without metrics it does nothing. A tensor has one element; it is read later,
-    so that no step waits for a device.
+    ``log(loss=loss)`` after the step's forward; without metrics it does nothing. A tensor has one element; it is read
+    later, so that no step waits for a device.
 
     Raises:
-        InvalidArgumentError: a value is not a number or a tensor of one element, or the name is one of the metrics' own.
+        InvalidArgumentError: a value is not a number or a tensor of one element, or the name is one of the metrics'
+        own.
     """
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -73,7 +74,9 @@ def log(**values: float | Tensor) -> None:
         else:
             fits = isinstance(value, numbers.Real)
         if not fits:
-            raise InvalidArgumentError(f"ringdp.metrics.log: {name} must be a number or a tensor with one, not {value!r}")
+            raise InvalidArgumentError(
+                f"ringdp.metrics.log: {name} must be a number or a tensor with one, not {value!r}"
+            )
         if name in OWN_NAMES:
             raise InvalidArgumentError(f"ringdp.metrics.log: {name} is a metric already: choose another name")
     records = step_records()

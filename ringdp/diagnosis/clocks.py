@@ -1,8 +1,9 @@
 """How far the clocks of ranks on different hosts are apart, from operations that all of them took part in.
 
-An all-gather ends on a rank only after every rank has issued it. So on the clock of rank j, its end is later than its issue on the
-clock of rank i: both directions of many exchanges bound the difference of the clocks from both sides, as the least round
-trip does in NTP (RFC 5905, section 10). A bound grows old, because clocks drift.
+An all-gather ends on a rank only after every rank has issued it. So on the clock of rank j, its end is later than its
+issue on the
+clock of rank i: both directions of many exchanges bound the difference of the clocks from both sides, as the least
+round trip does in NTP (RFC 5905, section 10). A bound grows old, because clocks drift.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Clocks:
         self._now = first.now_ns * 1e-9
         for bound, other in zip(self._bounds, told, strict=True):
             if first.ended_ns and other.ended_ns:
-                bound.narrow((other.issued_ns - first.ended_ns) * 1e-9, (other.ended_ns - first.issued_ns) * 1e-9, self._now)
+                bound.narrow(
+                    (other.issued_ns - first.ended_ns) * 1e-9, (other.ended_ns - first.issued_ns) * 1e-9, self._now
+                )
 
     def offsets(self) -> list[Offset]:
         """By rank, as of what was heard last; [] before that. Ranks of one running kernel share a clock."""

@@ -16,7 +16,10 @@ _GAUGES = {
     "ringdp_step": ("step", "The last step that the rank has made."),
     "ringdp_sent_bytes": ("sent_bytes", "Bytes that the rank sent in its last step."),
     "ringdp_compression_ratio": ("ratio", "How many times smaller the gradients' codes are."),
-    "ringdp_busbw_bytes_per_second": ("busbw_bytes_per_s", "What a link carried of the gradients, in nccl-tests' sense."),
+    "ringdp_busbw_bytes_per_second": (
+        "busbw_bytes_per_s",
+        "What a link carried of the gradients, in nccl-tests' sense.",
+    ),
     "ringdp_skipped_steps": ("skipped", "Steps whose gradients were not finite."),
     "ringdp_memory_bytes": ("memory_bytes", "Resident memory of the rank."),
     "ringdp_last_step_timestamp_seconds": ("time", "When the rank made its last step, since 1970."),
@@ -42,7 +45,9 @@ class Collector:
         labels = ["rank", "host"]
         families = {name: GaugeMetricFamily(name, about, labels=labels) for name, (_, about) in _GAUGES.items()}
         steps = GaugeMetricFamily("ringdp_step_seconds", "The mean of the last 20 steps.", labels=labels)
-        phase = GaugeMetricFamily("ringdp_phase_seconds", "Where a step goes, the mean of 20.", labels=[*labels, "phase"])
+        phase = GaugeMetricFamily(
+            "ringdp_phase_seconds", "Where a step goes, the mean of 20.", labels=[*labels, "phase"]
+        )
         waits = GaugeMetricFamily("ringdp_peer_wait_seconds", "Waiting for a slow rank.", labels=[*labels, "slow_rank"])
         logged = GaugeMetricFamily("ringdp_logged", "What ringdp.metrics.log was given.", labels=[*labels, "name"])
         for one in states:

@@ -1,4 +1,4 @@
-"""What a rank says about its process and its links beside the times of its steps: where it is, and what kept it from computing."""
+"""What a rank says beside the times of its steps: where it runs, what kept it from computing, and its busiest link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 Carried = Mapping[int, tuple[int, float, float, int]]
-"""By peer: bytes that have arrived there, seconds in which there was something to carry, round trip, bytes a second lately."""
+"""By peer: bytes that arrived there, seconds in which there was something to carry, round trip, bytes a second lately."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Facts:
     def rate(self) -> float:
         """Bytes a second that the busiest link carried while it was busy, as far as that is known; else 0.
 
-        Of few bytes the time is mostly the peer's, until it acknowledges the last of them: then the kernel knows better.
+        Of few bytes the time is mostly the peer's, until it acknowledges the last of them: then the kernel knows
+        better.
         """
         measured = self.link_bytes / self.link_busy_s if self.link_busy_s > 0 else 0.0
         return max(measured, self.link_bytes_per_s)
@@ -102,7 +103,9 @@ class FactCounters:
     def _busiest(self, carried: Carried) -> dict[str, Any]:
         before, self._links = self._links, dict(carried)
         since = {
-            peer: (now[0] - before[peer][0], now[1] - before[peer][1]) for peer, now in carried.items() if peer in before
+            peer: (now[0] - before[peer][0], now[1] - before[peer][1])
+            for peer, now in carried.items()
+            if peer in before
         }
         if not since:
             return {}

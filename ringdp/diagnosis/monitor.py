@@ -1,4 +1,4 @@
-"""What watches the steps of one RingDP: hears what all ranks tell, logs a verdict, and hands every step to who records them."""
+"""Watches the steps of one RingDP: hears what all ranks tell, logs a verdict, and hands each step to metrics and timelines."""
 
 from __future__ import annotations
 
@@ -170,7 +170,10 @@ class StepMonitor:
             if one.ended_ns and began <= one.queued_ns <= ended and one.name.startswith("bucket ")
         }
         algorithms = {one["number"]: one["name"] for one in _core.algorithms()}
-        return tuple(_bucket_times(row, recorded.get(f"bucket {row['index']}"), algorithms, began) for row in self._reducer.bucket_rows())
+        return tuple(
+            _bucket_times(row, recorded.get(f"bucket {row['index']}"), algorithms, began)
+            for row in self._reducer.bucket_rows()
+        )
 
     def _clock(self) -> Offset:
         return clock_of(self._clocks.offsets(), self._group.rank())

@@ -26,8 +26,11 @@ _AT_EXIT_S = 5.0
 Record = dict[str, Any]
 
 OWN_NAMES = frozenset(
-    ("time", "rank", "world", "host", "model", "step", "step_s", "bytes", "sent_bytes", "ratio", "busbw_bytes_per_s", "skipped")
-    + ("slow_peer", "slow_peer_s", "verdict", "memory_bytes", *(f"{name}_s" for name in FIELDS))
+    (
+        *("time", "rank", "world", "host", "model", "step", "step_s", "bytes", "sent_bytes", "ratio"),
+        *("busbw_bytes_per_s", "skipped", "slow_peer", "slow_peer_s", "verdict", "memory_bytes"),
+        *(f"{name}_s" for name in FIELDS),
+    )
 )
 """What a record has; `ringdp.metrics.log` takes other names."""
 

@@ -49,7 +49,9 @@ def remedy_for_communication(parts: Split, sent: Sent) -> str:
     ideas.append((step - exposed / 2, "accumulate gradients over two batches (no_sync)"))
     ideas.sort(key=lambda one: one[0])
     worth = [one for one in ideas if one[0] <= (1 - _WORTH) * step] or ideas[:1]
-    told = [f"{text}: {format_time(seconds)} instead of {format_time(step)} a step is expected" for seconds, text in worth]
+    told = [
+        f"{text}: {format_time(seconds)} instead of {format_time(step)} a step is expected" for seconds, text in worth
+    ]
     return "; or ".join(told)
 
 
@@ -85,7 +87,6 @@ def _int8(sent: Sent, step: float, exposed: float) -> tuple[float, str] | None:
 
 def _buckets(parts: Split, sent: Sent, step: float, exposed: float) -> tuple[float, str] | None:
     """Fewer buckets where messages cost more than bytes; more where nothing leaves before backward has ended."""
-    costs, place = fitted(sent)
     few = max(1, sent.buckets // 4)
     fixed = predicted_s(sent, 0, max(sent.buckets, 1))
     if sent.buckets >= 8 and fixed >= _LATENCY * sent.on_its_way_s:

@@ -12,7 +12,8 @@ from ringdp.diagnosis.verdict import Verdict
 
 @dataclass(frozen=True)
 class RankRow:
-    """Where a rank's step goes; means over the steps of the report, in seconds. Of all but `coding_s` the sum is `step_s`.
+    """Where a rank's step goes; means over the steps of the report, in seconds. Of all but `coding_s` the sum is
+    `step_s`.
 
     Attributes:
         rank, host: who.

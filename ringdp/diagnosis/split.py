@@ -1,7 +1,7 @@
 """Where the time of a window's steps went, rank by rank: computing, waiting for a slow rank, and communication.
 
-No clock has to be compared for this. All ranks leave a step together, since its all-reduces do; so a rank that computes for less time
-than the slowest waits for the difference, and what it waits beyond that is communication.
+No clock has to be compared for this. All ranks leave a step together, since its all-reduces do; so a rank that computes
+for less time than the slowest waits for the difference, and what it waits beyond that is communication.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The timeline of a job: what each rank did when, as a trace that Perfetto and chrome://tracing open.
 
-Each rank collects its own events, bounded, and writes a file; `merge` puts the files of all ranks, and traces of torch.profiler,
-on one clock. The format is Chrome's trace event format; timestamps count from the same origin as those of torch.profiler.
+Each rank collects its own events, bounded, and writes a file; `merge` puts the files of all ranks, and traces of
+torch.profiler, on one clock. The format is Chrome's trace event format; timestamps count from the same origin as those
+of torch.profiler.
 """
 
 from __future__ import annotations
@@ -131,8 +132,17 @@ class Timeline:
                 self._slice(track, f"wait for rank {flow.peer}", begin_ns, flow.first_ns, operation=name)
                 last_byte = max(last_byte, flow.last_ns)
             self._slice(track, verb, flow.first_ns, end_ns, bytes=flow.moved)
-            at = flow.first_ns if flow.sends else max(flow.first_ns, flow.last_ns - 1000)  # inside its slice, rounded too
-            end = {"name": "bytes", "cat": "ring", "ph": "s" if flow.sends else "f", "id": arrow, "tid": track, "ts": at}
+            at = (
+                flow.first_ns if flow.sends else max(flow.first_ns, flow.last_ns - 1000)
+            )  # inside its slice, rounded too
+            end = {
+                "name": "bytes",
+                "cat": "ring",
+                "ph": "s" if flow.sends else "f",
+                "id": arrow,
+                "tid": track,
+                "ts": at,
+            }
             self._events.append(end if flow.sends else {**end, "bp": "e"})
         if any(not flow.sends for flow in record.flows) and last_byte > record.started_ns:
             own = self._lanes.take(_OPERATIONS + 500, last_byte, record.ended_ns)
@@ -177,7 +187,9 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         # On rank 0's clock; where that difference is not known, by the hosts' clocks of the day.
         shift = (about["to_epoch_ns"] if offset is None else first["to_epoch_ns"] - offset) - origin
         clocks[f"rank {rank}"] = {"error_ns": about["error_ns"], "left_out": about["left_out"]}
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} ({about['host']})"}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} ({about['host']})"}}
+        )
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
         for track in sorted({event["tid"] for event in one["events"]}):
             name = {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": track_name(track)}}
@@ -197,7 +209,7 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def beside(trace: dict[str, Any], profiles: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The trace with those of torch.profiler beside it: pairs of a name and what its file holds. On the hosts' clocks."""
+    """The trace with those of torch.profiler beside it, on the hosts' clocks: pairs of a name and what its file holds."""
     events = list(trace["traceEvents"])
     for number, (name, profile) in enumerate(profiles):
         shift = (profile.get("baseTimeNanoseconds", trace["baseTimeNanoseconds"]) - trace["baseTimeNanoseconds"]) / 1e3

@@ -92,13 +92,13 @@ def timelines() -> Timelines:
     return found
 
 
-class timeline:  # noqa: N801  # used as a function
+class timeline:  # used as a function
     """Collect what all ranks do, and write it to one file, which Perfetto (ui.perfetto.dev) opens.
 
     ``with ringdp.timeline("run.json"): ...`` around some steps, or ``handle = ringdp.timeline("run.json").start()`` and
-    ``handle.stop()``. All ranks begin and end it at the same place; at the end rank 0 gets the events of all and writes the file,
-    on one clock and with an arrow for all bytes from a sender to a receiver. A block that ends with an exception leaves a
-    file for each rank, ``run.json.rank_00000``, which ``python -m ringdp timeline`` merges.
+    ``handle.stop()``. All ranks begin and end it at the same place; at the end rank 0 gets the events of all and writes
+    the file, on one clock and with an arrow for all bytes from a sender to a receiver. A block that ends with an
+    exception leaves a file for each rank, ``run.json.rank_00000``, which ``python -m ringdp timeline`` merges.
 
     Args:
         path: of the file, on rank 0's host.

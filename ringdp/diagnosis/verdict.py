@@ -78,8 +78,8 @@ def judge(window: Window, parts: Split, sent: Sent) -> Verdict:
         return Verdict(
             "uneven",
             parts.cost,
-            f"No rank is always the slowest: they take turns, and the others wait {format_time(parts.cost * step)} a step.",
-            "look for what stops ranks now and then: batches of very different length, other programs, a busy file system",
+            f"Ranks take turns in being the slowest, and the others wait {format_time(parts.cost * step)} a step.",
+            "look for what stops ranks now and then: batches of very different length, other programs, a busy disk",
         )
     return Verdict("none", parts.cost, "Communication costs little.")
 
@@ -87,7 +87,7 @@ def judge(window: Window, parts: Split, sent: Sent) -> Verdict:
 def remedy_verdict(parts: Split, sent: Sent, share: float) -> Verdict:
     seconds = share * float(parts.step.mean())
     text = (
-        f"Communication of {format_size(sent.bytes)} of gradients is exposed for {format_time(seconds)} a step on all ranks:"
+        f"Communication of {format_size(sent.bytes)} of gradients is exposed for {format_time(seconds)} a step:"
         " no rank and no link is slower than the others."
     )
     return Verdict("communication", share, text, remedy_for_communication(parts, sent))
@@ -129,13 +129,17 @@ def _describe_slow_rank(window: Window, parts: Split, rank: int, loss: float) ->
     phase = OWN[int(excess.argmax())]
     cause, why, remedy = _cause(window, parts, rank, phase)
     if cause in _SLOWS_ALL:
-        its, others, what = parts.own[rank].sum(), _others(parts.own.sum(1, keepdim=True))[rank, 0], "a step of its own work"
+        its, others, what = (
+            parts.own[rank].sum(),
+            _others(parts.own.sum(1, keepdim=True))[rank, 0],
+            "a step of its own work",
+        )
     else:
         column = OWN.index(phase)
         its, others, what = parts.own[rank, column], _others(parts.own)[rank, column], PHASES[phase]
     text = (
-        f"{_name(window, rank)} is slow: {what} takes {format_time(float(its))}, the others' {format_time(float(others))};"
-        f" {why}. The others wait for it for {loss:.0%} of the step."
+        f"{_name(window, rank)} is slow: {what} takes {format_time(float(its))},"
+        f" the others' {format_time(float(others))}; {why}. The others wait for it for {loss:.0%} of the step."
     )
     return Verdict("rank", loss, text, remedy, rank=rank, phase=phase, cause=cause)
 
@@ -173,7 +177,7 @@ def _cause(window: Window, parts: Split, rank: int, phase: str) -> tuple[str, st
     if facts.page_waits / steps >= _PAGE_WAITS and waits > 5 * others_waits:
         return (
             "memory",
-            f"it waited for {facts.page_waits / steps:.0f} pages a step to be read from a disk: its memory is too small",
+            f"it waited for a disk {facts.page_waits / steps:.0f} times a step, for pages: its memory is too small",
             f"give it more memory on {host} (memory.max, or limits.memory of its pod), or let it have smaller batches",
         )
     if explains("ready_s"):
@@ -229,8 +233,12 @@ def _slow_link(window: Window, parts: Split, share: float) -> Verdict | None:
     speed = f"{rates[rank] / 1e6:.3g} MB/s, the others' {usual / 1e6:.3g} MB/s"
     # A host whose card or cable is slow has two slow links, in and out.
     ends = {rank, peer}
-    shared = [one for one in ends if any(one in (other, window.facts[other].link_to) for other in slow if other != rank)]
-    where = f" All slow links end at rank {shared[0]} (host {window.facts[shared[0]].host})." if len(shared) == 1 else ""
+    shared = [
+        one for one in ends if any(one in (other, window.facts[other].link_to) for other in slow if other != rank)
+    ]
+    where = (
+        f" All slow links end at rank {shared[0]} (host {window.facts[shared[0]].host})." if len(shared) == 1 else ""
+    )
     named = window.facts[shared[0] if len(shared) == 1 else rank].host
     text = (
         f"The link from rank {rank} (host {window.facts[rank].host}) to rank {peer} (host {window.facts[peer].host})"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import dataclasses
+import importlib.util
 import os
 import sys
 import uuid
@@ -225,7 +225,8 @@ def get_parser() -> argparse.ArgumentParser:
         "--metrics_dir",
         default=None,
         metavar="DIR",
-        help="Each rank writes a line of JSON for each step to DIR/rank_<n>.jsonl; python -m ringdp top DIR shows them.",
+        help="Each rank writes a line of JSON for each step to DIR/rank_<n>.jsonl; python -m ringdp top DIR shows
+        them.",
     )
     group.add_argument(
         "--metrics-port",
@@ -239,7 +240,8 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--tensorboard",
         action="store_true",
-        help="With --metrics-dir: write the metrics for TensorBoard, too, to DIR/tensorboard (pip install tensorboard).",
+        help="With --metrics-dir: write the metrics for TensorBoard, too, to DIR/tensorboard (pip install
+        tensorboard).",
     )
     _add_hosts(group)
     group.add_argument("--version", action=_Version, nargs=0, help="Show the versions of ringdp, torch and Python.")

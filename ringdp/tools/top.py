@@ -91,7 +91,9 @@ def _short_size(size_bytes: float) -> str:
     """Three digits: ``346 MiB``, ``1.25 GiB``."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit:
-            return f"{size_bytes / unit:.{2 if size_bytes < 10 * unit else 1 if size_bytes < 100 * unit else 0}f} {name}"
+            return (
+                f"{size_bytes / unit:.{2 if size_bytes < 10 * unit else 1 if size_bytes < 100 * unit else 0}f} {name}"
+            )
     return f"{size_bytes:.0f} B"
 
 
@@ -102,8 +104,7 @@ def render(states: list[RankState], now: float) -> Table:
     from rich.text import Text
 
     if not states:
-        table = Table(title="no rank has written a step yet", title_justify="left")
-        return table
+        return Table(title="no rank has written a step yet", title_justify="left")
     slow = stragglers(states)
     lead = states[0]
     ranks = lead.last.get("world", len(states))

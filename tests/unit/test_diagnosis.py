@@ -21,7 +21,11 @@ SENT = Sent(bytes=40 << 20, coded_bytes=40 << 20, buckets=4, on_its_way_s=0.1, p
 
 
 def window(
-    own: list[dict[str, float]], *, communication: float = 1 * MS, facts: list[dict[str, Any]] | None = None, seed: int = 0
+    own: list[dict[str, float]],
+    *,
+    communication: float = 1 * MS,
+    facts: list[dict[str, Any]] | None = None,
+    seed: int = 0,
 ) -> Window:
     """Steps of ranks that compute for so long in each phase, give or take 3 %, and leave each step together."""
     chance = random.Random(seed)
@@ -37,7 +41,12 @@ def window(
     period = float(rows[:, :, :6].sum() / ranks)
     told = [{"period_s": period, "cpu_s": 0.9 * period, "host": f"h{rank}"} for rank in range(ranks)]
     for one, more in zip(told, facts or [{}] * ranks, strict=True):
-        one.update({name: value * period if name.endswith("_s") and "link" not in name else value for name, value in more.items()})
+        one.update(
+            {
+                name: value * period if name.endswith("_s") and "link" not in name else value
+                for name, value in more.items()
+            }
+        )
     return Window(40, rows, tuple(Facts(**one) for one in told), (Told(0, 0, 0),) * ranks)
 
 

@@ -21,7 +21,14 @@ from tests.helpers import need
 
 def record(step: int, **more: Any) -> Record:
     base = {"time": 1000.0 + step, "rank": 0, "world": 2, "host": "h0", "model": 0, "step": step, "step_s": 0.5}
-    phases = {"between_s": 0.1, "forward_s": 0.1, "backward_s": 0.1, "after_s": 0.1, "exposed_s": 0.1, "other_wait_s": 0.0}
+    phases = {
+        "between_s": 0.1,
+        "forward_s": 0.1,
+        "backward_s": 0.1,
+        "after_s": 0.1,
+        "exposed_s": 0.1,
+        "other_wait_s": 0.0,
+    }
     return base | phases | {"sent_bytes": 1 << 20, "memory_bytes": 2 << 30} | more
 
 

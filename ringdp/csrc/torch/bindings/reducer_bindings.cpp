@@ -155,7 +155,10 @@ py::dict times_as_dict(Reducer& reducer) {
 // See StepReport.
 int note_forward(Reducer& reducer) { return reducer.report()->note_forward(); }
 
-StepRow last_row(Reducer& reducer) { return reducer.report()->last_row(); }
+std::vector<float> last_row(Reducer& reducer) {
+  const StepRow row = reducer.report()->last_row();
+  return {row.begin(), row.end()};
+}
 
 void set_facts(Reducer& reducer, const py::bytes& facts) {
   const std::string_view bytes = facts;
