@@ -33,8 +33,7 @@ inline void bind_records(pybind11::module_& module) {
   py::class_<OperationRecord>(module, "OperationRecord", py::module_local(),
                               "One operation of this rank. Times: time.monotonic_ns(); 0: that has not happened.")
       .def_readonly("number", &OperationRecord::number, "Counts the operations of all groups as they were called.")
-      .def_readonly("ended_number", &OperationRecord::ended_number,
-                    "Counts them as they ended; 0: it is in flight.")
+      .def_readonly("ended_number", &OperationRecord::ended_number, "Counts them as they ended; 0: it is in flight.")
       .def_readonly("group", &OperationRecord::group, "The number of a RecordedGroup.")
       .def_readonly("sequence", &OperationRecord::sequence, "In its group; the same on all members.")
       .def_property_readonly(
@@ -43,17 +42,19 @@ inline void bind_records(pybind11::module_& module) {
       .def_property_readonly(
           "kind", [](const OperationRecord& self) { return std::string(collective_name(self.shape.what)); },
           "'all_reduce', …")
-      .def_property_readonly(
-          "dtype", [](const OperationRecord& self) { return std::string(dtype_name(self.shape.dtype)); })
-      .def_property_readonly(
-          "op", [](const OperationRecord& self) { return std::string(reduce_op_name(self.shape.op)); })
+      .def_property_readonly("dtype",
+                             [](const OperationRecord& self) { return std::string(dtype_name(self.shape.dtype)); })
+      .def_property_readonly("op",
+                             [](const OperationRecord& self) { return std::string(reduce_op_name(self.shape.op)); })
       .def_property_readonly("text", [](const OperationRecord& self) { return self.shape.text(); })
-      .def_property_readonly("algorithm", [](const OperationRecord& self) { return self.shape.algorithm; },
-                             "Its number, see ringdp._core.algorithms().")
-      .def_property_readonly("root", [](const OperationRecord& self) { return self.shape.root; },
-                             "Or a message's tag, or the codec of a compressed all-reduce; -1: none.")
-      .def_property_readonly("count", [](const OperationRecord& self) { return self.shape.count; },
-                             "Elements of one rank's input.")
+      .def_property_readonly(
+          "algorithm", [](const OperationRecord& self) { return self.shape.algorithm; },
+          "Its number, see ringdp._core.algorithms().")
+      .def_property_readonly(
+          "root", [](const OperationRecord& self) { return self.shape.root; },
+          "Or a message's tag, or the codec of a compressed all-reduce; -1: none.")
+      .def_property_readonly(
+          "count", [](const OperationRecord& self) { return self.shape.count; }, "Elements of one rank's input.")
       .def_property_readonly("bytes", &OperationRecord::bytes, "Of one rank's input.")
       .def_readonly("name", &OperationRecord::name)
       .def_readonly("call_site", &OperationRecord::call_site)

@@ -125,8 +125,7 @@ CASE("a job's operations: times in order, bytes by peer, the same sequences on a
         for (const OperationRecord& it : recorder.all()) CHECK(it.queued_ns > 0);
       while (!over);
     });
-    for (int i = 0; i < 30; ++i)
-      self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kMax, {}));
+    for (int i = 0; i < 30; ++i) self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kMax, {}));
     over = true;
     reader.join();
     const auto all = recorder.all();

@@ -57,11 +57,11 @@ struct InFlight {
   std::optional<uint64_t> callback;  // in which it was issued
   Deadline deadline = Deadline::never();
   int64_t timeout_ms = 0;
-  uint64_t progress = 0;                      // at moved_at
-  Clock::time_point moved_at;                 // when it was called, then when a byte of it moved last
-  Clock::time_point asked_at;                 // when the peers were asked about it last
+  uint64_t progress = 0;                       // at moved_at
+  Clock::time_point moved_at;                  // when it was called, then when a byte of it moved last
+  Clock::time_point asked_at;                  // when the peers were asked about it last
   OperationRecorder::Entry* record = nullptr;  // null where the recorder has no room
-  std::map<int, PeerAnswer> answers;          // by rank; of the time since moved_at
+  std::map<int, PeerAnswer> answers;           // by rank; of the time since moved_at
 
   uint64_t sequence() const { return work->sequence(); }
 };
