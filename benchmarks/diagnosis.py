@@ -81,7 +81,11 @@ def _run_local(settings: dict[str, Any], ranks: int = 2) -> None:
         )
         for i in range(ranks)
     ]
-    run_commands(commands, timeout_s=300, echo=lambda label, line: sys.stderr.write(f"[{label}] {line}"))
+    run_commands(commands, timeout_s=300, echo=_echo)
+
+
+def _echo(label: str, line: str) -> None:
+    sys.stderr.write(f"[{label}] {line}")
 
 
 def _on_hosts(settings: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def _on_hosts(settings: dict[str, Any]) -> dict[str, Any]:
             Command(hosts.command(rank, words), hosts.rank_env(rank=rank, per_host=1) | python_path, f"rank {rank}")
             for rank in range(4)
         ]
-        run_commands(commands, timeout_s=300, echo=lambda label, line: sys.stderr.write(f"[{label}] {line}"))
+        run_commands(commands, timeout_s=300, echo=_echo)
     return json.loads(Path(settings["folder"], "found.json").read_text())
 
 

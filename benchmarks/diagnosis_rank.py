@@ -36,7 +36,7 @@ def main(settings: dict[str, Any]) -> None:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             time.sleep(SLEEP_S if slow and cause == "backward" else 0)
             return gradient
 
@@ -73,7 +73,7 @@ def main(settings: dict[str, Any]) -> None:
         report = model.report() if rank == 0 else None
         if report is not None and report.verdict is not None and report.step != seen:
             seen = report.step
-            verdicts.append({"step": seen, "costs": model._monitor._parts.cost, **dataclasses.asdict(report.verdict)})
+            verdicts.append({"step": seen, **dataclasses.asdict(report.verdict)})
             last = str(report)
     if slow and "group" in settings:  # so that the group can be removed
         Path(settings["group"]).parent.joinpath("cgroup.procs").write_text(str(os.getpid()))

@@ -17,7 +17,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 Carried = Mapping[int, tuple[int, float, float, int]]
-"""By peer: bytes that arrived there, seconds in which there was something to carry, round trip, bytes a second lately."""
+"""By peer: bytes that arrived there, seconds with something to carry, round trip, bytes a second lately."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class Facts:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Facts:
-        *numbers, host = _PACKED.unpack(data[: _PACKED.size])
-        return cls(*numbers, host.rstrip(b"\0").decode(errors="replace"))
+        fields: list[Any] = list(_PACKED.unpack(data[: _PACKED.size]))
+        fields[-1] = fields[-1].rstrip(b"\0").decode(errors="replace")
+        return cls(*fields)
 
     @property
     def rate(self) -> float:

@@ -1,4 +1,4 @@
-"""Watches the steps of one RingDP: hears what all ranks tell, logs a verdict, and hands each step to metrics and timelines."""
+"""Watches the steps of one RingDP: hears what all ranks tell, logs a verdict, and hands each step on."""
 
 from __future__ import annotations
 
@@ -96,20 +96,24 @@ class StepMonitor:
             offset = clock_of(offsets, rank)
             link = slow_links * float(parts.communication[rank])
             peer_wait = float(parts.peer_wait[rank])
+            between, forward, backward, optimizer = parts.own[rank].tolist()
             rows.append(
                 RankRow(
-                    rank,
-                    facts.host,
-                    float(parts.step[rank]),
-                    *parts.own[rank].tolist(),
-                    peer_wait,
-                    int(parts.slowest[rank]) if peer_wait > 0 else None,
-                    link,
-                    float(parts.communication[rank]) - link,
-                    float(parts.coding[rank]),
-                    offset.seconds,
-                    offset.error_s,
-                    facts.memory_bytes,
+                    rank=rank,
+                    host=facts.host,
+                    step_s=float(parts.step[rank]),
+                    between_s=between,
+                    forward_s=forward,
+                    backward_s=backward,
+                    optimizer_s=optimizer,
+                    peer_wait_s=peer_wait,
+                    waits_for=int(parts.slowest[rank]) if peer_wait > 0 else None,
+                    link_wait_s=link,
+                    exposed_s=float(parts.communication[rank]) - link,
+                    coding_s=float(parts.coding[rank]),
+                    clock_s=offset.seconds,
+                    clock_error_s=offset.error_s,
+                    memory_bytes=facts.memory_bytes,
                 )
             )
         return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)

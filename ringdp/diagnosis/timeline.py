@@ -209,7 +209,7 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def beside(trace: dict[str, Any], profiles: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The trace with those of torch.profiler beside it, on the hosts' clocks: pairs of a name and what its file holds."""
+    """The trace with torch.profiler's beside it, on the hosts' clocks; of each a name and what its file holds."""
     events = list(trace["traceEvents"])
     for number, (name, profile) in enumerate(profiles):
         shift = (profile.get("baseTimeNanoseconds", trace["baseTimeNanoseconds"]) - trace["baseTimeNanoseconds"]) / 1e3

@@ -225,8 +225,7 @@ def get_parser() -> argparse.ArgumentParser:
         "--metrics_dir",
         default=None,
         metavar="DIR",
-        help="Each rank writes a line of JSON for each step to DIR/rank_<n>.jsonl; python -m ringdp top DIR shows
-        them.",
+        help="Each rank writes a line of JSON for each step to DIR/rank_N.jsonl; python -m ringdp top DIR shows them.",
     )
     group.add_argument(
         "--metrics-port",
@@ -240,8 +239,7 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--tensorboard",
         action="store_true",
-        help="With --metrics-dir: write the metrics for TensorBoard, too, to DIR/tensorboard (pip install
-        tensorboard).",
+        help="With --metrics-dir: write them for TensorBoard, too, to DIR/tensorboard (pip install tensorboard).",
     )
     _add_hosts(group)
     group.add_argument("--version", action=_Version, nargs=0, help="Show the versions of ringdp, torch and Python.")

@@ -39,7 +39,9 @@ def window(
         rows[:, step, FIELDS.index("exposed")] = computing.max() - computing + communication
         rows[:, step, FIELDS.index("on_its_way")] = communication + 10 * MS
     period = float(rows[:, :, :6].sum() / ranks)
-    told = [{"period_s": period, "cpu_s": 0.9 * period, "host": f"h{rank}"} for rank in range(ranks)]
+    told: list[dict[str, Any]] = [
+        {"period_s": period, "cpu_s": 0.9 * period, "host": f"h{rank}"} for rank in range(ranks)
+    ]
     for one, more in zip(told, facts or [{}] * ranks, strict=True):
         one.update(
             {

@@ -147,6 +147,25 @@ def test_prometheus_gets_all_ranks(tmp_path: Path) -> None:
     assert 'ringdp_logged{host="h0",name="loss",rank="0"} 0.5' in text
 
 
+def test_the_dashboard_shows_what_is_served_and_nothing_else(tmp_path: Path) -> None:
+    need("prometheus_client", "prometheus_client")
+    import re
+
+    from ringdp.diagnosis.exporter import Collector
+
+    (tmp_path / "rank_00000.jsonl").write_text(json.dumps(record(7, slow_peer=1)) + "\n")
+    served = {family.name for family in Collector(tmp_path).collect()}
+    dashboard = json.loads((Path(__file__).parents[2] / "examples" / "grafana_dashboard.json").read_text())
+    shown = {
+        name
+        for panel in dashboard["panels"]
+        for it in panel["targets"]
+        for name in re.findall(r"ringdp_\w+", it["expr"])
+    }
+    assert shown <= served
+    assert served - shown == {"ringdp_last_step_timestamp_seconds"}
+
+
 @pytest.mark.parametrize("value", ["three", None, torch.zeros(2), 1j])
 def test_what_is_not_a_number_cannot_be_logged(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="loss must be a number"):
