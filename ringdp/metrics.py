@@ -86,7 +86,8 @@ def log(**values: float | Tensor) -> None:
 
 def _kept(value: float | Tensor) -> float | Tensor:
     if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" else value.detach().clone()
+        value = value.detach()
+        return float(value) if value.device.type == "cpu" else value.clone()
     return float(value)
 
 

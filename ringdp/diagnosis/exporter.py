@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,5 +81,6 @@ def serve(folder: Path, port: int) -> int:
     try:
         server, _ = start_http_server(port, registry=registry)
     except OSError as error:
-        raise SystemResourceError(f"metrics cannot be served on port {port}: {error.strerror}") from error
+        why = "another program has it" if error.errno == errno.EADDRINUSE else error.strerror
+        raise SystemResourceError(f"metrics cannot be served on port {port}: {why}; give another port") from error
     return int(server.server_port)

@@ -193,7 +193,8 @@ std::pair<uint64_t, uint64_t> traffic() {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
   if (!runtime) return {0, 0};
-  return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
+  const auto [sent, received] = runtime->engine().traffic();
+  return {sent, received};
 }
 
 std::shared_ptr<Runtime> default_runtime() {

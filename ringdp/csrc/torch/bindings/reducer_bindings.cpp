@@ -90,7 +90,7 @@ py::dict stats_as_dict(Reducer& reducer) {
   ReducerStats stats;
   {
     py::gil_scoped_release no_gil;
-    stats = reducer.times()->stats();
+    stats = reducer.report()->stats();
   }
   py::dict result;
   result["steps"] = stats.steps;
@@ -113,7 +113,7 @@ py::list rows_as_dicts(Reducer& reducer) {
   std::vector<BucketRow> rows;
   {
     py::gil_scoped_release no_gil;
-    const auto times = reducer.times();
+    const auto times = reducer.report();
     rows = bucket_rows(*reducer.layout(), times->stats());
   }
   py::list result;
@@ -141,7 +141,7 @@ py::dict times_as_dict(Reducer& reducer) {
   ReducerStats stats;
   {
     py::gil_scoped_release no_gil;
-    stats = reducer.times()->stats();
+    stats = reducer.report()->stats();
   }
   py::dict result;
   result["began_ns"] = stats.began_ns;

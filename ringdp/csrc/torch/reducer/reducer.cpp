@@ -137,7 +137,7 @@ void Reducer::end_backward() {
   }
   end_.wait_for_futures();
   end_.count(gradients_done, missing);
-  failure_.keeping_in(-1, "step report", [&] { report_.finished(times_.stats(), join_.joining()); });
+  failure_.keeping_in(-1, "step report", [&] { report_.finished(join_.joining()); });
   layout_.weights.end();
   backward_.end();
   end_step(std::move(lock), hooks);

@@ -42,7 +42,8 @@ void StepReport::backward_began() { phases_.backward_began(Clock::now(), RingWor
 
 void StepReport::computed(Clock::time_point now) { phases_.computed(now, RingWork::waited_ns()); }
 
-void StepReport::finished(const ReducerStats& stats, bool joining) {
+void StepReport::finished(bool joining) {
+  const ReducerStats& stats = times_.stats();
   last_ = phases_.finished(Clock::now(), RingWork::waited_ns());
   step_ended_ = true;
   if (stats.launched_ns > 0) last_[kOnItsWay] = static_cast<float>(stats.finished_ns - stats.launched_ns) * 1e-9F;

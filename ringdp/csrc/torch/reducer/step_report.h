@@ -32,15 +32,18 @@ class StepReport {
   static constexpr int kWindowCame = 4;   // `take` has something
 
   // `every`: so many steps are told at once; 0: none. All ranks have the same.
-  StepReport(GradientLayout& layout, std::size_t every) : layout_(layout), every_(every) {}
+  StepReport(GradientLayout& layout, const StepTimes& times, std::size_t every)
+      : layout_(layout), times_(times), every_(every) {}
+
+  const ReducerStats& stats() const { return times_.stats(); }
 
   int note_forward();
   void backward_began();
   void micro_batch_gradient() { phases_.gradient_arrived(Clock::now()); }
   void computed(Clock::time_point now);
-  // The backward has ended and counted in `stats`. `joining`: some ranks may repeat the others' operations (torch's Join), and
+  // The backward has ended and counted. `joining`: some ranks may repeat the others' operations (torch's Join), and
   // do not count: such a step is not told.
-  void finished(const ReducerStats& stats, bool joining);
+  void finished(bool joining);
 
   // What Python adds to what is told next; at most kFactsBytes.
   void set_facts(const Bytes& facts);
@@ -65,6 +68,7 @@ class StepReport {
   Bytes packed(int64_t step) const;
 
   GradientLayout& layout_;
+  const StepTimes& times_;
   const std::size_t every_;
   StepPhases phases_;
   StepRow last_{};
