@@ -25,6 +25,7 @@ from ringdp.diagnosis.window import FIELDS, Window
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
+_LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
 _numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
@@ -48,6 +49,7 @@ class StepMonitor:
         self._parts: Split | None = None
         self._told: Verdict | None = None
         self._told_at = 0.0
+        self._heard_at = 0.0
         self._records = step_records()
         self._number = next(_numbers)
         self._sent_before = _bytes_sent()
@@ -67,7 +69,7 @@ class StepMonitor:
             self._step_ended()
         if bits & _FACTS_WANTED:
             self._reducer.set_facts(self._counters.since_last(self._carried()).packed())
-        if bits & _WINDOW_CAME:
+        if bits & _WINDOW_CAME and time.monotonic() - self._heard_at >= _LEAST_PERIOD_S:
             self._hear()
 
     def record_last(self) -> None:
@@ -122,6 +124,7 @@ class StepMonitor:
         messages = self._reducer.take_window()
         if messages is None:
             return
+        self._heard_at = time.monotonic()
         from ringdp import _C
 
         self._window = Window.unpacked(messages, _C.FACTS_BYTES)
