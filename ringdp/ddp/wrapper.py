@@ -468,6 +468,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             self.process_group = new_process_group
             if self._guard is not None:
                 self._guard.start_again()
+            self._monitor.group_replaced(new_process_group)
             self.reducer._update_process_group(
                 new_process_group,
                 average=has_average(new_process_group, self.device_type),

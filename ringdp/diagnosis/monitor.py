@@ -50,6 +50,7 @@ class StepMonitor:
         self._told: Verdict | None = None
         self._told_at = 0.0
         self._heard_at = 0.0
+        self._recorded = 0  # the last step that was
         self._records = step_records()
         self._number = next(_numbers)
         self._sent_before = _bytes_sent()
@@ -73,16 +74,26 @@ class StepMonitor:
             self._hear()
 
     def record_last(self) -> None:
-        """The last step of the process."""
-        if self._reducer.note_forward() & _STEP_ENDED:
-            self._step_ended()
+        """The last step, if it has ended and nobody has recorded it: no forward has followed."""
+        self._step_ended()
+
+    def group_replaced(self, group: dist.ProcessGroup) -> None:
+        """The reducer averages over another group from now on."""
+        self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
+        self._told = None
 
     def _step_ended(self) -> None:
+        if self._records is None and not self._timelines.active:
+            return
+        stats: Mapping[str, Any] = self._reducer.stats()
+        if stats["steps"] == self._recorded:
+            return
+        self._recorded = stats["steps"]
         if self._records is not None:
-            self._record(self._records)
+            self._record(self._records, stats)
         if self._timelines.active:
             row = dict(zip(FIELDS, self._reducer.last_row(), strict=True))
-            self._timelines.add_step(self._reducer.stats()["steps"], row, self._reducer.times(), self._clock())
+            self._timelines.add_step(stats["steps"], row, self._reducer.times(), self._clock())
 
     def report(self) -> Report:
         """Of what the ranks told last. Waits for nobody."""
@@ -185,10 +196,9 @@ class StepMonitor:
     def _clock(self) -> Offset:
         return clock_of(self._clocks.offsets(), self._group.rank())
 
-    def _record(self, records: StepRecords) -> None:
+    def _record(self, records: StepRecords, stats: Mapping[str, Any]) -> None:
         """The step that has ended."""
         row: list[float] = self._reducer.last_row()
-        stats: Mapping[str, Any] = self._reducer.stats()
         if stats["steps"] % 20 == 1:
             rows = self._reducer.bucket_rows()
             coded = sum(one["bytes_after"] for one in rows)
@@ -203,7 +213,7 @@ class StepMonitor:
         reduced = stats["bytes"] / self._ratio * 2 * (ranks - 1) / ranks
         record |= {
             "bytes": stats["bytes"],
-            "sent_bytes": sent - self._sent_before,
+            "sent_bytes": max(sent - self._sent_before, 0),
             "ratio": round(self._ratio, 3),
             "busbw_bytes_per_s": round(reduced / on_its_way) if on_its_way > 0 else 0,
             "skipped": self._skipped,

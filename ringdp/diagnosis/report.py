@@ -98,7 +98,7 @@ class Report:
 
     def __str__(self) -> str:
         if self.verdict is None:
-            return "No report yet: after 10 steps the ranks tell each other how they spent them. A job of one rank has none."
+            return "No report yet: after 10 steps the ranks tell each other how they spent them (one rank alone never)."
         parts = [str(self.verdict), self._split(), self._clocks(), self._buckets()]
         return "\n\n".join(part for part in parts if part)
 

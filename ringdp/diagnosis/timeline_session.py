@@ -44,7 +44,7 @@ class Timelines:
 
         self._hear_sources()  # steps that have ended already
         if not self.active:
-            _, self._cursor, _ = _C.operations_since(self._cursor)
+            _, self._cursor, _ = _C.operations_since(0)
         timeline = Timeline(rank, {one["number"]: one["name"] for one in _core.algorithms()})
         self.active.append(timeline)
         return timeline

@@ -15,6 +15,7 @@ FIELDS = ("between", "forward", "backward", "after", "other_wait", "exposed", "c
 """What a row has of a step, in seconds; csrc/torch/reducer/step_phases.h says what each is."""
 
 OWN = FIELDS[:4]
+_WARM_UP = 2  # steps at the beginning that are left out
 _HEAD = struct.Struct("<5q")
 
 
@@ -62,6 +63,8 @@ class Window:
                 for one, head in zip(messages, heads, strict=True)
             ]
         )
+        # The first steps make connections and buckets.
+        rows = rows[:, min(max(_WARM_UP - (heads[0][1] - steps), 0), steps) :]
         facts = tuple(Facts.unpacked(one[end:]) for one in messages)
         return cls(heads[0][1], rows.double(), facts, tuple(Told(*head[2:]) for head in heads))
 
