@@ -120,6 +120,19 @@ def test_under_join_and_after_it_nothing_is_told() -> None:
     assert step == 0
 
 
+def end_at(count: int) -> None:
+    """And leave at once: nothing of the report may be under way."""
+    model, optimizer, _ = made()
+    steps(model, optimizer, count)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [9, 10, 11, 12])
+def test_a_job_may_end_after_any_step(count: int) -> None:
+    for _ in range(3):
+        run_ranks(end_at, count, world_size=3, backend="ring")
+
+
 def train_on(backend_every: str) -> tuple[int, bool]:
     import os
 

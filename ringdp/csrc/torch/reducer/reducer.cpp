@@ -86,6 +86,7 @@ void Reducer::begin(double weight) {
   join_.divide();
   failure_.keeping_in(-1, "weights",
                       [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
+  failure_.keeping_in(-1, "step report", [&] { report_.tell_if_due(join_.joining()); });
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = weak_from_this(), pool = layout_.pool.during_backward()] {
@@ -119,8 +120,10 @@ void Reducer::end_backward() {
   report_.computed(gradients_done);
   const BackwardEnd::Missing missing = filler_.finish();
   if (!layout_.local()) {
+    const auto report = report_.under_way();
     lock.unlock();
     end_.wait_for_sent();
+    if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
     lock.lock();
     end_.learn_used(missing);
     if (end_.may_send_late()) {
@@ -137,7 +140,7 @@ void Reducer::end_backward() {
   }
   end_.wait_for_futures();
   end_.count(gradients_done, missing);
-  failure_.keeping_in(-1, "step report", [&] { report_.finished(join_.joining()); });
+  report_.finished(join_.joining());
   layout_.weights.end();
   backward_.end();
   end_step(std::move(lock), hooks);

@@ -33,7 +33,7 @@ int StepReport::note_forward() {
   phases_.forward_began(Clock::now(), RingWork::waited_ns());
   hear();
   int answer = std::exchange(step_ended_, false) ? kStepEnded : 0;
-  if (told() && due(steps_ + 1)) answer |= kFactsWanted;
+  if (due_) answer |= kFactsWanted;
   if (window_) answer |= kWindowCame;
   return answer;
 }
@@ -50,28 +50,31 @@ void StepReport::finished(bool joining) {
   for (std::size_t index = 0; index < layout_.store.size(); ++index)
     if (const auto& report = layout_.store[index].report; report && layout_.store[index].sent_in == stats.steps)
       last_[kCoding] += static_cast<float>(report->coding_ns) * 1e-9F;
-  if (joining || !told()) return;
-  if (!layout_.local()) {
-    const auto group = layout_.group.ring(c10::kCPU)->group();
-    if (group->estimating()) return;
-    if (members_.lock() != group) {
-      members_ = group;
-      steps_ = 0;
-      rows_.clear();
-      window_.reset();
-      exchange_ = {};
-      issued_before_ns_ = ended_before_ns_ = 0;
-    }
-  }
+  if (joining || !told() || !same_members()) return;
   if (rows_.size() == every_) rows_.erase(rows_.begin());
   rows_.push_back(last_);
-  if (due(++steps_)) tell(stats.steps);
+  due_ = due(++steps_);
+}
+
+// False while time is estimated: nothing is sent, by this rank alone maybe.
+bool StepReport::same_members() {
+  const auto group = layout_.group.ring(c10::kCPU)->group();
+  if (group->estimating()) return false;
+  if (members_.lock() == group) return true;
+  members_ = group;
+  steps_ = 0;
+  due_ = false;
+  rows_.clear();
+  window_.reset();
+  exchange_ = {};
+  issued_before_ns_ = ended_before_ns_ = 0;
+  return true;
 }
 
 // Of backends whose buckets are over when the host says so.
 bool StepReport::told() const {
-  if (every_ == 0 || layout_.parameters.size() == 0 || !layout_.parameters.tensors().front().is_cpu()) return false;
-  return layout_.local() || layout_.group.ring(c10::kCPU) != nullptr;
+  if (every_ == 0 || layout_.local() || layout_.parameters.size() == 0) return false;
+  return layout_.parameters.tensors().front().is_cpu() && layout_.group.ring(c10::kCPU) != nullptr;
 }
 
 bool StepReport::due(std::size_t steps) const {
@@ -103,16 +106,13 @@ void StepReport::hear() {
   }
 }
 
-void StepReport::tell(int64_t step) {
-  const Bytes mine = packed(step);
+void StepReport::tell_if_due(bool joining) {
+  if (!due_ || joining || !told() || !same_members() || !due_) return;
+  due_ = false;
+  hear();
+  const Bytes mine = packed(times_.stats().steps);
   facts_.clear();
   rows_.clear();
-  if (layout_.local()) {
-    window_ = {mine};
-    return;
-  }
-  if (exchange_.work) exchange_.work->wait();  // of as many steps ago: it is over
-  hear();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> sent{at::empty({static_cast<int64_t>(mine.size())}, at::kByte)};
   std::memcpy(sent[0].mutable_data_ptr(), mine.data(), mine.size());

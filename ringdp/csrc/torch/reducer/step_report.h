@@ -1,6 +1,6 @@
-// StepReport: the ranks tell each other now and then how they spent their steps. At the end of every so many backwards each rank
-// issues an all-gather of about a KiB behind its buckets, and nobody waits for it: it is read when it has ended. What it says is
-// interpreted in Python (ringdp/diagnosis).
+// StepReport: the ranks tell each other now and then how they spent their steps, by an all-gather of about a KiB. It is issued when a
+// backward begins, before its buckets, and is over before they are, so that no rank waits for it, and none of it is under way
+// when a step has ended: the job may end there. What it says is interpreted in Python (ringdp/diagnosis).
 // Owned by the Reducer, used under its lock, without the GIL.
 #pragma once
 
@@ -28,7 +28,7 @@ class StepReport {
   static constexpr std::size_t kFactsBytes = 256;  // of what Python adds
   // Bits of `note_forward`'s answer.
   static constexpr int kStepEnded = 1;    // since the last one
-  static constexpr int kFactsWanted = 2;  // the end of this step tells the others
+  static constexpr int kFactsWanted = 2;  // the next backward tells the others
   static constexpr int kWindowCame = 4;   // `take` has something
 
   // `every`: so many steps are told at once; 0: none. All ranks have the same.
@@ -40,9 +40,13 @@ class StepReport {
   int note_forward();
   void backward_began();
   void micro_batch_gradient() { phases_.gradient_arrived(Clock::now()); }
+  // After `backward_began`, of a backward that averages. `joining`: some ranks may repeat the others' operations (torch's Join),
+  // and do not count: such a step is not told.
+  void tell_if_due(bool joining);
+  // What the end of this backward waits for, beside its buckets; null: nothing.
+  c10::intrusive_ptr<c10d::Work> under_way() const { return exchange_.work; }
   void computed(Clock::time_point now);
-  // The backward has ended and counted. `joining`: some ranks may repeat the others' operations (torch's Join), and
-  // do not count: such a step is not told.
+  // The backward has ended and counted.
   void finished(bool joining);
 
   // What Python adds to what is told next; at most kFactsBytes.
@@ -64,7 +68,7 @@ class StepReport {
   bool told() const;
   bool due(std::size_t steps) const;
   void hear();
-  void tell(int64_t step);
+  bool same_members();
   Bytes packed(int64_t step) const;
 
   GradientLayout& layout_;
@@ -77,6 +81,7 @@ class StepReport {
   std::weak_ptr<void> members_;  // of the group, when `steps_` was 0: a group that gets others begins again
   std::size_t steps_ = 0;        // with these members, but for those under Join
   bool step_ended_ = false;
+  bool due_ = false;  // the next backward tells
   Exchange exchange_;
   int64_t issued_before_ns_ = 0, ended_before_ns_ = 0;
   std::optional<std::vector<Bytes>> window_;
