@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ringdp import amp, checkpoint, compression, data, hooks, metrics, testing
     from ringdp.ddp.gradient_memory import gradient_memory
     from ringdp.ddp.wrapper import RingDP
+    from ringdp.diagnosis.timeline_session import timeline
     from ringdp.errors import (
         DamagedDataError,
         GradientOverflowError,
@@ -68,6 +69,7 @@ __all__ = [
     "rank",
     "shutdown",
     "testing",
+    "timeline",
     "traffic",
     "transports",
     "world_size",
@@ -80,6 +82,7 @@ _HOME |= {
     "gradient_memory": "ddp.gradient_memory",
     "monitored_barrier": "job.barrier",
     "launch": "job.local_ranks",
+    "timeline": "diagnosis.timeline_session",
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "metrics", "testing"})

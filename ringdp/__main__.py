@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ringdp.tools import timeline, top
 from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
 from ringdp.tools.hang import commands as hang
 
-TOOLS = (bench, doctor, hang)
+TOOLS = (bench, doctor, hang, timeline, top)
 """Modules with ``add_parsers(commands)``: a parser for each command, whose default ``run`` returns the exit code."""
 
 EXAMPLES = """\
@@ -21,6 +22,7 @@ examples:
   ringrun -H node1:4,node2:4 -m ringdp bench --collective all
   python -m ringdp dump logs/RUN                  let the ranks of a job that hangs write what they do
   python -m ringdp explain logs/RUN               why a job hangs or failed
+  python -m ringdp top metrics/                   who waits for whom, while the job runs
 """
 
 

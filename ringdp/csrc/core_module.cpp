@@ -403,10 +403,10 @@ PYBIND11_MODULE(_core, module) {
           py::arg("cursor"),
           "(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered).")
       .def("recorded_groups", [](Runtime& self) { return self.engine().recorder().groups(); })
-      .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
+      .def("bytes_sent", [](Runtime& self) { return self.engine().traffic().sent; })
       .def(
           "bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); }, py::arg("peer"))
-      .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
+      .def("bytes_received", [](Runtime& self) { return self.engine().traffic().received; });
   bind_named_scope(module);
   bind_codecs(module);
   bind_transports(module);

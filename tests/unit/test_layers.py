@@ -54,15 +54,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"", "errors", "config", "_build", "_C"},
     "compression": {"errors", "_C"},
     "hooks": {"errors", "compression", "job", "_C"},
-    "ddp": {"errors", "config", "job", "compression", "hooks", "_C"},
+    "ddp": {"errors", "config", "job", "compression", "hooks", "diagnosis", "ddp.words", "_C"},
+    "ddp.words": set(),
+    "tools.cost_model": {"errors"},
+    "diagnosis": {"", "errors", "config", "job", "ddp.words", "tools.cost_model", "_C", "_core"},
     "amp": {"errors", "hooks", "ddp", "_C"},
-    "metrics": {"errors", "config", "job"},
+    "metrics": {"errors", "config", "job", "diagnosis"},
     "checkpoint": {"errors", "job"},
     "data": {"errors", "config", "job", "ddp"},
     "launch": {"launcher", "job"},
-    "launcher": {"", "errors", "config", "job.threads"},
+    "launcher": {"", "errors", "config", "job.threads", "diagnosis"},
     "_autoload": {"job"},
-    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint", "data"}
+    "__init__": {"errors", "job", "compression", "hooks", "ddp", "diagnosis", "amp", "metrics", "checkpoint", "data"}
     | {"_autoload", "_build", "_moved", "testing"},
 }
 # May import anything; nothing may import them.

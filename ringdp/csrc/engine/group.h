@@ -23,6 +23,10 @@ class GroupHandle : public OpenGroup {
   std::shared_ptr<Work> barrier(CallOptions options);
   // Announces an operation of another backend, see make_announcement. Done when all members have announced it.
   std::shared_ptr<Work> announce(const Announcement& what, CallOptions options);
+  // What an all-reduce of so many bytes is reduced by.
+  Algorithm algorithm_of_all_reduce(DType dtype, std::size_t bytes) const {
+    return choose_all_reduce(table_, view().hosts, dtype, bytes);
+  }
   std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
   // The mean of all ranks' sections, as codes on the wire; the same bits on all of them.
   std::shared_ptr<Work> all_reduce_compressed(std::vector<CompressedSection> sections, const Compression& compression,

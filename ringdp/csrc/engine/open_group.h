@@ -51,6 +51,7 @@ class OpenGroup {
   // what was noted. Throw Error(kState) where an estimate is under way already, or none.
   void start_estimate();
   std::vector<OperationShape> end_estimate();
+  bool estimating() const { return estimating_; }
 
   void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
   int64_t timeout_ms() const { return timeout_ms_; }

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -80,6 +81,15 @@ class Channel {
     std::size_t packet_bytes = 0;
   };
   virtual HeldUp held_up() { return {}; }
+
+  // What the path has carried to the peer so far, where the kernel counts that.
+  struct Carried {
+    uint64_t bytes = 0;       // that have arrived
+    int64_t busy_us = 0;      // while there was something to carry, but for when the peer had no room
+    int64_t round_trip_us = 0;
+    uint64_t bytes_per_s = 0;  // lately, at its best
+  };
+  virtual std::optional<Carried> carried() const { return std::nullopt; }
 
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
 };

@@ -35,6 +35,7 @@ class FaultyChannel final : public Channel {
   void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
   HeldUp held_up() override { return inner_->held_up(); }
+  std::optional<Carried> carried() const override { return inner_->carried(); }
   std::string describe() const override { return "faulty " + inner_->describe(); }
 
  private:

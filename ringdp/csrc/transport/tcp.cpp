@@ -100,6 +100,7 @@ class TcpChannel final : public Channel {
   // held back because the peer's window is shut are not owed: its host answers the probes.
   int64_t host_silence_ms() override { return watch_.host_silence_ms(); }
   HeldUp held_up() override { return watch_.held_up(); }
+  std::optional<Carried> carried() const override { return TcpHealth::carried(fd_.get()); }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return description_; }
 

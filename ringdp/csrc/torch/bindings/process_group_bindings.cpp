@@ -202,7 +202,8 @@ std::pair<uint64_t, uint64_t> traffic() {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
   if (!runtime) return {0, 0};
-  return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
+  const auto [sent, received] = runtime->engine().traffic();
+  return {sent, received};
 }
 
 std::shared_ptr<Runtime> default_runtime() {
@@ -275,6 +276,26 @@ void bind_process_group(py::module_& module) {
       },
       py::arg("process_group"),
       "The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's.");
+  module.def(
+      "carried",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        std::map<int, std::tuple<uint64_t, double, double, uint64_t>> found;
+        const ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
+        if (ring == nullptr) return found;
+        const auto members = ring->group();
+        const auto carried = members->engine()->carried();
+        for (int rank = 0; rank < members->view().size; ++rank) {
+          const auto it = carried.find(members->view().members[static_cast<std::size_t>(rank)]);
+          if (it == carried.end()) continue;
+          const auto& [bytes, busy_us, round_trip_us, bytes_per_s] = it->second;
+          found[rank] = {bytes, static_cast<double>(busy_us) * 1e-6, static_cast<double>(round_trip_us) * 1e-6,
+                         bytes_per_s};
+        }
+        return found;
+      },
+      py::arg("process_group"), py::call_guard<py::gil_scoped_release>(),
+      "By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which there was "
+      "something to carry, the round trip in seconds, and bytes a second lately.");
   module.def(
       "set_log_sink",
       [](py::function sink) {

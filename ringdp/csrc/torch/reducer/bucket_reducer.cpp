@@ -4,6 +4,7 @@
 
 #include "base/naming.h"
 #include "torch/backend/watchdog.h"
+#include "torch/reducer/profiled_bucket.h"
 
 namespace ringdp {
 
@@ -38,10 +39,13 @@ void BucketReducer::launch(Bucket& bucket, int64_t step, std::size_t bucket_coun
   announcer_.announce(bucket, bucket.buffer, strategy);
   strategy.launch(bucket, bucket_count);
   bucket.operation.strategy = &strategy;
+  profile_moving(bucket, group_);
 }
 
 void BucketReducer::wait(Bucket& bucket) {
   const auto begin = Clock::now();
+  at::RecordFunction waiting(at::RecordScope::USER_SCOPE);
+  if (waiting.isActive()) waiting.before("ringdp wait " + describe_for_profiler(bucket, group_));
   BucketOperation operation = std::exchange(bucket.operation, {});
   if (operation.strategy == nullptr) return;
   BackendWatchdog* watchdog = announcer_.watchdog(bucket.buffer.device().type());
