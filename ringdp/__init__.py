@@ -11,7 +11,7 @@ from ringdp import _moved
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import amp, checkpoint, compression, data, hooks, metrics, testing
+    from ringdp import amp, checkpoint, compression, data, hooks, kvstore, metrics, testing
     from ringdp.ddp.gradient_memory import gradient_memory
     from ringdp.ddp.wrapper import RingDP
     from ringdp.errors import (
@@ -60,6 +60,7 @@ __all__ = [
     "hooks",
     "init",
     "is_initialized",
+    "kvstore",
     "launch",
     "local_rank",
     "metrics",
@@ -82,7 +83,7 @@ _HOME |= {
     "launch": "job.local_ranks",
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
-_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "metrics", "testing"})
+_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "testing"})
 
 
 def _load(name: str) -> Any:

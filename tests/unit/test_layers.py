@@ -59,10 +59,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"errors", "config", "job"},
     "checkpoint": {"errors", "job"},
     "data": {"errors", "config", "job", "ddp"},
+    "kvstore": {"errors", "config", "job", "compression", "hooks", "ddp", "_C"},
     "launch": {"launcher", "job"},
     "launcher": {"", "errors", "config", "job.threads"},
     "_autoload": {"job"},
-    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint", "data"}
+    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint", "data", "kvstore"}
     | {"_autoload", "_build", "_moved", "testing"},
 }
 # May import anything; nothing may import them.
