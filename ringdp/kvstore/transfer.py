@@ -65,11 +65,11 @@ class Transfer:
         like = keys[0]
         self._buffer = torch.zeros(self._chunk * ranks, dtype=like.dtype, device=like.device)
         self._mine = torch.zeros(self._chunk, dtype=like.dtype, device=like.device)
-        self._chunks = self._buffer.split(self._chunk) if self._chunk else ()
+        self._chunks = [self._buffer[rank * self._chunk :][: self._chunk] for rank in range(ranks)]
         outlines = [torch.empty(key.numel, device="meta") for key in keys]
         self._all_chunks = [
             view
-            for chunk, views in zip(self._chunks, self._views(outlines), strict=False)
+            for chunk, views in zip(self._chunks, self._views(outlines), strict=True)
             for view in _cut(chunk, [one.numel() for one in views])
         ]
         own = [one.cut.numel(self._rank) - one.skipped for one in self._packed]

@@ -188,7 +188,7 @@ _OWN_ARGUMENTS = {"rmsprop": {"rho": "alpha", "gamma1": "alpha"}}
 def resolve(
     optimizer: str | Callable[..., torch.optim.Optimizer], numbers: Mapping[str, Any]
 ) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """torch's class and arguments for MXNet's names; a class stays, and MXNet's names of arguments are known for it too.
+    """torch's class and arguments for MXNet's names; a class stays; MXNet's names of arguments fit it too.
 
     Raises:
         InvalidArgumentError: a name that is not known, or an argument that torch's class does not have.

@@ -130,6 +130,10 @@ def sums() -> dict[str, Any]:
     store.push(3, torch.ones(5))
     store.push("3", torch.ones(5) * 2)  # the same key: a second round
     store.pull(3, number)
+    equal = [torch.ones(256, 256), torch.ones(128, 192)]  # cut without a rest: nothing is packed
+    store.init(["p", "q"], equal)
+    store.pushpull(["p", "q"], equal)
+    assert all(torch.equal(it, torch.full_like(it, float(store.num_workers))) for it in equal)
     rows = torch.empty(store.rank + 1, 77)
     store.row_sparse_pull("odd", rows, row_ids=torch.arange(store.rank + 1) * 3)
     store.barrier()
