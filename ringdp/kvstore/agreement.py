@@ -53,13 +53,26 @@ def _first_difference(mine: list[str], theirs: list[str]) -> tuple[str, str]:
     return "the same in another order", "the same"
 
 
-def words_for(what: str, keys: Sequence[str], update: str) -> str:
-    """The name of an operation on these keys, which tells all of them by its hash and some by their words."""
+def words_for(keys: Sequence[str]) -> str:
+    """Keys for the name of an operation, which tells all of them by a hash and some by their words."""
     some = ", ".join(keys[:NAMED_KEYS])
     more = (
         f" and {len(keys) - NAMED_KEYS} more (#{zlib.crc32(repr(keys).encode()):08x})" if len(keys) > NAMED_KEYS else ""
     )
-    return f"{what} {some}{more}{update}"
+    return f"{some}{more}"
+
+
+class _Leaving:
+    """Ends a scope that was entered."""
+
+    def __init__(self, scope: Any) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._scope.exit()
 
 
 class Operations:
@@ -72,11 +85,13 @@ class Operations:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._scope: Any = None
+        self._leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if group is not None and reaches_core(group):
             hear_extension()
             from ringdp import _C
 
             self._scope = _C.NamedScope()
+            self._leaving = _Leaving(self._scope)
 
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that are in another operation, or come to one, that this rank cannot; the caller raises.
@@ -92,19 +107,14 @@ class Operations:
         else:
             report_refusal(error, self._group, device_for(self._group), words)
 
-    @contextlib.contextmanager
-    def named(self, words: str) -> Iterator[None]:
-        """Raises MismatchError where another rank is in another operation."""
+    def named(self, words: str) -> contextlib.AbstractContextManager[None]:
+        """For the operations inside the block. Raises MismatchError where another rank is in another operation."""
         if self._scope is None:
             if self._group is not None:
                 compare_names(words, self._group)
-            yield
-            return
+            return contextlib.nullcontext()
         self._scope.enter(words)
-        try:
-            yield
-        finally:
-            self._scope.exit()
+        return self._leaving
 
 
 def compare_names(words: str, group: dist.ProcessGroup) -> None:

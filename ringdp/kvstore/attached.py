@@ -13,13 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
-from ringdp.kvstore.agreement import words_for
 from ringdp.kvstore.keys import flat
 
 if TYPE_CHECKING:
     from ringdp.kvstore.store import KVStore
-    from ringdp.kvstore.table import Table
-    from ringdp.kvstore.transfer import Transfer
+    from ringdp.kvstore.table import Lot, Table
 
 _log = logging.getLogger("ringdp.kvstore")
 _FIRST_BUNDLE_BYTES = 1 << 20
@@ -36,9 +34,8 @@ class _Bundle:
         works: the operations; empty before they leave.
     """
 
-    names: list[str]
+    lot: Lot
     parameters: list[nn.Parameter]
-    plan: Transfer
     sums: list[Tensor]
     missing: int = 0
     inputs: list[Tensor] = field(default_factory=list)
@@ -74,7 +71,7 @@ class Attached:
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index, name))
             for index, bundle in enumerate(self._bundles)
-            for name, parameter in zip(bundle.names, bundle.parameters, strict=True)
+            for name, parameter in zip(bundle.lot.names, bundle.parameters, strict=True)
         ]
 
     @torch.no_grad()
@@ -97,20 +94,20 @@ class Attached:
             for work in bundle.works:
                 work.wait()
             if bundle.works:
-                bundle.plan.unpack(bundle.sums)
+                bundle.lot.transfer.unpack(bundle.sums)
             if scale != 1.0:
                 torch._foreach_mul_(bundle.sums, scale)
-            self._table.update.apply(self._table.slices, dict(zip(bundle.names, bundle.sums, strict=True)))
-            slices = [self._table.slices[name] for name in bundle.names]
+            self._table.update.apply(self._table.slices, dict(zip(bundle.lot.names, bundle.sums, strict=True)))
+            slices = [self._table.slices[name] for name in bundle.lot.names]
             targets = [_flat_or_new(parameter) for parameter in bundle.parameters]
-            with self._table.operations.named(self._words("pull", bundle, f", after times {scale}")):
-                works = bundle.plan.all_gather(slices, targets, wait=False)
+            with self._table.operations.named(f"pull {bundle.lot.words}, after times {scale}"):
+                works = bundle.lot.transfer.all_gather(slices, targets, wait=False)
             gathered.append((bundle, targets, works))
         for bundle, targets, works in gathered:
             for work in works:
                 work.wait()
             if works:
-                bundle.plan.spread(targets)
+                bundle.lot.transfer.spread(targets)
             for parameter, target in zip(bundle.parameters, targets, strict=True):
                 if not parameter.is_contiguous():
                     parameter.copy_(target.view(parameter.shape))
@@ -158,12 +155,8 @@ class Attached:
         return [self._bundle(names, named) for names in bundles]
 
     def _bundle(self, names: list[str], named: dict[str, nn.Parameter]) -> _Bundle:
-        from ringdp.kvstore.transfer import Transfer
-
-        table = self._table
-        plan = Transfer([table.keys[name] for name in names], table.group)
-        sums = [torch.empty_like(table.slices[name]) for name in names]
-        return _Bundle(names, [named[name] for name in names], plan, sums, len(names))
+        sums = [torch.empty_like(self._table.slices[name]) for name in names]
+        return _Bundle(self._table.lot(names), [named[name] for name in names], sums, len(names))
 
     def _hook(self, index: int, name: str) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -192,12 +185,16 @@ class Attached:
                 return
             self._table.settle()
             bundle.inputs = [_gradient(parameter) for parameter in bundle.parameters]
-            with self._table.operations.named(self._words("push", bundle, f", by {self._table.update.words()}")):
-                bundle.works = bundle.plan.reduce_scatter(bundle.inputs, bundle.sums, self._table.average, wait=False)
+            with self._table.operations.named(f"push {bundle.lot.words}{self._table.purpose(1.0)}"):
+                bundle.works = bundle.lot.transfer.reduce_scatter(
+                    bundle.inputs, bundle.sums, self._table.average, wait=False
+                )
             self._next += 1
 
     def _step_by_codes(self, scale: float) -> None:
-        everything = [pair for it in self._bundles for pair in zip(it.names, it.parameters, strict=True)]
+        everything = [
+            pair for bundle in self._bundles for pair in zip(bundle.lot.names, bundle.parameters, strict=True)
+        ]
         shaped = {name: [_gradient(parameter).view(parameter.shape)] for name, parameter in everything}
         self._table.settle()
         self._table.push(shaped, scale)
@@ -208,18 +205,14 @@ class Attached:
         self._next = 0
         self._begun.clear()
         for bundle in self._bundles:
-            bundle.missing = len(bundle.names)
+            bundle.missing = len(bundle.lot.names)
             bundle.inputs, bundle.works = [], []
-
-    def _words(self, what: str, bundle: _Bundle, more: str) -> str:
-        keys = [self._table.keys[name].words() for name in bundle.names[:3]] + bundle.names[3:]
-        return words_for(what, keys, more)
 
     def _warn_of_missing(self) -> None:
         missing = [
             name
             for bundle in self._bundles
-            for name, parameter in zip(bundle.names, bundle.parameters, strict=True)
+            for name, parameter in zip(bundle.lot.names, bundle.parameters, strict=True)
             if parameter.grad is None
         ]
         if missing and not self._warned:

@@ -18,6 +18,7 @@ UNIT = 64
 """Slices begin at multiples of so many elements: vector instructions then see the elements of a slice as those of the
 whole tensor, and an optimizer gives the same bits."""
 _CUT_BYTES = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,8 @@ def by_key(what: str, key: KeyName | Sequence[KeyName], values: Values) -> dict[
         InvalidArgumentError: not so many values as keys, a key twice, or what is not a dense tensor; `what` was called.
     """
     if isinstance(key, str | int):
-        key, values = [key], [values]
+        name = name_of(key)
+        return {name: tensors_of(what, name, values)}
     names = [name_of(one) for one in key]
     if isinstance(values, Tensor) or not isinstance(values, Sequence) or len(values) != len(names):
         given = len(values) if isinstance(values, Sequence) else type(values).__name__
@@ -133,6 +135,8 @@ def by_key(what: str, key: KeyName | Sequence[KeyName], values: Values) -> dict[
 
 def tensors_of(what: str, name: str, value: Values) -> list[Tensor]:
     """A key's tensors; several are those of several devices. Raises InvalidArgumentError."""
+    if type(value) in _PLAIN and value.layout is torch.strided:
+        return [value.detach() if value.requires_grad else value]
     tensors = [value] if isinstance(value, Tensor) else value
     if not isinstance(tensors, Sequence) or not tensors or not all(isinstance(it, Tensor) for it in tensors):
         raise InvalidArgumentError(f"{what}: the value of key {name!r} must be a tensor, not {type(value).__name__}")
@@ -150,7 +154,7 @@ def tensors_of(what: str, name: str, value: Values) -> list[Tensor]:
 def check(what: str, key: Key, tensors: Sequence[Tensor]) -> None:
     """Raise InvalidArgumentError where a tensor does not fit the key."""
     for tensor in tensors:
-        if tuple(tensor.shape) != key.shape or tensor.dtype != key.dtype:
+        if tensor.shape != key.shape or tensor.dtype != key.dtype:
             raise InvalidArgumentError(
                 f"{what}: key {key.words()} cannot take {words_of(key.name, tensor.shape, tensor.dtype)}"
             )
@@ -163,7 +167,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def summed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of one key's tensors, flat; of a single one no copy is made where it is contiguous and there."""
-    total = flat(tensors[0].to(device))
+    total = flat(tensors[0] if tensors[0].device == device else tensors[0].to(device))
     if len(tensors) > 1:
         total = total + flat(tensors[1].to(device))
         for tensor in tensors[2:]:

@@ -354,6 +354,8 @@ class KVStore:
     def _flush(self) -> set[str]:
         """Exchange what was pushed; the keys that this was."""
         self._table.settle()
+        if not self._pushed:
+            return set()
         names: set[str] = set()
         rounds, self._pushed = self._pushed, []
         for pushed in rounds:

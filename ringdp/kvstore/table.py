@@ -18,7 +18,20 @@ from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, un
 from ringdp.kvstore.transfer import Transfer
 from ringdp.kvstore.updates import Assign, Update
 
-_PLANS = 32  # sets of keys whose buffers are kept
+_PLANS = 32  # sets of keys whose plans and buffers are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Lot:
+    """Keys of one dtype and device that move together.
+
+    Attributes:
+        words: the keys, for the names of operations.
+    """
+
+    names: tuple[str, ...]
+    transfer: Transfer
+    words: str
 
 
 class Table:
@@ -44,7 +57,7 @@ class Table:
         self._owners = Owners(self.ranks)
         self._new: dict[str, Tensor] = {}
         self._stale = True  # the ranks have not compared since something changed
-        self._plans: dict[tuple[str, ...], Transfer] = {}
+        self._plans: dict[tuple[str, ...], list[Lot]] = {}
         self._extra: dict[str, str] = {}
 
     # Keys and settings.
@@ -138,7 +151,7 @@ class Table:
         for (_, device), names in by_type.items():
             together = torch.cat([flat(new[name]).to(device) for name in names])
             if self.group is not None and together.numel():
-                with self.operations.named(words_for("values of new keys", names, "")):
+                with self.operations.named(f"values of new keys {words_for(names)}"):
                     dist.broadcast(together, group=self.group, group_src=0)
             for name, value in zip(names, together.split([new[name].numel() for name in names]), strict=True):
                 self.slices[name] = self.keys[name].cut.slice_of(value, self.rank)
@@ -152,29 +165,30 @@ class Table:
             inputs: by name, in the order that all ranks have.
             scale: the sums are multiplied by this.
         """
-        compressed = [] if self.compression is None else [it for it in inputs if self.compression.serves(self.keys[it])]
         sums: dict[str, Tensor] = {}
-        if compressed and self.compression is not None:
-            sums |= self._push_codes(compressed, inputs, scale)
-        exact = [name for name in inputs if name not in sums]
-        for names in self.by_type(exact):
-            flats = [summed(inputs[name], self.keys[name].device) for name in names]
-            in_place = self.update.assigns and scale == 1.0
-            for name in names:
-                sums[name] = self.slices[name] if in_place else torch.empty_like(self.slices[name])
-            with self.operations.named(self.words("push", names, scale)):
-                self.plan(names).reduce_scatter(flats, [sums[name] for name in names], self.average)
+        if self.compression is not None:
+            sums |= self._push_codes(inputs, scale)
+        exact = tuple(name for name in inputs if name not in sums) if sums else tuple(inputs)
+        for lot in self.lots(exact):
+            flats = [summed(inputs[name], self.keys[name].device) for name in lot.names]
+            if self.update.assigns and scale == 1.0:
+                targets = [self.slices[name] for name in lot.names]
+            else:
+                targets = [torch.empty_like(self.slices[name]) for name in lot.names]
+            with self.operations.named(f"push {lot.words}{self.purpose(scale)}"):
+                lot.transfer.reduce_scatter(flats, targets, self.average)
             if scale != 1.0:
-                torch._foreach_mul_([sums[name] for name in names], scale)
-        self.update.apply(self.slices, {name: sums[name] for name in inputs})
+                torch._foreach_mul_(targets, scale)
+            sums |= zip(lot.names, targets, strict=True)
+        self.update.apply(self.slices, sums)
 
     def pull(self, outputs: Mapping[str, Sequence[Tensor]]) -> None:
         """Copy the values into tensors of this rank, by name in the order that all ranks have."""
-        for names in self.by_type(list(outputs)):
-            targets = {name: self._target(name, outputs[name]) for name in names}
-            with self.operations.named(words_for("pull", self._described(names), "")):
-                self.plan(names).all_gather([self.slices[name] for name in names], list(targets.values()))
-            for name, target in targets.items():
+        for lot in self.lots(tuple(outputs)):
+            targets = [self._target(name, outputs[name]) for name in lot.names]
+            with self.operations.named(f"pull {lot.words}"):
+                lot.transfer.all_gather([self.slices[name] for name in lot.names], targets)
+            for name, target in zip(lot.names, targets, strict=True):
                 for tensor in outputs[name]:
                     if tensor.data_ptr() != target.data_ptr():
                         tensor.copy_(target.view(self.keys[name].shape))
@@ -183,42 +197,43 @@ class Table:
         """Whole tensors of what each rank has of its slices, of one dtype: for saved states. On all ranks."""
         keys = [dataclasses.replace(self.keys[name], dtype=piece.dtype) for name, piece in pieces.items()]
         outputs = {key.name: torch.empty(key.numel, dtype=key.dtype, device=key.device) for key in keys}
-        with self.operations.named(words_for(what, list(pieces), "")):
+        with self.operations.named(f"{what} {words_for(list(pieces))}"):
             Transfer(keys, self.group).all_gather(list(pieces.values()), list(outputs.values()))
         return {name: it.view(self.keys[name].shape) for name, it in outputs.items()}
 
-    def words(self, what: str, names: Sequence[str], scale: float) -> str:
-        """The name of a push: the keys, and what the owners do."""
+    def purpose(self, scale: float) -> str:
+        """What the owners do with a push, for its name."""
         times = f", times {scale}" if scale != 1.0 else ""
-        return words_for(what, self._described(names), f"{times}, by {self.update.words()}")
+        return f"{times}, by {self.update.words()}"
 
-    def _described(self, names: Sequence[str]) -> list[str]:
-        return [self.keys[it].words() for it in names[:NAMED_KEYS]] + list(names[NAMED_KEYS:])
-
-    def plan(self, names: Sequence[str]) -> Transfer:
-        """How these keys move; those of the sets that were used last are kept."""
-        which = tuple(names)
-        if (plan := self._plans.get(which)) is None:
+    def lots(self, names: tuple[str, ...]) -> list[Lot]:
+        """How these keys move; of the sets that were used last it is kept."""
+        if (lots := self._plans.get(names)) is None:
             if len(self._plans) >= _PLANS:
                 self._plans.pop(next(iter(self._plans)))
-            plan = self._plans[which] = Transfer([self.keys[name] for name in names], self.group)
-        return plan
+            by_type: dict[Any, list[str]] = {}
+            for name in names:
+                by_type.setdefault((self.keys[name].dtype, self.keys[name].device), []).append(name)
+            lots = self._plans[names] = [self.lot(some) for some in by_type.values()]
+        return lots
 
-    def by_type(self, names: Sequence[str]) -> list[list[str]]:
-        """The names in lists of one dtype and device each."""
-        lists: dict[Any, list[str]] = {}
-        for name in names:
-            key = self.keys[name]
-            lists.setdefault((key.dtype, key.device), []).append(name)
-        return list(lists.values())
+    def lot(self, names: Sequence[str]) -> Lot:
+        """Keys of one dtype and device."""
+        keys = [self.keys[name] for name in names]
+        words = words_for([key.words() for key in keys[:NAMED_KEYS]] + list(names[NAMED_KEYS:]))
+        return Lot(tuple(names), Transfer(keys, self.group), words)
 
     # Inside.
 
-    def _push_codes(self, names: list[str], inputs: Mapping[str, Sequence[Tensor]], scale: float) -> dict[str, Tensor]:
+    def _push_codes(self, inputs: Mapping[str, Sequence[Tensor]], scale: float) -> dict[str, Tensor]:
         assert self.compression is not None
+        names = [name for name in inputs if self.compression.serves(self.keys[name])]
+        if not names:
+            return {}
         keys = [self.keys[name] for name in names]
         flats = [summed(inputs[name], key.device) for name, key in zip(names, keys, strict=True)]
-        with self.operations.named(self.words("push of codes", names, scale)):
+        words = words_for([key.words() for key in keys[:NAMED_KEYS]] + names[NAMED_KEYS:])
+        with self.operations.named(f"push of codes {words}{self.purpose(scale)}"):
             means = self.compression.average(keys, flats)
         return means_to_slices(keys, means, self.rank, scale if self.average else scale * self.ranks)
 

@@ -7,6 +7,7 @@ call begin together. What is small, and the rests, is packed into one buffer, ch
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -85,20 +86,18 @@ class Transfer:
             slices: this rank's, as `Cut.slice_of` has them.
             wait: False: `unpack` is to be called when the works are done.
         """
-        self._pack(inputs)
+        if self._chunk:
+            self._pack(inputs)
         if self._group is None:
             self._mine.copy_(self._buffer)
             self.unpack(slices)
             return []
-        options = ReduceScatterOptions()
-        options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
-        options.asyncOp = not wait
         sources = [inputs[i][: self.keys[i].cut.part * self._group.size()] for i in self._direct]
         targets = [slices[i][: self.keys[i].cut.part] for i in self._direct]
         if self._chunk:
             sources.append(self._buffer)
             targets.append(self._mine)
-        works = [self._group.reduce_scatter_tensor_coalesced(targets, sources, options)]
+        works = [self._group.reduce_scatter_tensor_coalesced(targets, sources, _scattering(average, wait))]
         if wait:
             works[0].wait()
             self.unpack(slices)
@@ -106,9 +105,9 @@ class Transfer:
 
     def unpack(self, slices: Sequence[Tensor]) -> None:
         """The end of a reduce-scatter: what came packed goes into the slices."""
-        targets = [view for view in self._own_views(slices) if view.numel()]
-        if targets:
-            torch._foreach_copy_(targets, self._own_chunk)
+        if not self._own_chunk:
+            return
+        torch._foreach_copy_([view for view in self._own_views(slices) if view.numel()], self._own_chunk)
 
     def all_gather(self, slices: Sequence[Tensor], outputs: Sequence[Tensor], *, wait: bool = True) -> list[dist.Work]:
         """Put all ranks' `slices` together in `outputs`, key by key.
@@ -124,14 +123,12 @@ class Transfer:
             self._buffer.copy_(self._mine)
             self.spread(outputs)
             return []
-        options = AllgatherOptions()
-        options.asyncOp = not wait
         targets = [outputs[i][: self.keys[i].cut.part * self._group.size()] for i in self._direct]
         sources = [slices[i][: self.keys[i].cut.part] for i in self._direct]
         if self._chunk:
             targets.append(self._buffer)
             sources.append(self._mine)
-        works = [self._group.allgather_into_tensor_coalesced(targets, sources, options)]
+        works = [self._group.allgather_into_tensor_coalesced(targets, sources, _gathering(wait))]
         if wait:
             works[0].wait()
             self.spread(outputs)
@@ -157,6 +154,21 @@ class Transfer:
     def _own_views(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """This rank's elements that are packed, of its slices of all keys."""
         return [slices[packed.index][packed.skipped :] for packed in self._packed]
+
+
+@functools.cache
+def _scattering(average: bool, wait: bool) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
+    options.asyncOp = not wait
+    return options
+
+
+@functools.cache
+def _gathering(wait: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = not wait
+    return options
 
 
 def _cut(chunk: Tensor, numels: Sequence[int]) -> list[Tensor]:

@@ -83,6 +83,7 @@ class Optimizer:
         self._kind, self._numbers = kind, dict(numbers)
         self._made: torch.optim.Optimizer | None = None
         self._known: dict[str, Tensor] = {}
+        self._told: tuple[dict[str, Any], str] = {}, ""
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -94,8 +95,11 @@ class Optimizer:
         return self._made
 
     def words(self) -> str:
-        group = self.torch_optimizer.param_groups[0]
-        return f"{self.name}({', '.join(f'{name}={_number(it)}' for name, it in group.items() if name != 'params')})"
+        numbers = self.numbers()
+        if numbers != self._told[0]:
+            said = ", ".join(f"{name}={_number(it)}" for name, it in numbers.items())
+            self._told = numbers, f"{self.name}({said})"
+        return self._told[1]
 
     def apply(self, values: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         optimizer = self.torch_optimizer
