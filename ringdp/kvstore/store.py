@@ -182,11 +182,12 @@ class KVStore:
             if out is not None:
                 self._table.check("pushpull", name, outputs[name])
         self._flush()
-        names = sorted(inputs) if len(inputs) > 1 else list(inputs)
-        self._table.push({name: inputs[name] for name in names}, scale)
-        for name in names:
+        if len(inputs) > 1:
+            order = sorted(inputs)
+            inputs, outputs = {name: inputs[name] for name in order}, {name: outputs[name] for name in order}
+        for name in inputs:
             self._values.pop(name, None)
-        self._table.pull({name: outputs[name] for name in names})
+        self._table.pushpull(inputs, outputs, scale)
 
     def broadcast(self, key: KeyName | Sequence[KeyName], value: Values, out: Values, priority: int = 0) -> None:
         """`init`, then `pull`: rank 0's values for all ranks."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceOp, ReduceScatterOptions
 
 from ringdp.kvstore.keys import Cut, Key
 
@@ -161,6 +161,15 @@ def _scattering(average: bool, wait: bool) -> ReduceScatterOptions:
     options = ReduceScatterOptions()
     options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
     options.asyncOp = not wait
+    return options
+
+
+@functools.cache
+def reducing(average: bool) -> AllreduceOptions:
+    """For an all-reduce that is waited for."""
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
+    options.asyncOp = False
     return options
 
 

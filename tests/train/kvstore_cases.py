@@ -134,6 +134,13 @@ def sums() -> dict[str, Any]:
     store.init(["p", "q"], equal)
     store.pushpull(["p", "q"], equal)
     assert all(torch.equal(it, torch.full_like(it, float(store.num_workers))) for it in equal)
+    small = torch.empty(1100)  # a single small key: one all-reduce
+    store.init("small", small)
+    store.pushpull("small", torch.full((1100,), float(store.rank + 1)), small)
+    again = torch.empty(1100)
+    store.pull("small", again)
+    assert torch.equal(small, torch.full((1100,), store.num_workers * (store.num_workers + 1) / 2))
+    assert torch.equal(again, small)
     rows = torch.empty(store.rank + 1, 77)
     store.row_sparse_pull("odd", rows, row_ids=torch.arange(store.rank + 1) * 3)
     store.barrier()

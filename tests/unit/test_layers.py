@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"errors", "config", "job", "ddp"},
     "kvstore": {"errors", "config", "job", "compression", "hooks", "ddp", "_C"},
     "launch": {"launcher", "job"},
-    "launcher": {"", "errors", "config", "job.threads"},
+    "launcher": {"", "errors", "config", "job.threads", "job.launchers"},
     "_autoload": {"job"},
     "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint", "data", "kvstore"}
     | {"_autoload", "_build", "_moved", "testing"},
