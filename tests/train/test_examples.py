@@ -112,6 +112,30 @@ def test_two_ranks(name: str) -> None:
     assert "%|" not in other_err, "and shows a bar"
 
 
+def port_of_mxnet(folder: str) -> float:
+    os.chdir(folder)
+    accuracy: float = importlib.import_module("examples.from_mxnet").main(4)
+    return accuracy
+
+
+def test_the_port_from_mxnet_learns(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = run_ranks(with_port, port, str(tmp_path), world_size=2, backend=None)
+    assert min(results) > 0.9
+    assert (tmp_path / "digits.pt").exists()
+
+
+def with_port(port: int, folder: str) -> float:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    before = os.getcwd()
+    try:
+        return port_of_mxnet(folder)
+    finally:
+        os.chdir(before)
+
+
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.usefixtures("no_launcher")
 def test_one_rank_needs_no_launcher_and_a_check_can_fail(name: str) -> None:
