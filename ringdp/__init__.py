@@ -11,7 +11,7 @@ from ringdp import _moved
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import amp, checkpoint, compression, data, hooks, kvstore, metrics, testing
+    from ringdp import amp, checkpoint, compression, data, hooks, kvstore, metrics, nn, testing
     from ringdp.ddp.gradient_memory import gradient_memory
     from ringdp.ddp.wrapper import RingDP
     from ringdp.errors import (
@@ -66,6 +66,7 @@ __all__ = [
     "metrics",
     "monitored_barrier",
     "named",
+    "nn",
     "rank",
     "shutdown",
     "testing",
@@ -83,7 +84,7 @@ _HOME |= {
     "launch": "job.local_ranks",
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
-_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "testing"})
+_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "nn", "testing"})
 
 
 def _load(name: str) -> Any:

@@ -15,12 +15,19 @@ from ringdp.errors import MismatchError
 from ringdp.job.backend import hear_extension, named, reaches_core
 from ringdp.job.byte_collectives import all_gather_where_different, device_for
 
-COMPARING = "comparing the keys and settings of a key-value store"
+COMPARING = "comparing what all ranks must have alike"
 NAMED_KEYS = 3
+_ADVICE = (
+    "All ranks have to create the key-value store alike, to init the same keys with the same shapes and types, and to"
+    " set the same optimizer"
+)
 
 
-def compare_tables(lines: Sequence[str], group: dist.ProcessGroup | None) -> None:
+def compare_tables(lines: Sequence[str], group: dist.ProcessGroup | None, advice: str = "") -> None:
     """All ranks have the same lines.
+
+    Args:
+        advice: what to do where they differ; a store's if empty.
 
     Raises:
         MismatchError: they have not; names the first line that a rank has otherwise, and what both have.
@@ -36,8 +43,7 @@ def compare_tables(lines: Sequence[str], group: dist.ProcessGroup | None) -> Non
     first = 0 if tables[me] != tables[0] else next(r for r, table in enumerate(tables) if table != tables[me])
     mine, theirs = _first_difference(tables[me], tables[first])
     raise MismatchError(
-        f"the ranks' key-value stores differ: rank {me} has {mine}; rank {first} has {theirs}. All ranks have to create"
-        " the store alike, to init the same keys with the same shapes and types, and to set the same optimizer",
+        f"the ranks differ: rank {me} has {mine}; rank {first} has {theirs}. {advice or _ADVICE}",
         rank=me,
         peer=first,
         operation=COMPARING,

@@ -59,11 +59,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"errors", "config", "job"},
     "checkpoint": {"errors", "job"},
     "data": {"errors", "config", "job", "ddp"},
+    "nn": {"errors", "job", "kvstore"},
     "kvstore": {"errors", "config", "job", "compression", "hooks", "ddp", "_C"},
     "launch": {"launcher", "job"},
     "launcher": {"", "errors", "config", "job.threads", "job.launchers"},
     "_autoload": {"job"},
-    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint", "data", "kvstore"}
+    "__init__": {
+        "errors",
+        "job",
+        "compression",
+        "hooks",
+        "ddp",
+        "amp",
+        "metrics",
+        "checkpoint",
+        "data",
+        "kvstore",
+        "nn",
+    }
     | {"_autoload", "_build", "_moved", "testing"},
 }
 # May import anything; nothing may import them.
