@@ -62,11 +62,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--users", type=int, default=600, help="rows of one table (default %(default)s)")
     add("--films", type=int, default=300, help="rows of the other (default %(default)s)")
     add("--dim", type=int, default=8, help="numbers of a row (default %(default)s)")
-    add("--steps", type=int, default=600, help="(default %(default)s)")
+    add("--steps", type=int, default=1000, help="(default %(default)s)")
     add("--batch-size", type=int, default=1024, help="ratings of all ranks in a step (default %(default)s)")
     add("--wire", choices=("exact", "bfloat16", "int8"), default="exact", help="how rows travel (default exact)")
     add("--seed", type=int, default=0, help="(default %(default)s)")
-    add("--max-error", type=float, default=0.58, help="root of the mean square on unseen ratings (default %(default)s)")
+    add("--max-error", type=float, default=0.57, help="root of the mean square on unseen ratings (default %(default)s)")
     return parser.parse_args(arguments)
 
 

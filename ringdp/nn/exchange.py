@@ -22,7 +22,7 @@ class Lookup:
         inverse: of each id of the batch, which of the distinct rows it is, as they are asked for.
         ask: how many rows this rank asks of each.
         answer: how many rows each asks of this one.
-        wanted: the rows of this rank's part of the table that are asked for, rank by rank; complete when `work` is done.
+        wanted: rows of this rank's part of the table that are asked for, rank by rank; complete when `work` is done.
         work: the ids' way; None when it is done.
     """
 

@@ -44,6 +44,10 @@ QUICK = {
         ["--width", "4", "--epochs", "1", "--batch-size", "64", "--lr", "0.1"],
         r"ok     accuracy on 360 other images: 0\.\d{4} ",
     ),
+    "recommender": (
+        ["--steps=150", "--users=100", "--films=60", "--max-error=0.9"],
+        r"50 users and 30 films on rank 0\n  ok     error on 8,192 unseen ratings: 0\.\d{4} ",
+    ),
     "train_amp": (
         ["--epochs", "2", "--overflow-at", "3", "--min-accuracy", "0.5"],
         r"ok     parameters and loss scale bit-identical on 2 ranks, [\da-f]{16}….*"
@@ -56,6 +60,7 @@ FAILING = {
     "char_lm": [*QUICK["char_lm"][0], "--steps", "1"],
     "compare_compressors": [*QUICK["compare_compressors"][0], "--min-accuracy", "101"],
     "resnet": [*QUICK["resnet"][0], "--min-accuracy", "1.01"],
+    "recommender": [*QUICK["recommender"][0], "--max-error", "0.1"],
     "train_amp": [*QUICK["train_amp"][0], "--min-accuracy", "1.01"],
 }
 
