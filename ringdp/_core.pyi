@@ -47,6 +47,7 @@ class Runtime:
         checksums: bool = False,
         flip_within: int = 0,
         full_mesh_ranks: int = 16,
+        site: str = "",
     ) -> None:
         """`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.
         With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.

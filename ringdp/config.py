@@ -28,6 +28,7 @@ from ringdp.job.launchers import optional_integer, several_hosts, whole_number
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
     "RINGDP_HOST_ID": "a name for this host, where ranks that share a kernel must count as several hosts",
+    "RINGDP_SITE": "a name for where this host stands (paris), where hosts of several places are far apart",
     "RINGDP_IFACE": "network interfaces to use between hosts: eth0 | eth,ib | 10.0.0.0/8 | all but some: ^docker,br-",
     "RINGDP_ADVERTISE": "one more address or name[:port] under which the others can reach this rank (containers, NAT)",
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
@@ -74,6 +75,9 @@ class RingConfig:
         secret: 32 bytes that every rank of the job knows; None lets rank 0 make them and publish them in the
             store.
         host_id: a name that tells hosts apart which share a kernel; empty where none is needed.
+        site: a name for where this host stands; empty where all hosts are near. Ranks of one site count as one host
+            for the algorithms: compressed gradients are added up inside a site and coded between sites only. All
+            ranks name theirs, or none does.
         host_name: how messages call this host.
         iface: interfaces to use between hosts, a list of names (or beginnings of names; ``=eth0`` is that name
             only), addresses and networks in the order of preference, or, with ``^`` in front, all but those;
@@ -106,6 +110,7 @@ class RingConfig:
 
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     host_id: str = ""
+    site: str = ""
     host_name: str = dataclasses.field(default_factory=socket.gethostname)
     iface: str = ""
     advertise: str = ""
@@ -125,7 +130,7 @@ class RingConfig:
     def __post_init__(self) -> None:
         if self.secret is not None and len(self.secret) != 32:
             raise InvalidArgumentError(f"secret must be 32 bytes, not {len(self.secret)}")
-        for field, limit in (("host_id", 256), ("host_name", 256), ("iface", 512), ("advertise", 255)):
+        for field, limit in (("host_id", 256), ("site", 256), ("host_name", 256), ("iface", 512), ("advertise", 255)):
             text = getattr(self, field)
             if len(text) > limit or any(c.isspace() or not c.isprintable() for c in text):
                 raise InvalidArgumentError(
@@ -390,6 +395,7 @@ def _milliseconds(variable: str) -> Callable[[str], int]:
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_SECRET_FILE": ("secret", read_secret),
     "RINGDP_HOST_ID": ("host_id", str),
+    "RINGDP_SITE": ("site", str),
     "RINGDP_IFACE": ("iface", str),
     "RINGDP_ADVERTISE": ("advertise", str),
     "RINGDP_PORT_RANGE": ("port_range", _port_range),

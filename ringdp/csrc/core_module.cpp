@@ -65,7 +65,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       const std::string& host_id, const TuningLimits& table,
                                       const std::string& table_source, const std::string& transport,
                                       std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
-                                      uint64_t flip_within, int full_mesh_ranks) {
+                                      uint64_t flip_within, int full_mesh_ranks, const std::string& site) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -73,6 +73,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   rendezvous.timeout_ms = timeout_ms;
   rendezvous.epoch = epoch;
   rendezvous.host_id = host_id;
+  rendezvous.site = site;
   rendezvous.tables = tables_text(tables);
   rendezvous.tables_source = table_source;
   rendezvous.transport = transport_named(transport);
@@ -161,7 +162,7 @@ class PythonGroup {
  public:
   PythonGroup(std::shared_ptr<Runtime> runtime, const std::string& name, std::vector<int> members, int64_t timeout_ms,
               const std::optional<TuningLimits>& table) {
-    const AlgorithmTables tables = table ? tables_from(*table) : runtime->tables();
+    const AlgorithmTables tables = table ? tables_from(*table) : runtime->tables_in_use();
     group_ = std::make_unique<GroupHandle>(std::move(runtime), name, std::move(members), timeout_ms, tables);
   }
 
@@ -380,7 +381,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("fault_seed") = 0, py::arg("host_id") = "", py::arg("table") = TuningLimits{},
            py::arg("table_source") = "built in", py::arg("transport") = "auto", py::arg("shm_ring_bytes") = 0,
            py::arg("rate_bytes_per_s") = 0, py::arg("checksums") = false, py::arg("flip_within") = 0,
-           py::arg("full_mesh_ranks") = kFullMeshRanks,
+           py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "",
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results. "
            "With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.")
       .def("shut_down", &Runtime::shut_down, NoGil())

@@ -66,6 +66,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         {
             "RINGDP_SECRET_FILE": secret_file(tmp_path),
             "RINGDP_HOST_ID": "left",
+            "RINGDP_SITE": "paris",
             "RINGDP_IFACE": "eth0",
             "RINGDP_ADVERTISE": "203.0.113.7",
             "RINGDP_PORT_RANGE": "29600-29699",
@@ -85,6 +86,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     assert settings.as_dict() == {
         "secret": SECRET,
         "host_id": "left",
+        "site": "paris",
         "host_name": os.uname().nodename,
         "iface": "eth0",
         "advertise": "203.0.113.7",

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 
 #include "collective/all_reduce.h"
 
@@ -50,6 +51,18 @@ Layout layout_of(std::span<const int> hosts) {
 const AlgorithmTable& AlgorithmTables::of(Layout layout) const {
   if (layout == Layout::kOneHost) return one_host;
   return layout == Layout::kOneRankPerHost ? one_rank_per_host : several_ranks_per_host;
+}
+
+AlgorithmTables tables_for(const AlgorithmTables& tables, int64_t round_trip_us) {
+  AlgorithmTables out = tables;
+  constexpr auto kAnySize = std::numeric_limits<std::size_t>::max();
+  auto far = [&](const AlgorithmTable& table) {
+    return round_trip_us > 0 && static_cast<std::size_t>(round_trip_us) >= table.far_round_trip_us;
+  };
+  if (far(tables.one_rank_per_host)) out.one_rank_per_host.pairwise_bytes = kAnySize;
+  if (far(tables.one_rank_per_host)) out.one_rank_per_host.direct_gather_bytes = kAnySize;
+  if (far(tables.several_ranks_per_host)) out.several_ranks_per_host.pairwise_bytes = kAnySize;
+  return out;
 }
 
 namespace {

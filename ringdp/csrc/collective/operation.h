@@ -25,6 +25,7 @@ struct GroupView {
   int size = 1;
   std::vector<int> members;
   std::vector<int> hosts;  // hosts[i]: number of member i's host; hosts are numbered as they first appear
+  bool far = false;        // a round trip between the job's hosts takes long (tables_for)
 };
 
 // The n-th send from a member to another under a tag meets the n-th receive of that kind.

@@ -26,7 +26,7 @@ void TwoLevel::prepare() {
   if (shape.what == Collective::kReduceScatter)
     plan_ = std::make_unique<ReduceScatterPlan>(hosts_, chunks_, result_, shape.dtype, shape.op);
   else
-    plan_ = std::make_unique<AllReducePlan>(hosts_, chunks_[0], shape.dtype, shape.op);
+    plan_ = std::make_unique<AllReducePlan>(hosts_, chunks_[0], shape.dtype, shape.op, group_.far);
   out_of_.resize(static_cast<std::size_t>(group_.size));
   in_of_.resize(static_cast<std::size_t>(group_.size));
   for (Stream& stream : plan_->incoming()) {

@@ -27,6 +27,14 @@ int64_t ms_between(Clock::time_point from, Clock::time_point to) {
 
 }  // namespace
 
+int64_t tcp_round_trip_us(int fd) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return 0;
+  constexpr uint32_t kNone = ~uint32_t{0};
+  return info.tcpi_min_rtt == kNone ? 0 : info.tcpi_min_rtt;
+}
+
 std::optional<TcpHealth::Counters> TcpHealth::Counters::of(int fd) {
   tcp_info info{};
   socklen_t length = sizeof(info);

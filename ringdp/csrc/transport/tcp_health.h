@@ -10,6 +10,9 @@
 
 namespace ringdp {
 
+// The shortest round trip of a connection so far, by the kernel: what a busy process adds does not count. 0: it does not know.
+int64_t tcp_round_trip_us(int fd);
+
 class TcpHealth {
  public:
   struct Counters {                   // of TCP_INFO, tcp(7)

@@ -56,6 +56,7 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.epoch = config["epoch"].cast<uint32_t>();
   options.host_name = config["host_name"].cast<std::string>();
   options.host_id = config["host_id"].cast<std::string>();
+  options.site = config["site"].cast<std::string>();
   options.interface = config["iface"].cast<std::string>();
   options.advertise = config["advertise"].cast<std::string>();
   options.transport = transport_named(config["transport"].cast<std::string>());
@@ -86,6 +87,12 @@ EngineOptions engine_options_of(const py::dict& config) {
   options.rate_bytes_per_s = config["rate_bytes_per_s"].cast<int64_t>();
   options.check_interrupt = check_python_signals;
   return options;
+}
+
+std::string round_trip_in_words(const Runtime& runtime) {
+  if (!runtime.far()) return "";
+  return "; a round trip between hosts takes " + std::to_string(runtime.round_trip_us() / 1000) +
+         " ms or more, so ranks exchange in pairs where nearer ones use a ring";
 }
 
 // `is_default`: the groups that are made from now on may use this Runtime.
@@ -122,7 +129,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                   std::to_string(engine_options.rate_bytes_per_s) +
                                   " bytes a second over TCP; leave the variable out for the network's own speed");
     if (rank == 0 && size > 1)
-      log(LogLevel::kInfo, all_reduce_in_words(tables, runtime->hosts(), options.tables_source));
+      log(LogLevel::kInfo, all_reduce_in_words(runtime->tables_in_use(), runtime->hosts(), options.tables_source) +
+                               round_trip_in_words(*runtime));
     remember(runtime, global_ranks.empty());
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);
@@ -131,8 +139,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                 "the algorithm table is the job's, fixed when its ranks met, and this group asks for another (" +
                     options.tables_source + "): leave RINGDP_TUNING and its file as they were");
   }
-  auto group =
-      std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), runtime->tables());
+  auto group = std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(),
+                                             runtime->tables_in_use());
   return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
 }
 
