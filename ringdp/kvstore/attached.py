@@ -122,6 +122,14 @@ class Attached:
         finally:
             self._sync = before
 
+    def pull(self) -> None:
+        """Put the store's values into the parameters, on all ranks: after `KVStore.load_state_dict`."""
+        self._table.settle()
+        for bundle in self._bundles:
+            self._table.pull(
+                {name: [it.detach()] for name, it in zip(bundle.lot.names, bundle.parameters, strict=True)}
+            )
+
     def discard(self) -> None:
         """Forget the gradients of this step, on all ranks, after those on their way have arrived."""
         if self._table.compression is None:

@@ -16,7 +16,7 @@ from ringdp.kvstore.agreement import NAMED_KEYS, Operations, compare_tables, wor
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
 from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
 from ringdp.kvstore.transfer import Transfer, reducing
-from ringdp.kvstore.updates import Assign, Update
+from ringdp.kvstore.updates import Assign, Optimizer, Update
 
 _SMALL_BYTES = 64 << 10
 _PLANS = 32  # sets of keys whose plans and buffers are kept
@@ -139,6 +139,10 @@ class Table:
         if not self._stale:
             return
         compare_tables(self._lines(), self.group)
+        if isinstance(self.update, Optimizer):
+            for name, value in (self._new | self.slices).items():
+                if not (value.is_floating_point() or value.is_complex()):
+                    raise InvalidArgumentError(f"{self.update.name} cannot update key {name!r} of {value.dtype}")
         self._stale = False
         if not self._new:
             return

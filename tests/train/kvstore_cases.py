@@ -283,4 +283,12 @@ def attached_forms() -> dict[str, Any]:
     twice = outcome_of(lambda: model(batch(4, rank, torch.float64)).square().mean().backward())
     attached.discard()
     attached.detach()
-    return {"accumulated": accumulated, "last": [it.detach().clone() for it in model.parameters()], "twice": twice}
+    last = [it.detach().clone() for it in model.parameters()]
+    state = store.state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    store.load_state_dict(state)
+    attached.pull()
+    assert all(torch.equal(x, y) for x, y in zip(last, model.parameters(), strict=True))
+    return {"accumulated": accumulated, "last": last, "twice": twice}

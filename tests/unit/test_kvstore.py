@@ -57,6 +57,12 @@ def test_a_push_is_a_copy() -> None:
     assert torch.equal(out, torch.ones(4))
 
 
+def integer_with_optimizer(store: kvstore.KVStore) -> None:
+    store.init("n", torch.zeros(3, dtype=torch.int64))
+    store.set_optimizer("sgd", learning_rate=0.1)
+    store.flush()
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -85,6 +91,7 @@ def test_a_push_is_a_copy() -> None:
         (lambda store: store.set_gradient_compression({"threshold": 1}), "type"),
         (lambda store: store.set_gradient_compression("auto"), "RingDP"),
         (lambda store: store.load_state_dict({}), "not the state"),
+        (lambda store: integer_with_optimizer(store), "SGD cannot update key 'n' of torch.int64"),
     ],
 )
 def test_it_refuses_in_words(call: Callable[[kvstore.KVStore], Any], words: str) -> None:
