@@ -11,7 +11,7 @@ from ringdp import _moved
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import amp, checkpoint, compression, data, hooks, metrics, testing
+    from ringdp import amp, checkpoint, compression, data, hooks, kvstore, metrics, nn, testing
     from ringdp.ddp.gradient_memory import gradient_memory
     from ringdp.ddp.wrapper import RingDP
     from ringdp.diagnosis.timeline_session import timeline
@@ -61,11 +61,13 @@ __all__ = [
     "hooks",
     "init",
     "is_initialized",
+    "kvstore",
     "launch",
     "local_rank",
     "metrics",
     "monitored_barrier",
     "named",
+    "nn",
     "rank",
     "shutdown",
     "testing",
@@ -85,7 +87,7 @@ _HOME |= {
     "timeline": "diagnosis.timeline_session",
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
-_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "metrics", "testing"})
+_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "nn", "testing"})
 
 
 def _load(name: str) -> Any:

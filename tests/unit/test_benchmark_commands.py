@@ -25,6 +25,7 @@ import compression_quality  # noqa: E402
 import guard  # noqa: E402
 import hosts  # noqa: E402
 import kernels  # noqa: E402
+import kvstore  # noqa: E402
 import memory  # noqa: E402
 import plots  # noqa: E402
 import reconfigure  # noqa: E402
@@ -46,6 +47,7 @@ TOOLS = (
     guard,
     hosts,
     kernels,
+    kvstore,
     memory,
     plots,
     reconfigure,
@@ -84,6 +86,7 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("reconfigure.py", "--ranks 1", "at least two ranks"),
         ("startup.py", "--ranks 2,0", "at least one is needed"),
         ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
+        ("kvstore.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt, small"),
         ("guard.py", "--every x", "a list of numbers like 100,500"),
         ("unequal.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt"),
         ("unequal.py", "--ranks 1", "at least two ranks"),

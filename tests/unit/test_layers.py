@@ -62,10 +62,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"errors", "config", "job", "diagnosis"},
     "checkpoint": {"errors", "job"},
     "data": {"errors", "config", "job", "ddp"},
+    "nn": {"errors", "job", "kvstore"},
+    "kvstore": {"errors", "config", "job", "compression", "hooks", "ddp", "_C"},
     "launch": {"launcher", "job"},
-    "launcher": {"", "errors", "config", "job.threads", "diagnosis"},
+    "launcher": {"", "errors", "config", "job.threads", "job.launchers", "diagnosis"},
     "_autoload": {"job"},
-    "__init__": {"errors", "job", "compression", "hooks", "ddp", "diagnosis", "amp", "metrics", "checkpoint", "data"}
+    "__init__": {
+        "errors",
+        "job",
+        "compression",
+        "hooks",
+        "ddp",
+        "diagnosis",
+        "amp",
+        "metrics",
+        "checkpoint",
+        "data",
+        "kvstore",
+        "nn",
+    }
     | {"_autoload", "_build", "_moved", "testing"},
 }
 # May import anything; nothing may import them.
