@@ -38,13 +38,16 @@ if TYPE_CHECKING:
         shutdown,
         world_size,
     )
+    from ringdp.rounds import DiLoCo, LocalSGD, levels
 
 __all__ = [
     "DamagedDataError",
+    "DiLoCo",
     "GradientOverflowError",
     "HandshakeError",
     "InvalidArgumentError",
     "InvalidStateError",
+    "LocalSGD",
     "MismatchError",
     "PeerLostError",
     "RingDP",
@@ -61,6 +64,7 @@ __all__ = [
     "init",
     "is_initialized",
     "launch",
+    "levels",
     "local_rank",
     "metrics",
     "monitored_barrier",
@@ -82,6 +86,7 @@ _HOME |= {
     "launch": "job.local_ranks",
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
+_HOME |= dict.fromkeys(("DiLoCo", "LocalSGD", "levels"), "rounds")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "metrics", "testing"})
 
 

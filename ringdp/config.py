@@ -28,6 +28,7 @@ from ringdp.job.launchers import optional_integer, several_hosts, whole_number
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
     "RINGDP_HOST_ID": "a name for this host, where ranks that share a kernel must count as several hosts",
+    "RINGDP_SITE": "a name for this rank's site, by which ringdp.levels() groups ranks; their host without it",
     "RINGDP_IFACE": "network interfaces to use between hosts: eth0 | eth,ib | 10.0.0.0/8 | all but some: ^docker,br-",
     "RINGDP_ADVERTISE": "one more address or name[:port] under which the others can reach this rank (containers, NAT)",
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
@@ -220,6 +221,11 @@ def cuda_choice(environ: Mapping[str, str] | None = None) -> str:
     if choice and choice not in _CUDA_CHOICES:
         raise InvalidArgumentError(f"RINGDP_CUDA={choice} is not one of {', '.join(_CUDA_CHOICES)}")
     return choice
+
+
+def site(environ: Mapping[str, str] | None = None) -> str:
+    """RINGDP_SITE: what this rank's site is called, '' where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_SITE", "").strip()
 
 
 def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:

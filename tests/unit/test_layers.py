@@ -59,10 +59,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"errors", "config", "job"},
     "checkpoint": {"errors", "job"},
     "data": {"errors", "config", "job", "ddp"},
+    "rounds": {"errors", "config", "job", "compression", "ddp", "_C"},
     "launch": {"launcher", "job"},
     "launcher": {"", "errors", "config", "job.threads"},
     "_autoload": {"job"},
-    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint", "data"}
+    "__init__": {"errors", "job", "compression", "hooks", "ddp", "amp", "metrics", "checkpoint", "data", "rounds"}
     | {"_autoload", "_build", "_moved", "testing"},
 }
 # May import anything; nothing may import them.
