@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,17 +21,17 @@ from ringdp.compression import Compression
 from ringdp.compression.parameters import ModelParameter
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.backend import named
-from ringdp.job.byte_collectives import all_gather_bytes, device_for, require_member
+from ringdp.job.byte_collectives import device_for, require_member
 from ringdp.job.sibling_group import sibling_groups
 from ringdp.rounds import outer as outer_steps
 from ringdp.rounds import start, state
 from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, dealt, local_part
-from ringdp.rounds.schedule import Schedule, TimedSchedule, Turn
+from ringdp.rounds.not_finite import start_over, tell
+from ringdp.rounds.pace import Pace
+from ringdp.rounds.schedule import Turn
 from ringdp.rounds.settings import Settings
 from ringdp.rounds.stats import RoundStats
-
-_log = logging.getLogger("ringdp.rounds")
 
 
 class DiLoCo:
@@ -117,7 +115,6 @@ class DiLoCo:
 
         self._settings, self._parameters, self._inner = start.agreed(who, checked, model, members)
         self._model, self._members = model, members
-        self._schedule = self._settings.schedule()
         device = device_for(members, torch.device("cpu"))
         start.broadcast(model, members)
         dtype = torch.float64 if any(local_part(it.parameter).itemsize == 8 for it in self._parameters) else None
@@ -133,14 +130,12 @@ class DiLoCo:
         count = len(self._fragments)
         self._since: tuple[list[int], list[float]] = ([0] * count, [0.0] * count)  # it last left: steps, samples
         self._units = [float(every) if unequal and isinstance(every, int) else 1.0] * count
-        self._together = model.process_group if isinstance(model, DistributedDataParallel) else None
+        together = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._pace = Pace(self._settings.schedule(), who, own, together)
         self._frozen = start.frozen(model)
         self._evaluating = False
         self._waited_s = self._busy_s = self._bytes = 0.0
         self._drift, self._left_out = [0.0] * count, 0
-        self._ended_s: float | None = None  # the last call from a step
-        self._stepping_s, self._timed_steps = 0.0, 0  # outside of here, since a fragment last left
-        self._opening: tuple[FragmentExchange, Flight] | None = None  # whose records begin the next turn
         self._counts_samples = False
         self._handle = self._inner[-1].register_step_post_hook(self._stepped)
         self._scaler = scaler
@@ -151,12 +146,12 @@ class DiLoCo:
     @property
     def round(self) -> int:
         """Rounds that have ended."""
-        return self._schedule.round
+        return self._pace.schedule.round
 
     @property
     def step(self) -> int:
         """Steps of the inner optimizer so far, also those that a loss scaler skipped."""
-        return self._schedule.step
+        return self._pace.schedule.step
 
     def did(self, samples: float) -> None:
         """This step's samples (or tokens): in the means of this round the rank counts by them. Before ``inner.step()``.
@@ -180,11 +175,11 @@ class DiLoCo:
         Raises:
             MismatchError: another rank is at another step.
         """
-        turn = self._schedule.finish()
+        turn = self._pace.schedule.finish()
         self._take(turn)
         for fragment in self._fragments:
             fragment.write(fragment.total)
-        with named(f"{self._settings.who} {self._schedule.label()}: buffers"):
+        with named(f"{self._settings.who} {self._pace.schedule.label()}: buffers"):
             start.average_buffers(self._model, self._members)
 
     def detach(self) -> None:
@@ -266,19 +261,10 @@ class DiLoCo:
             raise InvalidStateError(
                 f"{self._settings.who}: the inner optimizer stepped inside global_parameters(), which is for evaluation"
             )
-        began = time.monotonic()
-        if self._ended_s is not None:
-            self._stepping_s += began - self._ended_s
-            self._timed_steps += 1
-        waited_before = self._waited_s
+        began, waited_before = time.monotonic(), self._waited_s
         self._since = ([one + 1 for one in self._since[0]], self._since[1])
-        self._look_at_opening()
-        turn = self._schedule.advance(self._due(began))
-        if turn.meets:
-            self._meet()
-        self._take(turn)
-        self._ended_s = time.monotonic()
-        self._busy_s += self._ended_s - began - (self._waited_s - waited_before)
+        self._take(self._pace.turn(began))
+        self._busy_s += self._pace.ended() - began - (self._waited_s - waited_before)
 
     def _take(self, turn: Turn) -> None:
         for number in turn.lands:
@@ -296,18 +282,21 @@ class DiLoCo:
         fragment.read(fragment.buffer)
         wrong = fragment.first_not_finite(fragment.buffer)
         if wrong is not None:
-            self._start_over(number, wrong)
+            self._left_out += 1
+            start_over(self._fragments, fragment, self._inner)
             fragment.buffer.zero_()
         self._note_drift(number)
         if not averages and wrong is None:
             torch.sub(fragment.total, fragment.buffer, out=fragment.buffer)
         weight = 0.0 if wrong is not None else 1.0 if exact else self._weight(number)
-        name = f"{settings.who} {self._schedule.label()}, fragment {number + 1}/{len(self._fragments)}"
-        record = Record(weight, 0.0 if exact else self._step_s(), -1 if wrong is None else wrong, state.digest(fragment.total))
+        name = f"{settings.who} {self._pace.schedule.label()}, fragment {number + 1}/{len(self._fragments)}"
+        record = Record(
+            weight, 0.0 if exact else self._pace.step_s(), -1 if wrong is None else wrong, state.digest(fragment.total)
+        )
         unit = 1.0 if exact else self._units[number]
         flight = exchange.start(f"{name}: {fragment.words}", record, unit=unit, exact=exact, of_parameters=averages)
         self._flights[number] = flight
-        self._opening = None if exact else (exchange, flight)
+        self._pace.leaves(flight)
         self._since[0][number], self._since[1][number] = 0, 0.0
         self._bytes += exchange.sent_bytes(exact=exact)
 
@@ -315,7 +304,7 @@ class DiLoCo:
         fragment, flight = self._fragments[number], self._flights[number]
         arrival = self._wait(number, flight)
         del self._flights[number]
-        self._tell(flight, fragment, arrival)
+        tell(flight, fragment, arrival, self._members.rank())
         if arrival.usable:
             if arrival.of_parameters:
                 fragment.total.copy_(fragment.buffer)
@@ -343,78 +332,6 @@ class DiLoCo:
         size = float(torch.linalg.vector_norm(fragment.total))
         self._drift[number] = float(torch.dist(fragment.total, fragment.buffer)) / size if size else 0.0
 
-    # Ranks that are not equally fast.
-
-    def _step_s(self) -> float:
-        """Seconds of a step outside of here since this was last asked; 0: not known."""
-        mean_s = self._stepping_s / self._timed_steps if self._timed_steps else 0.0
-        self._stepping_s, self._timed_steps = 0.0, 0
-        return mean_s
-
-    def _meet(self) -> None:
-        """All ranks tell how fast they are: the first turn begins."""
-        assert isinstance(self._schedule, TimedSchedule)
-        mine, group = self._step_s(), self._exchanges[0].group
-        told = [mine]
-        if group is not None:
-            with named(f"{self._settings.who}: seconds of a step"):
-                told = [struct.unpack("<d", one)[0] for one in all_gather_bytes(struct.pack("<d", mine), group, room=8)]
-        self._schedule.begin_turn(time.monotonic(), told)
-
-    def _look_at_opening(self) -> None:
-        if isinstance(self._schedule, Schedule) or self._opening is None:
-            return
-        exchange, flight = self._opening
-        if flight.told_s is not None or flight.arrival is not None:
-            at_s = time.monotonic() if flight.told_s is None else flight.told_s
-            self._schedule.begin_turn(at_s, [one.step_s for one in exchange.records(flight)])
-            self._opening = None
-
-    def _due(self, now_s: float) -> bool:
-        """By the clock; where a RingDP keeps ranks in step, by the clock of its first rank."""
-        due = self._schedule.due(now_s)
-        if not self._settings.unequal or self._together is None or self._together.size() == 1:
-            return due
-        told = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
-        with named(f"{self._settings.who}: is the turn over?"):
-            dist.broadcast(told, group=self._together, group_src=0)
-        return bool(told)
-
-    # What goes wrong.
-
-    def _start_over(self, number: int, wrong: int) -> None:
-        """This rank's parameters that are not finite become the global ones, and their optimizer forgets them."""
-        self._left_out += 1
-        _log.warning(
-            "%s %s: %s of rank %d is not finite: fragment %d/%d of this rank does not count, and the rank goes on from"
-            " the global parameters",
-            self._settings.who,
-            self._schedule.label(),
-            self._fragments[number].pieces[wrong].name,
-            self._members.rank(),
-            number + 1,
-            len(self._fragments),
-        )
-        for fragment in self._fragments:
-            for piece in fragment.pieces:
-                mine = local_part(piece.parameter)
-                if fragment is self._fragments[number] or not bool(mine.isfinite().all()):
-                    mine.copy_(piece.shaped(fragment.total))
-        for optimizer in self._inner:
-            for parameter, kept in list(optimizer.state.items()):
-                values = [it for it in kept.values() if isinstance(it, torch.Tensor)] if isinstance(kept, dict) else []
-                if not all(bool(local_part(it).isfinite().all()) for it in values):
-                    del optimizer.state[parameter]
-
-    def _tell(self, flight: Flight, fragment: Fragment, arrival: Arrival) -> None:
-        for rank, piece in arrival.left_out.items():
-            if rank != self._members.rank():
-                _log.warning(
-                    "%s: %s of rank %d is not finite, and does not count", flight.name, fragment.pieces[piece].name, rank
-                )
-        if not arrival.usable and not arrival.left_out:
-            _log.warning("%s: the mean is not finite; the global parameters stay as they are", flight.name)
-
     def _refuse_unfrozen(self) -> None:
         for one in self._frozen:
             if one.parameter.requires_grad:
@@ -437,9 +354,9 @@ class DiLoCo:
 
         @functools.wraps(original)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = self._schedule.step
+            before = self._pace.schedule.step
             result = original(optimizer, *args, **kwargs)
-            if optimizer is self._inner[-1] and self._schedule.step == before:
+            if optimizer is self._inner[-1] and self._pace.schedule.step == before:
                 self._attempted()
             return result
 

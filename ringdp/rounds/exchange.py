@@ -102,6 +102,14 @@ class Flight:
     def stamp(self, _: Any = None) -> None:
         self.told_s = time.monotonic()
 
+    def records(self) -> tuple[Record, ...]:
+        """All ranks', once they have come, which the stamp says."""
+        if self.arrival is not None:
+            return self.arrival.records
+        assert self.told is not None
+        data = as_bytes(self.told)
+        return tuple(Record.decode(data[at : at + _RECORD_BYTES]) for at in range(0, len(data), _RECORD_BYTES))
+
 
 class FragmentExchange:
     """Averages one fragment over the ranks. One thread.
@@ -166,15 +174,6 @@ class FragmentExchange:
                 flight.works.append(work)
         return flight
 
-    @staticmethod
-    def records(flight: Flight) -> tuple[Record, ...]:
-        """All ranks', once they have come, which the flight's stamp says."""
-        if flight.arrival is not None:
-            return flight.arrival.records
-        assert flight.told is not None
-        data = as_bytes(flight.told)
-        return tuple(Record.decode(data[at : at + _RECORD_BYTES]) for at in range(0, len(data), _RECORD_BYTES))
-
     def wait(self, flight: Flight) -> Arrival:
         """Until the mean is in the buffer.
 
@@ -224,7 +223,7 @@ class FragmentExchange:
         return work
 
     def _arrived(self, flight: Flight) -> Arrival:
-        records = self.records(flight)
+        records = flight.records()
         self._require_same(flight.name, records)
         buffer, weights = self.fragment.buffer, [one.weight for one in records]
         counted = [one for one in weights if one > 0]

@@ -68,7 +68,7 @@ class LocalSGD(DiLoCo):
     def _take(self, turn: Turn) -> None:
         super()._take(turn)
         if self._average_momenta and turn.leaves:
-            with named(f"LocalSGD {self._schedule.label()}: momenta"):
+            with named(f"LocalSGD {self._pace.schedule.label()}: momenta"):
                 parameters = [it.parameter for i in turn.leaves for it in self._fragments[i].pieces]
                 start.average([*self._momenta(parameters)], self._members)
 

@@ -49,7 +49,7 @@ def state_dict(rounds: DiLoCo, *, consolidated: bool) -> dict[str, Any]:
         "format": _FORMAT,
         "algorithm": rounds._settings.who,
         "world_size": members.size(),
-        "schedule": rounds._schedule.state(),
+        "schedule": rounds._pace.schedule.state(),
         "compression": rounds._settings.compressor,
         "units": list(rounds._units),
         "since": [[int(steps), float(samples)] for steps, samples in zip(*rounds._since, strict=True)],
@@ -83,12 +83,10 @@ def load_state_dict(rounds: DiLoCo, state: Mapping[str, Any]) -> None:
     own, consolidated = _checked(rounds, state)
     schedule = saved.field(state, "schedule", Mapping, _WHERE)
     _agree(rounds, schedule)
-    rounds._schedule = rounds._settings.schedule()
-    rounds._schedule.load(dict(schedule))
+    rounds._pace.load(dict(schedule))
     rounds._units = [float(one) for one in state["units"]]
     rounds._since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
     rounds._flights.clear()
-    rounds._opening = rounds._ended_s = None
     for number, (fragment, exchange) in enumerate(zip(fragments, rounds._exchanges, strict=True)):
         for piece in fragment.pieces:
             piece.of(fragment.total).copy_(state["global"][piece.name])
