@@ -1,8 +1,8 @@
 """DiLoCo: ranks train alone and average what has changed, in fragments, as codes, while they go on.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, algorithm 1;
-"Streaming DiLoCo with overlapping communication", arXiv 2501.18512. A fragment with the global parameters g: at its turn
-d = g - p is sent; `delay` steps later g = outer(g, mean of d) and p = mix * p + (1 - mix) * g.
+"Streaming DiLoCo with overlapping communication", arXiv 2501.18512. With a fragment's global parameters g and a rank's
+own p: at its turn d = g - p is sent; `delay` steps later g = outer(g, mean of d) and p = mix * p + (1 - mix) * g.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from ringdp.rounds.stats import RoundStats
 class DiLoCo:
     """Ranks that step alone and average every so many steps: 100 times less traffic than averaging gradients.
 
-    Hangs on the inner optimizer's ``step()``; the training loop stays as it is. All ranks make one, with the same model,
-    after `ringdp.init`; parameters and buffers become rank 0's. After each round all ranks have the same bits of the global
-    parameters, whatever the codec. A rank that makes another number of steps is found: its operations have other names.
+    Hangs on the inner optimizer's ``step()``; the training loop stays as it is. All ranks make one, with the same
+    model, after `ringdp.init`; parameters and buffers become rank 0's. After each round all ranks have the same bits of
+    the global parameters, whatever the codec. A rank at another turn than the others is a MismatchError on all of them.
 
     With ``outer={"lr": 1, "momentum": 0}`` and no compression, parameters themselves are averaged (`LocalSGD`); a rank
     without others is then as without DiLoCo, to the bit.
 
-    Buffers, such as BatchNorm's running statistics, stay each rank's own; `finish` averages them. Parameters that do not
-    require grad when this is made stay as rank 0 had them.
+    Buffers, such as BatchNorm's running statistics, stay each rank's own; `finish` averages them. Parameters that do
+    not require grad when this is made stay as rank 0 had them.
 
     Args:
         model: a module, or one in a `RingDP` over other ranks (a host's): see `levels`.
         inner: its optimizer, or several, of which the last one steps last.
         every: steps of a round, or a function that says how many the round that begins after n steps has.
-        outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or what makes a torch optimizer of a list of parameters.
+        outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or what makes a torch optimizer of a list of
+            parameters.
             Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
         fragments: parts of the model, each of which is averaged once a round, one after the other: the same bytes in
             smaller pieces.
@@ -61,8 +62,8 @@ class DiLoCo:
         compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...) or None (exact). What a
             code leaves out is added to the next one where the codec has error feedback.
         warmup_steps: first steps after each of which parameters are averaged exactly. For SGD that is what RingDP does.
-        unequal: ranks are not equally fast: a round ends at an agreed time, when ranks have made `every` steps on average,
-            and each counts by its steps. Train until `round` has some number, not for a number of steps.
+        unequal: ranks are not equally fast: a round ends at an agreed time, when ranks have made `every` steps on
+            average, and each counts by its steps. Train until `round` has some number, not for a number of steps.
         scaler: a GradScaler. Steps that it skips count, so that ranks stay in step.
         process_group: of the ranks that are averaged over; the default group if None.
 
@@ -228,8 +229,8 @@ class DiLoCo:
     def state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
         """All that is needed to go on: global parameters, outer optimizer, this rank's parameters and what codes owe.
 
-        Waits for fragments in flight, so all ranks call it after the same step. The inner optimizer's state is not in it:
-        each rank has its own.
+        Waits for fragments in flight, so all ranks call it after the same step. The inner optimizer's state is not in
+        it: each rank has its own.
 
         Args:
             consolidated: the same on all ranks, for any number of them: of the ranks' parameters the mean.
@@ -242,8 +243,8 @@ class DiLoCo:
         """Go on from such a state, also with this rank's parameters; all ranks call it.
 
         Raises:
-            InvalidArgumentError: it is of another model, of other fragments or codecs, or of another number of ranks and
-                not consolidated.
+            InvalidArgumentError: it is of another model, of other fragments or codecs, or of another number of ranks
+                and not consolidated.
             MismatchError: the ranks load states of different steps.
         """
         state.load_state_dict(self, saved)
@@ -290,9 +291,8 @@ class DiLoCo:
             torch.sub(fragment.total, fragment.buffer, out=fragment.buffer)
         weight = 0.0 if wrong is not None else 1.0 if exact else self._weight(number)
         name = f"{settings.who} {self._pace.schedule.label()}, fragment {number + 1}/{len(self._fragments)}"
-        record = Record(
-            weight, 0.0 if exact else self._pace.step_s(), -1 if wrong is None else wrong, state.digest(fragment.total)
-        )
+        step_s = 0.0 if exact else self._pace.step_s()
+        record = Record(weight, step_s, -1 if wrong is None else wrong, state.digest(fragment.total))
         unit = 1.0 if exact else self._units[number]
         flight = exchange.start(f"{name}: {fragment.words}", record, unit=unit, exact=exact, of_parameters=averages)
         self._flights[number] = flight

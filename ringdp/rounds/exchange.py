@@ -1,7 +1,7 @@
 """One fragment on its way to the other ranks and back: asynchronous operations, driven by the communication thread.
 
-Beside the values each rank tells the others how much it counts (its record), so that the mean can be weighed when both are
-there: nothing waits before values leave.
+Beside the values each rank tells the others how much it counts (its record), so that the mean can be weighed when both
+are there: nothing waits before values leave.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Arrival:
 
 
 class Flight:
-    """A fragment that has left. One thread waits for it; the stamp is written by the thread that completes operations."""
+    """A fragment that has left. One thread waits for it; the one that completes operations writes the stamp."""
 
     def __init__(self, name: str, unit: float, *, exact: bool, of_parameters: bool) -> None:
         self.name, self.unit, self.exact, self.of_parameters = name, unit, exact, of_parameters

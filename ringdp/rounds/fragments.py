@@ -1,7 +1,8 @@
 """A model's parameters in fragments, each of which leaves as one flat tensor.
 
-Parameters are dealt in the model's order, each to the fragment with the fewest elements so far: fragments are about equal,
-and each has layers from all depths. That depends on sizes and on the order alone, so all ranks and later runs deal alike.
+Parameters are dealt in the model's order, each to the fragment with the fewest elements so far: fragments are about
+equal, and each has layers from all depths. That depends on sizes and on the order alone, so all ranks and later runs
+deal alike.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class LocalSGD(DiLoCo):
         inner: as `DiLoCo`.
         every: steps of a round.
         warmup_steps: first steps after each of which parameters are averaged.
-        average_momenta: after a round, the inner optimizer's state of floating point, such as momentum or Adam's moments,
-            is averaged too, exactly; 1 to 2 times the parameters' bytes more.
+        average_momenta: after a round, the inner optimizer's state of floating point, such as momentum or Adam's
+            moments, is averaged too, exactly; 1 to 2 times the parameters' bytes more.
         fragments: as `DiLoCo`; so are the others.
 
     Raises:

@@ -14,7 +14,7 @@ _log = logging.getLogger("ringdp.rounds")
 
 
 def start_over(fragments: Sequence[Fragment], leaving: Fragment, inner: Sequence[torch.optim.Optimizer]) -> None:
-    """What is not finite becomes the global parameters, as does all of `leaving`; the optimizers forget their state there."""
+    """What is not finite becomes the global parameters, as does all of `leaving`; optimizers forget such state."""
     for fragment in fragments:
         for piece in fragment.pieces:
             mine = local_part(piece.parameter)

@@ -42,8 +42,8 @@ class OuterStep(Protocol):
 class Nesterov:
     """torch.optim.SGD's formula, by operations that round alike on every processor: ranks keep the same bits.
 
-    Each multiplication and addition is an operation of its own; one that does both rounds once or twice, depending on the
-    instruction set, and ranks with different processors would drift apart.
+    Each multiplication and addition is an operation of its own; one that does both rounds once or twice, depending on
+    the instruction set, and ranks with different processors would drift apart.
     """
 
     def __init__(self, total: Tensor, lr: float, momentum: float, nesterov: bool) -> None:

@@ -1,7 +1,7 @@
 """Which fragment leaves at which step, and which one lands: pure functions of steps, or of steps and a clock.
 
-A round is `every` steps long. Fragment k of F leaves (k + 1) / F of the way through it, and lands `delay` steps later, at
-the latest when its next turn comes. Nothing here knows of tensors or of other ranks.
+A round is `every` steps long. Fragment k of F leaves (k + 1) / F of the way through it, and lands `delay` steps later,
+at the latest when its next turn comes. Nothing here knows of tensors or of other ranks.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Schedule:
 
 
 class TimedSchedule:
-    """Turns by time: the next fragment leaves whenever an F-th of the time of a round is over, after any number of steps.
+    """Turns by time: the next fragment leaves when an F-th of the time of a round is over, after any number of steps.
 
     A turn begins when all ranks' numbers of the one before have come, which is about the same moment everywhere, so
     clocks need not agree. The time of a round is such that ranks make `every` steps in it on average.

@@ -11,8 +11,9 @@ from ringdp.compression import Compression, get, names
 from ringdp.compression.description import describe
 from ringdp.compression.feedback import feedback_of
 from ringdp.errors import InvalidArgumentError
-from ringdp.rounds import outer
 from ringdp.rounds.exchange import NativeCodec
+from ringdp.rounds.outer import Outer
+from ringdp.rounds.outer import describe as describe_outer
 from ringdp.rounds.schedule import Schedule, TimedSchedule
 
 
@@ -26,7 +27,7 @@ class Settings:
     delay: int
     mix: float
     codec: NativeCodec | None
-    outer: outer.Outer
+    outer: Outer
     warmup_steps: int
     unequal: bool
     average_momenta: bool
@@ -41,7 +42,7 @@ class Settings:
         delay: object,
         mix: object,
         compression: Compression,
-        chosen_outer: outer.Outer,
+        chosen_outer: Outer,
         warmup_steps: object,
         unequal: object,
         average_momenta: object,
@@ -76,7 +77,7 @@ class Settings:
             )
         assert callable(every) or isinstance(every, int)
         codec = _codec(who, compression)
-        outer.describe(chosen_outer)
+        describe_outer(chosen_outer)
         warmup = _whole(who, "warmup_steps", warmup_steps, 0)
         return cls(who, every, count, steps, float(mix), codec, chosen_outer, warmup, unequal, average_momenta)
 
@@ -99,7 +100,7 @@ class Settings:
             f"delay: {self.delay}",
             f"mix: {self.mix!r}",
             f"compression: {self.compressor}",
-            f"outer: {outer.describe(self.outer)}",
+            f"outer: {describe_outer(self.outer)}",
             f"warmup_steps: {self.warmup_steps}",
             f"unequal: {self.unequal}",
             f"average_momenta: {self.average_momenta}",

@@ -42,8 +42,8 @@ def checked_parameters(
     """Those that require grad, each once.
 
     Raises:
-        InvalidArgumentError: there are none, an optimizer has one that the model has not, or one is spread over ranks of
-            the group.
+        InvalidArgumentError: there are none, an optimizer has one that the model has not, or one is spread over ranks
+            of the group.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"{who}: model must be a torch.nn.Module, not {type(model).__name__}")
@@ -146,7 +146,7 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     for device, here in by_device.items():
         there = device_for(group, device)
         sent = here if there == device else [one.to(there) for one in here]
-        dist._broadcast_coalesced(group, sent, _COALESCED_BYTES, 0)
+        dist._broadcast_coalesced(group, sent, _COALESCED_BYTES, 0)  # type: ignore[attr-defined]
         for one, its in zip(here, sent, strict=True):
             if one is not its:
                 one.copy_(its)

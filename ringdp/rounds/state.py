@@ -1,9 +1,9 @@
 """What rounds remember, saved and loaded: exact for each rank, or one for any number of ranks.
 
-``{"format", "algorithm", "world_size", "schedule", "compression", "units", "global": {name: [numel]}, "outer": {name: {…}},
-"in_flight": {fragment: {…}}, "ranks": {"2": {name: {"local", "residual"}}}}``: this rank's entries alone are in "ranks", so
-that torch.distributed.checkpoint keeps those of all ranks apart. Consolidated: ``"parameters": {name: {…}}`` in place of
-"ranks", the same on all ranks. Tensors are flat, row by row. All else is the same on all ranks in either form.
+``{"format", "algorithm", "world_size", "schedule", "compression", "units", "since", "global": {name: [numel]}, "outer":
+{name: {…}}, "in_flight": {fragment: {…}}, "ranks": {"2": {name: {"local", "residual"}}}}``: this rank's entries alone
+are in "ranks", so that torch.distributed.checkpoint keeps those of all ranks apart. Consolidated: ``"parameters":
+{name: {…}}`` in place of "ranks", the same on all ranks. Tensors are flat, row by row.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _checked(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
         )
     if len(state["units"]) != len(rounds._fragments):
         raise InvalidArgumentError(
-            f"{_WHERE} has {len(state['units'])} fragments, and there are {len(rounds._fragments)} here: give it the same"
-            " number"
+            f"{_WHERE} has {len(state['units'])} fragments, and there are {len(rounds._fragments)} here: give it the"
+            " same number"
         )
     timed = "turn" in saved.field(state, "schedule", Mapping, _WHERE)
     if timed != rounds._settings.unequal:
@@ -166,8 +166,8 @@ def _agree(rounds: DiLoCo, schedule: Mapping[str, Any]) -> None:
     for rank, other in enumerate(told):
         if other[:8] != mine[:8]:
             raise MismatchError(
-                f"{rounds._settings.who}.load_state_dict: this rank loads a state of step {schedule['step']}, rank {rank}"
-                f" one of step {int.from_bytes(other[8:], 'little')}: load states that were saved together",
+                f"{rounds._settings.who}.load_state_dict: this rank loads a state of step {schedule['step']}, rank"
+                f" {rank} one of step {int.from_bytes(other[8:], 'little')}: load states that were saved together",
                 rank=rounds._members.rank(),
                 peer=rank,
             )

@@ -25,7 +25,7 @@ def rank_dies(folder: str, at_step: int, compression: str | None) -> tuple[str, 
     module = torch.nn.Linear(2000, 500)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     rounds = DiLoCo(module, optimizer, every=EVERY, fragments=2, delay=2, compression=compression)
-    before = torch.empty(0)
+    before: tuple[torch.Tensor, ...] = ()
     try:
         for step in range(1, 4 * EVERY):
             for p in module.parameters():

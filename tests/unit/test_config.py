@@ -102,7 +102,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "table": {"one_host.fold_sent_bytes": 1},
         "table_source": f"RINGDP_TUNING={table}",
     }
-    read_elsewhere = {"RINGDP_CUDA", "RINGDP_LOG_LEVEL", "RINGDP_GRADIENT_POOL", "RINGDP_REPORT_FILE"}
+    read_elsewhere = {"RINGDP_CUDA", "RINGDP_LOG_LEVEL", "RINGDP_GRADIENT_POOL", "RINGDP_REPORT_FILE", "RINGDP_SITE"}
     assert set(config._READERS) | read_elsewhere == set(config.VARIABLES), "a variable without a reader"
 
 

@@ -17,7 +17,7 @@ def levels() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     then, as None in ``process_group=`` means all ranks. All ranks call it, in the same place.
 
     Raises:
-        InvalidArgumentError: the hosts (or sites) have different numbers of ranks, so that some rank has no counterpart.
+        InvalidArgumentError: the hosts (or sites) have different numbers of ranks, and some rank no counterpart.
         InvalidStateError: before `ringdp.init`.
     """
     world = require_member(None, "ringdp.levels")
