@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -136,7 +137,7 @@ class DiLoCo:
         self._frozen = start.frozen(model)
         self._evaluating = False
         self._waited_s = self._busy_s = self._bytes = 0.0
-        self._drift, self._left_out = [0.0] * count, 0
+        self._changes, self._left_out = [0.0] * count, 0  # the norm of a fragment's, when it last left
         self._counts_samples = False
         self._handle = self._inner[-1].register_step_post_hook(self._stepped)
         self._scaler = scaler
@@ -215,6 +216,7 @@ class DiLoCo:
         """What rounds have cost so far."""
         ranks = self._members.size()
         exact = sum(one.total.numel() * one.total.itemsize for one in self._fragments) * 2 * (ranks - 1) / ranks
+        sizes = [float(torch.linalg.vector_norm(one.total)) for one in self._fragments]
         return RoundStats(
             self.step,
             self.round,
@@ -222,7 +224,7 @@ class DiLoCo:
             round(exact * self.step),
             self._waited_s,
             self._busy_s,
-            tuple(self._drift),
+            tuple(change / (size or 1.0) for change, size in zip(self._changes, sizes, strict=True)),
             self._left_out,
         )
 
@@ -280,15 +282,14 @@ class DiLoCo:
         fragment, exchange, settings = self._fragments[number], self._exchanges[number], self._settings
         # Differences lose bits that the parameters have; codes are for differences.
         averages = exact or (self._outer[number].averages and not exchange.codes)
-        fragment.read(fragment.buffer)
-        wrong = fragment.first_not_finite(fragment.buffer)
-        if wrong is not None:
+        change = fragment.read_parameters() if averages else fragment.read_changes()
+        wrong = None if math.isfinite(change) else fragment.first_not_finite()
+        if wrong is None:
+            self._changes[number] = change
+        else:
             self._left_out += 1
             start_over(self._fragments, fragment, self._inner)
             fragment.buffer.zero_()
-        self._note_drift(number)
-        if not averages and wrong is None:
-            torch.sub(fragment.total, fragment.buffer, out=fragment.buffer)
         weight = 0.0 if wrong is not None else 1.0 if exact else self._weight(number)
         name = f"{settings.who} {self._pace.schedule.label()}, fragment {number + 1}/{len(self._fragments)}"
         step_s = 0.0 if exact else self._pace.step_s()
@@ -325,12 +326,6 @@ class DiLoCo:
         if self._counts_samples:
             return self._since[1][number]
         return float(self._since[0][number]) if self._settings.unequal else 1.0
-
-    def _note_drift(self, number: int) -> None:
-        """While the buffer has this rank's parameters."""
-        fragment = self._fragments[number]
-        size = float(torch.linalg.vector_norm(fragment.total))
-        self._drift[number] = float(torch.dist(fragment.total, fragment.buffer)) / size if size else 0.0
 
     def _refuse_unfrozen(self) -> None:
         for one in self._frozen:

@@ -230,7 +230,7 @@ class FragmentExchange:
         if flight.sent is not None and flight.sent is not buffer:
             buffer.copy_(flight.sent)
         flight.sent = None
-        usable = bool(counted) and self.fragment.first_not_finite(buffer) is None
+        usable = bool(counted) and (flight.report is None or flight.report.finite)
         if usable:
             total = sum(counted) / flight.unit
             if flight.report is None:

@@ -8,7 +8,7 @@ deal alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ringdp.compression.parameters import ModelParameter
+
+PART = 1 << 15  # elements
 
 
 def dealt(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -101,8 +103,44 @@ class Fragment:
             else:
                 mine.copy_(torch.lerp(new, mine.to(new.device, new.dtype), keep))
 
-    def first_not_finite(self, values: Tensor) -> int | None:
-        """The index of a piece."""
-        if bool(torch.isfinite(values.sum())):  # a sum that overflows is looked at more closely
-            return None
-        return next((i for i, one in enumerate(self.pieces) if not bool(one.of(values).isfinite().all())), None)
+    def read_changes(self) -> float:
+        """The buffer becomes the global parameters minus this rank's; the norm of that."""
+        squares = 0.0
+        for mine, place in self._parts():
+            total, change = self.total[place].view(mine.shape), self.buffer[place].view(mine.shape)
+            if mine.device == total.device and mine.dtype == total.dtype:
+                torch.sub(total, mine, out=change)
+            else:
+                change.copy_(mine)
+                torch.sub(total, change, out=change)
+            squares += float(torch.linalg.vector_norm(change)) ** 2
+        return squares**0.5
+
+    def read_parameters(self) -> float:
+        """The buffer becomes this rank's parameters; the norm of their changes."""
+        squares = 0.0
+        for mine, place in self._parts():
+            values = self.buffer[place].view(mine.shape).copy_(mine)
+            squares += float(torch.dist(self.total[place].view(mine.shape), values)) ** 2
+        return squares**0.5
+
+    def first_not_finite(self) -> int | None:
+        """The index of the piece with a parameter of this rank that is an infinity or a NaN."""
+        bad = (i for i, one in enumerate(self.pieces) if not bool(local_part(one.parameter).isfinite().all()))
+        return next(bad, None)
+
+    def _parts(self) -> Iterator[tuple[Tensor, slice]]:
+        """This rank's parameters in parts that stay in the processor's cache, and where they are in flat tensors."""
+        for piece in self.pieces:
+            mine = local_part(piece.parameter)
+            if not mine.is_contiguous():
+                yield mine, slice(piece.begin, piece.begin + piece.count)
+                continue
+            flat = mine.view(-1)
+            for place in parts(piece.count):
+                yield flat[place], slice(piece.begin + place.start, piece.begin + place.stop)
+
+
+def parts(count: int) -> Iterator[slice]:
+    """Of `count` elements: several operations on each of them cost about as much memory traffic as one."""
+    return (slice(begin, min(begin + PART, count)) for begin in range(0, count, PART))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError
+from ringdp.rounds.fragments import parts
 
 Outer: TypeAlias = Mapping[str, Any] | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``, or what makes an optimizer of a list of parameters."""
@@ -52,18 +53,22 @@ class Nesterov:
         self.averages = lr == 1 and momentum == 0
 
     def step(self, mean: Tensor) -> None:
-        if self._momentum:
-            if self._buffer is None:
-                self._buffer = mean.clone()
-            else:
-                self._buffer.mul_(self._momentum).add_(mean)
-            if self._nesterov:
-                mean.add_(self._buffer * self._momentum)
-            else:
-                mean.copy_(self._buffer)
-        if self._lr != 1:
-            mean.mul_(self._lr)
-        self._total.sub_(mean)
+        first = self._momentum != 0 and self._buffer is None
+        if first:
+            self._buffer = mean.clone()
+        for place in parts(mean.numel()):
+            change = mean[place]
+            if self._buffer is not None:
+                velocity = self._buffer[place]
+                if not first:
+                    velocity.mul_(self._momentum).add_(change)
+                if self._nesterov:
+                    change.add_(velocity * self._momentum)
+                else:
+                    change.copy_(velocity)
+            if self._lr != 1:
+                change.mul_(self._lr)
+            self._total[place].sub_(change)
 
     def state(self) -> dict[str, Any]:
         return {} if self._buffer is None else {"momentum_buffer": self._buffer}
