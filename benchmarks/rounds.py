@@ -143,7 +143,9 @@ def train(name: str, seed: int, steps: int, group: Any, rank: int) -> tuple[floa
     chosen = RUNS[name]
     model = ringdp.RingDP(module, process_group=group) if chosen is None else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
-    rounds = None if chosen is None else ringdp.DiLoCo(model, optimizer, outer=OUTER, process_group=group, **chosen)
+    rounds = (
+        None if chosen is None else ringdp.DiLoCo(model, optimizer, process_group=group, **({"outer": OUTER} | chosen))
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps, pct_start=0.1)
     draw = torch.Generator().manual_seed(seed * 10_007 + rank)
     for _ in range(steps):

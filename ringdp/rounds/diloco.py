@@ -177,6 +177,7 @@ class DiLoCo:
         Raises:
             MismatchError: another rank is at another step.
         """
+        self._refuse_inside_evaluation("finish()")
         turn = self._pace.schedule.finish()
         self._take(turn)
         for fragment in self._fragments:
@@ -196,8 +197,7 @@ class DiLoCo:
 
         No rank needs the others for it. Buffers stay this rank's own.
         """
-        if self._evaluating:
-            raise InvalidStateError(f"{self._settings.who}.global_parameters(): already inside such a block")
+        self._refuse_inside_evaluation("global_parameters()")
         with torch.no_grad():
             own = [torch.empty_like(one.total) for one in self._fragments]
             for fragment, values in zip(self._fragments, own, strict=True):
@@ -237,6 +237,7 @@ class DiLoCo:
         Args:
             consolidated: the same on all ranks, for any number of them: of the ranks' parameters the mean.
         """
+        self._refuse_inside_evaluation("state_dict()")
         for number, flight in self._flights.items():
             self._wait(number, flight)
         return state.state_dict(self, consolidated=consolidated)
@@ -249,6 +250,7 @@ class DiLoCo:
                 and not consolidated.
             MismatchError: the ranks load states of different steps.
         """
+        self._refuse_inside_evaluation("load_state_dict()")
         state.load_state_dict(self, saved)
 
     # What a step brings.
@@ -260,10 +262,7 @@ class DiLoCo:
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     @torch.no_grad()
     def _attempted(self) -> None:
-        if self._evaluating:
-            raise InvalidStateError(
-                f"{self._settings.who}: the inner optimizer stepped inside global_parameters(), which is for evaluation"
-            )
+        self._refuse_inside_evaluation("the inner optimizer's step")
         began, waited_before = time.monotonic(), self._waited_s
         self._since = ([one + 1 for one in self._since[0]], self._since[1])
         self._take(self._pace.turn(began))
@@ -326,6 +325,13 @@ class DiLoCo:
         if self._counts_samples:
             return self._since[1][number]
         return float(self._since[0][number]) if self._settings.unequal else 1.0
+
+    def _refuse_inside_evaluation(self, what: str) -> None:
+        if self._evaluating:
+            raise InvalidStateError(
+                f"{self._settings.who}: {what} inside a block of global_parameters(), where the model has"
+                " other parameters than this rank's own"
+            )
 
     def _refuse_unfrozen(self) -> None:
         for one in self._frozen:

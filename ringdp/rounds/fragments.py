@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringdp.compression.parameters import ModelParameter
 
-PART = 1 << 15  # elements
+PART = 1 << 18  # elements
 
 
 def dealt(sizes: Sequence[int], count: int) -> list[list[int]]:

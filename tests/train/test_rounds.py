@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -678,9 +679,9 @@ def rank_evaluates() -> None:
     with rounds.global_parameters():
         require_same_bits(values(module))
         assert difference(values(module), mine) > 0
-        with pytest.raises(InvalidStateError, match="already inside"), rounds.global_parameters():
+        with pytest.raises(InvalidStateError, match="inside a block"), rounds.global_parameters():
             pass
-        with pytest.raises(InvalidStateError, match="for evaluation"):
+        with pytest.raises(InvalidStateError, match="inside a block"):
             optimizer.step()
     with contextlib.suppress(ZeroDivisionError), rounds.global_parameters():
         raise ZeroDivisionError
@@ -689,6 +690,25 @@ def rank_evaluates() -> None:
 
 def test_global_parameters_for_evaluation() -> None:
     run_ranks(rank_evaluates, world_size=2, backend="ring")
+
+
+def rank_has_levels(sites: list[str] | None) -> tuple[list[int] | None, ...]:
+    os.environ["RINGDP_SITE"] = "" if sites is None else sites[dist.get_rank()]
+    try:
+        found = ringdp.levels()
+    finally:
+        del os.environ["RINGDP_SITE"]
+    return tuple(None if one is None else dist.get_process_group_ranks(one) for one in found)
+
+
+def test_levels_are_those_of_sites_and_hosts() -> None:
+    assert run_ranks(rank_has_levels, None, world_size=2, backend="ring") == [([0, 1], None)] * 2
+    assert run_ranks(rank_has_levels, ["a", "b"], world_size=2, backend="ring") == [(None, [0, 1])] * 2
+    four = run_ranks(rank_has_levels, ["a", "b", "a", "b"], world_size=4, backend="ring")
+    assert four == [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
+    for one in run_outcomes(rank_has_levels, ["a", "b", "b"], world_size=3, backend="ring"):
+        assert isinstance(one.error, InvalidArgumentError)
+        assert "there are ranks 0; ranks 1, 2" in str(one.error)
 
 
 def rank_counts_bytes() -> tuple[int, int, Any]:
