@@ -166,6 +166,7 @@ class FragmentExchange:
             told = all_gather_single(flight.told, record, group=self.group, async_op=True)
             told.get_future().add_done_callback(flight.stamp)
             flight.works.append(told)
+        with named(name, bulk=True):
             if self.codes and not exact:
                 flight.works.append(self._send_codes(flight))
             else:

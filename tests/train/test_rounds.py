@@ -488,6 +488,21 @@ def test_a_rank_whose_parameters_are_not_finite_is_left_out_and_named() -> None:
     assert "2.weight of rank 1 is not finite, and this fragment of rank 1 does not count" in first[0]
 
 
+def rank_has_a_flipped_bit() -> None:
+    module, optimizer, rounds = built()
+    steps_of(module, optimizer, 1, 7)
+    if dist.get_rank() == 1:
+        total = rounds._fragments[0].total.view(torch.int32)
+        total[3] ^= 1
+    steps_of(module, optimizer, 8, 14)
+
+
+def test_global_parameters_that_differ_are_found() -> None:
+    for one in run_outcomes(rank_has_a_flipped_bit, world_size=2, backend="ring"):
+        assert isinstance(one.error, MismatchError), one.text
+        assert "the global parameters differ on ranks" in str(one.error)
+
+
 # Loss scaling, unequal ranks, other models.
 
 
