@@ -35,7 +35,7 @@ import ringdp
 from examples.char_lm import GPT
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-STREAMING = {"fragments": 4, "delay": 5}
+STREAMING: dict[str, Any] = {"fragments": 4, "delay": 5}
 RUNS: dict[str, dict[str, Any] | None] = {
     "RingDP": None,
     "every 50, streaming": {"every": 50, **STREAMING},

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
-constexpr std::size_t kBulkFrameBytes = 64 * 1024;    // 5 ms at 100 Mbit/s
+constexpr std::size_t kBulkFrameBytes = 64 * 1024;     // 5 ms at 100 Mbit/s
 constexpr std::size_t kBulkUnsentBytes = 64 * 1024;
 constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
 constexpr std::size_t kControlPieceBytes =

@@ -63,7 +63,7 @@ class LinkSender {
 
  private:
   std::size_t padding_of(std::size_t payload) const;
-  bool stage_next();  // fills the outgoing frame; false if there is none
+  bool stage_next();            // fills the outgoing frame; false if there is none
   SendFlow* next_flow() const;  // the one whose frame goes next, or null
   bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }
   void finish_frame();
