@@ -39,13 +39,16 @@ if TYPE_CHECKING:
         shutdown,
         world_size,
     )
+    from ringdp.rounds import DiLoCo, LocalSGD, levels
 
 __all__ = [
     "DamagedDataError",
+    "DiLoCo",
     "GradientOverflowError",
     "HandshakeError",
     "InvalidArgumentError",
     "InvalidStateError",
+    "LocalSGD",
     "MismatchError",
     "PeerLostError",
     "RingDP",
@@ -63,6 +66,7 @@ __all__ = [
     "is_initialized",
     "kvstore",
     "launch",
+    "levels",
     "local_rank",
     "metrics",
     "monitored_barrier",
@@ -88,6 +92,7 @@ _HOME |= {
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "nn", "testing"})
+_HOME |= dict.fromkeys(("DiLoCo", "LocalSGD", "levels"), "rounds")
 
 
 def _load(name: str) -> Any:

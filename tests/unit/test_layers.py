@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"errors", "config", "job", "ddp"},
     "nn": {"errors", "job", "kvstore"},
     "kvstore": {"errors", "config", "job", "compression", "hooks", "ddp", "_C"},
+    "rounds": {"errors", "config", "job", "compression", "ddp", "_C"},
     "launch": {"launcher", "job"},
     "launcher": {"", "errors", "config", "job.threads", "job.launchers", "diagnosis"},
     "_autoload": {"job"},
@@ -80,6 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data",
         "kvstore",
         "nn",
+        "rounds",
     }
     | {"_autoload", "_build", "_moved", "testing"},
 }

@@ -49,6 +49,9 @@ class Channel {
   // What the last `send` would have blocked on is not the descriptor but time: polling for room is of no use.
   virtual bool held_back() const { return false; }
 
+  // From now on no more than about so many bytes wait in the system unsent: what is sent next is not far behind.
+  virtual void limit_unsent(std::size_t) {}
+
   virtual bool direct() const { return false; }
   virtual IoResult receive(std::span<const iovec> pieces) = 0;  // unless direct
   // These two: only if direct. All bytes that wait, contiguous, valid until `consume`; none: `status` says why.

@@ -27,6 +27,7 @@ class FaultyChannel final : public Channel {
   void consume(std::size_t bytes) override { inner_->consume(bytes); }
   bool drained() const override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
+  void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }
   int poll_fd() const override { return inner_->poll_fd(); }
   int bell_fd() const override { return inner_->bell_fd(); }
   bool before_sleep(bool) override { return false; }  // what it refused a moment ago may be there: never sleep long

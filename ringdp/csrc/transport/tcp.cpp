@@ -66,6 +66,11 @@ class TcpChannel final : public Channel {
     }
   }
 
+  void limit_unsent(std::size_t bytes) override {  // tcp(7): without it, as much waits as the send buffer holds
+    const int most = static_cast<int>(bytes);
+    setsockopt(fd_.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof(most));
+  }
+
   IoResult receive(std::span<const iovec> pieces) override {
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(pieces.data());
