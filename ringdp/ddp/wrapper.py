@@ -33,6 +33,7 @@ from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.optimizer_in_backward import has_optimizers, no_compression_in_backward, stepping_hook
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.parameter_changes import ChangingModule
+from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.reduction_stats import Stats
 from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
@@ -103,6 +104,10 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         on_divergence: what is done then: "raise" (the default), "warn" once for each tensor, or "sync": copy it from
             the majority of the ranks.
         guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
+        reproducible: every element's mean has the same bits for any size and order of buckets, transport and number of
+            hosts, and any placement of the ranks on them, at one number of ranks: all-reduces of `process_group` add
+            in rank order from now on, whoever calls them. See docs/how-to/reproducible.md for what it costs on several
+            hosts of several ranks.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -142,6 +147,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         guard_every: int = 0,
         on_divergence: str = "raise",
         guard_ignore: Iterable[str] = (),
+        reproducible: bool = False,
         **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -173,6 +179,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         self._weight = BatchWeight.checked(weight, delayed=bool(arguments.get("delay_all_reduce_named_params")))
         self._gradient_pool = allowed_pool(gradient_pool)
         self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
+        self._reproducible = rank_order.checked(reproducible)
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -222,6 +229,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         settings = {} if self._weight is None else {"weight": self._weight.mode}
         if self._guard_options.every:
             settings["guard"] = str(self._guard_options)
+        if self._reproducible:
+            settings["reproducible"] = "True"
         return settings
 
     def _ddp_init_helper(
@@ -239,6 +248,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
         hear_extension()
+        if self._reproducible:
+            rank_order.add_in_rank_order(self.process_group, self.device_type)
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
         self.reducer = _C.Reducer(
@@ -389,6 +400,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
+        if self._reproducible:
+            rank_order.refuse_hook(hook)
         self.reducer.register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
@@ -436,6 +449,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
         def possible() -> tuple[Rules, int]:
             rules, warmup_steps = asked()
+            if self._reproducible:
+                rank_order.refuse_rules(rules)
             if rules.compress:
                 no_compression_beside(self._precision)
                 no_compression_in_backward(self._module_parameters)
@@ -449,6 +464,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
+            if self._reproducible:
+                rank_order.add_in_rank_order(new_process_group, self.device_type)
             self.process_group = new_process_group
             if self._guard is not None:
                 self._guard.start_again()

@@ -25,6 +25,9 @@ struct GroupView {
   int size = 1;
   std::vector<int> members;
   std::vector<int> hosts;  // hosts[i]: number of member i's host; hosts are numbered as they first appear
+  // All-reduces add every element, or the codes of it, in rank order: the bits do not depend on `hosts`, nor on the other
+  // elements of the buffer.
+  bool rank_order = false;
 };
 
 // The n-th send from a member to another under a tag meets the n-th receive of that kind.

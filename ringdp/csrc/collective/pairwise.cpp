@@ -107,11 +107,11 @@ void Pairwise::go_on_from(uint64_t before) {
   for (SendFlow& flow : sends_) flow.ready = ready(flow.member);
 }
 
-// A ring would round half types at each step.
+// A ring would round half types at each step, and its order of summation follows the place in the buffer.
 const AllReduceAlgorithm kPairwiseAllReduce{
     Algorithm::kPairwise,
     [](const AllReduceRequest& request) {
-      return request.dtype == DType::kFloat16 || request.dtype == DType::kBfloat16;
+      return request.rank_order || request.dtype == DType::kFloat16 || request.dtype == DType::kBfloat16;
     },
     [](const GroupView& group, const OperationShape& shape, std::string name,
        std::span<std::byte> memory) -> std::unique_ptr<Operation> {

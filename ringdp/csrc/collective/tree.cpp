@@ -188,7 +188,9 @@ void Tree::add_wide(uint64_t begin, std::size_t count) {
 
 const AllReduceAlgorithm kTreeAllReduce{
     Algorithm::kTree,
-    [](const AllReduceRequest& request) { return fits_tree(request.table, request.world(), request.bytes); },
+    [](const AllReduceRequest& request) {
+      return !request.rank_order && fits_tree(request.table, request.world(), request.bytes);
+    },
     [](const GroupView& group, const OperationShape& shape, std::string name, std::span<std::byte> memory)
         -> std::unique_ptr<Operation> { return std::make_unique<Tree>(group, shape, std::move(name), memory); }};
 
