@@ -170,6 +170,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
                 stacklevel=4,
             )
         self._before_forward: list[Callable[[], None]] = []
+        self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
         chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
         self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
@@ -303,7 +304,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
         none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard"))
-        state = super().__getstate__() | none | {"_watched": [], "_before_forward": []}
+        state = super().__getstate__() | none | {"_watched": [], "_before_forward": [], "_repeated_after": -1}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
 
@@ -325,7 +326,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
         prepared = super()._pre_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and not self._join_config.enable:  # which torch leaves set when a join is over
+        if torch.is_grad_enabled() and not self._join_config.enable:
             self._between_steps()
         self._announce_weight(inputs, kwargs)
         return prepared
@@ -337,7 +338,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             return  # checkpointing repeats a forward
         if self._guard is not None:
             self._guard.look()
-        for listener in list(self._before_forward):
+        for listener in [] if self._has_joined else list(self._before_forward):
             listener()
 
     def _post_forward(self, output: Any) -> Any:
@@ -363,7 +364,17 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         """torch's refuses the layers on the CPU."""
         synchronise_on_cpu(module)
 
+    def _repeat_batch(self) -> None:
+        """The forwards up to the next backward that synchronises are of the batch whose forward has failed.
+
+        What it has sent (buffers, the batch's weight) is not sent again.
+        """
+        self._repeated_after = self.reducer.steps()
+        self.reducer.repeat_batch()
+
     def _sync_buffers(self) -> None:
+        if 0 <= self._repeated_after == self.reducer.steps():
+            return
         if self.process_group.size() > 1 or hasattr(self, "buffer_hook") or self._join_config.enable:
             super()._sync_buffers()
 

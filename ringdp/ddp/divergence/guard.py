@@ -1,8 +1,8 @@
 """The guard of a RingDP: do all ranks still have the same replica?
 
 At the first forward after each backward that synchronised, a rank hashes a part of its replica's bytes; after so many
-steps every byte was hashed once. The hashes of ten steps travel together, beside the training, and are compared when
-those of the next ten leave. The parts are cut so that a difference is found within `guard_every` steps.
+steps every byte was hashed once. The hashes of several steps travel together, beside the training, and are compared when
+those of the next ones leave. The parts are cut so that a difference is found within `guard_every` steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringdp.job.background_gather import BackgroundGather, group_for_background
 
 _log = logging.getLogger("ringdp.divergence")
 ACTIONS = ("raise", "warn", "sync")
-_SHARE_OF_WINDOW = 10  # of guard_every
+_EXCHANGE_BYTES = 1 << 20  # that are hashed in the time that an exchange takes
 _ADVICE = (
     "Find what only some ranks do to it, and start from a checkpoint; or let RingDP copy from the majority"
     " (on_divergence='sync'), or leave out what is meant to differ (guard_ignore=[…])"
@@ -88,9 +88,7 @@ class DivergenceGuard:
     def __init__(self, wrapper: Any, every: int, action: str, ignore: tuple[str, ...]) -> None:
         self._wrapper = weakref.ref(wrapper)
         self._action, self._ignore = action, ignore
-        self._window = max(1, every // _SHARE_OF_WINDOW)
-        # A byte is hashed within `parts` steps, its hash leaves within a window, and is compared a window later.
-        self._parts = max(1, every - 2 * self._window + 2)
+        self._window, self._parts = cut(every, sum(one.nbytes for one in wrapper.module.parameters()))
         self._ranks = wrapper.process_group.size()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known_different: set[str] = set()
@@ -124,7 +122,7 @@ class DivergenceGuard:
             self.start_again()
         if size == 1:
             return
-        done = wrapper.reducer.stats()["steps"]
+        done = wrapper.reducer.steps()
         if self._first is None:
             self._first = done
         steps = done - self._first
@@ -245,6 +243,24 @@ class DivergenceGuard:
                 dist.broadcast(copy, group=self._group, group_src=one.majority[0])
                 if copy is not target:
                     target.copy_(copy)
+
+
+def cut(every: int, replica_bytes: int) -> tuple[int, int]:
+    """Of how many steps the hashes travel together, and within how many steps each byte is hashed.
+
+    A byte is hashed within `parts` steps, its hash leaves within a window, and is compared a window later. The cheapest
+    cut: a long window has few exchanges, and many bytes in each step.
+    """
+
+    def bytes_per_step(window: int) -> float:
+        return _EXCHANGE_BYTES / window + replica_bytes / _parts(every, window)
+
+    window = min(range(1, max(every // 3, 1) + 1), key=bytes_per_step)
+    return window, _parts(every, window)
+
+
+def _parts(every: int, window: int) -> int:
+    return max(1, every - 2 * window + 2)
 
 
 def _uneven(told: Sequence[tuple[int, ...]]) -> str:
