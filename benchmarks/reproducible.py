@@ -4,9 +4,9 @@
     python benchmarks/reproducible.py                                 on one host, and on 2 and 4 hosts at 1 Gbit (root)
     python benchmarks/reproducible.py --places 1x4,2x2 --models mlp --compression int8
 
-A place HxR is H hosts (network namespaces, above one) of R ranks. Both models train in one run, in alternating blocks of
-steps; a step's time is the median over the blocks of what the slowest rank took. What they have for gradients in the
-first step is compared before anything is timed. `ratio` is reproducible over default.
+A place HxR is H hosts (network namespaces, above one) of R ranks. Both models train in one run, in alternating blocks;
+a step's time is the median over the blocks of what the slowest rank took. What they have for gradients in the first
+step is compared before anything is timed. `ratio` is reproducible over default.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ class Drawn:
     checksum: int
 
     @classmethod
-    def after(
-        cls, checksum: int, index: int, counts: Sequence[int], *, work: float, samples: int, plan: int
-    ) -> Drawn:
+    def after(cls, checksum: int, index: int, counts: Sequence[int], *, work: float, samples: int, plan: int) -> Drawn:
         """`checksum`: of the batches before it."""
         return cls(work, samples, plan, zlib.crc32(struct.pack(f"<q{len(counts)}q", index, *counts), checksum))
 

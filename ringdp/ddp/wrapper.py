@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
+from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
 from ringdp.ddp.batch_weight import BatchWeight, WeightedModule
 from ringdp.ddp.divergence.guard import GuardOptions
@@ -33,7 +34,6 @@ from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.optimizer_in_backward import has_optimizers, no_compression_in_backward, stepping_hook
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.parameter_changes import ChangingModule
-from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.reduction_stats import Stats
 from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu

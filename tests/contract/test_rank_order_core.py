@@ -1,4 +1,4 @@
-"""Groups that add in rank order: an element has the same bits whatever else is in the buffer and wherever the ranks are."""
+"""Groups that add in rank order: an element has the same bits in any buffer and wherever the ranks are."""
 
 from __future__ import annotations
 
@@ -121,14 +121,19 @@ def test_codes_are_each_ranks_own(codec: str) -> None:
                 after = [[x.copy() for x in each] for each in residuals]
 
                 def body(
-                    rank: int, group: Any, means: Any = means, after: Any = after, together: bool = together
+                    rank: int,
+                    group: Any,
+                    means: Any = means,
+                    after: Any = after,
+                    together: bool = together,
+                    before: Any = residuals,
                 ) -> None:
                     for some in [slice(None)] if together else [slice(i, i + 1) for i in range(len(sections))]:
                         work, _ = group.all_reduce_compressed(
                             means[rank][some],
                             offsets[some],
                             codec,
-                            residuals=residuals[rank][some],
+                            residuals=before[rank][some],
                             new_residuals=after[rank][some],
                         )
                         work.wait()

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
-import ringdp
 from ringdp.compression.methods.power_sgd import PowerSGD
 from ringdp.compression.methods.top_k import TopK
 from ringdp.ddp.wrapper import RingDP
@@ -205,7 +204,9 @@ def test_beside_other_options(tmp_path: Path, kind: str, options: dict[str, Any]
 
 
 @given(st.data())
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_any_layouts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     caps = st.floats(0.0001, 1.0)
     layout = st.builds(

@@ -299,7 +299,9 @@ def test_a_rank_that_ran_out_of_memory_gets_half_from_then_on(options: dict[str,
         counts = [tuple(map(len, step)) for step in taken]
         assert counts[0][1] > 10
         late = [step for step, (_, mine, _) in enumerate(counts) if mine > 10]
-        assert max(late) <= 36, counts  # within 20 steps it is told, and counts from the first batch that nobody has drawn
+        assert max(late) <= 36, (
+            counts
+        )  # within 20 steps it is told, and counts from the first batch that nobody has drawn
         assert counts[-1][1] <= max(count[1] for count in counts[:30]) // 2
         order = GlobalBatches(48 * 80, 48)
         wanted = [order.batch(order.order(0), position) for position in range(80)]

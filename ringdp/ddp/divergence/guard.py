@@ -1,8 +1,8 @@
 """The guard of a RingDP: do all ranks still have the same replica?
 
-Once every so many steps, a window, at the forward after a backward that synchronised, a rank hashes a part of its replica's
-bytes, the next part each time. The hash travels beside the training and is compared a window later. Windows and parts are
-cut so that a difference is found within `guard_every` steps; in the other steps a guard only counts.
+Once every so many steps, a window, at the forward after a backward that synchronised, a rank hashes a part of its
+replica's bytes, the next part each time. The hash travels beside the training and is compared a window later. Windows
+and parts are cut so that a difference is found within `guard_every` steps; in the other steps a guard only counts.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ class DivergenceGuard:
 def cut(every: int, replica_bytes: int) -> tuple[int, int]:
     """How many steps a window has, and in how many parts the replica is hashed, one in each window.
 
-    The cheapest cut by which a difference is found within `every` steps: a byte is hashed within parts * window steps, and
-    its hash is compared a window later. A long window has few exchanges, and larger parts.
+    The cheapest cut by which a difference is found within `every` steps: a byte is hashed within parts * window steps,
+    and its hash is compared a window later. A long window has few exchanges, and larger parts.
     """
 
     def bytes_per_step(window: int) -> float:

@@ -254,7 +254,8 @@ void bind_process_group(py::module_& module) {
         for (ProcessGroupRing* ring : rings_of(*group)) ring->group()->add_in_rank_order();
       },
       py::arg("process_group"),
-      "From now on all-reduces of the group over ring add each element in rank order: its bits do not depend on what else\n"
+      "From now on all-reduces of the group over ring add each element in rank order: its bits do not depend on what "
+      "else\n"
       "the tensor holds, on hosts and transports. All members call it between the same two operations.");
   module.def(
       "adds_in_rank_order",
