@@ -231,6 +231,9 @@ class Group:
     ) -> None:
         """`table`: the Runtime's, unless another is given."""
 
+    def add_in_rank_order(self) -> None:
+        """For all-reduces from now on."""
+
     def all_gather(
         self, input: Buffer | NDArray[Any], outputs: Sequence[Buffer | NDArray[Any]], dtype: str
     ) -> Work: ...
@@ -295,7 +298,13 @@ def algorithms() -> list[dict[str, Any]]:
     """
 
 def all_reduce_algorithm(
-    world: int, dtype: str, bytes: int, *, table: Mapping[str, int] = ..., hosts: Sequence[int] | None = None
+    world: int,
+    dtype: str,
+    bytes: int,
+    *,
+    table: Mapping[str, int] = ...,
+    hosts: Sequence[int] | None = None,
+    rank_order: bool = False,
 ) -> str:
     """Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one."""
 

@@ -310,6 +310,7 @@ class PythonGroup {
   PythonWork barrier() {
     return issue({}, [&](CallOptions options) { return group_->barrier(std::move(options)); });
   }
+  void add_in_rank_order() { group_->add_in_rank_order(); }
   void close() { group_->close(); }
   int rank() const { return group_->view().rank; }
   int size() const { return group_->view().size; }
@@ -346,13 +347,13 @@ py::list algorithm_rows() {
 }
 
 std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes, const TuningLimits& table,
-                          std::optional<std::vector<int>> hosts) {
+                          std::optional<std::vector<int>> hosts, bool rank_order) {
   if (!hosts) hosts.emplace(static_cast<std::size_t>(world), 0);
   if (hosts->size() != static_cast<std::size_t>(world))
     throw Error(ErrorKind::kValue,
                 "hosts has " + std::to_string(hosts->size()) + " entries for " + std::to_string(world) + " ranks");
   const AlgorithmTable& limits = tables_from(table).of(layout_of(*hosts));
-  return std::string(algorithm_name(choose_all_reduce(limits, *hosts, dtype_from(dtype), bytes)));
+  return std::string(algorithm_name(choose_all_reduce(limits, *hosts, dtype_from(dtype), bytes, rank_order)));
 }
 
 }  // namespace
@@ -451,6 +452,7 @@ PYBIND11_MODULE(_core, module) {
       .def("receive", &PythonGroup::receive, py::arg("buffer"), py::arg("dtype"), py::arg("source"), py::kw_only(),
            py::arg("tag") = 0, "From rank `source`, or from any rank with -1; see Work.source.")
       .def("barrier", &PythonGroup::barrier)
+      .def("add_in_rank_order", &PythonGroup::add_in_rank_order, "For all-reduces from now on.")
       .def("close", &PythonGroup::close, NoGil())
       .def_property_readonly("rank", &PythonGroup::rank)
       .def_property_readonly("size", &PythonGroup::size)
@@ -475,6 +477,7 @@ PYBIND11_MODULE(_core, module) {
       "these are in the order in which they are asked whether they fit).");
   module.def("all_reduce_algorithm", &algorithm_for, py::arg("world"), py::arg("dtype"), py::arg("bytes"),
              py::kw_only(), py::arg("table") = TuningLimits{}, py::arg("hosts") = py::none(),
+             py::arg("rank_order") = false,
              "Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one.");
   module.def(
       "built_in_table", [] { return limits_of(AlgorithmTables{}); },

@@ -19,6 +19,7 @@ from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
 from ringdp.config import REPORT_EVERY, report_every
+from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.arguments import (
     accepted,
     bucket_caps,
@@ -115,6 +116,10 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         on_divergence: what is done then: "raise" (the default), "warn" once for each tensor, or "sync": copy it from
             the majority of the ranks.
         guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
+        reproducible: every element's mean has the same bits for any size and order of buckets, transport and number of
+            hosts, and any placement of the ranks on them, at one number of ranks: all-reduces of `process_group` add
+            in rank order from now on, whoever calls them. See docs/how-to/reproducible.md for what it costs on several
+            hosts of several ranks.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -154,6 +159,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         guard_every: int = 0,
         on_divergence: str = "raise",
         guard_ignore: Iterable[str] = (),
+        reproducible: bool = False,
         **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -176,6 +182,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
                 stacklevel=4,
             )
         self._before_forward: list[Callable[[], None]] = []
+        self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
         chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
         self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
@@ -185,6 +192,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         self._weight = BatchWeight.checked(weight, delayed=bool(arguments.get("delay_all_reduce_named_params")))
         self._gradient_pool = allowed_pool(gradient_pool)
         self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
+        self._reproducible = rank_order.checked(reproducible)
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -236,6 +244,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             settings["guard"] = str(self._guard_options)
         if report_every() != REPORT_EVERY:
             settings["RINGDP_REPORT_EVERY"] = str(report_every())
+        if self._reproducible:
+            settings["reproducible"] = "True"
         return settings
 
     def _ddp_init_helper(
@@ -253,6 +263,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
         hear_extension()
+        if self._reproducible:
+            rank_order.add_in_rank_order(self.process_group, self.device_type)
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
         if not self._caps_bytes:  # of the user
@@ -311,7 +323,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
         none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor"))
-        state = super().__getstate__() | none | {"_watched": [], "_before_forward": []}
+        state = super().__getstate__() | none | {"_watched": [], "_before_forward": [], "_repeated_after": -1}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
 
@@ -333,7 +345,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
         prepared = super()._pre_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and not self._join_config.enable:  # which torch leaves set when a join is over
+        if torch.is_grad_enabled() and not self._join_config.enable:
             self._between_steps()
         self._announce_weight(inputs, kwargs)
         return prepared
@@ -346,7 +358,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         self._monitor.before_forward()
         if self._guard is not None:
             self._guard.look()
-        for listener in list(self._before_forward):
+        for listener in [] if self._has_joined else list(self._before_forward):
             listener()
 
     def _post_forward(self, output: Any) -> Any:
@@ -372,7 +384,17 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         """torch's refuses the layers on the CPU."""
         synchronise_on_cpu(module)
 
+    def _repeat_batch(self) -> None:
+        """The forwards up to the next backward that synchronises are of the batch whose forward has failed.
+
+        What it has sent (buffers, the batch's weight) is not sent again.
+        """
+        self._repeated_after = self.reducer.steps()
+        self.reducer.repeat_batch()
+
     def _sync_buffers(self) -> None:
+        if 0 <= self._repeated_after == self.reducer.steps():
+            return
         if self.process_group.size() > 1 or hasattr(self, "buffer_hook") or self._join_config.enable:
             super()._sync_buffers()
 
@@ -417,6 +439,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
+        if self._reproducible:
+            rank_order.refuse_hook(hook)
         self.reducer.register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
@@ -464,6 +488,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
         def possible() -> tuple[Rules, int]:
             rules, warmup_steps = asked()
+            if self._reproducible:
+                rank_order.refuse_rules(rules)
             if rules.compress:
                 no_compression_beside(self._precision)
                 no_compression_in_backward(self._module_parameters)
@@ -477,6 +503,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
+            if self._reproducible:
+                rank_order.add_in_rank_order(new_process_group, self.device_type)
             self.process_group = new_process_group
             if self._guard is not None:
                 self._guard.start_again()

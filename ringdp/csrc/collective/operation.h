@@ -27,6 +27,9 @@ struct GroupView {
   std::vector<int> members;
   std::vector<int> hosts;  // hosts[i]: number of member i's host; hosts are numbered as they first appear
   bool far = false;        // a round trip between the job's hosts takes long (tables_for)
+  // All-reduces add every element, or the codes of it, in rank order: the bits do not depend on `hosts`, nor on the other
+  // elements of the buffer.
+  bool rank_order = false;
 };
 
 // The n-th send from a member to another under a tag meets the n-th receive of that kind.

@@ -134,6 +134,7 @@ Membership ProcessGroupRing::install(Membership made) {
   made.group->on_failure(made.listener);
   {
     std::lock_guard lock(membership_mutex_);
+    if (membership_.group && membership_.group->adds_in_rank_order()) made.group->add_in_rank_order();
     rank_ = made.group->view().rank;
     size_ = made.group->view().size;
     std::swap(membership_, made);

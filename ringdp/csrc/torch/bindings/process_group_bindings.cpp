@@ -1,11 +1,13 @@
 // ringdp._C.create_process_group and NamedScope. Creating blocks until all ranks have met, without the GIL.
 #include <pybind11/chrono.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -233,6 +235,14 @@ std::map<int, std::string> default_transports() {
   return runtime ? runtime->transports() : std::map<int, std::string>();
 }
 
+// The group's rings, of all kinds of devices; one may serve several.
+std::vector<ProcessGroupRing*> rings_of(c10d::ProcessGroup& group) {
+  std::vector<ProcessGroupRing*> rings;
+  for (const c10::Device& device : group.getDeviceTypes())
+    if (ProcessGroupRing* ring = ring_of(group, device.type())) rings.push_back(ring);
+  return rings;
+}
+
 }  // namespace
 
 void bind_process_group(py::module_& module) {
@@ -296,6 +306,23 @@ void bind_process_group(py::module_& module) {
       py::arg("process_group"), py::call_guard<py::gil_scoped_release>(),
       "By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which there was "
       "something to carry, the round trip in seconds, and bytes a second lately.");
+  module.def(
+      "add_in_rank_order",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        for (ProcessGroupRing* ring : rings_of(*group)) ring->group()->add_in_rank_order();
+      },
+      py::arg("process_group"),
+      "From now on all-reduces of the group over ring add each element in rank order: its bits do not depend on what "
+      "else\n"
+      "the tensor holds, on hosts and transports. All members call it between the same two operations.");
+  module.def(
+      "adds_in_rank_order",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        const auto rings = rings_of(*group);
+        return std::any_of(rings.begin(), rings.end(),
+                           [](ProcessGroupRing* ring) { return ring->group()->adds_in_rank_order(); });
+      },
+      py::arg("process_group"), "Whether add_in_rank_order was called for it.");
   module.def(
       "set_log_sink",
       [](py::function sink) {

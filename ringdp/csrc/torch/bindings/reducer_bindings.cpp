@@ -369,6 +369,9 @@ void bind_reducer(py::module_& module) {
       .def("bucket_rows", &rows_as_dicts)
       .def("shadow_with", &shadow_with, py::arg("ranks_with_input"), NoGil())
       .def("announce_weight", &announce_weight, py::arg("weight"), py::arg("sync"), NoGil())
+      .def(
+          "repeat_batch", [](Reducer& reducer) { reducer.between_steps()->repeat_batch(); }, NoGil(),
+          "The forwards up to the end of this step are of the batch whose forward has failed.")
       .def("incoming_factor", &incoming_factor, NoGil())
       .def("shadow_weight", &shadow_weight, NoGil())
       .def("zero_gradients", &zero_gradients, NoGil())
@@ -384,6 +387,9 @@ void bind_reducer(py::module_& module) {
       .def("set_facts", &set_facts, py::arg("facts"))
       .def("take_window", &take_window)
       .def("last_row", &last_row, NoGil())
+      .def(
+          "steps", [](Reducer& reducer) { return reducer.times()->stats().steps; }, NoGil(),
+          "How many backwards have synchronised.")
       .def("arrivals", &arrivals, NoGil())
       .def("error", &error, NoGil())
       // The names torch's DistributedDataParallel uses.
