@@ -98,7 +98,10 @@ std::span<const std::byte> Ring::outgoing(SendFlow&, uint64_t offset, std::size_
   const Leg& leg = legs_[out_leg_];
   std::span<std::byte> next = out_block(leg).subspan(offset - leg.out_begin);
   if (next.size() > max) next = next.first(max - max % kGranuleBytes);
-  if (leg.step == 0) watch_.own(next);
+  if (leg.step == 0) {
+    input_factor_.apply(next);
+    watch_.own(next);
+  }
   return next;
 }
 
@@ -146,6 +149,7 @@ void Ring::add(const Leg& leg, std::size_t at, std::span<const std::byte> data) 
     const std::span<const std::byte> piece = data.subspan(done, std::min(kPieceBytes, data.size() - done));
     std::byte* own = block.data() + at + done;
     std::size_t count = piece.size() / element_bytes_;
+    input_factor_.apply({own, piece.size()});
     watch_.own({own, piece.size()});
     kernels_->combine(own, piece.data(), own, count);
     if (last && kernels_->divide != nullptr && identity().shape.op == ReduceOp::kAvg)

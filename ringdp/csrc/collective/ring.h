@@ -28,6 +28,7 @@ class Ring final : public Operation {
  protected:
   void prepare() override;
   bool starts_early() const override;
+  bool multiplies_as_it_goes() const override { return true; }
 
  private:
   // Both directions carry the same sequence of (slab, step); the blocks differ.
