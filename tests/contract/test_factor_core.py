@@ -1,4 +1,4 @@
-"""An all-reduce that multiplies its input gives the bits of one whose input was multiplied before, whatever the algorithm."""
+"""An all-reduce that multiplies its input gives the bits of one whose input was multiplied before: every algorithm."""
 
 from __future__ import annotations
 
