@@ -6,6 +6,7 @@
 #include <span>
 
 #include "base/types.h"
+#include "kernels/kernels.h"
 
 namespace ringdp {
 
@@ -17,14 +18,13 @@ class InputFactor {
 
   bool on() const { return factor_ != 1; }
   void apply(std::span<std::byte> input) const {
-    if (on()) multiply(input);
+    if (on()) multiply_(input.data(), factor_, input.size() / element_bytes_);
   }
 
  private:
-  void multiply(std::span<std::byte> input) const;
-
-  DType dtype_ = DType::kFloat32;
   double factor_ = 1;
+  std::size_t element_bytes_ = 1;
+  Multiply multiply_ = nullptr;
 };
 
 }  // namespace ringdp
