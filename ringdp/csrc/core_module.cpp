@@ -175,9 +175,10 @@ class PythonGroup {
     group_.reset();
   }
 
-  PythonWork all_reduce(const py::buffer& buffer, const std::string& dtype, const std::string& op) {
+  PythonWork all_reduce(const py::buffer& buffer, const std::string& dtype, const std::string& op, double factor) {
     View view(buffer);
     return issue({view}, [&](CallOptions options) {
+      options.factor = factor;
       return group_->all_reduce(view.bytes(), dtype_from(dtype), op_from(op), std::move(options));
     });
   }
@@ -427,7 +428,9 @@ PYBIND11_MODULE(_core, module) {
                     const std::optional<TuningLimits>&>(),
            py::arg("runtime"), py::arg("name"), py::arg("members"), py::kw_only(), py::arg("timeout_ms") = 30'000,
            py::arg("table") = py::none(), "`table`: the Runtime's, unless another is given.")
-      .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM")
+      .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM",
+           py::kw_only(), py::arg("factor") = 1.0,
+           "`factor`: by which this rank's float32 or float64 input is multiplied first.")
       .def("all_reduce_watched", &PythonGroup::all_reduce_watched, py::arg("buffer"), py::arg("dtype"),
            py::arg("op") = "SUM", "As all_reduce: (Work, FiniteReport).")
       .def(

@@ -28,6 +28,7 @@ std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType
                                               CallOptions options) {
   auto operation = make_all_reduce(table_, all_reduce_view(), memory, dtype, op, current_name());
   operation->watch(options.finite);
+  operation->multiply(memory, InputFactor(dtype, options.factor));
   return submit(std::move(operation), std::move(options));
 }
 

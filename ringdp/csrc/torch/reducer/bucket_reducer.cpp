@@ -26,6 +26,9 @@ ReductionStrategy& BucketReducer::begin(Bucket& bucket, const at::Tensor& buffer
   bucket.sent_in = step;
   bucket.codes = {};
   bucket.report = nullptr;
+  if (shadowing) bucket.factor = 1;
+  if (bucket.factor != 1 && !strategy.multiplies(bucket))
+    multiply_gradient(bucket.gradients, std::exchange(bucket.factor, 1));
   strategy.prepare(bucket, buffer, shadowing);
   if (!shadowing && !bucket.sparse) wait_for_streams(bucket);
   if (ReductionStrategy* before = std::exchange(last_, &strategy)) before->wait_until_issued(buffer);
