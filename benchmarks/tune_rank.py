@@ -84,9 +84,9 @@ def measure(joined: session.Joined) -> None:
 
 
 def _table(limit_bytes: int) -> Mapping[str, int]:
-    from ringdp.job.tuning import BYTE_LIMITS
+    from ringdp.job.tuning import MEASURED_LIMITS
 
-    return dict.fromkeys(BYTE_LIMITS, limit_bytes)
+    return dict.fromkeys(MEASURED_LIMITS, limit_bytes)
 
 
 def _ladder(joined: session.Joined, limit: str, block: Block) -> dict[int, list[float]]:

@@ -158,6 +158,7 @@ class Runtime:
         checksums: bool = False,
         flip_within: int = 0,
         full_mesh_ranks: int = 16,
+        site: str = "",
         dump_folder: str = "",
     ) -> None:
         """`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.
@@ -183,7 +184,7 @@ class NamedScope:
     """A name for the operations of this thread, see ringdp.named."""
 
     def __init__(self) -> None: ...
-    def enter(self, name: str) -> None: ...
+    def enter(self, name: str, bulk: bool = False) -> None: ...
     def exit(self) -> None: ...
 
 class Reconfiguration:
@@ -230,10 +231,15 @@ class Group:
     ) -> None:
         """`table`: the Runtime's, unless another is given."""
 
+    def add_in_rank_order(self) -> None:
+        """For all-reduces from now on."""
+
     def all_gather(
         self, input: Buffer | NDArray[Any], outputs: Sequence[Buffer | NDArray[Any]], dtype: str
     ) -> Work: ...
-    def all_reduce(self, buffer: Buffer | NDArray[Any], dtype: str, op: str = "SUM") -> Work: ...
+    def all_reduce(self, buffer: Buffer | NDArray[Any], dtype: str, op: str = "SUM", *, factor: float = 1.0) -> Work:
+        """`factor`: by which this rank's float32 or float64 input is multiplied first."""
+
     def all_reduce_compressed(
         self,
         buffers: Sequence[Buffer | NDArray[Any]],
@@ -294,7 +300,13 @@ def algorithms() -> list[dict[str, Any]]:
     """
 
 def all_reduce_algorithm(
-    world: int, dtype: str, bytes: int, *, table: Mapping[str, int] = ..., hosts: Sequence[int] | None = None
+    world: int,
+    dtype: str,
+    bytes: int,
+    *,
+    table: Mapping[str, int] = ...,
+    hosts: Sequence[int] | None = None,
+    rank_order: bool = False,
 ) -> str:
     """Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one."""
 
@@ -333,6 +345,12 @@ def isa() -> str:
 
 def load_codec(path: str) -> str:
     """The name of the codec of the shared library at `path`, which this module knows from now on."""
+
+def network_interfaces(spec: str | None = None) -> list[dict[str, Any]]:
+    """The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`:
+    those
+    that RINGDP_IFACE=spec chooses, in its order; None: all.
+    """
 
 def reduction_supported(dtype: str, op: str) -> bool: ...
 def registered_transports() -> list[dict[str, Any]]:

@@ -21,22 +21,21 @@ import pickle
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringdp.errors import InvalidArgumentError, MismatchError, RingError, SystemResourceError
+from ringdp.errors import InvalidArgumentError, MismatchError, SystemResourceError
 from ringdp.job.backend import named
-from ringdp.job.byte_collectives import all_gather_bytes, as_bytes, as_tensor, broadcast_bytes, require_member
+from ringdp.job.byte_collectives import all_gather_bytes, as_bytes, as_tensor, broadcast_bytes, require_member, together
 
 _log = logging.getLogger("ringdp.checkpoint")
 _NAME = re.compile(r"step-(\d{12})\.([0-9a-f]{16})\.pt")
 _UNFINISHED = re.compile(r"\.step-\d{12}\.\d+\.unfinished")
 _FORMAT = 1
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +84,7 @@ def save(
     """
     members = require_member(group, "ringdp.checkpoint.save")
     with named("ringdp.checkpoint.save"):
-        mine = _together(lambda: _checked(step, keep, own), members, "ringdp.checkpoint.save")
+        mine = together(lambda: _checked(step, keep, own), members, "ringdp.checkpoint.save")
         told = all_gather_bytes(mine, members)
         for rank, line in enumerate(told):
             if (other := int.from_bytes(line[:8], "little")) != step:
@@ -103,7 +102,7 @@ def save(
                 written = _write(Path(folder), step, content)
                 _drop_old(Path(folder), written, keep)
 
-        _together(write, members, "ringdp.checkpoint.save")
+        together(write, members, "ringdp.checkpoint.save")
 
 
 def load(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
@@ -119,7 +118,7 @@ def load(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = No
     """
     members = require_member(group, "ringdp.checkpoint.load")
     with named("ringdp.checkpoint.load"):
-        listed = _together(lambda: _names(Path(folder)), members, "ringdp.checkpoint.load")
+        listed = together(lambda: _names(Path(folder)), members, "ringdp.checkpoint.load")
         everywhere = [line.decode().split() for line in all_gather_bytes(" ".join(listed).encode(), members)]
         candidates = sorted({name for names in everywhere for name in names}, reverse=True)
         for name in candidates:
@@ -129,7 +128,7 @@ def load(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = No
             def read(path: Path = path, holder: int = holder) -> bytearray | None:
                 return _read_whole(path) if members.rank() == holder else None
 
-            content = _together(read, members, "ringdp.checkpoint.load")
+            content = together(read, members, "ringdp.checkpoint.load")
             whole = all_gather_bytes(b"y" if content is not None else b"", members, room=1)[holder]
             if whole:
                 return _unpacked(broadcast_bytes(content, holder, members), str(path), members)
@@ -346,27 +345,3 @@ def _unpacked(content: bytes | bytearray, path: str, group: dist.ProcessGroup) -
             )
         own = None
     return Checkpoint(loaded["step"], loaded["shared"], own, loaded["world_size"], path)
-
-
-# On all ranks.
-
-
-def _together(work: Callable[[], Result], group: dist.ProcessGroup, what: str) -> Result:
-    """Do this rank's work and raise on every rank where one failed, so that none waits for it."""
-    error: Exception | None = None
-    result: Result | None = None
-    try:
-        result = work()
-    except OSError as raised:
-        error = raised if isinstance(raised, RingError) else SystemResourceError(f"{what}: {raised}")
-    except Exception as raised:
-        error = raised
-    kind = b"" if error is None else b"S" if isinstance(error, OSError) else b"O"
-    told = all_gather_bytes(kind + str(error).encode()[:1000] if kind else b"", group, room=1001)
-    if error is not None:
-        raise error
-    for rank, line in enumerate(told):
-        if line:
-            failed = SystemResourceError if line.startswith(b"S") else MismatchError
-            raise failed(f"{what} failed on rank {rank}: {line[1:].decode(errors='replace')}", peer=rank)
-    return result  # type: ignore[return-value]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -28,6 +29,7 @@ from ringdp.job.launchers import optional_integer, several_hosts, whole_number
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
     "RINGDP_HOST_ID": "a name for this host, where ranks that share a kernel must count as several hosts",
+    "RINGDP_SITE": "a name for where this host stands (paris), where hosts of several places are far apart",
     "RINGDP_IFACE": "network interfaces to use between hosts: eth0 | eth,ib | 10.0.0.0/8 | all but some: ^docker,br-",
     "RINGDP_ADVERTISE": "one more address or name[:port] under which the others can reach this rank (containers, NAT)",
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
@@ -42,8 +44,12 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
+    "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",
     "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
     "RINGDP_DUMP_DIR": "folder for dumps of operations and stacks of stalled ranks (ringrun sets it); empty: none",
+    "RINGDP_METRICS_DIR": "folder in which each rank writes a line of JSON for each step (ringrun --metrics-dir)",
+    "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
+    "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -53,6 +59,9 @@ CHECKSUM_BY_DEFAULT = False
 
 FULL_MESH_RANKS = 16
 """Jobs of up to so many ranks connect all pairs when they meet, where RINGDP_FULL_MESH_RANKS is not set."""
+
+REPORT_EVERY = 20
+"""Steps between two reports, where RINGDP_REPORT_EVERY is not set."""
 
 _CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -75,6 +84,9 @@ class RingConfig:
         secret: 32 bytes that every rank of the job knows; None lets rank 0 make them and publish them in the
             store.
         host_id: a name that tells hosts apart which share a kernel; empty where none is needed.
+        site: a name for where this host stands; empty where all hosts are near. Ranks of one site count as one host
+            for the algorithms: compressed gradients are added up inside a site and coded between sites only. All
+            ranks name theirs, or none does.
         host_name: how messages call this host.
         iface: interfaces to use between hosts, a list of names (or beginnings of names; ``=eth0`` is that name
             only), addresses and networks in the order of preference, or, with ``^`` in front, all but those;
@@ -108,6 +120,7 @@ class RingConfig:
 
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     host_id: str = ""
+    site: str = ""
     host_name: str = dataclasses.field(default_factory=socket.gethostname)
     iface: str = ""
     advertise: str = ""
@@ -128,7 +141,7 @@ class RingConfig:
     def __post_init__(self) -> None:
         if self.secret is not None and len(self.secret) != 32:
             raise InvalidArgumentError(f"secret must be 32 bytes, not {len(self.secret)}")
-        for field, limit in (("host_id", 256), ("host_name", 256), ("iface", 512), ("advertise", 255)):
+        for field, limit in (("host_id", 256), ("site", 256), ("host_name", 256), ("iface", 512), ("advertise", 255)):
             text = getattr(self, field)
             if len(text) > limit or any(c.isspace() or not c.isprintable() for c in text):
                 raise InvalidArgumentError(
@@ -208,6 +221,45 @@ def report_file(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("RINGDP_REPORT_FILE") or None
 
 
+def report_every(environ: Mapping[str, str] | None = None) -> int:
+    """RINGDP_REPORT_EVERY, the same on all ranks.
+
+    Raises:
+        InvalidArgumentError: it is not a number from 0 to 1000.
+    """
+    text = (os.environ if environ is None else environ).get("RINGDP_REPORT_EVERY", "").strip()
+    every = whole_number("RINGDP_REPORT_EVERY", text) if text else REPORT_EVERY
+    if not 0 <= every <= 1000:
+        raise InvalidArgumentError(f"RINGDP_REPORT_EVERY={text} must be a number of steps up to 1000, or 0 for never")
+    return every
+
+
+def metrics_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """RINGDP_METRICS_DIR; None where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_METRICS_DIR", "").strip() or None
+
+
+def timeline_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """RINGDP_TIMELINE; None where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_TIMELINE", "").strip() or None
+
+
+def tensorboard(environ: Mapping[str, str] | None = None) -> bool:
+    """RINGDP_TENSORBOARD: whether metrics are written for TensorBoard, too.
+
+    Raises:
+        InvalidArgumentError: it is neither 0 nor 1, or 1 without RINGDP_METRICS_DIR or the package tensorboard.
+    """
+    choice = (os.environ if environ is None else environ).get("RINGDP_TENSORBOARD", "").strip()
+    if choice not in ("", "0", "1"):
+        raise InvalidArgumentError(f"RINGDP_TENSORBOARD={choice} is neither 0 nor 1")
+    if choice == "1" and metrics_dir(environ) is None:
+        raise InvalidArgumentError("RINGDP_TENSORBOARD=1 needs a folder to write to: set RINGDP_METRICS_DIR")
+    if choice == "1" and importlib.util.find_spec("tensorboard") is None:
+        raise InvalidArgumentError("RINGDP_TENSORBOARD=1 needs the package tensorboard: pip install tensorboard")
+    return choice == "1"
+
+
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:
     """CUDA_VISIBLE_DEVICES as it is set, for messages; None where it is not."""
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
@@ -223,6 +275,11 @@ def cuda_choice(environ: Mapping[str, str] | None = None) -> str:
     if choice and choice not in _CUDA_CHOICES:
         raise InvalidArgumentError(f"RINGDP_CUDA={choice} is not one of {', '.join(_CUDA_CHOICES)}")
     return choice
+
+
+def site(environ: Mapping[str, str] | None = None) -> str:
+    """RINGDP_SITE: what this rank's site is called, '' where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_SITE", "").strip()
 
 
 def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:
@@ -393,6 +450,7 @@ def _milliseconds(variable: str) -> Callable[[str], int]:
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_SECRET_FILE": ("secret", read_secret),
     "RINGDP_HOST_ID": ("host_id", str),
+    "RINGDP_SITE": ("site", str),
     "RINGDP_IFACE": ("iface", str),
     "RINGDP_ADVERTISE": ("advertise", str),
     "RINGDP_PORT_RANGE": ("port_range", _port_range),

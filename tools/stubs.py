@@ -59,6 +59,7 @@ TYPES: dict[str, dict[str, str]] = {
         "Runtime.__init__(secret)": "str | bytes",
         "algorithms": "list[dict[str, Any]]",
         "codec_specs": "list[dict[str, Any]]",
+        "network_interfaces": "list[dict[str, Any]]",
         "registered_transports": "list[dict[str, Any]]",
         "set_log_sink(sink)": f"{SINK} | None",
     },

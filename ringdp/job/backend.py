@@ -97,11 +97,16 @@ def handing_over(pending: _C.PendingMesh) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def named(name: str) -> Iterator[None]:
+def named(name: str, *, bulk: bool = False) -> Iterator[None]:
     """Give the operations this thread issues inside the block a name, which their errors carry.
 
     Ranks compare it: two all-reduces of equal shape issued in different order on two ranks are told apart by their
     names and fail with `MismatchError`, where unnamed ones would add up the wrong tensors.
+
+    Args:
+        name: not empty.
+        bulk: their bytes go where no other operation has any to send, between two ranks: others do not wait behind
+            them. For what is large and not waited for soon.
     """
     if not name:
         raise InvalidArgumentError("ringdp.named needs a name that is not empty")
@@ -109,7 +114,7 @@ def named(name: str) -> Iterator[None]:
     from ringdp import _C
 
     scope = _C.NamedScope()
-    scope.enter(name)
+    scope.enter(name, bulk)
     try:
         yield
     finally:

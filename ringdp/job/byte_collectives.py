@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringdp import config
-from ringdp.errors import InvalidStateError, MismatchError
+from ringdp.errors import InvalidStateError, MismatchError, RingError, SystemResourceError
 
 _MOST_TEXT_BYTES = 1 << 30
+Result = TypeVar("Result")
 
 # torch 2.13 gave it another name, and warns of the old one.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -119,6 +121,27 @@ def broadcast_bytes(data: bytes | bytearray | None, source: int, group: dist.Pro
     if content.numel():
         dist.broadcast(content, group=group, group_src=source)
     return data if group.rank() == source and data is not None else as_bytes(content)
+
+
+def together(work: Callable[[], Result], group: dist.ProcessGroup, what: str) -> Result:
+    """Do this rank's work and raise on every rank where one failed, so that none waits for it."""
+    error: Exception | None = None
+    result: Result | None = None
+    try:
+        result = work()
+    except OSError as raised:
+        error = raised if isinstance(raised, RingError) else SystemResourceError(f"{what}: {raised}")
+    except Exception as raised:
+        error = raised
+    kind = b"" if error is None else b"S" if isinstance(error, OSError) else b"O"
+    told = all_gather_bytes(kind + str(error).encode()[:1000] if kind else b"", group, room=1001)
+    if error is not None:
+        raise error
+    for rank, line in enumerate(told):
+        if line:
+            failed = SystemResourceError if line.startswith(b"S") else MismatchError
+            raise failed(f"{what} failed on rank {rank}: {line[1:].decode(errors='replace')}", peer=rank)
+    return result  # type: ignore[return-value]
 
 
 def as_tensor(data: bytes | bytearray) -> Tensor:

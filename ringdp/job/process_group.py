@@ -89,8 +89,8 @@ def init(
 ) -> None:
     """Join the job: create torch.distributed's default process group and pick this rank's device.
 
-    Without arguments it reads what ringrun, torchrun, mpirun or srun put into the environment; without a
-    launcher it makes a world of one, which opens no port. It ends at exit by itself, or with `shutdown`.
+    Without arguments it reads what ringrun, torchrun, mpirun, srun or MXNet's scripts put into the environment; without
+    a launcher it makes a world of one, which opens no port. It ends at exit by itself, or with `shutdown`.
 
     Args:
         backend: anything ``torch.distributed.init_process_group`` takes. None is ``cpu:ring,cuda:nccl`` where

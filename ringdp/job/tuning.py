@@ -31,6 +31,7 @@ FORMAT = 1
 BUILT_IN = "built in"
 MAX_BYTES = 2**50
 MAX_RANKS = 2**20
+MAX_US = 2**40
 
 LAYOUTS: Mapping[str, str] = {
     "one_host": "all ranks on one host",
@@ -44,12 +45,17 @@ LIMITS: Mapping[str, str] = {
     "of a tree: largest 64/n times the size",
     "flat_broadcast_bytes": "largest broadcast that its root sends to every rank itself",
     "direct_gather_bytes": "largest block of an all-gather that each rank sends to every other itself",
+    "pairwise_bytes": "largest all-reduce, of types other than float16 and bfloat16, that goes in pairs and not round a ring",
+    "far_round_trip_us": "round trip between hosts, in microseconds, from which on all of them go in pairs",
     "direct_ranks": "largest group, in ranks, in which small collectives go from each rank straight to every other",
 }
 """Names of the limits with what they mean; those of ``AlgorithmTable`` in csrc/collective/algorithm_table.h. In bytes,
-except ``direct_ranks``."""
+ranks or microseconds, as the name ends."""
 
-BYTE_LIMITS = tuple(name for name in LIMITS if name.endswith("_bytes"))
+MEASURED_LIMITS = ("fold_two_ranks_bytes", "fold_sent_bytes", "flat_broadcast_bytes", "direct_gather_bytes")
+"""What benchmarks/tune.py finds."""
+
+_UNITS = (("_bytes", "bytes", MAX_BYTES), ("_ranks", "ranks", MAX_RANKS), ("_us", "microseconds", MAX_US))
 
 COSTS: Mapping[str, str] = {
     "alpha_local_us": "microseconds a message within a host takes, however short",
@@ -123,7 +129,7 @@ def parse(document: Any, *, path: str) -> Tuning:
     limits: dict[str, int] = {}
     for layout, values in section("layouts", document.get("layouts", {}), LAYOUTS).items():
         for name, value in section(f"layouts.{layout}", values, LIMITS).items():
-            unit, most = ("bytes", MAX_BYTES) if name in BYTE_LIMITS else ("ranks", MAX_RANKS)
+            unit, most = next((unit, most) for ending, unit, most in _UNITS if name.endswith(ending))
             if type(value) is not int or not 0 <= value <= most:
                 wanted = f"a whole number of {unit}, 0 to 2**{most.bit_length() - 1}"
                 refuse(f"layouts.{layout}.{name}", f"must be {wanted}, not {_shown(value)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -17,7 +18,11 @@ def main(argv: list[str] | None = None) -> int:
         return: it dies of SIGINT itself, so that a shell script or make around it stops as well.
     """
     try:
+        from ringdp.job.launchers import dmlc
         from ringdp.launcher import supervisor
+
+        dmlc.end_needless_role(os.environ)
+        os.environ.update(dmlc.as_node(os.environ))
 
         return supervisor.launch(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:

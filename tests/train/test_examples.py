@@ -32,6 +32,11 @@ QUICK = {
         ["--epochs=2", "--sleep-ms=0.2"],
         r"samples of a batch of 64, by rank: \d+(, \d+)*\n  ok     RingDP against one process: largest difference",
     ),
+    "far_apart": (
+        ["--steps=100", "--every=20", "--worst=4"],
+        r"exact in every step: loss \d\.\d{4}; .*\n  ok     rounds of 20 steps: loss \d\.\d{4}; .*\n"
+        r"  ok     parameters bit-identical on all ranks",
+    ),
     "char_lm": (
         ["--steps=60", "--batch-size=8", "--context=32", "--width=32", "--layers=1", "--lr=0.01", "--characters=30000"],
         r"ok     bits per character on 3,000 unseen ones: [5-9]\.\d+ before, [34]\.\d+ after, 4\.\d+ by",
@@ -44,6 +49,10 @@ QUICK = {
         ["--width", "4", "--epochs", "1", "--batch-size", "64", "--lr", "0.1"],
         r"ok     accuracy on 360 other images: 0\.\d{4} ",
     ),
+    "recommender": (
+        ["--steps=150", "--users=100", "--films=60", "--max-error=0.9"],
+        r"50 users and 30 films on rank 0\n  ok     error on 8,192 unseen ratings: 0\.\d{4} ",
+    ),
     "train_amp": (
         ["--epochs", "2", "--overflow-at", "3", "--min-accuracy", "0.5"],
         r"ok     parameters and loss scale bit-identical on 2 ranks, [\da-f]{16}….*"
@@ -53,9 +62,11 @@ QUICK = {
 FAILING = {
     "linear_regression": ["--tolerance", "-1"],
     "unequal_machines": [*QUICK["unequal_machines"][0], "--tolerance", "-1"],
+    "far_apart": [*QUICK["far_apart"][0], "--worst", "0.01"],
     "char_lm": [*QUICK["char_lm"][0], "--steps", "1"],
     "compare_compressors": [*QUICK["compare_compressors"][0], "--min-accuracy", "101"],
     "resnet": [*QUICK["resnet"][0], "--min-accuracy", "1.01"],
+    "recommender": [*QUICK["recommender"][0], "--max-error", "0.1"],
     "train_amp": [*QUICK["train_amp"][0], "--min-accuracy", "1.01"],
 }
 
@@ -110,6 +121,30 @@ def test_two_ranks(name: str) -> None:
     assert "100%" in err, "a bar"
     assert other_out == "", "rank 0 alone speaks"
     assert "%|" not in other_err, "and shows a bar"
+
+
+def port_of_mxnet(folder: str) -> float:
+    os.chdir(folder)
+    accuracy: float = importlib.import_module("examples.from_mxnet").main(4)
+    return accuracy
+
+
+def test_the_port_from_mxnet_learns(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = run_ranks(with_port, port, str(tmp_path), world_size=2, backend=None)
+    assert min(results) > 0.9
+    assert (tmp_path / "digits.pt").exists()
+
+
+def with_port(port: int, folder: str) -> float:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    before = os.getcwd()
+    try:
+        return port_of_mxnet(folder)
+    finally:
+        os.chdir(before)
 
 
 @pytest.mark.parametrize("name", FAILING)

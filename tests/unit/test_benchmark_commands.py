@@ -25,10 +25,12 @@ import compression_quality  # noqa: E402
 import guard  # noqa: E402
 import hosts  # noqa: E402
 import kernels  # noqa: E402
+import kvstore  # noqa: E402
 import memory  # noqa: E402
 import plots  # noqa: E402
 import reconfigure  # noqa: E402
 import reducer  # noqa: E402
+import rounds  # noqa: E402
 import selection  # noqa: E402
 import startup  # noqa: E402
 import step  # noqa: E402
@@ -46,10 +48,12 @@ TOOLS = (
     guard,
     hosts,
     kernels,
+    kvstore,
     memory,
     plots,
     reconfigure,
     reducer,
+    rounds,
     selection,
     startup,
     step,
@@ -84,8 +88,10 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("reconfigure.py", "--ranks 1", "at least two ranks"),
         ("startup.py", "--ranks 2,0", "at least one is needed"),
         ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
+        ("kvstore.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt, small"),
         ("guard.py", "--every x", "a list of numbers like 100,500"),
         ("unequal.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt"),
+        ("rounds.py", "loss --runs nonsense", "'nonsense' is not known: choose from RingDP"),
         ("unequal.py", "--ranks 1", "at least two ranks"),
         ("selection.py", "--numel 0", "at least one element"),
         ("selection.py", "--rounds 0", "one round"),

@@ -457,7 +457,7 @@ def test_tune_writes_a_file_that_ringdp_reads(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"written to {path}" in done.stderr
     found = tuning.read(str(path))
-    assert set(found.limits) == {f"one_host.{name}" for name in tuning.BYTE_LIMITS}
+    assert set(found.limits) == {f"one_host.{name}" for name in tuning.MEASURED_LIMITS}
     assert set(found.limits.values()) <= {0, 4096, 8192, 16384, 32768}
     assert set(found.costs) == {"alpha_local_us", "beta_local_ns_per_byte", "gamma_ns_per_byte"}
     path.write_text('{"ringdp_tuning": 2}')

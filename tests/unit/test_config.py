@@ -16,7 +16,7 @@ from ringdp import config
 from ringdp.config import LaunchEnvironment, RingConfig
 from ringdp.errors import InvalidArgumentError, SystemResourceError
 from ringdp.job import launchers
-from ringdp.job.launchers import hydra
+from ringdp.job.launchers import dmlc, hydra
 from tests.helpers import need
 
 core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
@@ -66,6 +66,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         {
             "RINGDP_SECRET_FILE": secret_file(tmp_path),
             "RINGDP_HOST_ID": "left",
+            "RINGDP_SITE": "paris",
             "RINGDP_IFACE": "eth0",
             "RINGDP_ADVERTISE": "203.0.113.7",
             "RINGDP_PORT_RANGE": "29600-29699",
@@ -87,6 +88,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "secret": SECRET,
         "host_id": "left",
         "dump_dir": str(tmp_path / "dumps"),
+        "site": "paris",
         "host_name": os.uname().nodename,
         "iface": "eth0",
         "advertise": "203.0.113.7",
@@ -105,6 +107,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "table_source": f"RINGDP_TUNING={table}",
     }
     read_elsewhere = {"RINGDP_CUDA", "RINGDP_LOG_LEVEL", "RINGDP_GRADIENT_POOL", "RINGDP_REPORT_FILE"}
+    read_elsewhere |= {"RINGDP_REPORT_EVERY", "RINGDP_METRICS_DIR", "RINGDP_TENSORBOARD", "RINGDP_TIMELINE"}
     assert set(config._READERS) | read_elsewhere == set(config.VARIABLES), "a variable without a reader"
 
 
@@ -460,6 +463,45 @@ def test_hydra_on_several_hosts_is_told_the_meeting_point() -> None:
     told = LaunchEnvironment.read(spread | {"MASTER_ADDR": "h0", "MASTER_PORT": "29500"})
     assert told is not None
     assert told.init_method == "tcp://h0:29500"
+
+
+def test_mxnets_start_scripts() -> None:
+    variables = {
+        "DMLC_ROLE": "worker",
+        "DMLC_TASK_ID": "1",
+        "DMLC_NUM_WORKER": "3",
+        "DMLC_NUM_SERVER": "3",
+        "DMLC_PS_ROOT_URI": "10.0.0.1",
+        "DMLC_PS_ROOT_PORT": "9091",
+    }
+    place = LaunchEnvironment.read(variables)
+    assert place is not None
+    assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("dmlc", 1, 3, None)
+    assert place.init_method == "tcp://10.0.0.1:9091"
+    assert dmlc.as_node(variables) == {
+        "PET_NNODES": "3",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "10.0.0.1",
+        "PET_MASTER_PORT": "9091",
+    }
+    told = LaunchEnvironment.read(variables | {"DMLC_WORKER_ID": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"})
+    assert told is not None
+    assert (told.rank, told.init_method) == (2, "tcp://h0:29500")
+    with pytest.raises(InvalidArgumentError, match="lacks DMLC_PS_ROOT_PORT"):
+        LaunchEnvironment.read({name: it for name, it in variables.items() if name != "DMLC_PS_ROOT_PORT"})
+    with pytest.raises(InvalidArgumentError, match="set DMLC_WORKER_ID"):
+        LaunchEnvironment.read({name: it for name, it in variables.items() if name != "DMLC_TASK_ID"})
+    with pytest.raises(InvalidArgumentError, match="is not worker, server or scheduler"):
+        LaunchEnvironment.read(variables | {"DMLC_ROLE": "boss"})
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_mxnets_servers_and_schedulers_end_at_once(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ({}, {"OMPI_COMM_WORLD_SIZE": "2"}):  # also where mpirun started it
+        with pytest.raises(SystemExit) as ended:
+            LaunchEnvironment.read({"DMLC_ROLE": role, **more})
+        assert ended.value.code == 0
+        assert f"DMLC_ROLE={role}: none is needed" in capsys.readouterr().err
 
 
 def test_the_ancestors_of_a_process() -> None:

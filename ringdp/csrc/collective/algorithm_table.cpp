@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 
 #include "collective/all_reduce.h"
 
@@ -52,6 +53,18 @@ const AlgorithmTable& AlgorithmTables::of(Layout layout) const {
   return layout == Layout::kOneRankPerHost ? one_rank_per_host : several_ranks_per_host;
 }
 
+AlgorithmTables tables_for(const AlgorithmTables& tables, int64_t round_trip_us) {
+  AlgorithmTables out = tables;
+  constexpr auto kAnySize = std::numeric_limits<std::size_t>::max();
+  auto far = [&](const AlgorithmTable& table) {
+    return round_trip_us > 0 && static_cast<std::size_t>(round_trip_us) >= table.far_round_trip_us;
+  };
+  if (far(tables.one_rank_per_host)) out.one_rank_per_host.pairwise_bytes = kAnySize;
+  if (far(tables.one_rank_per_host)) out.one_rank_per_host.direct_gather_bytes = kAnySize;
+  if (far(tables.several_ranks_per_host)) out.several_ranks_per_host.pairwise_bytes = kAnySize;
+  return out;
+}
+
 namespace {
 
 // In a tree ceil(log2 n) messages of the whole buffer follow one another each way, in a ring 2(n-1) of n-ths of it. By the
@@ -74,8 +87,9 @@ bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes) {
          bytes <= (world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / others);
 }
 
-Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes) {
-  return find_all_reduce({table, hosts, dtype, bytes}).id;
+Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes,
+                            bool rank_order) {
+  return find_all_reduce({table, hosts, dtype, bytes, rank_order}).id;
 }
 
 Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t bytes) {

@@ -44,6 +44,11 @@ struct AlgorithmTable {
   // larger ones they use few pairs, because a connection is made when a pair first needs it
   // (docs/reference/algorithms.md).
   std::size_t direct_ranks = 16;
+  // Between hosts whose round trip takes so many microseconds or more, what else takes a step for each rank of a ring goes
+  // straight from everybody to everybody, at any size (`tables_for`).
+  std::size_t far_round_trip_us = 5000;
+  // Largest all-reduce of types that are not half types that is exchanged in pairs, where a ring would do.
+  std::size_t pairwise_bytes = 0;
 
   bool operator==(const AlgorithmTable&) const = default;
 };
@@ -61,6 +66,10 @@ struct AlgorithmTables {
   AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024};  // a fold sends the same to a host several times
 };
 
+// What is used where the longest round trip between hosts takes `round_trip_us`, the same on all ranks: as it is, or with
+// exchanges in pairs where rings take a round trip for every two ranks.
+AlgorithmTables tables_for(const AlgorithmTables& tables, int64_t round_trip_us);
+
 // Whether small collectives of that many members go straight to everybody. Always so for two.
 bool goes_direct(const AlgorithmTable& table, int world);
 // Whether a buffer of that many bytes is reduced along a tree, or by a fold; at most one of the two.
@@ -69,7 +78,9 @@ bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes);
 
 // `bytes`: of the whole buffer; of an all-gather or reduce-scatter, of one rank's block.
 // `hosts` as in layout_of, one entry for each rank.
-Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes);
+// `rank_order` as in GroupView.
+Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes,
+                            bool rank_order = false);
 Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t bytes);
 Algorithm choose_reduce_scatter(const AlgorithmTable& table, std::span<const int> hosts, std::size_t bytes);
 Algorithm choose_broadcast(const AlgorithmTable& table, int world, std::size_t bytes);

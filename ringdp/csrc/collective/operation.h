@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "collective/finite.h"
+#include "collective/input_factor.h"
 #include "collective/scratch.h"
 #include "device/staging.h"
 #include "mesh/link.h"
@@ -26,6 +27,10 @@ struct GroupView {
   int size = 1;
   std::vector<int> members;
   std::vector<int> hosts;  // hosts[i]: number of member i's host; hosts are numbered as they first appear
+  bool far = false;        // a round trip between the job's hosts takes long (tables_for)
+  // All-reduces add every element, or the codes of it, in rank order: the bits do not depend on `hosts`, nor on the other
+  // elements of the buffer.
+  bool rank_order = false;
 };
 
 // The n-th send from a member to another under a tag meets the n-th receive of that kind.
@@ -59,6 +64,11 @@ class Operation : public FlowHandler {
   void watch(std::shared_ptr<FiniteReport> report) {
     watch_ = FiniteWatch(identity_.shape.dtype, std::move(report));
     watch_.hand_on(staging_.get());
+  }
+  // Of an all-reduce in place: its input is multiplied before it is reduced.
+  void multiply(std::span<std::byte> input, const InputFactor& factor) {
+    input_ = input;
+    input_factor_ = factor;
   }
   // Single-rank case: the buffer is input and result; it is only scanned for non-finite values.
   void look_at_start(std::span<const std::byte> memory) { only_looked_at_ = memory; }
@@ -117,6 +127,8 @@ class Operation : public FlowHandler {
   virtual bool finished() const { return true; }  // anything to do besides the flows?
   // It can start with a part of its input; only for algorithms that use `there`.
   virtual bool starts_early() const { return false; }
+  // It passes each element of its input through `input_factor_` itself; otherwise that is done when it starts.
+  virtual bool multiplies_as_it_goes() const { return false; }
   // How many bytes of its memory, from the start, have come from the device; all of them where there is none.
   std::size_t there(std::span<const std::byte> memory) const {
     return staging_ ? staging_->there(memory) : memory.size();
@@ -134,6 +146,7 @@ class Operation : public FlowHandler {
   std::deque<SendFlow> sends_;  // deques: links hold pointers
   std::deque<RecvFlow> receives_;
   FiniteWatch watch_;
+  InputFactor input_factor_;
 
  private:
   std::vector<int> uninformed_neighbours() const;
@@ -143,6 +156,7 @@ class Operation : public FlowHandler {
   OperationContext context_;
   std::vector<std::span<const std::byte>> memory_;
   std::vector<std::pair<std::span<std::byte>, std::span<const std::byte>>> copies_;
+  std::span<std::byte> input_;  // where it is to be multiplied
   std::span<const std::byte> only_looked_at_;
   std::function<void()> before_;
   std::function<void()> after_;

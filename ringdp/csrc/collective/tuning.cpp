@@ -19,6 +19,8 @@ constexpr Limit kLimits[] = {
     {"flat_broadcast_bytes", &AlgorithmTable::flat_broadcast_bytes},
     {"direct_gather_bytes", &AlgorithmTable::direct_gather_bytes},
     {"direct_ranks", &AlgorithmTable::direct_ranks},
+    {"far_round_trip_us", &AlgorithmTable::far_round_trip_us},
+    {"pairwise_bytes", &AlgorithmTable::pairwise_bytes},
 };
 
 std::string limit_name(Layout layout, const Limit& limit) {

@@ -26,7 +26,7 @@ void TwoLevel::prepare() {
   if (shape.what == Collective::kReduceScatter)
     plan_ = std::make_unique<ReduceScatterPlan>(hosts_, chunks_, result_, shape.dtype, shape.op);
   else
-    plan_ = std::make_unique<AllReducePlan>(hosts_, chunks_[0], shape.dtype, shape.op);
+    plan_ = std::make_unique<AllReducePlan>(hosts_, chunks_[0], shape.dtype, shape.op, group_.far);
   out_of_.resize(static_cast<std::size_t>(group_.size));
   in_of_.resize(static_cast<std::size_t>(group_.size));
   for (Stream& stream : plan_->incoming()) {
@@ -176,7 +176,9 @@ bool TwoLevel::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> 
 
 const AllReduceAlgorithm kTwoLevelAllReduce{
     Algorithm::kTwoLevel,
-    [](const AllReduceRequest& request) { return layout_of(request.hosts) == Layout::kSeveralRanksPerHost; },
+    [](const AllReduceRequest& request) {
+      return !request.rank_order && layout_of(request.hosts) == Layout::kSeveralRanksPerHost;
+    },
     [](const GroupView& group, const OperationShape& shape, std::string name,
        std::span<std::byte> memory) -> std::unique_ptr<Operation> {
       return std::make_unique<TwoLevel>(group, shape, std::move(name), std::vector{memory}, std::span<std::byte>{});

@@ -30,14 +30,15 @@ int count_shares(std::size_t bytes, int hosts, int most) {
 // earlier make one more step between the hosts, and finished blocks go to the other ranks of the host. kLead and kLag say how
 // many turns lie between these, so that the next block is there when a carrier needs it; the bits do not depend on them.
 // Every rank runs the same loops and keeps only its own stages, which is why two ranks agree on the order of their stream.
-AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op)
+AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op, bool far)
     : hosts_(hosts),
       memory_(memory),
       element_bytes_(dtype_size(dtype)),
       half_(dtype == DType::kFloat16 || dtype == DType::kBfloat16),
+      in_pairs_(half_ || far),
       ranks_(op == ReduceOp::kAvg ? hosts.ranks : 1),
       share_count_(count_shares(memory.size(), hosts.count(), hosts.most)),
-      steps_(half_ ? 2 : 2 * (hosts.count() - 1)),
+      steps_(in_pairs_ ? 2 : 2 * (hosts.count() - 1)),
       shares_(memory.size(), share_count_, element_bytes_),
       latest_(static_cast<std::size_t>(share_count_ * hosts.count())) {
   int rounds = share_count_ / hosts_.most;
@@ -50,7 +51,7 @@ AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, 
     for (Step step = 0; step < steps_; ++step)
       for_round(turn - kLead - kLag * step, [&](int share) {
         if (!carries(share)) return;
-        if (half_)
+        if (in_pairs_)
           make_exchange_step(share, step);
         else
           make_ring_step(share, step);
@@ -111,7 +112,7 @@ void AllReducePlan::make_ring_step(int share, Step step) {
 void AllReducePlan::make_exchange_step(int share, Step step) {
   int h = hosts_.count(), here = hosts_.here;
   Stage* mine = latest(share, here);
-  Stage* sum = step == 0 && mine != nullptr ? &add_sum(mine->memory, h, here, 1, mine) : nullptr;
+  Stage* sum = step == 0 && mine != nullptr ? &add_sum(mine->memory, h, here, half_ ? 1 : ranks_, mine) : nullptr;
   for (int i = 1; i < h; ++i) {
     int other = host_after(here, i);
     int peer = carrier(other, share);
@@ -134,7 +135,7 @@ void AllReducePlan::make_exchange_step(int share, Step step) {
 
 std::vector<int> AllReducePlan::finished_blocks(Step step) const {
   int h = hosts_.count(), here = hosts_.here;
-  if (!half_) {
+  if (!in_pairs_) {
     if (step < h - 2) return {};
     return {host_after(here, -1 - step)};
   }

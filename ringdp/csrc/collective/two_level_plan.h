@@ -3,7 +3,7 @@
 // The buffer is cut into shares, h blocks each (h hosts). Share s is carried on host H by that host's rank number s modulo
 // its number of ranks. Three things happen to it:
 //   inside    the ranks of a host send their part to the host's carrier, which adds up in rank order;
-//   between   the carriers of the hosts go round a ring with it (wide types), or exchange its blocks (half types);
+//   between   the carriers of the hosts go round a ring with it (wide types), or exchange its blocks (half types; all types between far hosts);
 //   result    each carrier passes finished blocks on to the other ranks of its host.
 // All stages have one order, by `turn`, in which later shares begin while earlier ones are between hosts. A turn needs results
 // of earlier turns only, and every stream is in that order, so the oldest missing piece can always move: no deadlock.
@@ -22,7 +22,7 @@ namespace ringdp {
 
 class AllReducePlan final : public StagePlan {
  public:
-  AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op);
+  AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op, bool far = false);
 
  private:
   using Step = int;  // of a share between hosts, from 0
@@ -45,7 +45,8 @@ class AllReducePlan final : public StagePlan {
   const std::span<std::byte> memory_;
   const std::size_t element_bytes_;
   const bool half_;
-  const int ranks_;  // of the group, if the result is their mean; else 1
+  const bool in_pairs_;  // between hosts
+  const int ranks_;      // of the group, if the result is their mean; else 1
   const int share_count_;
   const int steps_;
   const Chunks shares_;

@@ -222,6 +222,12 @@ std::exception_ptr Engine::failure_of(uint64_t id) const {
   return group ? groups_.failure_of(*group) : nullptr;
 }
 
+std::map<int, Channel::Carried> Engine::carried() {
+  std::map<int, Channel::Carried> found;
+  if (fork_generation() == generation_) role_.run([&] { found = links_.carried(); });
+  return found;
+}
+
 void Engine::abort(const std::string& why) {
   if (fork_generation() != generation_) return;
   role_.run([&] {

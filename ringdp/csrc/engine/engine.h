@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -90,9 +91,9 @@ class Engine {
   // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
   void shut_down();
 
-  uint64_t bytes_sent() const { return links_.bytes_sent(); }
+  PeerLinks::Traffic traffic() const { return links_.traffic(); }
   uint64_t bytes_sent_to(int peer) const { return links_.bytes_sent_to(peer); }
-  uint64_t bytes_received() const { return links_.bytes_received(); }
+  std::map<int, Channel::Carried> carried();  // see PeerLinks; empty after the shutdown
   const PeerInfo& peer(int rank) const { return links_.peers().info(rank); }
   int rank() const { return links_.peers().rank(); }
   int world() const { return links_.peers().world(); }

@@ -6,11 +6,13 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "base/naming.h"
 
 namespace ringdp {
 namespace {
 
-GroupView view_of(int world_rank, const std::vector<int>& hosts, std::vector<int> members) {
+GroupView view_of(int world_rank, const Runtime& runtime, std::vector<int> members) {
+  const std::vector<int>& hosts = runtime.hosts();
   int world = static_cast<int>(hosts.size());
   for (std::size_t i = 0; i < members.size(); ++i) {
     if (members[i] < 0 || members[i] >= world)
@@ -31,6 +33,7 @@ GroupView view_of(int world_rank, const std::vector<int>& hosts, std::vector<int
     view.hosts.push_back(
         seen.emplace(hosts[static_cast<std::size_t>(member)], static_cast<int>(seen.size())).first->second);
   view.members = std::move(members);
+  view.far = runtime.far();
   return view;
 }
 
@@ -47,7 +50,7 @@ OpenGroup::OpenGroup(std::shared_ptr<Runtime> runtime, const std::string& name, 
                      int64_t timeout_ms)
     : runtime_(std::move(runtime)),
       engine_(runtime_->share_engine()),
-      view_(view_of(engine_->rank(), runtime_->hosts(), members)),
+      view_(view_of(engine_->rank(), *runtime_, members)),
       id_(engine_->add_group(key_of(name, members), view_, name)),
       timeout_ms_(timeout_ms) {}
 
@@ -66,6 +69,7 @@ void OpenGroup::close(const std::string& how) {
 
 std::shared_ptr<Work> OpenGroup::submit(std::unique_ptr<Operation> operation, CallOptions options) {
   if (estimating_.load(std::memory_order_relaxed)) return note(*operation, options);
+  operation->mutable_identity().bulk = current_is_bulk();
   Engine::Submission submission;
   if (options.before || options.after) operation->wrap(std::move(options.before), std::move(options.after));
   if (options.staging) operation->stage(std::move(options.staging));

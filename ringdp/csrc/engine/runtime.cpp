@@ -16,12 +16,18 @@ int cores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-std::vector<int> host_numbers(const std::vector<MeshPeer>& peers) {
+std::vector<int> numbers(const std::vector<MeshPeer>& peers, std::string MeshPeer::* name) {
   std::map<std::string, int> seen;
   std::vector<int> out;
   for (const MeshPeer& peer : peers)
-    out.push_back(seen.emplace(peer.host_identity, static_cast<int>(seen.size())).first->second);
+    out.push_back(seen.emplace(peer.*name, static_cast<int>(seen.size())).first->second);
   return out;
+}
+
+std::vector<int> host_numbers(const std::vector<MeshPeer>& peers) {
+  const bool several_sites =
+      std::any_of(peers.begin(), peers.end(), [&](const MeshPeer& it) { return it.site != peers.front().site; });
+  return numbers(peers, several_sites ? &MeshPeer::site : &MeshPeer::host_identity);
 }
 
 }  // namespace
@@ -30,10 +36,15 @@ Runtime::Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOption
     : Runtime(rendezvous.rank, meet(store, rendezvous), std::move(options), tables) {}
 
 Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tables)
-    : late_(std::move(mesh.late)), hosts_(host_numbers(mesh.peers)), tables_(tables) {
+    : late_(std::move(mesh.late)),
+      hosts_(host_numbers(mesh.peers)),
+      tables_(tables),
+      round_trip_us_(mesh.round_trip_us),
+      tables_in_use_(tables_for(tables, mesh.round_trip_us)) {
   std::vector<MeshPeer>& peers = mesh.peers;
-  ranks_on_this_host_ =
-      static_cast<int>(std::count(hosts_.begin(), hosts_.end(), hosts_[static_cast<std::size_t>(rank)]));
+  const std::string& here = peers[static_cast<std::size_t>(rank)].host_identity;
+  ranks_on_this_host_ = static_cast<int>(
+      std::count_if(peers.begin(), peers.end(), [&](const MeshPeer& it) { return it.host_identity == here; }));
   for (const MeshPeer& peer : peers)
     if (peer.transport != nullptr) transports_[peer.info.rank] = peer.transport->name;
   // More ranks than cores: polling TCP would take the core from the rank that is waited for. A look at shared memory costs

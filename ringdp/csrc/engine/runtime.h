@@ -30,8 +30,13 @@ class Runtime {
   Engine& engine() { return *engine_; }
   std::shared_ptr<Engine> share_engine() { return engine_; }
   int ranks_on_this_host() const { return ranks_on_this_host_; }
-  const std::vector<int>& hosts() const { return hosts_; }  // the number of each rank's host, in order of appearance
-  const AlgorithmTables& tables() const { return tables_; }
+  // The number of each rank's host, in order of appearance; of its site, where ranks name several: what collectives take for
+  // a host.
+  const std::vector<int>& hosts() const { return hosts_; }
+  const AlgorithmTables& tables() const { return tables_; }                // as they were asked for
+  const AlgorithmTables& tables_in_use() const { return tables_in_use_; }  // for this job's round trip
+  int64_t round_trip_us() const { return round_trip_us_; }                 // Mesh::round_trip_us
+  bool far() const { return tables_in_use_ != tables_; }                   // it counts as long
   // Of every other rank: its transport's name; where it is not connected yet, what it is expected to be.
   const std::map<int, std::string>& transports() const { return transports_; }
 
@@ -50,6 +55,8 @@ class Runtime {
   int ranks_on_this_host_ = 1;
   std::vector<int> hosts_;
   const AlgorithmTables tables_;
+  const int64_t round_trip_us_;
+  const AlgorithmTables tables_in_use_;
   std::map<int, std::string> transports_;
 };
 

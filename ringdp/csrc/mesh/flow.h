@@ -48,6 +48,7 @@ struct FlowIdentity {
   OperationShape shape;
   std::string name;            // whose hash is shape.name_hash
   std::string between = {};    // of a message: "from rank 1 to rank 2"
+  bool bulk = false;           // of this rank alone: its flows give way to others on their links
   bool counts_differ = false;  // every pair of ranks has a count of its own: compared per flow, not in the fingerprint
 
   uint64_t elements(uint64_t bytes) const;

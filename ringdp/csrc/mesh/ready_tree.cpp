@@ -21,10 +21,21 @@ bool ReadyTree::is_neighbour(int peer) const {
   return peer == parent_ || std::find(children_.begin(), children_.end(), peer) != children_.end();
 }
 
-bool ReadyTree::take_report(int peer) { return std::erase(silent_, peer) > 0; }
+void ReadyTree::set_ready(int64_t number) {
+  if (ready_) return;
+  ready_ = true;
+  largest_ = std::max(largest_, number);
+}
 
-bool ReadyTree::take_all_ready(int peer) {
+bool ReadyTree::take_report(int peer, int64_t number) {
+  if (std::erase(silent_, peer) == 0) return false;
+  largest_ = std::max(largest_, number);
+  return true;
+}
+
+bool ReadyTree::take_all_ready(int peer, int64_t number) {
   if (peer != parent_ || !reported_ || all_ready_) return false;
+  largest_ = number;
   all_ready_ = true;
   return true;
 }

@@ -1,10 +1,12 @@
 // ReadyTree: how all ranks learn that every one of them is ready, over connections that they have anyway. The parent of rank r
 // is rank (r - 1) / 4. A rank that is ready, and has heard the same from its children, reports to its parent; rank 0 then
-// knows that all are, tells its children, and these theirs. All ranks together send 2 (n - 1) messages, of which 2 log4(n)
+// knows that all are, tells its children, and these theirs. On the way up the ranks agree on the largest of a number that each
+// brings along, on the way down all hear it. All ranks together send 2 (n - 1) messages, of which 2 log4(n)
 // follow one another, and no rank talks with more than five others. Bookkeeping only: SharedSetup sends the messages.
 // Used by the thread that meets.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 namespace ringdp {
@@ -18,14 +20,16 @@ class ReadyTree {
   static int parent_of(int rank);         // the same
   const std::vector<int>& children() const { return children_; }
 
-  void set_ready() { ready_ = true; }
-  bool take_report(int peer);     // a child and all behind it are ready; false: the report was not expected
-  bool take_all_ready(int peer);  // the parent knows that all are; false: the same
+  void set_ready(int64_t number);  // the first call counts
+  // A child and all behind it are ready, `number` is their largest; false: the report was not expected.
+  bool take_report(int peer, int64_t number);
+  bool take_all_ready(int peer, int64_t number);  // the parent knows that all are; false: the same
 
   bool to_report() const;  // this rank and all behind it are ready, and the parent (rank 0: itself) does not know yet
   void note_reported();
   bool all_ready() const { return all_ready_; }
-  std::vector<int> awaited() const;  // the neighbours whose message is missing
+  int64_t largest() const { return largest_; }  // of those behind this rank; once all are ready, of all
+  std::vector<int> awaited() const;             // the neighbours whose message is missing
 
  private:
   const int parent_;
@@ -34,6 +38,7 @@ class ReadyTree {
   bool ready_ = false;
   bool reported_ = false;
   bool all_ready_ = false;
+  int64_t largest_ = 0;
 };
 
 }  // namespace ringdp

@@ -30,6 +30,7 @@ Mesh meet(Store& store, const RendezvousOptions& options) {
     MeshPeer& self = alone.peers[0];
     self.info = {0, options.host_name.empty() ? host_name() : options.host_name, getpid()};
     self.host_identity = host_identity(options.host_id);
+    self.site = options.site;
     self.hello = options.hello;
     return alone;
   }

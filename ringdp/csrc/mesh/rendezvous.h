@@ -26,6 +26,7 @@ struct RendezvousOptions {
   std::vector<std::byte> secret;  // empty: rank 0 makes one and publishes it
   std::string host_name;          // empty: the system's
   std::string host_id;            // tells hosts apart that share a kernel
+  std::string site;               // where this host stands, for hosts far apart; all ranks name theirs, or none does
   std::string interface;          // which interfaces to publish, see select_interfaces; empty: all
   std::string advertise;          // an address or name to publish before them, perhaps with a port
   uint16_t port_low = 0;          // 0..0: any port
@@ -52,6 +53,7 @@ struct RendezvousOptions {
 struct MeshPeer {
   PeerInfo info;
   std::string host_identity;
+  std::string site;  // empty: no rank names one
   std::string hello;
   std::unique_ptr<Channel> channel;      // null for this rank itself, and for a peer that is not connected yet
   const Transport* transport = nullptr;  // what it is or is going to be; null for this rank itself
@@ -68,6 +70,8 @@ struct Mesh {
 
   std::vector<MeshPeer> peers;            // one per rank
   std::unique_ptr<LateConnections> late;  // makes the connections that are missing; null where none is
+  // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on all ranks.
+  int64_t round_trip_us = 0;
 };
 
 // Whatever goes wrong on one rank is told to all through the store, so that every rank raises the same

@@ -46,6 +46,7 @@ Record introduction(const RendezvousOptions& options) {
           {"space", process.space},
           {"network", network_identity()},
           {"identity", host_identity(options.host_id)},
+          {"site", options.site},
           {"ips", join(ips, ",")},
           {"transport", std::string(transport_setting(options.transport))},
           {"hello", options.hello}};
@@ -102,12 +103,14 @@ Mesh RendezvousRun::run() {
     MeshPeer& met = mesh.peers[peer];
     met.info = peers_[peer].info;
     met.host_identity = peers_[peer].identity;
+    met.site = peers_[peer].site;
     met.hello = peers_[peer].hello;
     if (peer == rank_) continue;
     met.transport = &sharing_->transport(peer);
     met.checksums = options_.checksums && met.transport->checksums;
     if (at_start(peer)) met.channel = sharing_->take(peer);
   }
+  mesh.round_trip_us = sharing_->round_trip_us();
   if (later) mesh.late = leave_the_rest();
   return mesh;
 }
@@ -207,6 +210,7 @@ void RendezvousRun::take_who(int rank, const Record& record) {
   peer.process = {peer.info.pid, number(field(record, "started")), field(record, "space")};
   peer.network = field(record, "network");
   peer.identity = field(record, "identity");
+  peer.site = field(record, "site");
   peer.ips = split(field(record, "ips"), ',');
   peer.hello = field(record, "hello");
   peer.transport = find_transport(field(record, "transport"));

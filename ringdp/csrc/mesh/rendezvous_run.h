@@ -37,6 +37,7 @@ class RendezvousRun {
     ProcessId process;
     std::string network;
     std::string identity;
+    std::string site;
     std::vector<std::string> ips;
     std::string hello;
     const Transport* transport = nullptr;  // what it names in RINGDP_TRANSPORT; null: auto

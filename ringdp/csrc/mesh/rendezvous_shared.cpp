@@ -1,11 +1,13 @@
 // What a rank does once it is connected to everybody: it comes to share memory with the ranks of its host, or learns why not,
 // and waits until all ranks have got as far.
 #include <algorithm>
+#include <bit>
 #include <map>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "mesh/rendezvous_run.h"
+#include "transport/tcp_health.h"
 
 namespace ringdp {
 namespace {
@@ -26,6 +28,13 @@ TransportChoice RendezvousRun::transport_between(const Peer& a, const Peer& b) c
 
 // Every rank looks at all pairs, so that all raise the same story.
 void RendezvousRun::check_settings() const {
+  auto names_a_site = [](const Peer& it) { return !it.site.empty(); };
+  auto named = std::find_if(peers_.begin(), peers_.end(), names_a_site);
+  auto silent = std::find_if_not(peers_.begin(), peers_.end(), names_a_site);
+  if (named != peers_.end() && silent != peers_.end())
+    throw failure(ErrorKind::kHandshake, silent->info.rank,
+                  named->info.text() + " has RINGDP_SITE=" + named->site + ", " + silent->info.text() + " has none",
+                  "set RINGDP_SITE on the ranks of every host, or on none");
   for (const Transport* wanted : transports())
     for (const Peer& it : peers_) {
       if (it.transport != wanted) continue;
@@ -69,6 +78,11 @@ void RendezvousRun::set_up_transports() {
   SharedSetup::Plan plan = sharing_plan();
   std::vector<Fd> sockets(world_);
   for (Connector::Connected& it : connector_->take()) sockets[it.peer] = std::move(it.socket);
+  int64_t round_trip_us = 0;
+  for (int peer = 0; peer < world_; ++peer)
+    if (sockets[peer] && peers_[peer].identity != peers_[rank_].identity)
+      round_trip_us = std::max(round_trip_us, tcp_round_trip_us(sockets[peer].get()));
+  plan.round_trip_us = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(round_trip_us)));
   sharing_.emplace(rank_, std::move(sockets), std::move(plan));
   auto begin = Clock::now(), next_look = begin + milliseconds(2);
   while (!sharing_->complete()) {

@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::array<char, 8> kMagic{'R', 'I', 'N', 'G', 'D', 'P', 'S', 'M'};
 constexpr std::size_t kReasonAt = 56;
+constexpr int64_t kLongestRoundTripUs = 60'000'000;
 
 }  // namespace
 
@@ -19,7 +20,10 @@ SharedBytes SharedMessage::encode() const {
   std::memcpy(raw.data(), kMagic.data(), kMagic.size());
   put(&raw[8], static_cast<uint32_t>(type));
   put(&raw[16], ring_bytes);
-  std::copy(name.begin(), name.end(), raw.begin() + 24);
+  if (type == SharedType::kReady || type == SharedType::kAllReady)
+    put(&raw[24], round_trip_us);
+  else
+    std::copy(name.begin(), name.end(), raw.begin() + 24);
   std::copy(token.begin(), token.end(), raw.begin() + 40);
   std::string text = clean_text(reason, kSharedMessageBytes - kReasonAt);
   std::memcpy(&raw[kReasonAt], text.data(), text.size());
@@ -34,6 +38,7 @@ std::optional<SharedMessage> SharedMessage::decode(const SharedBytes& raw) {
     return std::nullopt;
   out.type = static_cast<SharedType>(type);
   out.ring_bytes = take<uint64_t>(&raw[16]);
+  out.round_trip_us = std::clamp<int64_t>(take<int64_t>(&raw[24]), 0, kLongestRoundTripUs);
   std::copy_n(raw.begin() + 24, out.name.size(), out.name.begin());
   std::copy_n(raw.begin() + 40, out.token.size(), out.token.begin());
   std::string_view text = text_of(std::span(raw).subspan(kReasonAt));

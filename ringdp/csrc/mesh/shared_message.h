@@ -32,6 +32,8 @@ enum class SharedType : uint32_t {
 struct SharedMessage {
   SharedType type = SharedType::kRefused;
   uint64_t ring_bytes = 0;
+  int64_t round_trip_us =
+      0;               // kReady: the longest between hosts that those ranks know of; kAllReady: that any rank does
   SharedToken name{};  // of the FdSocket
   SharedToken token{};
   std::string reason;  // cut to what fits

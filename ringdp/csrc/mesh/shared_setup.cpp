@@ -156,7 +156,7 @@ void SharedSetup::step(int wait_ms) {
     turned_away_ += fd_socket_->turned_away();
     fd_socket_.reset();
   }
-  if (!trouble_ && settled() && !lacks_required()) tree_.set_ready();
+  if (!trouble_ && settled() && !lacks_required()) tree_.set_ready(plan_.round_trip_us);
   pass_on();
 }
 
@@ -240,7 +240,7 @@ void SharedSetup::fetch(int peer) {
   std::string problem;
   pair.memory = PairMemory::map(memory, pair.offer.ring_bytes, problem);
   if (!pair.memory) return refuse(peer, own(problem));
-  say(peer, SharedType::kAccepted);
+  say(peer, {.type = SharedType::kAccepted});
   use_memory(peer);
 }
 
@@ -278,8 +278,12 @@ void SharedSetup::on_message(int peer, const SharedMessage& message) {
     return use_fallback(peer, message.reason);
   if (pair.stage == Stage::kAwaitAnswer && message.type == SharedType::kAccepted && pair.unix_socket)
     return use_memory(peer);
-  if (pair.stage == Stage::kSettled && message.type == SharedType::kReady && tree_.take_report(peer)) return;
-  if (pair.stage == Stage::kSettled && message.type == SharedType::kAllReady && tree_.take_all_ready(peer)) return;
+  if (pair.stage == Stage::kSettled && message.type == SharedType::kReady &&
+      tree_.take_report(peer, message.round_trip_us))
+    return;
+  if (pair.stage == Stage::kSettled && message.type == SharedType::kAllReady &&
+      tree_.take_all_ready(peer, message.round_trip_us))
+    return;
   object(peer, "it sent a message out of turn (" + std::to_string(static_cast<int>(message.type)) + ")");
 }
 
@@ -320,21 +324,15 @@ void SharedSetup::use_memory(int peer) {
   pairs_[peer].handout.reset();
 }
 
-void SharedSetup::say(int peer, SharedType type) {
-  SharedMessage message;
-  message.type = type;
-  say(peer, std::move(message));
-}
-
 // A child that dies when all are ready is not heard here: the others' links tell, as at any time later.
 void SharedSetup::pass_on() {
   if (trouble_) return;
   if (tree_.to_report()) {
-    if (tree_.parent() >= 0) say(tree_.parent(), SharedType::kReady);
+    if (tree_.parent() >= 0) say(tree_.parent(), {.type = SharedType::kReady, .round_trip_us = tree_.largest()});
     tree_.note_reported();
   }
   if (!tree_.all_ready() || told_children_) return;
-  for (int child : tree_.children()) say(child, SharedType::kAllReady);
+  for (int child : tree_.children()) say(child, {.type = SharedType::kAllReady, .round_trip_us = tree_.largest()});
   told_children_ = true;
 }
 

@@ -44,6 +44,7 @@ class SharedSetup {
     std::vector<TransportChoice> transports;  // per rank; the same at both ends. Where the set-up of a required one
                                               // fails, this rank is not ready
     std::vector<int64_t> pids;                // per rank: as this process sees it, -1 where it does not
+    int64_t round_trip_us = 0;                // the longest to a rank of another host; 0: there is none
     std::size_t ring_bytes = 0;               // each way
     std::size_t bytes_on_host = 0;            // of all pairs of the start here together; 0: not to be asked for
     int64_t patience_ms = 5000;  // with a peer that has made an offer, and then does not hand the memory out
@@ -62,8 +63,9 @@ class SharedSetup {
   void step(int wait_ms);
   // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
-  bool complete() const;          // all ranks are ready
-  void tell(const GivenUp& why);  // the peers, before this rank leaves
+  bool complete() const;                                     // all ranks are ready
+  int64_t round_trip_us() const { return tree_.largest(); }  // when complete: the longest that any rank has
+  void tell(const GivenUp& why);                             // the peers, before this rank leaves
   const Plan& plan() const { return plan_; }
 
   struct Trouble {
@@ -115,7 +117,6 @@ class SharedSetup {
   void connect_to(int peer);
   void fetch(int peer);
   void hand_out(FdSocket::Client client);
-  void say(int peer, SharedType type);
   void pass_on();  // what the tree of ready ranks has to tell
   bool lacks_required() const;
   void lose(int peer, const std::string& text);

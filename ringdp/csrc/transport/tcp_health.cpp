@@ -27,6 +27,14 @@ int64_t ms_between(Clock::time_point from, Clock::time_point to) {
 
 }  // namespace
 
+int64_t tcp_round_trip_us(int fd) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return 0;
+  constexpr uint32_t kNone = ~uint32_t{0};
+  return info.tcpi_min_rtt == kNone ? 0 : info.tcpi_min_rtt;
+}
+
 std::optional<TcpHealth::Counters> TcpHealth::Counters::of(int fd) {
   tcp_info info{};
   socklen_t length = sizeof(info);
@@ -46,6 +54,16 @@ std::optional<TcpHealth::Counters> TcpHealth::Counters::of(int fd) {
       .under_way_bytes = static_cast<std::size_t>(std::max<int64_t>(0, int64_t{queued} - info.tcpi_notsent_bytes)),
       .waiting_bytes = info.tcpi_notsent_bytes,
       .window_bytes = info.tcpi_snd_wnd};  // 0 where the kernel is too old to tell
+}
+
+std::optional<Channel::Carried> TcpHealth::carried(int fd) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return std::nullopt;
+  return Channel::Carried{.bytes = info.tcpi_bytes_acked,
+                          .busy_us = static_cast<int64_t>(info.tcpi_busy_time - info.tcpi_rwnd_limited),
+                          .round_trip_us = info.tcpi_rtt,
+                          .bytes_per_s = info.tcpi_delivery_rate};
 }
 
 void TcpHealth::look(const Counters& counters, Clock::time_point now) {

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Protocol
 
-from ringdp.job.launchers import hydra, open_mpi, slurm, torchrun
+from ringdp.job.launchers import dmlc, hydra, open_mpi, slurm, torchrun
 from ringdp.job.launchers.environment import LaunchEnvironment, optional_integer, whole_number
 
 __all__ = ["FAMILIES", "Family", "LaunchEnvironment", "forgotten", "optional_integer", "several_hosts", "whole_number"]
@@ -27,7 +27,7 @@ class Family(Protocol):
 
 
 # The first whose variables are there counts.
-FAMILIES: tuple[Family, ...] = (torchrun, open_mpi, slurm, hydra)
+FAMILIES: tuple[Family, ...] = (torchrun, open_mpi, slurm, hydra, dmlc)
 
 
 def forgotten(environ: Mapping[str, str] | None = None) -> str | None:

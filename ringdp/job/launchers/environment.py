@@ -20,7 +20,8 @@ class LaunchEnvironment:
 
     Attributes:
         launcher: which family of variables was read: ``torchrun`` (and everything that sets the same),
-            ``mpirun`` (Open MPI), ``mpiexec`` (MPICH, Intel MPI: whatever starts ranks with Hydra), ``srun``.
+            ``mpirun`` (Open MPI), ``mpiexec`` (MPICH, Intel MPI: whatever starts ranks with Hydra),
+            ``srun``, ``dmlc`` (MXNet's scripts).
         rank: rank in the job.
         world_size: number of ranks in the job.
         local_rank: rank on this host; None where the launcher does not say.
@@ -55,9 +56,10 @@ class LaunchEnvironment:
             InvalidArgumentError: only some of a family's variables are set (the message names the missing
                 ones), one is not a number, or the ranks cannot know where to meet.
         """
-        from ringdp.job.launchers import FAMILIES, torchrun
+        from ringdp.job.launchers import FAMILIES, dmlc, torchrun
 
         environ = os.environ if environ is None else environ
+        dmlc.end_needless_role(environ)
         for family in FAMILIES:
             if family.started(environ):
                 return family.read(environ)

@@ -1,11 +1,13 @@
 // ringdp._C.create_process_group and NamedScope. Creating blocks until all ranks have met, without the GIL.
 #include <pybind11/chrono.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -57,6 +59,7 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.epoch = config["epoch"].cast<uint32_t>();
   options.host_name = config["host_name"].cast<std::string>();
   options.host_id = config["host_id"].cast<std::string>();
+  options.site = config["site"].cast<std::string>();
   options.interface = config["iface"].cast<std::string>();
   options.advertise = config["advertise"].cast<std::string>();
   options.transport = transport_named(config["transport"].cast<std::string>());
@@ -88,6 +91,12 @@ EngineOptions engine_options_of(const py::dict& config) {
   options.dump_folder = config["dump_dir"].cast<std::string>();
   options.check_interrupt = check_python_signals;
   return options;
+}
+
+std::string round_trip_in_words(const Runtime& runtime) {
+  if (!runtime.far()) return "";
+  return "; a round trip between hosts takes " + std::to_string(runtime.round_trip_us() / 1000) +
+         " ms or more, so ranks exchange in pairs where nearer ones use a ring";
 }
 
 // `is_default`: the groups that are made from now on may use this Runtime.
@@ -124,7 +133,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                   std::to_string(engine_options.rate_bytes_per_s) +
                                   " bytes a second over TCP; leave the variable out for the network's own speed");
     if (rank == 0 && size > 1)
-      log(LogLevel::kInfo, all_reduce_in_words(tables, runtime->hosts(), options.tables_source));
+      log(LogLevel::kInfo, all_reduce_in_words(runtime->tables_in_use(), runtime->hosts(), options.tables_source) +
+                               round_trip_in_words(*runtime));
     remember(runtime, global_ranks.empty());
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);
@@ -133,8 +143,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                 "the algorithm table is the job's, fixed when its ranks met, and this group asks for another (" +
                     options.tables_source + "): leave RINGDP_TUNING and its file as they were");
   }
-  auto group =
-      std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(), runtime->tables());
+  auto group = std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(),
+                                             runtime->tables_in_use());
   return c10::make_intrusive<ProcessGroupRing>(std::move(group), std::move(runtime), owns);
 }
 
@@ -194,7 +204,8 @@ std::pair<uint64_t, uint64_t> traffic() {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
   if (!runtime) return {0, 0};
-  return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
+  const auto [sent, received] = runtime->engine().traffic();
+  return {sent, received};
 }
 
 std::shared_ptr<Runtime> default_runtime() {
@@ -222,6 +233,14 @@ std::map<int, std::string> default_transports() {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
   return runtime ? runtime->transports() : std::map<int, std::string>();
+}
+
+// The group's rings, of all kinds of devices; one may serve several.
+std::vector<ProcessGroupRing*> rings_of(c10d::ProcessGroup& group) {
+  std::vector<ProcessGroupRing*> rings;
+  for (const c10::Device& device : group.getDeviceTypes())
+    if (ProcessGroupRing* ring = ring_of(group, device.type())) rings.push_back(ring);
+  return rings;
 }
 
 }  // namespace
@@ -267,6 +286,43 @@ void bind_process_group(py::module_& module) {
       },
       py::arg("process_group"),
       "The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's.");
+  module.def(
+      "carried",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        std::map<int, std::tuple<uint64_t, double, double, uint64_t>> found;
+        const ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
+        if (ring == nullptr) return found;
+        const auto members = ring->group();
+        const auto carried = members->engine()->carried();
+        for (int rank = 0; rank < members->view().size; ++rank) {
+          const auto it = carried.find(members->view().members[static_cast<std::size_t>(rank)]);
+          if (it == carried.end()) continue;
+          const auto& [bytes, busy_us, round_trip_us, bytes_per_s] = it->second;
+          found[rank] = {bytes, static_cast<double>(busy_us) * 1e-6, static_cast<double>(round_trip_us) * 1e-6,
+                         bytes_per_s};
+        }
+        return found;
+      },
+      py::arg("process_group"), py::call_guard<py::gil_scoped_release>(),
+      "By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which there was "
+      "something to carry, the round trip in seconds, and bytes a second lately.");
+  module.def(
+      "add_in_rank_order",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        for (ProcessGroupRing* ring : rings_of(*group)) ring->group()->add_in_rank_order();
+      },
+      py::arg("process_group"),
+      "From now on all-reduces of the group over ring add each element in rank order: its bits do not depend on what "
+      "else\n"
+      "the tensor holds, on hosts and transports. All members call it between the same two operations.");
+  module.def(
+      "adds_in_rank_order",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        const auto rings = rings_of(*group);
+        return std::any_of(rings.begin(), rings.end(),
+                           [](ProcessGroupRing* ring) { return ring->group()->adds_in_rank_order(); });
+      },
+      py::arg("process_group"), "Whether add_in_rank_order was called for it.");
   module.def(
       "set_log_sink",
       [](py::function sink) {

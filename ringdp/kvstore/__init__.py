@@ -1,0 +1,16 @@
+"""A key-value store in MXNet's shape over collectives: push gradients, pull values, 1/n of the optimizer on each rank.
+
+    kv = ringdp.kvstore.create("dist_sync")
+    kv.set_optimizer(torch.optim.AdamW, lr=1e-3)
+    kv.init("w", weight)                       # rank 0's value counts
+    kv.pushpull("w", gradient, out=weight)
+
+There is no server: a key's values are cut into a slice for each rank. A push is a reduce-scatter to the owners of the
+slices, an update runs on the owner, and a pull is an all-gather. docs/how-to/kvstore.md shows it.
+"""
+
+from ringdp.kvstore.attached import Attached
+from ringdp.kvstore.store import KVStore, create
+from ringdp.kvstore.trainer import Trainer
+
+__all__ = ["Attached", "KVStore", "Trainer", "create"]

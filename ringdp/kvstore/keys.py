@@ -1,0 +1,181 @@
+"""Keys: their names, the tensors that belong to them, and which rank owns which elements."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import InvalidArgumentError
+
+KeyName: TypeAlias = str | int
+Values: TypeAlias = Any  # a tensor, or a list of them: of one key on several devices, or of several keys
+
+UNIT = 64
+"""Slices begin at multiples of so many elements: vector instructions then see the elements of a slice as those of the
+whole tensor, and an optimizer gives the same bits."""
+_CUT_BYTES = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Which of a key's elements are whose: `part` for each rank, one after the other, and the `rest` for the `owner`.
+
+    Attributes:
+        part: elements; a multiple of `UNIT`, 0 where a rank owns the whole key.
+        rest: elements behind the parts.
+        owner: the rank with the rest.
+        ranks: how many there are.
+    """
+
+    part: int
+    rest: int
+    owner: int
+    ranks: int
+
+    def numel(self, rank: int) -> int:
+        """Of the rank's slice: its part, then the rest where it owns that."""
+        return self.part + (self.rest if rank == self.owner else 0)
+
+    def slices(self, whole: Tensor, rank: int) -> list[Tensor]:
+        """The rank's elements as views of the flat `whole`."""
+        views = [whole[rank * self.part : (rank + 1) * self.part]] if self.part else []
+        if self.rest and rank == self.owner:
+            views.append(whole[self.ranks * self.part :])
+        return views
+
+    def slice_of(self, whole: Tensor, rank: int) -> Tensor:
+        """The rank's elements of the flat `whole`: a new tensor."""
+        views = self.slices(whole, rank)
+        return torch.cat(views) if views else whole.new_empty(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key of the store.
+
+    Attributes:
+        name: as text: 3 and "3" are one key.
+        shape: of its value.
+        dtype: of its value.
+        device: of its slices.
+        cut: who owns what.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    cut: Cut
+
+    @property
+    def numel(self) -> int:
+        return self.cut.part * self.cut.ranks + self.cut.rest
+
+    def words(self) -> str:
+        """What all ranks must have alike."""
+        return words_of(self.name, self.shape, self.dtype)
+
+
+class Owners:
+    """Deals the elements of new keys to the ranks: the same on all of them, if the keys come in the same order."""
+
+    def __init__(self, ranks: int) -> None:
+        self._loads = [0] * ranks
+
+    def cut(self, numel: int, element_bytes: int) -> Cut:
+        """Keys of 4 KiB and more are cut into equal parts; smaller ones, and rests, go to the rank with least bytes."""
+        ranks = len(self._loads)
+        part = numel // (ranks * UNIT) * UNIT if numel * element_bytes >= _CUT_BYTES and ranks > 1 else 0
+        rest = numel - part * ranks
+        owner = min(range(ranks), key=self._loads.__getitem__)
+        for rank in range(ranks):
+            self._loads[rank] += part * element_bytes
+        self._loads[owner] += rest * element_bytes
+        return Cut(part, rest, owner, ranks)
+
+
+def words_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{name!r} {type_words(shape, dtype)}"
+
+
+def type_words(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def name_of(key: KeyName) -> str:
+    """Raises InvalidArgumentError for what is not a key."""
+    if isinstance(key, bool) or not isinstance(key, str | int) or key == "":
+        raise InvalidArgumentError(f"a key is a text that is not empty or a whole number, not {key!r}")
+    return str(key)
+
+
+def by_key(what: str, key: KeyName | Sequence[KeyName], values: Values) -> dict[str, list[Tensor]]:
+    """The tensors of each key, from MXNet's forms: one key and a tensor or a list of them, or lists of both.
+
+    Raises:
+        InvalidArgumentError: not so many values as keys, a key twice, or what is not a dense tensor; `what` was called.
+    """
+    if isinstance(key, str | int):
+        name = name_of(key)
+        return {name: tensors_of(what, name, values)}
+    names = [name_of(one) for one in key]
+    if isinstance(values, Tensor) or not isinstance(values, Sequence) or len(values) != len(names):
+        given = len(values) if isinstance(values, Sequence) else type(values).__name__
+        raise InvalidArgumentError(f"{what}: {len(names)} keys need a list of as many values, not {given}")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgumentError(f"{what}: key {twice!r} is given twice")
+    return {name: tensors_of(what, name, one) for name, one in zip(names, values, strict=True)}
+
+
+def tensors_of(what: str, name: str, value: Values) -> list[Tensor]:
+    """A key's tensors; several are those of several devices. Raises InvalidArgumentError."""
+    if type(value) in _PLAIN and value.layout is torch.strided:
+        return [value.detach() if value.requires_grad else value]
+    tensors = [value] if isinstance(value, Tensor) else value
+    if not isinstance(tensors, Sequence) or not tensors or not all(isinstance(it, Tensor) for it in tensors):
+        raise InvalidArgumentError(f"{what}: the value of key {name!r} must be a tensor, not {type(value).__name__}")
+    for tensor in tensors:
+        if hasattr(tensor, "full_tensor"):
+            raise InvalidArgumentError(f"{what}: the value of key {name!r} is a DTensor; give its local tensor")
+        if tensor.layout is not torch.strided:
+            raise InvalidArgumentError(
+                f"{what}: the value of key {name!r} is {str(tensor.layout).removeprefix('torch.')}, and the store takes"
+                " dense tensors: make it dense, or put the table into a module that moves rows only"
+            )
+    return [tensor.detach() for tensor in tensors]
+
+
+def check(what: str, key: Key, tensors: Sequence[Tensor]) -> None:
+    """Raise InvalidArgumentError where a tensor does not fit the key."""
+    for tensor in tensors:
+        if tensor.shape != key.shape or tensor.dtype != key.dtype:
+            raise InvalidArgumentError(
+                f"{what}: key {key.words()} cannot take {words_of(key.name, tensor.shape, tensor.dtype)}"
+            )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Its elements in one dimension: a view where it is contiguous, else a copy."""
+    return tensor.reshape(-1)
+
+
+def summed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of one key's tensors, flat; of a single one no copy is made where it is contiguous and there."""
+    total = flat(tensors[0] if tensors[0].device == device else tensors[0].to(device))
+    if len(tensors) > 1:
+        total = total + flat(tensors[1].to(device))
+        for tensor in tensors[2:]:
+            total += flat(tensor.to(device))
+    return total
+
+
+def unknown(what: str, name: str, known: Mapping[str, object]) -> InvalidArgumentError:
+    """For a key that was never initialised."""
+    some = ", ".join(map(repr, list(known)[:5])) or "none"
+    return InvalidArgumentError(f"{what}: key {name!r} is not in the store: call init for it first (there are {some})")

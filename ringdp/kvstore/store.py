@@ -1,0 +1,389 @@
+"""KVStore, and `create`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringdp.compression import Compression
+from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.job.byte_collectives import alone, require_member
+from ringdp.kvstore import saved
+from ringdp.kvstore.compressed import compressor_of
+from ringdp.kvstore.keys import KeyName, Values, by_key, summed
+from ringdp.kvstore.table import Table
+from ringdp.kvstore.updates import Callback, Optimizer, Updater, resolve
+
+if TYPE_CHECKING:
+    from ringdp.kvstore.attached import Attached
+
+_ALONE = ("local", "device")
+_OF_ALL_RANKS = ("dist_sync", "dist_device_sync", "dist", "dist_sync_device", "nccl", "ring")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def create(name: str = "dist_sync", *, reduce: str = "sum", group: dist.ProcessGroup | None = None) -> KVStore:
+    """A key-value store; all ranks of the group make theirs alike.
+
+    Args:
+        name: ``local`` or ``device``: of this process alone. ``dist_sync``, ``dist_device_sync`` or ``nccl``: of all
+            ranks of the job, over whatever backend it has.
+        reduce: ``sum`` adds what the ranks push, as MXNet does; ``mean`` averages it, as DDP does.
+        group: whose ranks; the default group if None.
+
+    Raises:
+        InvalidArgumentError: a name that is not known; ``dist_async``, which does not exist here: says what to take.
+        InvalidStateError: before `ringdp.init` in a job of several ranks, or this process is not in ``group``.
+    """
+    if "async" in str(name):
+        raise InvalidArgumentError(
+            f"there is no store {name!r}: every push is a step of all ranks. Where machines are unequal, take"
+            " ringdp.data.BalancedSampler, which gives each rank a batch by its speed; where the network is slow,"
+            ' compress ("int8"), or train locally between averages (torch\'s PostLocalSGDOptimizer)'
+        )
+    if name not in (*_ALONE, *_OF_ALL_RANKS):
+        raise InvalidArgumentError(f"unknown store {name!r}: the stores are {', '.join((*_ALONE, *_OF_ALL_RANKS))}")
+    if reduce not in ("sum", "mean"):
+        raise InvalidArgumentError(f'reduce must be "sum" or "mean", not {reduce!r}')
+    if name in _ALONE or (group is None and alone("ringdp.kvstore.create")):
+        return KVStore(name, None, reduce)
+    return KVStore(name, require_member(group, "ringdp.kvstore.create"), reduce)
+
+
+def _tells_others(method: Method) -> Method:
+    """What this rank's arguments raise is told to the ranks that wait for it."""
+
+    @functools.wraps(method)
+    def call(self: KVStore, *positional: Any, **named: Any) -> Any:
+        try:
+            return method(self, *positional, **named)
+        except InvalidArgumentError as error:
+            self._table.operations.refuse(error)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+class KVStore:
+    """Keys with values that all ranks share: `push` gradients, `pull` values; made by `create`.
+
+    Values are tensors, or lists of tensors of one key on several devices, which are added up. A list of keys goes with
+    a list of values. All ranks call alike: pushes may come in any order, but between two pulls all ranks push the same
+    keys, and they pull the same keys. Where they do not, all ranks raise a MismatchError with both sides' words.
+
+    A key of 4 KiB and more is cut into equal slices, one for each rank, which alone updates its slice and keeps the
+    optimizer's state of it; smaller keys are dealt to the ranks whole. Used by one thread at a time.
+
+    Attributes:
+        type: the name given to `create`.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None, reduce: str) -> None:
+        self.type = name
+        self._table = Table(group, average=reduce == "mean", words=f"{name}, reduce={reduce!r}")
+        self._pushed: list[dict[str, tuple[int, Tensor]]] = []  # rounds: of each key one push
+        self._values: dict[str, Tensor] = {}  # whole, of keys that were pushed and pulled since
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the store, from 0."""
+        return self._table.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many ranks the store has."""
+        return self._table.ranks
+
+    def keys(self) -> list[str]:
+        """The keys that all ranks have, as text."""
+        return list(self._table.keys)
+
+    # Keys and values.
+
+    @_tells_others
+    def init(self, key: KeyName | Sequence[KeyName], value: Values) -> None:
+        """Make a key, or several, with a value each: rank 0's counts. The ranks compare keys at the next operation.
+
+        Raises:
+            InvalidArgumentError: the key is there already, or its value cannot be used.
+        """
+        for name, tensors in by_key("init", key, value).items():
+            self._table.add(name, tensors[0])
+
+    @_tells_others
+    def push(self, key: KeyName | Sequence[KeyName], value: Values, priority: int = 0) -> None:
+        """Give this rank's gradients, which are copied. They are exchanged at the next pull, barrier or `flush`.
+
+        Args:
+            priority: keys of higher priority go first; the same on all ranks.
+
+        Raises:
+            InvalidArgumentError: a key that was never initialised, or a value of another shape or type.
+        """
+        for name, tensors in by_key("push", key, value).items():
+            self._table.check("push", name, tensors)
+            mine = summed(tensors, tensors[0].device)
+            copied = mine.clone() if len(tensors) == 1 else mine
+            free = next((one for one in self._pushed if name not in one), None)
+            if free is None:
+                self._pushed.append(free := {})
+            free[name] = (int(priority), copied)
+
+    @_tells_others
+    def pull(self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0) -> None:
+        """Put the values into the tensors `out`, after all pushes so far.
+
+        Raises:
+            InvalidArgumentError: a key that was never initialised, or a tensor of another shape or type.
+            MismatchError: the ranks did not push the same keys, pull other ones, or have other optimizers.
+        """
+        del priority  # a pull waits
+        wanted = by_key("pull", key, out)
+        for name, tensors in wanted.items():
+            self._table.check("pull", name, tensors)
+        pushed = self._flush()
+        gathered = {name: wanted.get(name) for name in pushed | {it for it in wanted if it not in self._values}}
+        self._gather(gathered)
+        for name, tensors in wanted.items():
+            if (value := self._values.get(name)) is not None:
+                for tensor in tensors:
+                    tensor.copy_(value.view(tensor.shape))
+
+    @_tells_others
+    def pushpull(
+        self,
+        key: KeyName | Sequence[KeyName],
+        value: Values,
+        out: Values = None,
+        priority: int = 0,
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """`push` and `pull` in one: the gradients are not copied, and nothing is kept. The fastest way.
+
+        Args:
+            out: where the values go; None: into `value`.
+            scale: the sum of the gradients is multiplied by it before the update.
+
+        Raises:
+            InvalidArgumentError, MismatchError: as `push` and `pull`.
+        """
+        del priority
+        inputs = by_key("pushpull", key, value)
+        outputs = inputs if out is None else by_key("pushpull", key, out)
+        for name in inputs:
+            self._table.check("pushpull", name, inputs[name])
+            if out is not None:
+                self._table.check("pushpull", name, outputs[name])
+        self._flush()
+        if len(inputs) > 1:
+            order = sorted(inputs)
+            inputs, outputs = {name: inputs[name] for name in order}, {name: outputs[name] for name in order}
+        for name in inputs:
+            self._values.pop(name, None)
+        self._table.pushpull(inputs, outputs, scale)
+
+    def broadcast(self, key: KeyName | Sequence[KeyName], value: Values, out: Values, priority: int = 0) -> None:
+        """`init`, then `pull`: rank 0's values for all ranks."""
+        self.init(key, value)
+        self.pull(key, out, priority)
+
+    @_tells_others
+    def row_sparse_pull(
+        self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0, row_ids: Values = None
+    ) -> None:
+        """Put the rows `row_ids` of the value into `out`, ``[rows, ...]``; each rank may ask for other rows.
+
+        The whole value crosses the network: for a table of which a batch needs few rows take
+        `ringdp.nn.ShardedEmbedding`, which moves these rows only.
+
+        Args:
+            row_ids: integers, one tensor for each key.
+
+        Raises:
+            InvalidArgumentError: also where an id is not a row.
+        """
+        wanted = by_key("row_sparse_pull", key, out)
+        ids = by_key("row_sparse_pull", key, row_ids)
+        for name, tensors in wanted.items():
+            shape = self._table.shape("row_sparse_pull", name)
+            for rows, tensor in zip(ids[name], tensors, strict=True):
+                if not shape or tensor.shape != (rows.numel(), *shape[1:]):
+                    raise InvalidArgumentError(
+                        f"row_sparse_pull: {rows.numel()} rows of key {name!r} {list(shape)} do not fit into"
+                        f" {list(tensor.shape)}"
+                    )
+                if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < shape[0]):
+                    raise InvalidArgumentError(f"row_sparse_pull: key {name!r} has rows 0 to {shape[0] - 1} only")
+        whole = {name: self._table.empty(name) for name in wanted}
+        self.pull(list(wanted), list(whole.values()), priority)
+        for name, tensors in wanted.items():
+            for rows, tensor in zip(ids[name], tensors, strict=True):
+                tensor.copy_(whole[name].index_select(0, rows.reshape(-1).to(whole[name].device)))
+
+    def flush(self) -> None:
+        """Exchange what was pushed and update the values, without pulling any."""
+        self._flush()
+
+    def barrier(self) -> None:
+        """Exchange what was pushed, then wait until all ranks have come here."""
+        self._flush()
+        table = self._table
+        if table.group is not None:
+            with table.operations.named("barrier of a key-value store"):
+                dist.barrier(group=table.group)
+
+    # What is done with pushes.
+
+    @_tells_others
+    def set_optimizer(self, optimizer: str | Callable[..., torch.optim.Optimizer], **numbers: Any) -> None:
+        """Let the owners update values by an optimizer: a class of torch.optim, or MXNet's name of one ("sgd").
+
+        Args:
+            numbers: its arguments, under torch's names or MXNet's (``learning_rate``, ``wd``); what is not given is
+                torch's default. All ranks give the same.
+
+        Raises:
+            InvalidArgumentError: it cannot be made with these, or does not treat each element by itself.
+        """
+        kind, given = resolve(optimizer, numbers)
+        self._flush_if_pushed()
+        self._table.set_update(Optimizer(kind, given))
+
+    @_tells_others
+    def set_updater(self, updater: Updater) -> None:
+        """Let the owners call ``updater(key, sum, value)``, which changes `value` in place, for each push.
+
+        `sum` and `value` are flat: this rank's slice of the key. So it has to treat each element by itself, and be
+        the same on all ranks.
+        """
+        self._flush_if_pushed()
+        self._table.set_update(Callback(updater))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """This rank's torch optimizer, for schedulers of torch; its parameters are slices.
+
+        Raises:
+            InvalidStateError: no optimizer was set.
+        """
+        return self._optimizer("optimizer").torch_optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """Raises InvalidStateError where no optimizer was set."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """For the updates that follow; the same on all ranks."""
+        self._flush_if_pushed()
+        self.optimizer.param_groups[0]["lr"] = float(learning_rate)
+
+    @_tells_others
+    def set_gradient_compression(self, compression: Compression | Mapping[str, Any], **options: Any) -> None:
+        """Send pushes as codes: a name or an object of `ringdp.compression`, or MXNet's ``{"type": "2bit"}``.
+
+        Weights of two and more dimensions with at least 1,024 elements are compressed, all else stays exact. Values
+        that are pulled are exact.
+
+        Raises:
+            InvalidArgumentError: a compressor that is not known.
+        """
+        chosen = compressor_of(compression, options)
+        self._flush_if_pushed()
+        self._table.compress(chosen)
+
+    # Overlap, and saved states.
+
+    def attach(self, model: nn.Module) -> Attached:
+        """Push the model's gradients while backward runs; see `Attached`."""
+        from ringdp.kvstore.attached import Attached
+
+        return Attached(self, model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Values, the optimizer's state and what compression remembers: whole tensors, the same on all ranks, which all
+        must call. It loads at any number of ranks."""
+        self._flush()
+        return saved.state_dict(self._table)
+
+    @_tells_others
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, on all ranks. Keys that the store does not have are made.
+
+        Raises:
+            InvalidArgumentError: it is not such a state, or does not fit the keys or the optimizer.
+            MismatchError: the ranks load different states.
+        """
+        self._flush_if_pushed()
+        self._values.clear()
+        saved.load_state_dict(self._table, state)
+
+    @_tells_others
+    def save_optimizer_states(self, path: str | os.PathLike[str]) -> None:
+        """Write the optimizer's state to a file on rank 0's host, whole or not at all; on all ranks.
+
+        Raises:
+            InvalidStateError: no optimizer was set.
+            SystemResourceError: it cannot be written; on all ranks.
+        """
+        self._optimizer("save_optimizer_states")
+        self._flush()
+        saved.save_optimizer(self._table, path)
+
+    @_tells_others
+    def load_optimizer_states(self, path: str | os.PathLike[str]) -> None:
+        """Read what `save_optimizer_states` wrote, at any number of ranks: rank 0 reads it and tells the others.
+
+        Raises:
+            InvalidStateError: no optimizer was set.
+            InvalidArgumentError: it does not fit the keys or the optimizer.
+            SystemResourceError: it cannot be read; on all ranks.
+        """
+        self._optimizer("load_optimizer_states")
+        self._flush()
+        saved.load_optimizer(self._table, path)
+
+    # Inside.
+
+    def _flush(self) -> set[str]:
+        """Exchange what was pushed; the keys that this was."""
+        self._table.settle()
+        if not self._pushed:
+            return set()
+        names: set[str] = set()
+        rounds, self._pushed = self._pushed, []
+        for pushed in rounds:
+            order = sorted(pushed, key=lambda name: (-pushed[name][0], name))
+            self._table.push({name: [pushed[name][1]] for name in order})
+            names |= pushed.keys()
+        for name in names:
+            self._values.pop(name, None)
+        return names
+
+    def _flush_if_pushed(self) -> None:
+        if self._pushed:
+            self._flush()
+
+    def _gather(self, wanted: Mapping[str, list[Tensor] | None]) -> None:
+        """All-gather these keys, in one order on all ranks: into the tensors, or to be kept where there are none."""
+        outputs: dict[str, Sequence[Tensor]] = {}
+        for name in sorted(wanted):
+            tensors = wanted[name]
+            if tensors is None:
+                tensors = [self._table.empty(name)]
+                self._values[name] = tensors[0]
+            outputs[name] = tensors
+        self._table.pull(outputs)
+
+    def _optimizer(self, what: str) -> Optimizer:
+        update = self._table.update
+        if not isinstance(update, Optimizer):
+            raise InvalidStateError(f"{what}: the store has no optimizer; call set_optimizer first")
+        return update

@@ -1,0 +1,297 @@
+"""The keys of a store and this rank's slices of their values: pushes go in, updates run, values come out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp.errors import InvalidArgumentError
+from ringdp.job.byte_collectives import device_for
+from ringdp.kvstore.agreement import NAMED_KEYS, Operations, compare_tables, words_for
+from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
+from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
+from ringdp.kvstore.transfer import Transfer, reducing
+from ringdp.kvstore.updates import Assign, Optimizer, Update
+
+_SMALL_BYTES = 64 << 10
+_PLANS = 32  # sets of keys whose plans and buffers are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Lot:
+    """Keys of one dtype and device that move together.
+
+    Attributes:
+        words: the keys, for the names of operations.
+    """
+
+    names: tuple[str, ...]
+    transfer: Transfer
+    words: str
+
+
+class Table:
+    """Of one store. Used by one thread at a time, and in the same order of calls on all ranks.
+
+    Args:
+        group: whose ranks own the slices; None: this rank owns everything.
+        average: pushes are averaged over the ranks, not added.
+        words: what the store is, which all ranks must have alike.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, average: bool, words: str) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.ranks = 1 if group is None else group.size()
+        self.average = average
+        self.update: Update = Assign()
+        self.compression: CompressedPushes | None = None
+        self.keys: dict[str, Key] = {}
+        self.slices: dict[str, Tensor] = {}
+        self.operations = Operations(group)
+        self._words = words
+        self._owners = Owners(self.ranks)
+        self._new: dict[str, Tensor] = {}
+        self._stale = True  # the ranks have not compared since something changed
+        self._plans: dict[tuple[str, ...], list[Lot]] = {}
+        self._extra: dict[str, str] = {}
+
+    # Keys and settings.
+
+    def add(self, name: str, value: Tensor) -> None:
+        """A new key. The ranks compare it, and it becomes rank 0's, when the table is used next.
+
+        Raises:
+            InvalidArgumentError: it is there already, or cannot be averaged.
+        """
+        if name in self.keys or name in self._new:
+            raise InvalidArgumentError(f"init: key {name!r} is in the store already")
+        if self.average and not (value.is_floating_point() or value.is_complex()):
+            raise InvalidArgumentError(
+                f"init: key {words_of(name, value.shape, value.dtype)} cannot be averaged: create the store with"
+                ' reduce="sum"'
+            )
+        self._new[name] = value.clone(memory_format=torch.contiguous_format)
+        self._stale = True
+
+    def shape(self, what: str, name: str) -> tuple[int, ...]:
+        """Raises InvalidArgumentError where the key is not there."""
+        return tuple(self._new[name].shape) if name in self._new else self.key(what, name).shape
+
+    def empty(self, name: str) -> Tensor:
+        """Memory for a whole value."""
+        like = self._new.get(name)
+        if like is not None:
+            return torch.empty_like(like)
+        key = self.keys[name]
+        return torch.empty(key.shape, dtype=key.dtype, device=key.device)
+
+    def set_update(self, update: Update) -> None:
+        """What the owners do from now on; the ranks compare it."""
+        self.update = update
+        self._stale = True
+
+    def compress(self, compressor: Any) -> None:
+        """Send pushes as codes from now on; None: exactly. The ranks compare it."""
+        self.compression = None
+        if compressor is not None and self.group is not None and self.ranks > 1:
+            self.compression = CompressedPushes(compressor, self.group)
+        self._stale = True
+
+    def tell(self, name: str, words: str) -> None:
+        """The ranks compare these words before the table is used next."""
+        self._extra[name] = words
+        self._stale = True
+
+    def knows(self, name: str) -> bool:
+        """Whether this rank has made the key."""
+        return name in self.keys or name in self._new
+
+    def key(self, what: str, name: str) -> Key:
+        """Raises InvalidArgumentError where the key is not there; after `settle`."""
+        if name not in self.keys:
+            raise unknown(what, name, self.keys)
+        return self.keys[name]
+
+    def check(self, what: str, name: str, tensors: Sequence[Tensor]) -> None:
+        """Raise InvalidArgumentError where the key is not there, or a tensor does not fit it."""
+        if name in self._new:
+            new = self._new[name]
+            if any(it.shape != new.shape or it.dtype != new.dtype for it in tensors):
+                raise InvalidArgumentError(
+                    f"{what}: key {words_of(name, new.shape, new.dtype)} cannot take "
+                    f"{words_of(name, tensors[0].shape, tensors[0].dtype)}"
+                )
+            return
+        check(what, self.key(what, name), tensors)
+
+    def settle(self) -> None:
+        """Compare keys and settings with the other ranks, if they changed, and take rank 0's values of new keys.
+
+        Raises:
+            MismatchError: the ranks differ; names the key or setting and what two ranks have.
+        """
+        if not self._stale:
+            return
+        compare_tables(self._lines(), self.group)
+        if isinstance(self.update, Optimizer):
+            for name, value in (self._new | self.slices).items():
+                if not (value.is_floating_point() or value.is_complex()):
+                    raise InvalidArgumentError(f"{self.update.name} cannot update key {name!r} of {value.dtype}")
+        self._stale = False
+        if not self._new:
+            return
+        new = {name: self._new[name] for name in sorted(self._new)}
+        self._new = {}
+        by_type: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, value in new.items():
+            cut = self._owners.cut(value.numel(), value.dtype.itemsize)
+            self.keys[name] = Key(name, tuple(value.shape), value.dtype, self._place(value), cut)
+            by_type.setdefault((value.dtype, self.keys[name].device), []).append(name)
+        for (_, device), names in by_type.items():
+            together = torch.cat([flat(new[name]).to(device) for name in names])
+            if self.group is not None and together.numel():
+                with self.operations.named(f"values of new keys {words_for(names)}"):
+                    dist.broadcast(together, group=self.group, group_src=0)
+            for name, value in zip(names, together.split([new[name].numel() for name in names]), strict=True):
+                self.slices[name] = self.keys[name].cut.slice_of(value, self.rank)
+
+    # Operations of all ranks.
+
+    def push(self, inputs: Mapping[str, Sequence[Tensor]], scale: float = 1.0) -> None:
+        """Add up, or average, what the ranks push, and let the owners update their slices.
+
+        Args:
+            inputs: by name, in the order that all ranks have.
+            scale: the sums are multiplied by this.
+        """
+        sums: dict[str, Tensor] = {}
+        if self.compression is not None:
+            sums |= self._push_codes(inputs, scale)
+        exact = tuple(name for name in inputs if name not in sums) if sums else tuple(inputs)
+        for lot in self.lots(exact):
+            flats = [summed(inputs[name], self.keys[name].device) for name in lot.names]
+            if self.update.assigns and scale == 1.0:
+                targets = [self.slices[name] for name in lot.names]
+            else:
+                targets = [torch.empty_like(self.slices[name]) for name in lot.names]
+            with self.operations.named(f"push {lot.words}{self.purpose(scale)}"):
+                lot.transfer.reduce_scatter(flats, targets, self.average)
+            if scale != 1.0:
+                torch._foreach_mul_(targets, scale)
+            sums |= zip(lot.names, targets, strict=True)
+        self.update.apply(self.slices, sums)
+
+    def pushpull(
+        self, inputs: Mapping[str, Sequence[Tensor]], outputs: Mapping[str, Sequence[Tensor]], scale: float
+    ) -> None:
+        """`push`, then `pull` of the same keys."""
+        if len(inputs) == 1 and self.update.assigns and scale == 1.0 and self.compression is None:
+            (name,) = inputs
+            key = self.keys[name]
+            if self.group is not None and 0 < key.numel * key.dtype.itemsize <= _SMALL_BYTES:
+                self._all_reduce(key, self.group, inputs[name], outputs[name])
+                return
+        self.push(inputs, scale)
+        self.pull(outputs)
+
+    def pull(self, outputs: Mapping[str, Sequence[Tensor]]) -> None:
+        """Copy the values into tensors of this rank, by name in the order that all ranks have."""
+        for lot in self.lots(tuple(outputs)):
+            targets = [self._target(name, outputs[name]) for name in lot.names]
+            with self.operations.named(f"pull {lot.words}"):
+                lot.transfer.all_gather([self.slices[name] for name in lot.names], targets)
+            for name, target in zip(lot.names, targets, strict=True):
+                for tensor in outputs[name]:
+                    if tensor.data_ptr() != target.data_ptr():
+                        tensor.copy_(target.view(self.keys[name].shape))
+
+    def gather(self, what: str, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors of what each rank has of its slices, of one dtype: for saved states. On all ranks."""
+        keys = [dataclasses.replace(self.keys[name], dtype=piece.dtype) for name, piece in pieces.items()]
+        outputs = {key.name: torch.empty(key.numel, dtype=key.dtype, device=key.device) for key in keys}
+        with self.operations.named(f"{what} {words_for(list(pieces))}"):
+            Transfer(keys, self.group).all_gather(list(pieces.values()), list(outputs.values()))
+        return {name: it.view(self.keys[name].shape) for name, it in outputs.items()}
+
+    def purpose(self, scale: float) -> str:
+        """What the owners do with a push, for its name."""
+        times = f", times {scale}" if scale != 1.0 else ""
+        return f"{times}, by {self.update.words()}"
+
+    def lots(self, names: tuple[str, ...]) -> list[Lot]:
+        """How these keys move; of the sets that were used last it is kept."""
+        if (lots := self._plans.get(names)) is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            by_type: dict[Any, list[str]] = {}
+            for name in names:
+                by_type.setdefault((self.keys[name].dtype, self.keys[name].device), []).append(name)
+            lots = self._plans[names] = [self.lot(some) for some in by_type.values()]
+        return lots
+
+    def lot(self, names: Sequence[str]) -> Lot:
+        """Keys of one dtype and device."""
+        keys = [self.keys[name] for name in names]
+        words = words_for([key.words() for key in keys[:NAMED_KEYS]] + list(names[NAMED_KEYS:]))
+        return Lot(tuple(names), Transfer(keys, self.group), words)
+
+    # Inside.
+
+    def _all_reduce(
+        self, key: Key, group: dist.ProcessGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """A small sum at once: one message each way in place of two."""
+        (lot,) = self.lots((key.name,))
+        target = self._target(key.name, outputs)
+        mine = summed(inputs, key.device)
+        if mine.data_ptr() != target.data_ptr():
+            target.copy_(mine)
+        with self.operations.named(f"pushpull {lot.words}{self.purpose(1.0)}"):
+            group.allreduce([target], reducing(self.average)).wait()
+        own = key.cut.slices(target, self.rank)
+        if len(own) == 1:
+            self.slices[key.name].copy_(own[0])
+        elif own:
+            torch._foreach_copy_(list(self.slices[key.name].split([it.numel() for it in own])), own)
+        for tensor in outputs:
+            if tensor.data_ptr() != target.data_ptr():
+                tensor.copy_(target.view(key.shape))
+
+    def _push_codes(self, inputs: Mapping[str, Sequence[Tensor]], scale: float) -> dict[str, Tensor]:
+        assert self.compression is not None
+        names = [name for name in inputs if self.compression.serves(self.keys[name])]
+        if not names:
+            return {}
+        keys = [self.keys[name] for name in names]
+        flats = [summed(inputs[name], key.device) for name, key in zip(names, keys, strict=True)]
+        words = words_for([key.words() for key in keys[:NAMED_KEYS]] + names[NAMED_KEYS:])
+        with self.operations.named(f"push of codes {words}{self.purpose(scale)}"):
+            means = self.compression.average(keys, flats)
+        return means_to_slices(keys, means, self.rank, scale if self.average else scale * self.ranks)
+
+    def _lines(self) -> list[str]:
+        lines = [f"the store: {self._words}", f"the update: {self.update.words()}"]
+        lines.append(f"compression: {'none' if self.compression is None else self.compression.words()}")
+        lines += [f"{name}: {words}" for name, words in sorted(self._extra.items())]
+        for key in sorted(self.keys.values(), key=lambda it: it.name):
+            lines.append(f"key {key.name!r}: {type_words(key.shape, key.dtype)}")
+        for name, value in sorted(self._new.items()):
+            lines.append(f"key {name!r}: {type_words(value.shape, value.dtype)}, new")
+        return lines
+
+    def _target(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """Flat memory for the value: a tensor's own where it is contiguous and there."""
+        key = self.keys[name]
+        first = tensors[0]
+        if first.is_contiguous() and first.device == key.device:
+            return first.view(-1)
+        return torch.empty(key.numel, dtype=key.dtype, device=key.device)
+
+    def _place(self, value: Tensor) -> torch.device:
+        return value.device if self.group is None else device_for(self.group, value.device)

@@ -1,0 +1,132 @@
+"""What ranks do in tests/train/test_sharded_embedding.py."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringdp
+from ringdp.nn import ShardedEmbedding
+
+ROWS, DIM, STEPS = 101, 6, 5
+
+
+def weight(dtype: torch.dtype) -> Tensor:
+    return torch.randn(ROWS, DIM, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Ids and offsets: of each rank another number of bags, some of them empty, and no bag at all now and then."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    bags = (3 * rank + 2 * step) % 5 if rank else step + 1
+    lengths = torch.randint(0, 4, (bags,), generator=generator)
+    ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator) ** 2 % ROWS
+    return ids, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])[:bags]
+
+
+def loss_of(vectors: Tensor) -> Tensor:
+    return (vectors.square().sum() + vectors.sin().sum()) / 7
+
+
+def train(
+    optimizer: str, mode: str, dtype: torch.dtype, prefetch: bool, wire: str = "exact", steps: int = STEPS
+) -> tuple[Tensor, int]:
+    """All rows afterwards, and how many this rank has."""
+    table = ShardedEmbedding(
+        ROWS, DIM, mode=mode, optimizer=optimizer, lr=0.1, eps=1e-8, wire=wire, weight=weight(dtype), dtype=dtype
+    )
+    rank = dist.get_rank()
+    for step in range(steps):
+        vectors = table(*batch(step, rank))
+        if prefetch and step + 1 < steps:
+            table.prefetch(batch(step + 1, rank)[0])
+        loss_of(vectors).backward()
+        table.step()
+    return table.rows(torch.arange(ROWS)), table.local_rows
+
+
+def train_all(dtype: torch.dtype) -> dict[tuple[str, str, bool], tuple[Tensor, int]]:
+    kinds = [(name, mode) for name in ("sgd", "adagrad", "rowwise_adagrad", "adam") for mode in ("sum", "mean")]
+    return {
+        (name, mode, prefetch): train(name, mode, dtype, prefetch) for name, mode in kinds for prefetch in (False, True)
+    }
+
+
+def initial() -> Tensor:
+    return ShardedEmbedding(20_000, 3, std=0.5, seed=4).rows(torch.arange(20_000))
+
+
+def save(folder: str) -> Tensor:
+    table = _trained()
+    table.save(folder)
+    _more(table)
+    return table.rows(torch.arange(ROWS))
+
+
+def load(folder: str) -> Tensor:
+    table = ShardedEmbedding(ROWS, DIM, optimizer="adam", lr=0.1, dtype=torch.float64)
+    table.load(folder)
+    _more(table)
+    return table.rows(torch.arange(ROWS))
+
+
+def _trained() -> ShardedEmbedding:
+    table = ShardedEmbedding(ROWS, DIM, optimizer="adam", lr=0.1, dtype=torch.float64)
+    _more(table)
+    return table
+
+
+def _more(table: ShardedEmbedding) -> None:
+    for step in range(2):  # the same on all ranks: then the mean does not depend on their number
+        ids, offsets = batch(step + 1, 2)
+        loss_of(table(ids, offsets)).backward()
+        table.step()
+
+
+def refuse(how: str) -> None:
+    """Rank 1 does something else than rank 0."""
+    other = dist.get_rank() == 1
+    table = ShardedEmbedding(ROWS, DIM + (how == "shape" and other), lr=0.5 if how == "lr" and other else 0.1)
+    ids = torch.tensor([3, ROWS if how == "id" and other else 5])
+    if how == "step" and other:
+        table(ids, torch.tensor([0]))
+    table(ids, torch.tensor([0])).sum().backward()
+    table.step()
+
+
+def outcome_of_refusal(how: str) -> None:
+    try:
+        refuse(how)
+        result = "nothing", ""
+    except Exception as error:
+        result = type(error).__name__, str(error)
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    raise RuntimeError(repr(result))  # the group may have failed: the harness must make new processes
+
+
+def beside_ringdp() -> tuple[float, float]:
+    """A dense part in RingDP beside the table: the loss before and after."""
+    table = ShardedEmbedding(ROWS, DIM, mode="none", optimizer="adagrad", lr=0.3, std=0.1)
+    torch.manual_seed(0)
+    dense: Any = ringdp.RingDP(torch.nn.Linear(2 * DIM, 1))
+    optimizer = torch.optim.Adam(dense.parameters(), lr=0.02)
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    losses = []
+    for _ in range(60):
+        pairs = torch.randint(0, ROWS, (64, 2), generator=generator)
+        wanted = ((pairs[:, 0] % 2) == (pairs[:, 1] % 2)).float()
+        features = table(pairs)
+        product = features[:, 0] * features[:, 1]
+        scores = dense(features.flatten(1)).squeeze(1) + product.sum(1)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        table.step()
+        losses.append(float(loss))
+    return losses[0], sum(losses[-5:]) / 5

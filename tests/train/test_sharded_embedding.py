@@ -1,0 +1,141 @@
+"""ShardedEmbedding: equal to nn.EmbeddingBag(sparse=True) in one process, over uneven and empty batches."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringdp.nn.owners import RowOwners
+from ringdp.nn.wire import decode, encode
+from tests.train import embedding_cases as cases
+from tests.train.harness import run_outcomes, run_ranks
+
+
+class RowWiseAdagrad:
+    """One number for each row; written from its definition."""
+
+    def __init__(self, table: nn.EmbeddingBag, lr: float, eps: float) -> None:
+        self.table, self.lr, self.eps = table, lr, eps
+        self.sums = torch.zeros(table.num_embeddings, dtype=table.weight.dtype)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        assert self.table.weight.grad is not None
+        gradient = self.table.weight.grad.coalesce()
+        for row, values in zip(gradient.indices()[0], gradient.values(), strict=True):
+            self.sums[row] += values.square().mean()
+            self.table.weight[row] -= self.lr * values / (self.sums[row].sqrt() + self.eps)
+
+
+def one_process(optimizer: str, mode: str, dtype: torch.dtype, ranks: int) -> Tensor:
+    table = nn.EmbeddingBag.from_pretrained(cases.weight(dtype), freeze=False, mode=mode, sparse=True)
+    makers: dict[str, Any] = {
+        "sgd": lambda: torch.optim.SGD(table.parameters(), lr=0.1),
+        "adagrad": lambda: torch.optim.Adagrad(table.parameters(), lr=0.1, eps=1e-8),
+        "adam": lambda: torch.optim.SparseAdam(list(table.parameters()), lr=0.1, eps=1e-8),
+        "rowwise_adagrad": lambda: RowWiseAdagrad(table, 0.1, 1e-8),
+    }
+    chosen = makers[optimizer]()
+    for step in range(cases.STEPS):
+        table.zero_grad()
+        for rank in range(ranks):
+            ids, offsets = cases.batch(step, rank)
+            if len(offsets):
+                (cases.loss_of(table(ids, offsets)) / ranks).backward()
+        if table.weight.grad is not None:
+            chosen.step()
+        elif optimizer == "adam":
+            raise AssertionError("Adam counts steps: choose batches of which some rank has one")
+    return table.weight.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_it_equals_one_process(ranks: int, dtype: torch.dtype) -> None:
+    results = run_ranks(cases.train_all, dtype, world_size=ranks, backend="ring")
+    assert sum(rows for _, rows in (one["sgd", "sum", False] for one in results)) == cases.ROWS
+    for optimizer, mode, prefetch in results[0]:
+        expected = one_process(optimizer, mode, dtype, ranks)
+        for result in results:
+            found, rows = result[optimizer, mode, prefetch]
+            assert rows <= cases.ROWS // ranks + 1
+            error = float((found - expected).abs().max())
+            assert error <= (1e-12 if dtype == torch.float64 else 1e-6), (optimizer, mode, prefetch, error)
+            assert torch.equal(found, results[0][optimizer, mode, False][0]), "prefetch, or the rank, changes the bits"
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [("bfloat16", 0.05), ("int8", 0.05)])
+def test_fewer_bytes_are_close(wire: str, tolerance: float) -> None:
+    expected = one_process("sgd", "sum", torch.float32, 2)
+    results = run_ranks(cases.train, "sgd", "sum", torch.float32, True, wire, world_size=2, backend="ring")
+    for found, _ in results:
+        assert 0 < (found - expected).abs().max() < tolerance
+
+
+def test_a_row_keeps_its_scale() -> None:
+    rows = torch.randn(40, 9) * torch.logspace(-20, 20, 40).unsqueeze(1)
+    rows[3] = 0
+    restored = decode(encode(rows, "int8"), 9, torch.float32, "int8")
+    assert ((restored - rows).abs() <= rows.abs().amax(1, keepdim=True) / 254 * 1.001).all()
+    assert decode(encode(rows[:0], "int8"), 9, torch.float32, "int8").shape == (0, 9)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 100, 10_000_019])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_places_are_a_permutation_that_spreads_neighbours(rows: int, ranks: int) -> None:
+    owners = RowOwners(rows, 0, ranks)
+    ids = torch.arange(min(rows, 3000))
+    places = owners.places(ids)
+    assert torch.equal(owners.ids(places), ids)
+    assert len(places.unique()) == len(ids)
+    if len(ids) == 3000:
+        assert torch.bincount(places % ranks).max() < 3000 / ranks * 1.2
+
+
+def test_rows_begin_alike_for_any_number_of_ranks() -> None:
+    expected = run_ranks(cases.initial, world_size=1, backend="ring")[0]
+    assert 0.48 < expected.std() < 0.52
+    for found in run_ranks(cases.initial, world_size=3, backend="ring"):
+        assert torch.equal(found, expected)
+
+
+def test_files_of_three_ranks_load_at_two_and_one(tmp_path: Path) -> None:
+    expected = run_ranks(cases.save, str(tmp_path / "table"), world_size=3, backend="ring")[0]
+    assert len(list((tmp_path / "table").iterdir())) == 4
+    for ranks in (1, 2, 3):
+        for found in run_ranks(cases.load, str(tmp_path / "table"), world_size=ranks, backend="ring"):
+            assert (found - expected).abs().max() < 1e-12
+    for outcome in run_outcomes(cases.load, str(tmp_path / "none"), world_size=2, backend="ring"):
+        assert type(outcome.error).__name__ == "SystemResourceError"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("shape", [f"{cases.ROWS} x {cases.DIM} ", f"{cases.ROWS} x {cases.DIM + 1} "]),
+        ("lr", ["lr=0.1", "lr=0.5"]),
+        ("id", ["not a row"]),
+        ("step", ["gradients of a sharded embedding"]),
+    ],
+)
+def test_ranks_that_differ_all_get_an_error(how: str, words: list[str]) -> None:
+    for outcome in run_outcomes(cases.outcome_of_refusal, how, world_size=2, backend="ring", timeout_s=30):
+        kind, text = ast.literal_eval(str(outcome.error))
+        if how == "id" and outcome.rank == 1:
+            assert kind == "InvalidArgumentError"
+            assert f"rows 0 to {cases.ROWS - 1}" in text
+            continue
+        assert kind == "MismatchError", text
+        for word in words:
+            assert word in text
+
+
+def test_it_learns_beside_ringdp() -> None:
+    for before, after in run_ranks(cases.beside_ringdp, world_size=2, backend="ring"):
+        assert before > 0.6
+        assert after < 0.45
