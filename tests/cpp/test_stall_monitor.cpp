@@ -125,7 +125,8 @@ CASE("the frame of the script is the innermost one that is not Python's or a pac
   set_stack_source({{}, {}, {"/lib/"}});
   const std::string head = "Current thread 0x1 (most recent call first):\n";
   CHECK_EQ(frame_of_script(""), "");
-  CHECK_EQ(frame_of_script("(C code holds Python's lock)\n" + head + "  File \"/lib/a.py\", line 1 in f\n"), "a.py:1 in f");
+  CHECK_EQ(frame_of_script("(C code holds Python's lock)\n" + head + "  File \"/lib/a.py\", line 1 in f\n"),
+           "a.py:1 in f");
   CHECK_EQ(frame_of_script(head + "  File \"<frozen os>\", line 1 in f\n    code\n  File \"b.py\", line 2 in g\n"),
            "b.py:2 in g");
   CHECK_EQ(frame_of_script(head + "  File \"/lib/a.py\", line 1 in f\n\nThread 2:\n  File \"b.py\", line 2 in g\n"),

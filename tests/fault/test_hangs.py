@@ -65,6 +65,17 @@ class Ranks:
         )
         return read_job([self.dumps])
 
+    def verdict(self) -> Verdict:
+        """Of dumps by which the ranks have stood still for a while."""
+        found: list[Verdict] = []
+
+        def judged() -> bool:
+            found.append(judge(self.dump()))
+            return bool(found[-1].guilty)
+
+        wait_until(judged, "a verdict")
+        return found[-1]
+
     def kill(self) -> None:
         for process in self.processes:
             process.send_signal(signal.SIGCONT)
@@ -109,7 +120,7 @@ def test_a_rank_that_is_stuck(start: Start, way: str) -> None:
     assert re.search(rf"its script is at hang_program.py:\d+ in stuck_in_{way}", notice)
     if way == "c_code":
         assert "(C code holds Python's lock)" in stalls
-    found = verdict(ranks.dump())
+    found = ranks.verdict()
     assert found.guilty == (1,)
     assert found.paragraph.startswith("Rank 1 never called all_reduce #2 (float32[1000], SUM) of group")
     words = {"sleep": "sleeps at", "lock": "waits for a lock at", "c_code": "in C code that holds", "python": "is at"}
@@ -123,7 +134,7 @@ def test_a_rank_that_is_stuck(start: Start, way: str) -> None:
 def test_two_groups_in_other_orders(start: Start) -> None:
     ranks = start("crossed")
     wait_until(lambda: "has waited" in ranks.log(0) and "has waited" in ranks.log(1), "both notices")
-    found = verdict(ranks.dump())
+    found = ranks.verdict()
     assert found.guilty == (0, 1)
     assert found.paragraph.startswith("Deadlock of 2 groups that are taken in other orders: rank ")
     assert all("hang_program.py" in found.stacks[rank] for rank in (0, 1))
@@ -132,7 +143,7 @@ def test_two_groups_in_other_orders(start: Start) -> None:
 def test_a_rank_in_a_collective_of_another_group(start: Start) -> None:
     ranks = start("other_group", 3)
     wait_until(lambda: "has waited" in ranks.log(1) and "has waited" in ranks.log(2), "their notices")
-    found = verdict(ranks.dump())
+    found = ranks.verdict()
     assert found.guilty == (1, 2)
     assert "rank 1 waits in barrier #1 of group" in found.paragraph
     assert "for rank 2, which has not called it" in found.paragraph
@@ -252,7 +263,12 @@ def test_under_ringrun_dumps_lie_beside_the_logs(tmp_path: Path, jobs: list[laun
     wait_until(lambda: any(tmp_path.rglob("stalls_rank0.log")), "the log of stalls", 60)
     stalls = next(tmp_path.rglob("stalls_rank0.log"))
     assert (stalls.parent / "stderr.log").exists()
-    assert commands.main(["dump", str(tmp_path / "logs")]) == 0
-    found = verdict(read_job([tmp_path / "logs"]))
-    assert found.guilty == (1,)
-    assert "waits for a lock at hang_program.py" in found.paragraph
+    found: list[Verdict] = []
+
+    def judged() -> bool:
+        assert commands.main(["dump", str(tmp_path / "logs")]) == 0
+        found.append(judge(read_job([tmp_path / "logs"])))
+        return found[-1].guilty == (1,) and "waits for a lock at" in found[-1].paragraph
+
+    wait_until(judged, "the verdict")
+    assert "waits for a lock at hang_program.py" in found[-1].paragraph

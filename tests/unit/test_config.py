@@ -79,6 +79,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "RINGDP_STALL_NOTICE": "0.5",
             "RINGDP_HOST_TIMEOUT": "30",
             "RINGDP_TUNING": str(table),
+            "RINGDP_DUMP_DIR": str(tmp_path / "dumps"),
             "RINGDP_LOG_LEVEL": "info",
             "TORCHELASTIC_RESTART_COUNT": "3",
         }
@@ -86,6 +87,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     assert settings.as_dict() == {
         "secret": SECRET,
         "host_id": "left",
+        "dump_dir": str(tmp_path / "dumps"),
         "site": "paris",
         "host_name": os.uname().nodename,
         "iface": "eth0",

@@ -53,7 +53,7 @@ def write(
     groups: tuple[dict[str, Any], ...] = (WORLD,),
     failures: tuple[dict[str, Any], ...] = (),
     stacks: str = "",
-    at: int = 10**9,
+    at: int = 10**10,
     count: int = 1,
     world: int = 3,
 ) -> Path:
@@ -165,6 +165,18 @@ def test_nothing_is_blamed_where_nothing_waits(tmp_path: Path) -> None:
     found = verdict(tmp_path)
     assert found.guilty == ()
     assert found.paragraph.startswith("All ranks with a dump have called the same operations")
+
+
+def test_dumps_of_different_moments_of_a_job_that_runs_blame_nobody(tmp_path: Path) -> None:
+    """Rank 0 wrote its dump when it had just called what rank 1, earlier, had not."""
+    now = 10**9
+    write(tmp_path, 0, [operation(1, "7", 1), operation(2, "7", 2, "started", queued_ns=now - 10**6)], at=now)
+    for rank in (1, 2):
+        write(tmp_path, rank, [operation(1, "7", 1)], at=now - 2 * 10**6)
+    assert verdict(tmp_path).guilty == ()
+    write(tmp_path, 0, [operation(1, "7", 1), operation(2, "7", 2, "started", queued_ns=now - 10**6)], at=10 * now)
+    write(tmp_path, 1, [operation(1, "7", 1)], at=10 * now)
+    assert verdict(tmp_path).guilty == (1,)
 
 
 def test_operations_that_one_rank_has_forgotten_are_not_missing(tmp_path: Path) -> None:

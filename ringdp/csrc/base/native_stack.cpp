@@ -86,12 +86,12 @@ std::string wait_channel() {
 bool prepare_native_stack() {
   std::lock_guard lock(one_at_a_time);
   if (prepared) return true;
-  struct sigaction now {};
+  struct sigaction now{};
   if (sigaction(stack_signal(), nullptr, &now) != 0 || now.sa_handler != SIG_DFL) return false;
   std::array<void*, 4> first;
   backtrace(first.data(), 4);  // loads what it needs: the handler may not
   sem_init(&noted, 0, 0);
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART | SA_ONSTACK;
   sigemptyset(&action.sa_mask);

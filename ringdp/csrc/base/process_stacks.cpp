@@ -26,8 +26,8 @@ StackSource current_source() {
 }
 
 bool starts_with_any(const std::string& text, const std::vector<std::string>& beginnings) {
-  return text.starts_with("<") || std::any_of(beginnings.begin(), beginnings.end(),
-                                              [&](const std::string& it) { return text.starts_with(it); });
+  return text.starts_with("<") ||
+         std::any_of(beginnings.begin(), beginnings.end(), [&](const std::string& it) { return text.starts_with(it); });
 }
 
 }  // namespace

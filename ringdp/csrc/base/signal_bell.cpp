@@ -6,8 +6,8 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <csignal>
 #include <chrono>
+#include <csignal>
 #include <mutex>
 #include <thread>
 
@@ -40,19 +40,19 @@ void on_signal(int) {
 }
 
 bool is_default(int signal) {
-  struct sigaction now {};
+  struct sigaction now{};
   return sigaction(signal, nullptr, &now) == 0 && (now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == SIG_DFL;
 }
 
 bool is_ours(int signal) {
-  struct sigaction now {};
+  struct sigaction now{};
   return sigaction(signal, nullptr, &now) == 0 && (now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == on_signal;
 }
 
 bool take(int signal) {
   if (is_ours(signal)) return true;
   if (!is_default(signal)) return false;
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART | SA_ONSTACK;
   sigemptyset(&action.sa_mask);

@@ -21,8 +21,8 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kMostWaiting = 64;                // jobs
-constexpr int64_t kMostStallBytes = 4 * 1024 * 1024;    // of the log of stalls
+constexpr std::size_t kMostWaiting = 64;              // jobs
+constexpr int64_t kMostStallBytes = 4 * 1024 * 1024;  // of the log of stalls
 
 // All of `text`, or errno.
 int write_all(int fd, const std::string& text) {
@@ -106,7 +106,7 @@ struct Diagnosis::State {
     const std::string file = path("stalls", ".log");
     const int fd = ::open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW, 0644);
     if (fd < 0) return complain(file, errno);
-    struct stat status {};
+    struct stat status{};
     int error = 0;
     if (::fstat(fd, &status) == 0 && status.st_size < kMostStallBytes) error = write_all(fd, text);
     ::close(fd);
@@ -117,11 +117,12 @@ struct Diagnosis::State {
     std::error_code failed;
     std::filesystem::create_directories(folder, failed);
     if (failed) return complain(folder, failed.value());
-    dumps = last_dump();  // an earlier process of this rank may have failed: its dumps stay until later ones push them out
+    dumps =
+        last_dump();  // an earlier process of this rank may have failed: its dumps stay until later ones push them out
     const std::string file = path("process", ".json");
-    const int error = write_file(file, "{\"rank\":" + std::to_string(self.rank) + ",\"world\":" + std::to_string(world) +
-                                           ",\"pid\":" + std::to_string(self.pid) +
-                                           ",\"host\":" + json_text(self.host) + "}\n");
+    const int error =
+        write_file(file, "{\"rank\":" + std::to_string(self.rank) + ",\"world\":" + std::to_string(world) +
+                             ",\"pid\":" + std::to_string(self.pid) + ",\"host\":" + json_text(self.host) + "}\n");
     if (error != 0) return complain(file, error);
     if (!SignalBell::hears_user_signal())
       notices.post(LogLevel::kInfo,
@@ -144,8 +145,7 @@ void Diagnosis::start(const PeerInfo& self, int world) {
 void Diagnosis::note_failure(uint64_t group, const Error& error, uint64_t cause) {
   if (error.kind() == ErrorKind::kState || error.kind() == ErrorKind::kInterrupted) return;
   const std::string kind = error_class_name(error.kind());
-  state_->recorder.add_failure(
-      {nanoseconds_of(Clock::now()), group, cause, error.context().peer, kind, error.what()});
+  state_->recorder.add_failure({nanoseconds_of(Clock::now()), group, cause, error.context().peer, kind, error.what()});
   if (!state_->folder.empty()) write([state = state_, kind] { state->dump("failure: " + kind); });
 }
 

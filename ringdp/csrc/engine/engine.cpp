@@ -31,13 +31,14 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
       groups_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
              [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
-      failures_(role_, groups_, links_,
-                [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
-                  progress_.end_operations(group, failure, cause);
-                },
-                [this](const GroupState& group, const Error& error, uint64_t cause) {
-                  diagnosis_.note_failure(group.id, error, cause);
-                }),
+      failures_(
+          role_, groups_, links_,
+          [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
+            progress_.end_operations(group, failure, cause);
+          },
+          [this](const GroupState& group, const Error& error, uint64_t cause) {
+            diagnosis_.note_failure(group.id, error, cause);
+          }),
       stalls_(role_, groups_, links_, notices_, diagnosis_, options_.stall_notice_ms),
       copies_(role_, groups_, failures_, completions_,
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),

@@ -68,7 +68,7 @@ struct InFlight {
   Clock::time_point asked_at;                  // when the peers were asked about it last
   OperationRecorder::Entry* record = nullptr;  // null where the recorder has no room
   std::map<int, PeerAnswer> answers;           // by rank; of the time since moved_at
-  std::map<int, PeerStacks> stacks;  // the same
+  std::map<int, PeerStacks> stacks;            // the same
 
   uint64_t sequence() const { return work->sequence(); }
 };

@@ -115,7 +115,7 @@ void StallMonitor::log_stacks(const InFlight& in_flight, const std::string& noti
   if (text.empty()) return;
   const std::time_t now = std::time(nullptr);
   char when[32] = "";
-  struct tm parts {};
+  struct tm parts{};
   if (localtime_r(&now, &parts) != nullptr) std::strftime(when, sizeof(when), "%Y-%m-%d %H:%M:%S ", &parts);
   diagnosis_.log_stall(when + notice + text + "\n");
 }
@@ -270,9 +270,11 @@ std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) c
     const auto& [asked_at, awaited, state] = answer->second;
     if (awaited && ms_between(asked_at, now) >= silent_ms) {
       int64_t host_ms = links_[peer] && !links_[peer]->broken() ? links_[peer]->host_silence_ms() : 0;
-      found.push_back({peer, 0,
-                       host_ms < silent_ms ? "its host answers, its process does not: stopped or overloaded? Its stack cannot be fetched"
-                                           : "its host has not answered for " + seconds(host_ms)});
+      found.push_back(
+          {peer, 0,
+           host_ms < silent_ms
+               ? "its host answers, its process does not: stopped or overloaded? Its stack cannot be fetched"
+               : "its host has not answered for " + seconds(host_ms)});
       continue;
     }
     if (!state) continue;
@@ -348,7 +350,8 @@ Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
   if (guilty >= 0) peers_.info(guilty).fill_peer(context);
-  context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing));
+  context.cause =
+      "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing));
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +

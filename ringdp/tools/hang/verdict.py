@@ -12,6 +12,8 @@ from ringdp.tools.hang.dumps import Dump, Failure, Group, Job, Operation
 _FOREIGN = re.compile(
     r"/lib/python3|/site-packages/|/ringdp/(compression|data|ddp|hooks|integrations|job|launcher|testing|tools)/|^<"
 )
+# Ranks write their dumps at different moments: what one has called shortly before is on its way to the others.
+_SHORT_NS = 1_000_000_000
 FIRST_FRAMES = 6  # of a stack that a verdict shows
 
 
@@ -53,7 +55,9 @@ def find_waits(job: Job) -> list[Wait]:
                 continue
             for member in group.members:
                 other = job.dumps.get(member)
-                if member != dump.rank and other is not None and not _has_called(other, it):
+                if member == dump.rank or other is None or _has_called(other, it):
+                    continue
+                if it.state == "failed" or min(dump.at_ns, other.at_ns) - it.queued_ns >= _SHORT_NS:
                     waits.append(Wait(dump.rank, it, group, member))
     return waits
 
