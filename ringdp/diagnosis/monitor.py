@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.diagnosis.clocks import Clocks, Offset
-from ringdp.diagnosis.facts import FactCounters
+from ringdp.diagnosis.facts import FACTS_BYTES, FactCounters
 from ringdp.diagnosis.records import Record, StepRecords, now, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
@@ -136,9 +136,7 @@ class StepMonitor:
         if messages is None:
             return
         self._heard_at = time.monotonic()
-        from ringdp import _C
-
-        self._window = Window.unpacked(messages, _C.FACTS_BYTES)
+        self._window = Window.unpacked(messages, FACTS_BYTES)
         self._clocks.hear(self._window.told, self._window.facts)
         if self._window.rows.shape[1] == 0:
             return
