@@ -74,8 +74,9 @@ class StepMonitor:
             self._hear()
 
     def record_last(self) -> None:
-        """The last step, if it has ended and nobody has recorded it: no forward has followed."""
+        """The last step, if it has ended and nobody has recorded it: no forward has followed. It is not recorded again."""
         self._step_ended()
+        self._recorded = self._reducer.stats()["steps"]
 
     def group_replaced(self, group: dist.ProcessGroup) -> None:
         """The reducer averages over another group from now on."""
