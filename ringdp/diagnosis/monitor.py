@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.diagnosis.clocks import Clocks, Offset
-from ringdp.diagnosis.facts import FactCounters
+from ringdp.diagnosis.facts import FACTS_BYTES, FactCounters
 from ringdp.diagnosis.records import Record, StepRecords, now, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
@@ -74,8 +74,9 @@ class StepMonitor:
             self._hear()
 
     def record_last(self) -> None:
-        """The last step, if it has ended and nobody has recorded it: no forward has followed."""
+        """The last step, if it has ended and nobody has recorded it: no forward has followed. It is not recorded again."""
         self._step_ended()
+        self._recorded = self._reducer.stats()["steps"]
 
     def group_replaced(self, group: dist.ProcessGroup) -> None:
         """The reducer averages over another group from now on."""
@@ -136,9 +137,7 @@ class StepMonitor:
         if messages is None:
             return
         self._heard_at = time.monotonic()
-        from ringdp import _C
-
-        self._window = Window.unpacked(messages, _C.FACTS_BYTES)
+        self._window = Window.unpacked(messages, FACTS_BYTES)
         self._clocks.hear(self._window.told, self._window.facts)
         if self._window.rows.shape[1] == 0:
             return

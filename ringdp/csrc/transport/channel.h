@@ -87,8 +87,8 @@ class Channel {
 
   // What the path has carried to the peer so far, where the kernel counts that.
   struct Carried {
-    uint64_t bytes = 0;       // that have arrived
-    int64_t busy_us = 0;      // while there was something to carry, but for when the peer had no room
+    uint64_t bytes = 0;   // that have arrived
+    int64_t busy_us = 0;  // while there was something to carry, but for when the peer had no room
     int64_t round_trip_us = 0;
     uint64_t bytes_per_s = 0;  // lately, at its best
   };

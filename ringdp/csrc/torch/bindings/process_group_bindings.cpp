@@ -304,7 +304,8 @@ void bind_process_group(py::module_& module) {
         return found;
       },
       py::arg("process_group"), py::call_guard<py::gil_scoped_release>(),
-      "By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which there was "
+      "By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which there "
+      "was "
       "something to carry, the round trip in seconds, and bytes a second lately.");
   module.def(
       "add_in_rank_order",

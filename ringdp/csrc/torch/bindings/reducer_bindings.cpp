@@ -336,8 +336,6 @@ void shadow_used_map(Reducer& reducer) { reducer.join()->shadow_used_map(); }
 }  // namespace
 
 void bind_reducer(py::module_& module) {
-  module.attr("FACTS_BYTES") = StepReport::kFactsBytes;
-  module.attr("STEP_FIELDS") = static_cast<int>(kStepFields);
   module.def("note_optimizer", &StepPhases::note_optimizer, "An optimizer has ended its step.");
   module.def("most_steps", &most_steps,
              "Backwards that averaged gradients, of the wrapper of this process that had most.");

@@ -16,7 +16,8 @@ std::string algorithm_of(const Bucket& bucket, const GroupHandle& group) {
   if (bucket.operation.hook != nullptr) return "hook";
   const auto* native = dynamic_cast<const CodecReduction*>(bucket.reduction);
   if (native != nullptr && native->enabled()) return std::string("compressed");
-  return std::string(algorithm_name(group.algorithm_of_all_reduce(dtype_of(bucket.buffer, "all_reduce"), bucket.buffer.nbytes())));
+  return std::string(
+      algorithm_name(group.algorithm_of_all_reduce(dtype_of(bucket.buffer, "all_reduce"), bucket.buffer.nbytes())));
 }
 
 std::string peers_text(const std::string& algorithm, int rank, int ranks) {

@@ -12,14 +12,14 @@ namespace ringdp {
 
 // What is measured of each step, in seconds.
 enum StepField : std::size_t {
-  kBetween,     // after the optimizer, before the forward: data loading, evaluation, logging
-  kForward,     // and the loss
-  kBackward,    // until the last gradient
-  kAfter,       // from the end of the last backward to the end of the optimizer
-  kOtherWait,   // blocked in other operations of ring, wherever; the four above are without it
-  kExposed,     // the end of backward waited for the buckets
-  kCoding,      // spent on encoding and decoding, beside the above
-  kOnItsWay,    // from the first bucket's launch to the end
+  kBetween,    // after the optimizer, before the forward: data loading, evaluation, logging
+  kForward,    // and the loss
+  kBackward,   // until the last gradient
+  kAfter,      // from the end of the last backward to the end of the optimizer
+  kOtherWait,  // blocked in other operations of ring, wherever; the four above are without it
+  kExposed,    // the end of backward waited for the buckets
+  kCoding,     // spent on encoding and decoding, beside the above
+  kOnItsWay,   // from the first bucket's launch to the end
   kStepFields
 };
 using StepRow = std::array<float, kStepFields>;
