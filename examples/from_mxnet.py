@@ -18,6 +18,7 @@ def main(epochs: int = 10) -> float:
     digits = load_digits()
     images = torch.tensor(digits.data / 16, dtype=torch.float32)[store.rank :: store.num_workers]
     labels = torch.tensor(digits.target)[store.rank :: store.num_workers]
+    torch.manual_seed(store.rank)
     net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
     loss_of = nn.CrossEntropyLoss(reduction="sum")
     trainer = ringdp.kvstore.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=store)
