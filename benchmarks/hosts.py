@@ -131,12 +131,13 @@ class Hosts:
             "TP_SOCKET_IFNAME": INTERFACE,
         }
 
-    def set_rate(self, rate: str) -> None:
-        """Links that were made with a speed get another one; what is under way is not lost."""
-        for host in range(self.count):
+    def set_rate(self, rate: str, *, only: int | None = None) -> None:
+        """Links that were made with a speed get another one, or `only` that host's; what is under way is not lost."""
+        for host in range(self.count) if only is None else (only,):
             for where, device in ((["-n", namespace(self.name, host)], INTERFACE), ([], f"{self.name}v{host}")):
                 _run("tc", *where, "class", "change", "dev", device, *_class(rate))
-        self.rate = rate
+        if only is None:
+            self.rate = rate
 
     def counters(self, host: int) -> tuple[int, int]:
         """(received, sent) bytes of that host's interface, headers included."""

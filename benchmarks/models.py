@@ -112,6 +112,7 @@ class Mode:
     weights: str = ""  # RingDP's: equal or unequal ones
     hook: str = ""  # DDP's: fp16 and powersgd, torch's hooks; int8 and int4, ringdp.hooks.ddp_hook
     gradient_pool: bool = True  # RingDP's
+    buckets: str = ""  # RingDP's bucket_cap_mb: a number, or `ends`; empty: its default
     largest_error: float = 1e-2  # of a parameter's change in three steps, relative
 
     @property
@@ -122,6 +123,16 @@ class Mode:
         from ringdp import compression
 
         return compression.TopK(0.01, ramp_steps=RAMP_STEPS, error_feedback=compression.DGC(0.9))
+
+    def bucket_cap_mb(self, module: nn.Module) -> float | list[float] | None:
+        """RingDP's argument. `ends`: 1, 2, 4, … MiB for the first half of the gradients, then down again to 1 MiB."""
+        if self.buckets != "ends":
+            return float(self.buckets) if self.buckets else None
+        half_mb = sum(it.numel() * it.element_size() for it in module.parameters()) / 2 / (1 << 20)
+        rising = [1.0]
+        while sum(rising) + 2 * rising[-1] <= half_mb:
+            rising.append(2 * rising[-1])
+        return [*rising, max(rising[-1], 2 * (half_mb - sum(rising))), *reversed(rising)]
 
     @property
     def momentum_on_ranks(self) -> bool:
@@ -138,6 +149,12 @@ MODES = {
     "ddp-ring-view": Mode("DDP", "ring", gradient_as_bucket_view=True),
     "ddp-gloo-view": Mode("DDP", "gloo", gradient_as_bucket_view=True),
     "ringdp-gloo": Mode("RingDP", "gloo"),
+    "ringdp-buckets-half": Mode("RingDP", "ring", buckets="0.5"),
+    "ringdp-buckets-1": Mode("RingDP", "ring", buckets="1"),
+    "ringdp-buckets-4": Mode("RingDP", "ring", buckets="4"),
+    "ringdp-buckets-25": Mode("RingDP", "ring", buckets="25"),
+    "ringdp-buckets-100": Mode("RingDP", "ring", buckets="100"),
+    "ringdp-buckets-ends": Mode("RingDP", "ring", buckets="ends"),
     "ringdp-weights": Mode("RingDP", "ring", weights="equal"),
     "ringdp-unequal": Mode("RingDP", "ring", weights="unequal"),
     "ringdp-int8": Mode("RingDP", "ring", compression="int8", largest_error=0.05),

@@ -10,7 +10,8 @@ Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ri
 gradient_pool=False), `ddp-ring` (torch's DDP on ring),
 `ddp-gloo-view` and `ddp-ring-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo), `ringdp-int8`,
 `-int4`, `-topk` and so on (RingDP with that compressor, by its name), `ringdp-topk-dgc` (top-k 1 % with momentum on the
-ranks), `ringdp-weights` and `ringdp-unequal` (RingDP with weights that are equal, or differ by 0.1 %), `ddp-gloo-fp16`
+ranks), `ringdp-buckets-1` and so on (RingDP with that bucket_cap_mb; `-ends`: small buckets at both ends),
+`ringdp-weights` and `ringdp-unequal` (RingDP with weights that are equal, or differ by 0.1 %), `ddp-gloo-fp16`
 and `ddp-ring-fp16` (DDP with its fp16 hook), `ddp-ring-powersgd` (with torch's PowerSGD hook, rank 4), `ddp-ring-int8`
 and `ddp-ring-int4` (DDP with ringdp's hook).
 Every mode first takes three steps that must agree with gradients averaged over all ranks' batches in one process; then

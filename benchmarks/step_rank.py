@@ -99,7 +99,12 @@ def wrap(mode: models.Mode, module: nn.Module, group: dist.ProcessGroup | None) 
         compressor = mode.compressor if mode.compression else None
         weight = "call" if mode.weights else None
         model = ringdp.RingDP(
-            module, process_group=group, compression=compressor, gradient_pool=mode.gradient_pool, weight=weight
+            module,
+            process_group=group,
+            compression=compressor,
+            gradient_pool=mode.gradient_pool,
+            weight=weight,
+            bucket_cap_mb=mode.bucket_cap_mb(module),
         )
         if mode.weights:
             samples = 1000 + (dist.get_rank(group) if mode.weights == "unequal" else 0)

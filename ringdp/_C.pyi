@@ -34,11 +34,122 @@ class PendingMesh:
 
     def hellos(self) -> list[str]: ...
 
+class FlowTimes:
+    """Bytes of one operation to or from one peer. Times: time.monotonic_ns(); 0: not yet."""
+
+    @property
+    def first_ns(self) -> int: ...
+    @property
+    def last_ns(self) -> int:
+        """The last byte so far."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes so far."""
+
+    @property
+    def peer(self) -> int:
+        """Rank in the job."""
+
+    @property
+    def sends(self) -> bool:
+        """To the peer; otherwise from it."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+
+class OperationRecord:
+    """One operation of this rank. Times: time.monotonic_ns(); 0: that has not happened."""
+
+    @property
+    def algorithm(self) -> int:
+        """Its number, see ringdp._core.algorithms()."""
+
+    @property
+    def bytes(self) -> int:
+        """Of one rank's input."""
+
+    @property
+    def call_site(self) -> int: ...
+    @property
+    def count(self) -> int:
+        """Elements of one rank's input."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def ended_ns(self) -> int: ...
+    @property
+    def ended_number(self) -> int:
+        """Counts them as they ended; 0: it is in flight."""
+
+    @property
+    def flows(self) -> list[FlowTimes]: ...
+    @property
+    def flows_left_out(self) -> int: ...
+    @property
+    def group(self) -> int:
+        """The number of a RecordedGroup."""
+
+    @property
+    def in_order(self) -> bool:
+        """It has a place in the order of its group: not a message, not issued inside a callback."""
+
+    @property
+    def kind(self) -> str:
+        """'all_reduce', …"""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int:
+        """Counts the operations of all groups as they were called."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def queued_ns(self) -> int:
+        """The call."""
+
+    @property
+    def root(self) -> int:
+        """Or a message's tag, or the codec of a compressed all-reduce; -1: none."""
+
+    @property
+    def sequence(self) -> int:
+        """In its group; the same on all members."""
+
+    @property
+    def started_ns(self) -> int:
+        """Its turn came in its group."""
+
+    @property
+    def state(self) -> str:
+        """'queued', 'started', 'done' or 'failed'."""
+
+    @property
+    def text(self) -> str: ...
+
+class RecordedGroup:
+    """A group of which operations are recorded."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def members(self) -> list[int]:
+        """Ranks in the job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def removed(self) -> bool: ...
+
 class NamedScope:
     """A name for the operations of this thread, see ringdp.named."""
 
     def __init__(self) -> None: ...
-    def enter(self, name: str) -> None: ...
+    def enter(self, name: str, bulk: bool = False) -> None: ...
     def exit(self) -> None: ...
 
 class BackendWatchdog:
@@ -105,6 +216,7 @@ class Reducer:
         host_control: bool = False,
         gradient_pool: bool = False,
         weighted: bool = False,
+        report_every: int = 0,
     ) -> None: ...
     def _autograd_hook(self, index: int) -> None: ...
     def _check_reducer_finalized(self) -> None: ...
@@ -131,18 +243,24 @@ class Reducer:
     def finite(self) -> bool | None: ...
     def give_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None: ...
     def incoming_factor(self) -> float: ...
+    def last_row(self) -> Annotated[list[float], FixedSize(8)]: ...
     def layout(self) -> list[list[int]]: ...
     def non_finite(self) -> list[int]: ...
+    def note_forward(self) -> int: ...
     def own_non_finite(self) -> int: ...
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor], sync: bool | None = None) -> None: ...
     def prepare_for_forward(self) -> None: ...
     def rebuilt(self) -> bool: ...
     def register_builtin_comm_hook(self, hook: BuiltinCommHookType) -> None: ...
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]) -> None: ...
+    def repeat_batch(self) -> None:
+        """The forwards up to the end of this step are of the batch whose forward has failed."""
+
     def replace_parameters(
         self, parameters: Sequence[torch.Tensor], names: Sequence[str], used_in: Sequence[str], sparse: Sequence[bool]
     ) -> None: ...
     def residuals(self) -> dict[int, torch.Tensor]: ...
+    def set_facts(self, facts: bytes) -> None: ...
     def set_loss_scale(self, scale: float) -> None: ...
     def set_reductions(
         self,
@@ -157,7 +275,11 @@ class Reducer:
     def shadow_weight(self) -> None: ...
     def shadow_with(self, ranks_with_input: int) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+    def steps(self) -> int:
+        """How many backwards have synchronised."""
+
     def take_residuals(self, parameters: Sequence[int]) -> dict[int, torch.Tensor]: ...
+    def take_window(self) -> list[bytes] | None: ...
     def times(self) -> dict[str, int]: ...
     def watch_finite(self, watch: bool) -> None: ...
     def zero_gradients(self) -> None: ...
@@ -235,6 +357,15 @@ class ReplicaHash:
     @property
     def bytes(self) -> int: ...
 
+def add_in_rank_order(process_group: ProcessGroup) -> None:
+    """From now on all-reduces of the group over ring add each element in rank order: its bits do not depend on
+    what else
+    the tensor holds, on hosts and transports. All members call it between the same two operations.
+    """
+
+def adds_in_rank_order(process_group: ProcessGroup) -> bool:
+    """Whether add_in_rank_order was called for it."""
+
 def all_reduce_compressed(
     process_group: ProcessGroup,
     buffer: torch.Tensor,
@@ -254,6 +385,14 @@ def all_reduce_compressed(
     name. residuals, new_residuals: float32 [counts[i]], or None in both for no error feedback. The buffer is
     `loss_scale` times larger than residuals; the sum is divided by `divisor`. `exchange`: the
     codes go by the group's all-to-all and all-gather, whatever its backend. Raises ValueError.
+    """
+
+def call_site_text(number: int) -> str:
+    """The stack of OperationRecord.call_site, a frame a line, innermost first."""
+
+def carried(process_group: ProcessGroup) -> dict[int, tuple[int, float, float, int]]:
+    """By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which
+    there was something to carry, the round trip in seconds, and bytes a second lately.
     """
 
 def codec_broken_promises(codec: str) -> list[str]:
@@ -357,6 +496,9 @@ def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> 
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
 
+def forget_stack_source() -> None:
+    """Before the interpreter ends."""
+
 def gradient_memory() -> tuple[bool, int, int]:
     """Whether the pool for gradients is installed, its bytes in use, and its idle bytes."""
 
@@ -415,6 +557,15 @@ def most_steps() -> int:
 def note_loss_scale(scale: float) -> None:
     """Inside a backward: its loss was multiplied by `scale`."""
 
+def note_optimizer() -> None:
+    """An optimizer has ended its step."""
+
+def operations() -> list[OperationRecord]:
+    """The last operations of the job's connections, as they were called; [] without a default group of ring."""
+
+def operations_since(cursor: int) -> tuple[list[OperationRecord], int, int]:
+    """(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered)."""
+
 def owned_elements(process_group: ProcessGroup, count: int, owner_offset: int) -> list[tuple[int, int]]:
     """[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is
     compressed.
@@ -424,6 +575,12 @@ def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
     codes are exchanged and every rank is a host of its own.
     """
+
+def process_stacks() -> str:
+    """What a peer gets that asks for this process's stacks."""
+
+def recorded_groups() -> list[RecordedGroup]:
+    """The groups that those operations belong to."""
 
 def registered_transports() -> list[dict[str, Any]]:
     """All transports, in the order in which RINGDP_TRANSPORT=auto prefers them: a dict for each."""
@@ -438,6 +595,11 @@ def set_farewell(reason: str) -> None:
 
 def set_log_sink(sink: Callable[[int, str], object]) -> None:
     """Where log lines go, called with (level, text) and levels 0 to 3 for debug to error."""
+
+def set_stack_source(describe: Callable[[], str], signal: int, file: int, foreign: Sequence[str]) -> None:
+    """`describe()`: the stacks of all threads as text. `signal`, `file`: where faulthandler writes them (0: nowhere).
+    `foreign`: beginnings of paths that are not the user's.
+    """
 
 def shut_down_all() -> None:
     """Leave all jobs and end the threads; for the end of the process."""

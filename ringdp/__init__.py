@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ringdp import amp, checkpoint, compression, data, hooks, kvstore, metrics, nn, testing
     from ringdp.ddp.gradient_memory import gradient_memory
     from ringdp.ddp.wrapper import RingDP
+    from ringdp.diagnosis.timeline_session import timeline
     from ringdp.errors import (
         DamagedDataError,
         GradientOverflowError,
@@ -38,13 +39,16 @@ if TYPE_CHECKING:
         shutdown,
         world_size,
     )
+    from ringdp.rounds import DiLoCo, LocalSGD, levels
 
 __all__ = [
     "DamagedDataError",
+    "DiLoCo",
     "GradientOverflowError",
     "HandshakeError",
     "InvalidArgumentError",
     "InvalidStateError",
+    "LocalSGD",
     "MismatchError",
     "PeerLostError",
     "RingDP",
@@ -62,6 +66,7 @@ __all__ = [
     "is_initialized",
     "kvstore",
     "launch",
+    "levels",
     "local_rank",
     "metrics",
     "monitored_barrier",
@@ -70,6 +75,7 @@ __all__ = [
     "rank",
     "shutdown",
     "testing",
+    "timeline",
     "traffic",
     "transports",
     "world_size",
@@ -82,9 +88,11 @@ _HOME |= {
     "gradient_memory": "ddp.gradient_memory",
     "monitored_barrier": "job.barrier",
     "launch": "job.local_ranks",
+    "timeline": "diagnosis.timeline_session",
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "nn", "testing"})
+_HOME |= dict.fromkeys(("DiLoCo", "LocalSGD", "levels"), "rounds")
 
 
 def _load(name: str) -> Any:

@@ -6,14 +6,41 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ringdp.tools import bench
+from ringdp.tools import timeline, top
+from ringdp.tools.bench import command as bench
+from ringdp.tools.doctor import command as doctor
+from ringdp.tools.hang import commands as hang
+
+TOOLS = (bench, doctor, hang, timeline, top)
+"""Modules with ``add_parsers(commands)``: a parser for each command, whose default ``run`` returns the exit code."""
+
+EXAMPLES = """\
+examples:
+  python -m ringdp doctor                         what this host has, and what would make ringdp faster here
+  python -m ringdp doctor -H node1:2,node2:2      who reaches whom, and how fast, between all ranks
+  python -m ringdp bench -n 4 --backend ring,gloo all-reduce on four ranks of this host, side by side
+  ringrun -H node1:4,node2:4 -m ringdp bench --collective all
+  python -m ringdp dump logs/RUN                  let the ranks of a job that hangs write what they do
+  python -m ringdp explain logs/RUN               why a job hangs or failed
+  python -m ringdp top metrics/                   who waits for whom, while the job runs
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ringdp", description="ringdp's tools.")
+    """Run a command; the exit code. `argv` is without the program's name; None takes ``sys.argv``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ringdp",
+        description="ringdp's tools; each has --help.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    bench.add_parser(commands)
-    return bench.run(parser.parse_args(argv))
+    for tool in TOOLS:
+        tool.add_parsers(commands)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
+    args.argv = words[1:]  # of the command alone, for ranks that it starts
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,117 @@ class MemoryStore(Store):
 
     def set(self, key: str, value: str) -> None: ...
 
+class FlowTimes:
+    """Bytes of one operation to or from one peer. Times: time.monotonic_ns(); 0: not yet."""
+
+    @property
+    def first_ns(self) -> int: ...
+    @property
+    def last_ns(self) -> int:
+        """The last byte so far."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes so far."""
+
+    @property
+    def peer(self) -> int:
+        """Rank in the job."""
+
+    @property
+    def sends(self) -> bool:
+        """To the peer; otherwise from it."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+
+class OperationRecord:
+    """One operation of this rank. Times: time.monotonic_ns(); 0: that has not happened."""
+
+    @property
+    def algorithm(self) -> int:
+        """Its number, see ringdp._core.algorithms()."""
+
+    @property
+    def bytes(self) -> int:
+        """Of one rank's input."""
+
+    @property
+    def call_site(self) -> int: ...
+    @property
+    def count(self) -> int:
+        """Elements of one rank's input."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def ended_ns(self) -> int: ...
+    @property
+    def ended_number(self) -> int:
+        """Counts them as they ended; 0: it is in flight."""
+
+    @property
+    def flows(self) -> list[FlowTimes]: ...
+    @property
+    def flows_left_out(self) -> int: ...
+    @property
+    def group(self) -> int:
+        """The number of a RecordedGroup."""
+
+    @property
+    def in_order(self) -> bool:
+        """It has a place in the order of its group: not a message, not issued inside a callback."""
+
+    @property
+    def kind(self) -> str:
+        """'all_reduce', …"""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int:
+        """Counts the operations of all groups as they were called."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def queued_ns(self) -> int:
+        """The call."""
+
+    @property
+    def root(self) -> int:
+        """Or a message's tag, or the codec of a compressed all-reduce; -1: none."""
+
+    @property
+    def sequence(self) -> int:
+        """In its group; the same on all members."""
+
+    @property
+    def started_ns(self) -> int:
+        """Its turn came in its group."""
+
+    @property
+    def state(self) -> str:
+        """'queued', 'started', 'done' or 'failed'."""
+
+    @property
+    def text(self) -> str: ...
+
+class RecordedGroup:
+    """A group of which operations are recorded."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def members(self) -> list[int]:
+        """Ranks in the job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def removed(self) -> bool: ...
+
 class Runtime:
     """One rank: connections, engine, threads."""
 
@@ -48,6 +159,7 @@ class Runtime:
         flip_within: int = 0,
         full_mesh_ranks: int = 16,
         site: str = "",
+        dump_folder: str = "",
     ) -> None:
         """`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.
         With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.
@@ -56,6 +168,13 @@ class Runtime:
     def bytes_received(self) -> int: ...
     def bytes_sent(self) -> int: ...
     def bytes_sent_to(self, peer: int) -> int: ...
+    def operations(self) -> list[OperationRecord]:
+        """The last operations, as they were called, those in flight among them."""
+
+    def operations_since(self, cursor: int) -> tuple[list[OperationRecord], int, int]:
+        """(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered)."""
+
+    def recorded_groups(self) -> list[RecordedGroup]: ...
     def set_farewell(self, reason: str) -> None: ...
     def shut_down(self) -> None: ...
     def transports(self) -> dict[int, str]:
@@ -65,7 +184,7 @@ class NamedScope:
     """A name for the operations of this thread, see ringdp.named."""
 
     def __init__(self) -> None: ...
-    def enter(self, name: str) -> None: ...
+    def enter(self, name: str, bulk: bool = False) -> None: ...
     def exit(self) -> None: ...
 
 class Reconfiguration:
@@ -112,10 +231,15 @@ class Group:
     ) -> None:
         """`table`: the Runtime's, unless another is given."""
 
+    def add_in_rank_order(self) -> None:
+        """For all-reduces from now on."""
+
     def all_gather(
         self, input: Buffer | NDArray[Any], outputs: Sequence[Buffer | NDArray[Any]], dtype: str
     ) -> Work: ...
-    def all_reduce(self, buffer: Buffer | NDArray[Any], dtype: str, op: str = "SUM") -> Work: ...
+    def all_reduce(self, buffer: Buffer | NDArray[Any], dtype: str, op: str = "SUM", *, factor: float = 1.0) -> Work:
+        """`factor`: by which this rank's float32 or float64 input is multiplied first."""
+
     def all_reduce_compressed(
         self,
         buffers: Sequence[Buffer | NDArray[Any]],
@@ -176,7 +300,13 @@ def algorithms() -> list[dict[str, Any]]:
     """
 
 def all_reduce_algorithm(
-    world: int, dtype: str, bytes: int, *, table: Mapping[str, int] = ..., hosts: Sequence[int] | None = None
+    world: int,
+    dtype: str,
+    bytes: int,
+    *,
+    table: Mapping[str, int] = ...,
+    hosts: Sequence[int] | None = None,
+    rank_order: bool = False,
 ) -> str:
     """Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one."""
 
@@ -215,6 +345,12 @@ def isa() -> str:
 
 def load_codec(path: str) -> str:
     """The name of the codec of the shared library at `path`, which this module knows from now on."""
+
+def network_interfaces(spec: str | None = None) -> list[dict[str, Any]]:
+    """The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`:
+    those
+    that RINGDP_IFACE=spec chooses, in its order; None: all.
+    """
 
 def reduction_supported(dtype: str, op: str) -> bool: ...
 def registered_transports() -> list[dict[str, Any]]:

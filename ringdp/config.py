@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -43,7 +44,12 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
+    "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",
     "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
+    "RINGDP_DUMP_DIR": "folder for dumps of operations and stacks of stalled ranks (ringrun sets it); empty: none",
+    "RINGDP_METRICS_DIR": "folder in which each rank writes a line of JSON for each step (ringrun --metrics-dir)",
+    "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
+    "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -53,6 +59,9 @@ CHECKSUM_BY_DEFAULT = False
 
 FULL_MESH_RANKS = 16
 """Jobs of up to so many ranks connect all pairs when they meet, where RINGDP_FULL_MESH_RANKS is not set."""
+
+REPORT_EVERY = 20
+"""Steps between two reports, where RINGDP_REPORT_EVERY is not set."""
 
 _CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -101,6 +110,7 @@ class RingConfig:
             stopped or busy process does not: its kernel answers.
         tuning: which algorithm runs from which size on, `ringdp.job.tuning`; the same on all ranks.
         epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
+        dump_dir: folder for dumps and stacks; empty for none.
         several_hosts: the launcher says that the job runs on several hosts: a rank need not wait for another to
             know that it must listen on more than loopback.
 
@@ -124,6 +134,7 @@ class RingConfig:
     stall_notice_ms: int = 10_000
     host_silence_ms: int = 4_000
     tuning: tuning.Tuning = dataclasses.field(default_factory=tuning.Tuning)
+    dump_dir: str = ""
     epoch: int = 0
     several_hosts: bool = False
 
@@ -210,6 +221,45 @@ def report_file(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("RINGDP_REPORT_FILE") or None
 
 
+def report_every(environ: Mapping[str, str] | None = None) -> int:
+    """RINGDP_REPORT_EVERY, the same on all ranks.
+
+    Raises:
+        InvalidArgumentError: it is not a number from 0 to 1000.
+    """
+    text = (os.environ if environ is None else environ).get("RINGDP_REPORT_EVERY", "").strip()
+    every = whole_number("RINGDP_REPORT_EVERY", text) if text else REPORT_EVERY
+    if not 0 <= every <= 1000:
+        raise InvalidArgumentError(f"RINGDP_REPORT_EVERY={text} must be a number of steps up to 1000, or 0 for never")
+    return every
+
+
+def metrics_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """RINGDP_METRICS_DIR; None where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_METRICS_DIR", "").strip() or None
+
+
+def timeline_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """RINGDP_TIMELINE; None where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_TIMELINE", "").strip() or None
+
+
+def tensorboard(environ: Mapping[str, str] | None = None) -> bool:
+    """RINGDP_TENSORBOARD: whether metrics are written for TensorBoard, too.
+
+    Raises:
+        InvalidArgumentError: it is neither 0 nor 1, or 1 without RINGDP_METRICS_DIR or the package tensorboard.
+    """
+    choice = (os.environ if environ is None else environ).get("RINGDP_TENSORBOARD", "").strip()
+    if choice not in ("", "0", "1"):
+        raise InvalidArgumentError(f"RINGDP_TENSORBOARD={choice} is neither 0 nor 1")
+    if choice == "1" and metrics_dir(environ) is None:
+        raise InvalidArgumentError("RINGDP_TENSORBOARD=1 needs a folder to write to: set RINGDP_METRICS_DIR")
+    if choice == "1" and importlib.util.find_spec("tensorboard") is None:
+        raise InvalidArgumentError("RINGDP_TENSORBOARD=1 needs the package tensorboard: pip install tensorboard")
+    return choice == "1"
+
+
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:
     """CUDA_VISIBLE_DEVICES as it is set, for messages; None where it is not."""
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
@@ -225,6 +275,11 @@ def cuda_choice(environ: Mapping[str, str] | None = None) -> str:
     if choice and choice not in _CUDA_CHOICES:
         raise InvalidArgumentError(f"RINGDP_CUDA={choice} is not one of {', '.join(_CUDA_CHOICES)}")
     return choice
+
+
+def site(environ: Mapping[str, str] | None = None) -> str:
+    """RINGDP_SITE: what this rank's site is called, '' where it is not set."""
+    return (os.environ if environ is None else environ).get("RINGDP_SITE", "").strip()
 
 
 def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:
@@ -408,4 +463,5 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_STALL_NOTICE": ("stall_notice_ms", _milliseconds("RINGDP_STALL_NOTICE")),
     "RINGDP_HOST_TIMEOUT": ("host_silence_ms", _milliseconds("RINGDP_HOST_TIMEOUT")),
     "RINGDP_TUNING": ("tuning", tuning.read),
+    "RINGDP_DUMP_DIR": ("dump_dir", os.path.abspath),
 }

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringdp.diagnosis.records import OWN_NAMES, step_records
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_bytes, alone, device_for, require_member
@@ -55,6 +56,39 @@ def mean(x: float | Tensor, weight: float | Tensor = 1.0, *, group: dist.Process
         weighted = _weighted(value, factor).to(device_for(chosen, value.device))
         dist.all_reduce(weighted, group=chosen)
         return _like(x, weighted / total)
+
+
+def log(**values: float | Tensor) -> None:
+    """Write these numbers with the metrics of the current step, where metrics are written (``ringrun --metrics-dir``).
+
+    ``log(loss=loss)`` after the step's forward; without metrics it does nothing. A tensor has one element; it is read
+    later, so that no step waits for a device.
+
+    Raises:
+        InvalidArgumentError: a value is not a number or a tensor of one element, or the name is one of the metrics'
+        own.
+    """
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            fits = value.numel() == 1 and not value.is_complex()
+        else:
+            fits = isinstance(value, numbers.Real)
+        if not fits:
+            raise InvalidArgumentError(
+                f"ringdp.metrics.log: {name} must be a number or a tensor with one, not {value!r}"
+            )
+        if name in OWN_NAMES:
+            raise InvalidArgumentError(f"ringdp.metrics.log: {name} is a metric already: choose another name")
+    records = step_records()
+    if records is not None:
+        records.log({name: _kept(value) for name, value in values.items()})
+
+
+def _kept(value: float | Tensor) -> float | Tensor:
+    if isinstance(value, Tensor):
+        value = value.detach()
+        return float(value) if value.device.type == "cpu" else value.clone()
+    return float(value)
 
 
 def _introduce(x: float | Tensor, weight: float | Tensor, group: dist.ProcessGroup) -> list[float]:

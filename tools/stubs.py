@@ -50,6 +50,7 @@ TYPES: dict[str, dict[str, str]] = {
         "find_codec": "CodecLibrary | None",
         "registered_transports": "list[dict[str, Any]]",
         "set_log_sink(sink)": SINK,
+        "set_stack_source(describe)": "Callable[[], str]",
     },
     "_core": {
         "CallbackStore.__init__(find)": "Callable[[str], str | bytes | None]",
@@ -58,6 +59,7 @@ TYPES: dict[str, dict[str, str]] = {
         "Runtime.__init__(secret)": "str | bytes",
         "algorithms": "list[dict[str, Any]]",
         "codec_specs": "list[dict[str, Any]]",
+        "network_interfaces": "list[dict[str, Any]]",
         "registered_transports": "list[dict[str, Any]]",
         "set_log_sink(sink)": f"{SINK} | None",
     },

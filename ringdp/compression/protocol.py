@@ -138,7 +138,8 @@ class RoundsCompressor(Protocol):
 
     It returns the means, float32 ``[numel]`` each. They must follow from what came back, and from `Info.generator`, so
     that all ranks have the same bits. Error feedback adds what this rank's gradient had more than the mean to the next.
-    ``error_feedback`` and ``carries_nan`` are looked at; ``fixed_size`` and ``native`` are not.
+    ``error_feedback`` and ``carries_nan`` are looked at; ``fixed_size`` and ``native`` are not. ``per_parameter``, True
+    where each parameter's mean depends on that parameter alone (False), is what ``RingDP(reproducible=True)`` asks for.
     """
 
     @property

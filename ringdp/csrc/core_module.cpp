@@ -11,10 +11,12 @@
 #include "core_reconfiguration.h"
 #include "engine/group.h"
 #include "kernels/kernels.h"
+#include "mesh/addresses.h"
 #include "mesh/store.h"
 #include "python_codecs.h"
 #include "python_errors.h"
 #include "python_naming.h"
+#include "python_records.h"
 #include "python_transports.h"
 #include "transport/faulty.h"
 
@@ -65,7 +67,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       const std::string& host_id, const TuningLimits& table,
                                       const std::string& table_source, const std::string& transport,
                                       std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
-                                      uint64_t flip_within, int full_mesh_ranks, const std::string& site) {
+                                      uint64_t flip_within, int full_mesh_ranks, const std::string& site,
+                                      const std::string& dump_folder) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -87,6 +90,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   options.spin_us = spin_us;
   options.stall_notice_ms = stall_notice_ms;
   options.rate_bytes_per_s = rate_bytes_per_s;
+  options.dump_folder = dump_folder;
   options.check_interrupt = check_interrupt;
   if (segment_bytes < kGranuleBytes || segment_bytes > kSegmentBytes)
     throw Error(ErrorKind::kValue, "segment_bytes must be " + std::to_string(kGranuleBytes) + " to " +
@@ -171,9 +175,10 @@ class PythonGroup {
     group_.reset();
   }
 
-  PythonWork all_reduce(const py::buffer& buffer, const std::string& dtype, const std::string& op) {
+  PythonWork all_reduce(const py::buffer& buffer, const std::string& dtype, const std::string& op, double factor) {
     View view(buffer);
     return issue({view}, [&](CallOptions options) {
+      options.factor = factor;
       return group_->all_reduce(view.bytes(), dtype_from(dtype), op_from(op), std::move(options));
     });
   }
@@ -306,6 +311,7 @@ class PythonGroup {
   PythonWork barrier() {
     return issue({}, [&](CallOptions options) { return group_->barrier(std::move(options)); });
   }
+  void add_in_rank_order() { group_->add_in_rank_order(); }
   void close() { group_->close(); }
   int rank() const { return group_->view().rank; }
   int size() const { return group_->view().size; }
@@ -342,13 +348,13 @@ py::list algorithm_rows() {
 }
 
 std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes, const TuningLimits& table,
-                          std::optional<std::vector<int>> hosts) {
+                          std::optional<std::vector<int>> hosts, bool rank_order) {
   if (!hosts) hosts.emplace(static_cast<std::size_t>(world), 0);
   if (hosts->size() != static_cast<std::size_t>(world))
     throw Error(ErrorKind::kValue,
                 "hosts has " + std::to_string(hosts->size()) + " entries for " + std::to_string(world) + " ranks");
   const AlgorithmTable& limits = tables_from(table).of(layout_of(*hosts));
-  return std::string(algorithm_name(choose_all_reduce(limits, *hosts, dtype_from(dtype), bytes)));
+  return std::string(algorithm_name(choose_all_reduce(limits, *hosts, dtype_from(dtype), bytes, rank_order)));
 }
 
 }  // namespace
@@ -374,6 +380,7 @@ PYBIND11_MODULE(_core, module) {
           },
           py::arg("key"), py::kw_only(), py::arg("timeout_ms") = 10'000, NoGil(),
           "The value, or None when it is not there in time.");
+  bind_records(module);
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime", "One rank: connections, engine, threads.")
       .def(py::init(&make_runtime), py::arg("store"), py::arg("rank"), py::arg("world"), py::kw_only(),
            py::arg("timeout_ms") = 30'000, py::arg("spin_us") = 50, py::arg("secret") = py::bytes(),
@@ -381,7 +388,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("fault_seed") = 0, py::arg("host_id") = "", py::arg("table") = TuningLimits{},
            py::arg("table_source") = "built in", py::arg("transport") = "auto", py::arg("shm_ring_bytes") = 0,
            py::arg("rate_bytes_per_s") = 0, py::arg("checksums") = false, py::arg("flip_within") = 0,
-           py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "",
+           py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "", py::arg("dump_folder") = "",
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results. "
            "With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.")
       .def("shut_down", &Runtime::shut_down, NoGil())
@@ -389,10 +396,19 @@ PYBIND11_MODULE(_core, module) {
           "set_farewell", [](Runtime& self, const std::string& reason) { self.engine().set_farewell(reason); },
           py::arg("reason"), NoGil())
       .def("transports", &Runtime::transports, "What carries bytes to each other rank: {rank: name}.")
-      .def("bytes_sent", [](Runtime& self) { return self.engine().bytes_sent(); })
+      .def(
+          "operations", [](Runtime& self) { return self.engine().recorder().all(); },
+          "The last operations, as they were called, those in flight among them.")
+      .def(
+          "operations_since",
+          [](Runtime& self, uint64_t cursor) { return operations_since(self.engine().recorder(), cursor); },
+          py::arg("cursor"),
+          "(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered).")
+      .def("recorded_groups", [](Runtime& self) { return self.engine().recorder().groups(); })
+      .def("bytes_sent", [](Runtime& self) { return self.engine().traffic().sent; })
       .def(
           "bytes_sent_to", [](Runtime& self, int peer) { return self.engine().bytes_sent_to(peer); }, py::arg("peer"))
-      .def("bytes_received", [](Runtime& self) { return self.engine().bytes_received(); });
+      .def("bytes_received", [](Runtime& self) { return self.engine().traffic().received; });
   bind_named_scope(module);
   bind_codecs(module);
   bind_transports(module);
@@ -412,7 +428,9 @@ PYBIND11_MODULE(_core, module) {
                     const std::optional<TuningLimits>&>(),
            py::arg("runtime"), py::arg("name"), py::arg("members"), py::kw_only(), py::arg("timeout_ms") = 30'000,
            py::arg("table") = py::none(), "`table`: the Runtime's, unless another is given.")
-      .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM")
+      .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM",
+           py::kw_only(), py::arg("factor") = 1.0,
+           "`factor`: by which this rank's float32 or float64 input is multiplied first.")
       .def("all_reduce_watched", &PythonGroup::all_reduce_watched, py::arg("buffer"), py::arg("dtype"),
            py::arg("op") = "SUM", "As all_reduce: (Work, FiniteReport).")
       .def(
@@ -437,6 +455,7 @@ PYBIND11_MODULE(_core, module) {
       .def("receive", &PythonGroup::receive, py::arg("buffer"), py::arg("dtype"), py::arg("source"), py::kw_only(),
            py::arg("tag") = 0, "From rank `source`, or from any rank with -1; see Work.source.")
       .def("barrier", &PythonGroup::barrier)
+      .def("add_in_rank_order", &PythonGroup::add_in_rank_order, "For all-reduces from now on.")
       .def("close", &PythonGroup::close, NoGil())
       .def_property_readonly("rank", &PythonGroup::rank)
       .def_property_readonly("size", &PythonGroup::size)
@@ -461,10 +480,31 @@ PYBIND11_MODULE(_core, module) {
       "these are in the order in which they are asked whether they fit).");
   module.def("all_reduce_algorithm", &algorithm_for, py::arg("world"), py::arg("dtype"), py::arg("bytes"),
              py::kw_only(), py::arg("table") = TuningLimits{}, py::arg("hosts") = py::none(),
+             py::arg("rank_order") = false,
              "Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one.");
   module.def(
       "built_in_table", [] { return limits_of(AlgorithmTables{}); },
       "The limits of the built-in algorithm table: {'one_host.fold_sent_bytes': bytes, …}.");
+  module.def(
+      "network_interfaces",
+      [](const std::optional<std::string>& spec) {
+        const std::vector<Interface> all = interfaces();
+        py::list out;
+        for (const Interface& it : spec ? select_interfaces(all, *spec) : all) {
+          py::dict row;
+          row["name"] = it.name;
+          row["ip"] = it.ip;
+          row["prefix_bits"] = it.prefix_bits;
+          row["loopback"] = it.is_loopback;
+          row["running"] = it.running;
+          out.append(row);
+        }
+        return out;
+      },
+      py::arg("spec") = py::none(),
+      "The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`: "
+      "those\n"
+      "that RINGDP_IFACE=spec chooses, in its order; None: all.");
   module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");
   module.def(
       "reduction_supported",

@@ -8,30 +8,6 @@
 
 namespace ringdp {
 
-inline const char* python_class_name(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kPeerLost:
-      return "PeerLostError";
-    case ErrorKind::kTimeout:
-      return "RingTimeoutError";
-    case ErrorKind::kMismatch:
-      return "MismatchError";
-    case ErrorKind::kHandshake:
-      return "HandshakeError";
-    case ErrorKind::kValue:
-      return "InvalidArgumentError";
-    case ErrorKind::kState:
-      return "InvalidStateError";
-    case ErrorKind::kSystem:
-      return "SystemResourceError";
-    case ErrorKind::kDamaged:
-      return "DamagedDataError";
-    case ErrorKind::kInterrupted:
-      break;
-  }
-  return "RingError";
-}
-
 inline void set_python_error(const Error& error) {
   namespace py = pybind11;
   if (error.kind() == ErrorKind::kInterrupted && PyErr_Occurred() != nullptr)
@@ -54,7 +30,7 @@ inline void set_python_error(const Error& error) {
   put_text("name", context.name);
   put_text("cause", context.cause);
   put_text("advice", context.advice);
-  py::object type = py::module_::import("ringdp.errors").attr(python_class_name(error.kind()));
+  py::object type = py::module_::import("ringdp.errors").attr(error_class_name(error.kind()));
   py::object value = type(error.what(), **fields);
   PyErr_SetObject(type.ptr(), value.ptr());
 }

@@ -13,7 +13,7 @@ namespace ringdp {
 
 class PythonNamedScope {
  public:
-  void enter(std::string name) { scope_ = std::make_unique<NamedScope>(std::move(name)); }
+  void enter(std::string name, bool bulk) { scope_ = std::make_unique<NamedScope>(std::move(name), bulk); }
   void exit() { scope_.reset(); }
 
  private:
@@ -25,7 +25,7 @@ inline void bind_named_scope(pybind11::module_& module) {
   py::class_<PythonNamedScope>(module, "NamedScope", py::module_local(),
                                "A name for the operations of this thread, see ringdp.named.")
       .def(py::init<>())
-      .def("enter", &PythonNamedScope::enter, py::arg("name"))
+      .def("enter", &PythonNamedScope::enter, py::arg("name"), py::arg("bulk") = false)
       .def("exit", &PythonNamedScope::exit);
 }
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ringdp.data.plans import Plans
-from ringdp.data.settings import Settings
+from ringdp.data.plans import Plan, Plans
+from ringdp.data.settings import Settings, why_no_split
 from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth_it
-from ringdp.data.split import Pace, split
+from ringdp.data.split import Limits, Pace, split
 from ringdp.ddp.refusal import raise_refusal, report_refusal
-from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.job.backend import named
 from ringdp.job.background_gather import BackgroundGather, group_for_background
 from ringdp.job.byte_collectives import all_gather_where_different, device_for
@@ -29,7 +29,7 @@ _COMPARING = "comparing samplers"
 _FIRST_STEP = 10
 STEPS_BETWEEN = 20
 _AHEAD = 8  # batches that may be drawn before the answers have come
-_PACKED = struct.Struct("<4d3qI")
+_PACKED = struct.Struct("<4d4qI")
 
 
 def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup | None) -> Settings:
@@ -77,6 +77,7 @@ class Report:
         horizon: the first batch that it promises not to draw before it has the answers.
         step: which one this is.
         committed: batches that are trained.
+        most: samples that it takes at most.
         checksum: of how those were split.
     """
 
@@ -85,6 +86,7 @@ class Report:
     horizon: int
     step: int
     committed: int
+    most: int
     checksum: int
 
     def packed(self) -> bytes:
@@ -97,13 +99,14 @@ class Report:
             self.horizon,
             self.step,
             self.committed,
+            self.most,
             self.checksum,
         )
 
     @classmethod
     def unpacked(cls, data: bytes) -> Report:
-        seconds, overhead, error, work, horizon, step, committed, checksum = _PACKED.unpack(data)
-        return cls(Measured(Pace(seconds, overhead), error), work, horizon, step, committed, checksum)
+        seconds, overhead, error, work, *numbers = _PACKED.unpack(data)
+        return cls(Measured(Pace(seconds, overhead), error), work, *numbers)
 
 
 class Agreement:
@@ -125,6 +128,11 @@ class Agreement:
         self._drawn = 0  # batches up to this one were drawn at some time
         self._told_step = 0
         self._changed_step: int | None = None
+        self._most = settings.limits.most[self._rank]
+
+    def take_at_most(self, samples: int) -> None:
+        """This rank does, from the next plan on that all ranks agree on."""
+        self._most = min(self._most, samples)
 
     def before_drawing(self, index: int) -> None:
         """Wait for the answers if batch `index` may belong to a new split."""
@@ -141,7 +149,7 @@ class Agreement:
         self._horizon = self._drawn + _AHEAD
         if self._background is None:
             self._background = group_for_background(self._group, "sampler")
-        report = Report(speed.measured(), work, self._horizon, step, committed, checksum)
+        report = Report(speed.measured(), work, self._horizon, step, committed, self._most, checksum)
         self._pending = BackgroundGather(report.packed(), self._background, f"paces of the ranks after step {step}")
 
     def _hear(self) -> None:
@@ -150,20 +158,30 @@ class Agreement:
         pending, self._pending = self._pending, None
         reports = [Report.unpacked(one) for one in pending.wait()]
         self._compare(reports)
-        paces = decide(reports, self._settings, self._plans.newest[1], self._changed_step)
-        if paces is None:
+        plan = decide(reports, self._settings, self._plans.newest, self._changed_step)
+        if plan is None:
             return
+        size = self._settings.batches.size
+        if (problem := why_no_split(size, plan.limits)) is not None:
+            short = [rank for rank, most in enumerate(plan.limits.most) if most < self._settings.limits.most[rank]]
+            raise InvalidStateError(
+                f"BalancedSampler: since rank {short[0]} ran out of memory {problem}. Restart with a smaller"
+                " global_batch, more ranks, or a smaller least=",
+                rank=self._rank,
+                peer=short[0],
+                step=reports[0].step,
+            )
         start = max(one.horizon for one in reports)
-        self._changed_step = reports[0].step
-        self._plans.add(start, paces)
+        if plan.paces != self._plans.newest.paces:
+            self._changed_step = reports[0].step
+        self._plans.add(start, plan)
         if self._rank == 0:
-            size = self._settings.batches.size
-            counts = split(paces, size, self._settings.limits, None, size)
+            counts = split(plan.paces, size, plan.limits, None, size)
             _log.info(
                 "batches are split %s from batch %d on: the ranks take %s ms for %s samples",
                 "/".join(map(str, counts)),
                 start,
-                "/".join(f"{pace.time(count) * 1e3:.3g}" for pace, count in zip(paces, counts, strict=True)),
+                "/".join(f"{pace.time(count) * 1e3:.3g}" for pace, count in zip(plan.paces, counts, strict=True)),
                 "/".join(map(str, counts)),
             )
 
@@ -189,21 +207,31 @@ class Agreement:
                 )
 
 
-def decide(
-    reports: list[Report], settings: Settings, current: tuple[Pace, ...], changed_step: int | None
-) -> list[Pace] | None:
-    """The paces of a new split, or None where the current one stays. The same on all ranks.
+def decide(reports: list[Report], settings: Settings, current: Plan, changed_step: int | None) -> Plan | None:
+    """A new plan, or None where the current one stays. The same on all ranks.
 
     Args:
         reports: by rank, of one step.
-        current: by rank.
-        changed_step: the step of the reports of which the current split came.
+        changed_step: the step of the reports of which the current paces came.
     """
+    limits = Limits(settings.limits.least, tuple(one.most for one in reports), settings.limits.multiple)
+    paces = _faster(reports, settings, Plan(current.paces, limits), changed_step) or current.paces
+    found = Plan(paces, limits)
+    return None if found == current else found
+
+
+def _faster(
+    reports: list[Report], settings: Settings, current: Plan, changed_step: int | None
+) -> tuple[Pace, ...] | None:
+    """The measured paces, where a split by them is worth a change."""
     if not settings.by_speed:
         return None
     if changed_step is not None and reports[0].step - changed_step < STEPS_BETWEEN_CHANGES:
         return None
     measured, work = [one.measured for one in reports], reports[0].work
     none = [0.0] * settings.ranks
-    low, high = (none, [work] * settings.ranks) if settings.has_cost else (settings.limits.least, settings.limits.most)
-    return [one.pace for one in measured] if worth_it(measured, current, work, low, high) else None
+    limits = current.limits
+    low, high = (none, [work] * settings.ranks) if settings.has_cost else (limits.least, limits.most)
+    if sum(high) < work or not worth_it(measured, current.paces, work, low, high):
+        return None
+    return tuple(one.pace for one in measured)

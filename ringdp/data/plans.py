@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringdp.data.split import Pace
+from ringdp.data.split import Limits, Pace
 
 
 @dataclass(frozen=True)
@@ -17,38 +17,52 @@ class Drawn:
 
     Attributes:
         work: of this rank's part.
+        samples: of this rank's part.
         plan: the number of the plan by which it was split.
         checksum: of the splits of all batches up to it.
     """
 
     work: float
+    samples: int
     plan: int
     checksum: int
 
     @classmethod
-    def after(cls, checksum: int, index: int, counts: Sequence[int], *, work: float, plan: int) -> Drawn:
+    def after(cls, checksum: int, index: int, counts: Sequence[int], *, work: float, samples: int, plan: int) -> Drawn:
         """`checksum`: of the batches before it."""
-        return cls(work, plan, zlib.crc32(struct.pack(f"<q{len(counts)}q", index, *counts), checksum))
+        return cls(work, samples, plan, zlib.crc32(struct.pack(f"<q{len(counts)}q", index, *counts), checksum))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How batches are split.
+
+    Attributes:
+        paces: by rank.
+        limits: of a full batch.
+    """
+
+    paces: tuple[Pace, ...]
+    limits: Limits
 
 
 class Plans:
-    """The ranks' paces by which batches are split, each from a batch on. The batches before keep their split."""
+    """Plans, each from a batch on. The batches before keep their split."""
 
-    def __init__(self, paces: Sequence[Pace]) -> None:
+    def __init__(self, first: Plan) -> None:
         self._starts = [0]
-        self._paces = [tuple(paces)]
+        self._plans = [first]
 
-    def add(self, start: int, paces: Sequence[Pace]) -> None:
+    def add(self, start: int, plan: Plan) -> None:
         """From batch `start` on, which is not before the last plan's."""
         self._starts.append(max(start, self._starts[-1]))
-        self._paces.append(tuple(paces))
+        self._plans.append(plan)
 
-    def at(self, index: int) -> tuple[int, tuple[Pace, ...]]:
-        """The number of the plan of this batch, and its paces by rank."""
+    def at(self, index: int) -> tuple[int, Plan]:
+        """The number of the plan of this batch, and that plan."""
         number = bisect_right(self._starts, index) - 1
-        return number, self._paces[max(number, 0)]
+        return number, self._plans[max(number, 0)]
 
     @property
-    def newest(self) -> tuple[int, tuple[Pace, ...]]:
-        """The batch from which it counts, and its paces."""
-        return self._starts[-1], self._paces[-1]
+    def newest(self) -> Plan:
+        return self._plans[-1]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ringdp.data.agreement import Agreement, compare_settings
 from ringdp.data.order import GlobalBatches
-from ringdp.data.plans import Drawn, Plans
+from ringdp.data.plans import Drawn, Plan, Plans
 from ringdp.data.settings import Settings
 from ringdp.data.speed import SpeedModel
 from ringdp.data.split import split
@@ -95,7 +95,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         self._settings = compare_settings(checked, self._group)
         self._batches: GlobalBatches = self._settings.batches
         self._cost = cost
-        self._plans = Plans(self._settings.paces)
+        self._plans = Plans(Plan(self._settings.paces, self._settings.limits))
         self._agreement = Agreement(self._settings, self._plans, self._group)
         self._speed = SpeedModel()
         self._watched: _Watched | None = None
@@ -109,6 +109,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         self._drawn: dict[int, Drawn] = {}  # those that are not committed
         self._checksum = self._drawn_checksum = 0
         self._work = float(global_batch)  # of the newest batch, over all ranks
+        self._repeats = False  # the forwards up to the end of this step are of the batch that was too large
 
     # The DataLoader's side.
 
@@ -149,12 +150,12 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         costs = None if self._cost is None else self._costs(batch)
         with self._lock:
             self._agreement.before_drawing(index)
-            number, paces = self._plans.at(index)
-            counts = split(paces, self._batches.size, self._settings.limits, costs, len(batch))
+            number, plan = self._plans.at(index)
+            counts = split(plan.paces, self._batches.size, plan.limits, costs, len(batch))
             begin = sum(counts[: self._rank])
             end = begin + counts[self._rank]
             work = float(end - begin) if costs is None else fsum(costs[begin:end])
-            drawn = Drawn.after(self._drawn_checksum, index, counts, work=work, plan=number)
+            drawn = Drawn.after(self._drawn_checksum, index, counts, work=work, samples=end - begin, plan=number)
             self._drawn[index], self._drawn_checksum = drawn, drawn.checksum
             self._drawn_all = (index + 1) % len(self) == 0
             self._work = float(len(batch)) if costs is None else fsum(costs)
@@ -211,6 +212,38 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 " ranks' losses by hand"
             )
 
+    def out_of_memory(self) -> None:
+        """The batch in the model's hands did not fit into this rank's memory: call it where the error is caught.
+
+        From the next split on that the ranks agree on, within about 30 steps, this rank gets at most half as many
+        samples as this batch has for it. Forwards up to the backward that synchronises are of the same batch: run it
+        in parts, all but the last one under `no_sync`, since the other ranks wait for this step. Of unequal parts only
+        ``RingDP(weight="samples")`` makes the right mean.
+
+        Raises:
+            InvalidStateError: the sampler watches no model, or that has not been given a batch.
+        """
+        with self._lock:
+            watched = self._watched
+            drawn = self._drawn.get(self._next - 1)
+            if watched is None or drawn is None or not watched.in_step:
+                raise InvalidStateError(
+                    f"rank {self._rank}: BalancedSampler.out_of_memory is called where an error of the watched model's"
+                    " forward or backward is caught, and no batch is under way"
+                )
+            self._repeats = True
+            watched.repeat_batch()
+            multiple = self._settings.limits.multiple
+            half = max(drawn.samples // 2 // multiple * multiple, multiple)
+            self._agreement.take_at_most(half)
+            _log.warning(
+                "rank %d ran out of memory with %d samples of batch %d: it gets at most %d once the ranks have agreed",
+                self._rank,
+                drawn.samples,
+                self._next - 1,
+                half,
+            )
+
     def commit(self, batches: int = 1) -> None:
         """So many more batches are trained. For a model that is not watched; `watch` does it by itself.
 
@@ -230,18 +263,22 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             watched = self._watched
             assert watched is not None
             self._settle()
-            watched.forward_begins()
-            if watched.begins_batch and self._next in self._drawn:
-                self._next += 1
+            if not self._repeats:
+                watched.forward_begins()
+                if watched.begins_batch and self._next in self._drawn:
+                    self._next += 1
             self._agreement.step(watched.steps, self._committed, self._checksum, self._speed, self._work)
 
     def _settle(self) -> None:
         """What backwards have done since the last call."""
         watched = self._watched
-        if watched is None or not watched.step_ended() or not watched.batch_done:
+        if watched is None or not watched.step_ended() or not (watched.batch_done or self._repeats):
             return
         drawn = self._drawn.get(self._next - 1)
-        seconds = watched.seconds()
+        seconds = None if self._repeats else watched.seconds()
+        if self._repeats:
+            watched.batch_ends()
+            self._repeats = False
         if drawn is not None and seconds is not None:
             if drawn.plan != watched.plan:
                 self._speed.split_changed()
@@ -265,8 +302,8 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
     @property
     def counts(self) -> tuple[int, ...]:
         """How many samples of a full batch each rank gets by the newest split; with `cost` only roughly."""
-        _, paces = self._plans.newest
-        return tuple(split(paces, self._batches.size, self._settings.limits, None, self._batches.size))
+        plan = self._plans.newest
+        return tuple(split(plan.paces, self._batches.size, plan.limits, None, self._batches.size))
 
     def set_epoch(self, epoch: int) -> None:
         """Draw this epoch next: from its beginning, or, where it is the present one and not done, as `__iter__`."""
@@ -343,6 +380,20 @@ class _Watched:
         self._forward += 1
         if self.begins_batch:
             self._began_ns = monotonic_ns()
+
+    def repeat_batch(self) -> None:
+        model = self._model()
+        if model is not None:
+            model._repeat_batch()
+
+    def batch_ends(self) -> None:
+        """Whatever forwards it has taken."""
+        self._forward = -(-self._forward // self._forwards) * self._forwards
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a forward has begun, and no backward synchronised since."""
+        return self._began_ns > 0 and self._times()["finished_ns"] == self._finished_ns
 
     def step_ended(self) -> bool:
         """Whether a backward has synchronised since the last call."""

@@ -146,24 +146,31 @@ def _check_batch(size: int, limits: Limits) -> None:
         raise InvalidArgumentError(
             f"BalancedSampler: global_batch={size} is not a multiple of multiple={limits.multiple}"
         )
+    if (problem := why_no_split(size, limits)) is not None:
+        raise InvalidArgumentError(f"BalancedSampler: {problem}")
+
+
+def why_no_split(size: int, limits: Limits) -> str | None:
+    """Why a full batch of `size` samples cannot be split within the limits; None where it can."""
     for rank, (low, high) in enumerate(limits.units):
         if low > high:
-            raise InvalidArgumentError(
-                f"BalancedSampler: no multiple of {limits.multiple} lies between least={limits.least[rank]} and"
+            return (
+                f"no multiple of {limits.multiple} lies between least={limits.least[rank]} and"
                 f" most={limits.most[rank]} of rank {rank}"
             )
     low, high = (sum(it[i] for it in limits.units) * limits.multiple for i in (0, 1))
     ranks = len(limits.least)
     if low > size:
-        raise InvalidArgumentError(
-            f"BalancedSampler: {ranks} ranks with least={_short(limits.least)} (multiple={limits.multiple}) need {low}"
-            f" samples, and global_batch={size}"
+        return (
+            f"{ranks} ranks with least={_short(limits.least)} (multiple={limits.multiple}) need {low} samples, and"
+            f" global_batch={size}"
         )
     if high < size:
-        raise InvalidArgumentError(
-            f"BalancedSampler: {ranks} ranks with most={_short(limits.most)} (multiple={limits.multiple}) take {high}"
-            f" samples, and global_batch={size}"
+        return (
+            f"{ranks} ranks with most={_short(limits.most)} (multiple={limits.multiple}) take {high} samples, and"
+            f" global_batch={size}"
         )
+    return None
 
 
 def _paces(balance: str | Sequence[float], ranks: int) -> tuple[Pace, ...]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel.distributed import _MixedPrecision
 
 _MIB = 1024 * 1024
-_BUCKET_CAP_MB = 25
+_BUCKET_CAP_MB, _LEAST_CAP_MB = 25, 4
 Treatment = Literal["own", "torch", "nothing", "deprecated"]
 Construct = TypeVar("Construct", bound=Callable[..., None])
 
@@ -159,7 +159,9 @@ ARGUMENTS: Mapping[str, Argument] = {
     "bucket_cap_mb": Argument(
         "own",
         "As DDP, and also a list, as bucket_cap_mb_list. The first bucket is closed at 1 MiB, each later one at twice "
-        "as much, up to this. A gradient of 4 MiB and more is a bucket of its own.",
+        "as much, up to this. None: 25 where gradients are compressed or another backend than ring moves them, else "
+        "4, and from 16 ranks on a quarter of their number, up to 25. A gradient of 4 MiB and more is a bucket of its "
+        "own.",
         "a number above zero, or a list of them",
         lambda value: value is None or _size(value) or (_sizes(value) and len(value) > 0),
     ),
@@ -250,7 +252,7 @@ TABLE: Mapping[str, Argument] = {
 
 OWN_ARGUMENTS = (
     *("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype"),
-    *("weight", "gradient_pool", "guard_every", "on_divergence", "guard_ignore"),
+    *("weight", "gradient_pool", "guard_every", "on_divergence", "guard_ignore", "reproducible"),
 )
 """Those that DDP does not have."""
 
@@ -315,16 +317,35 @@ def for_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def bucket_caps(arguments: Mapping[str, Any]) -> tuple[Any, list[int]]:
     """The list of sizes in MiB, where one was given, and the caps in bytes of the first, second, … buckets.
 
-    Without a list 1, 2, 4, … MiB up to the cap: a slow wire is busy with one bucket until the next one is full.
+    Where the user gave no size there are no caps, either: `growing_caps` of `default_cap_mb` are for them.
     """
-    given = arguments.get("bucket_cap_mb_list") or arguments.get("bucket_cap_mb") or _BUCKET_CAP_MB
+    given = arguments.get("bucket_cap_mb_list") or arguments.get("bucket_cap_mb")
     if isinstance(given, (list, tuple)):
         return list(given), [_bytes(cap) for cap in given]
-    cap_bytes = _bytes(given)
+    return None, growing_caps(given) if given else []
+
+
+def growing_caps(cap_mb: float) -> list[int]:
+    """1, 2, 4, … MiB up to the cap, in bytes: a slow wire is busy with one bucket until the next one is full."""
+    cap_bytes = _bytes(cap_mb)
     caps = [min(_MIB, cap_bytes)]
     while caps[-1] < cap_bytes:
         caps.append(min(2 * caps[-1], cap_bytes))
-    return None, caps
+    return caps
+
+
+def default_cap_mb(ranks: int, *, exact_over_ring: bool) -> float:
+    """The largest bucket where the user names no size; the same on all ranks, and nothing that was measured.
+
+    What is in the last bucket when backward ends is still to be sent, so large buckets are late; small ones pay the
+    latency of 2(n-1) messages each. On links of 10 Gbit (40 µs for a message, 0.8 ns for a byte) that is a tenth of
+    a bucket's time at 0.5 MiB for each rank, and less as several are under way at once: a quarter of a MiB for each
+    rank, at least 4 MiB, from where on a gradient is a bucket of its own anyway. Other backends, and compressors, have
+    costs of another kind for each bucket, and keep DDP's 25 MiB. docs/lab/benchmarks.md has the measurements.
+    """
+    if not exact_over_ring:
+        return _BUCKET_CAP_MB
+    return min(_BUCKET_CAP_MB, max(_LEAST_CAP_MB, ranks / 4))
 
 
 def _bytes(cap_mb: float) -> int:

@@ -65,4 +65,5 @@ def stepping_hook(
 
         return all_reduce_mean(bucket.buffer(), alive.process_group, step)
 
+    average_and_step.per_parameter = True  # type: ignore[attr-defined]  # for RingDP(reproducible=True)
     return average_and_step

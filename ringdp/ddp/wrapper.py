@@ -18,7 +18,17 @@ from torch.nn.parallel.distributed import _find_tensors
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
-from ringdp.ddp.arguments import accepted, bucket_caps, for_torch, reduction_dtype, shows_all_arguments
+from ringdp.config import REPORT_EVERY, report_every
+from ringdp.ddp import reproducible as rank_order
+from ringdp.ddp.arguments import (
+    accepted,
+    bucket_caps,
+    default_cap_mb,
+    for_torch,
+    growing_caps,
+    reduction_dtype,
+    shows_all_arguments,
+)
 from ringdp.ddp.batch_weight import BatchWeight, WeightedModule
 from ringdp.ddp.divergence.guard import GuardOptions
 from ringdp.ddp.divergence.mixin import GuardedModule
@@ -36,10 +46,11 @@ from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
 from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
+from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
-from ringdp.job.backend import backend_of, has_average, hear_extension, named
+from ringdp.job.backend import BACKEND, backend_of, has_average, hear_extension, named
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -49,6 +60,7 @@ if TYPE_CHECKING:
     from ringdp.compression import Compression
     from ringdp.compression.rules import Rule
     from ringdp.ddp.arguments import DDPArguments
+    from ringdp.diagnosis.report import Report
 
 _log = logging.getLogger("ringdp.parallel")
 
@@ -73,8 +85,9 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     Args:
         module: on one device, or spread over several; its parameters and buffers become rank 0's.
         device_ids: the one device of the module, or None.
-        bucket_cap_mb: a bucket leaves when it holds this many MiB (None: 25); the first one at 1 MiB, each later one
-            at twice as much, until that is reached. A list caps the first, second, … bucket one by one, its last
+        bucket_cap_mb: a bucket leaves when it holds this many MiB; the first one at 1 MiB, each later one at twice as
+            much, until that is reached. None: 4 over ring, and from 16 ranks on a quarter of their number, up to 25; 25
+            over other backends and with compression. A list caps the first, second, … bucket one by one, its last
             number all others.
         find_unused_parameters: see above.
         compression: how gradients are compressed on their way: a name ("int8", "int4", "bf16", "fp16", "auto", or one
@@ -103,6 +116,10 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         on_divergence: what is done then: "raise" (the default), "warn" once for each tensor, or "sync": copy it from
             the majority of the ranks.
         guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
+        reproducible: every element's mean has the same bits for any size and order of buckets, transport and number of
+            hosts, and any placement of the ranks on them, at one number of ranks: all-reduces of `process_group` add
+            in rank order from now on, whoever calls them. See docs/how-to/reproducible.md for what it costs on several
+            hosts of several ranks.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -142,6 +159,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         guard_every: int = 0,
         on_divergence: str = "raise",
         guard_ignore: Iterable[str] = (),
+        reproducible: bool = False,
         **named: Unpack[DDPArguments],
     ) -> None:
         common = (module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb)
@@ -164,6 +182,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
                 stacklevel=4,
             )
         self._before_forward: list[Callable[[], None]] = []
+        self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
         chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
         self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
@@ -173,6 +192,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         self._weight = BatchWeight.checked(weight, delayed=bool(arguments.get("delay_all_reduce_named_params")))
         self._gradient_pool = allowed_pool(gradient_pool)
         self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
+        self._reproducible = rank_order.checked(reproducible)
         passed_on = for_torch(arguments)
         mesh = _line_mesh(passed_on)
         try:
@@ -222,6 +242,10 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         settings = {} if self._weight is None else {"weight": self._weight.mode}
         if self._guard_options.every:
             settings["guard"] = str(self._guard_options)
+        if report_every() != REPORT_EVERY:
+            settings["RINGDP_REPORT_EVERY"] = str(report_every())
+        if self._reproducible:
+            settings["reproducible"] = "True"
         return settings
 
     def _ddp_init_helper(
@@ -239,8 +263,13 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
         hear_extension()
+        if self._reproducible:
+            rank_order.add_in_rank_order(self.process_group, self.device_type)
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
+        if not self._caps_bytes:  # of the user
+            over_ring = backend_of(self.process_group, self.device_type) == BACKEND and self._chosen is None
+            self._caps_bytes = growing_caps(default_cap_mb(self.process_group.size(), exact_over_ring=over_ring))
         self.reducer = _C.Reducer(
             [one.parameter for one in watched],
             names,
@@ -258,7 +287,9 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             host_control=self._devices.host_control,
             weighted=self._weight is not None,
             gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
+            report_every=report_every(),
         )
+        self._monitor = StepMonitor(self.reducer, self.process_group)
         report_at_exit()
         self._watched = watched
         self._reduced = ReducedGradients(self)
@@ -291,8 +322,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
-        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard"))
-        state = super().__getstate__() | none | {"_watched": [], "_before_forward": []}
+        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor"))
+        state = super().__getstate__() | none | {"_watched": [], "_before_forward": [], "_repeated_after": -1}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
 
@@ -314,7 +345,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
         prepared = super()._pre_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and not self._join_config.enable:  # which torch leaves set when a join is over
+        if torch.is_grad_enabled() and not self._join_config.enable:
             self._between_steps()
         self._announce_weight(inputs, kwargs)
         return prepared
@@ -324,9 +355,10 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         """What looks at every step, where all ranks have the same buffers, and before the module's own operations."""
         if in_backward():
             return  # checkpointing repeats a forward
+        self._monitor.before_forward()
         if self._guard is not None:
             self._guard.look()
-        for listener in list(self._before_forward):
+        for listener in [] if self._has_joined else list(self._before_forward):
             listener()
 
     def _post_forward(self, output: Any) -> Any:
@@ -352,7 +384,17 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         """torch's refuses the layers on the CPU."""
         synchronise_on_cpu(module)
 
+    def _repeat_batch(self) -> None:
+        """The forwards up to the next backward that synchronises are of the batch whose forward has failed.
+
+        What it has sent (buffers, the batch's weight) is not sent again.
+        """
+        self._repeated_after = self.reducer.steps()
+        self.reducer.repeat_batch()
+
     def _sync_buffers(self) -> None:
+        if 0 <= self._repeated_after == self.reducer.steps():
+            return
         if self.process_group.size() > 1 or hasattr(self, "buffer_hook") or self._join_config.enable:
             super()._sync_buffers()
 
@@ -376,6 +418,14 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         """What reducing gradients cost; reading it costs a call, keeping it two clock readings per step."""
         return Stats(**self.reducer.stats())
 
+    def report(self) -> Report:
+        """Where the time of the last steps went, on all ranks, what costs most, and what helps. Prints as tables.
+
+        The ranks tell each other after 10 steps and then every 20 (RINGDP_REPORT_EVERY), beside the training; this is
+        what they told last, and waits for nobody. Rank 0 logs the verdict when communication costs a fifth of a step.
+        """
+        return self._monitor.report()
+
     # Communication hooks.
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -389,6 +439,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
+        if self._reproducible:
+            rank_order.refuse_hook(hook)
         self.reducer.register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
@@ -436,6 +488,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
         def possible() -> tuple[Rules, int]:
             rules, warmup_steps = asked()
+            if self._reproducible:
+                rank_order.refuse_rules(rules)
             if rules.compress:
                 no_compression_beside(self._precision)
                 no_compression_in_backward(self._module_parameters)
@@ -449,9 +503,12 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
+            if self._reproducible:
+                rank_order.add_in_rank_order(new_process_group, self.device_type)
             self.process_group = new_process_group
             if self._guard is not None:
                 self._guard.start_again()
+            self._monitor.group_replaced(new_process_group)
             self.reducer._update_process_group(
                 new_process_group,
                 average=has_average(new_process_group, self.device_type),

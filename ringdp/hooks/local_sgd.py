@@ -1,7 +1,7 @@
 """Post-local SGD: gradients are averaged for some steps, then only parameters, every few steps.
 
 Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", arXiv 1808.07217. torch's hook and averager do
-the work; this puts together what must agree.
+the work; this puts together what must agree. `ringdp.LocalSGD` does the same without a hook, compressed and overlapped.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.job import stacks
 
 if TYPE_CHECKING:
     from ringdp import _C
@@ -96,11 +97,16 @@ def handing_over(pending: _C.PendingMesh) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def named(name: str) -> Iterator[None]:
+def named(name: str, *, bulk: bool = False) -> Iterator[None]:
     """Give the operations this thread issues inside the block a name, which their errors carry.
 
     Ranks compare it: two all-reduces of equal shape issued in different order on two ranks are told apart by their
     names and fail with `MismatchError`, where unnamed ones would add up the wrong tensors.
+
+    Args:
+        name: not empty.
+        bulk: their bytes go where no other operation has any to send, between two ranks: others do not wait behind
+            them. For what is large and not waited for soon.
     """
     if not name:
         raise InvalidArgumentError("ringdp.named needs a name that is not empty")
@@ -108,7 +114,7 @@ def named(name: str) -> Iterator[None]:
     from ringdp import _C
 
     scope = _C.NamedScope()
-    scope.enter(name)
+    scope.enter(name, bulk)
     try:
         yield
     finally:
@@ -171,6 +177,7 @@ def hear_extension() -> None:
     from ringdp import _C
 
     _C.set_log_sink(log_line)
+    stacks.install()
     atexit.unregister(_shut_down_extension)
     atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
 
@@ -245,3 +252,4 @@ def _shut_down_extension() -> None:
     from ringdp import _C
 
     _C.shut_down_all()
+    _C.forget_stack_source()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringdp.job.backend import backend_of, timeout_of
+from ringdp.job.backend import BACKEND, backend_of, timeout_of
 from ringdp.job.byte_collectives import all_gather_bytes
 
 _NAME_BYTES = 32
@@ -18,6 +18,8 @@ def sibling_groups(
     group: dist.ProcessGroup, device: torch.device, count: int, *, purpose: str
 ) -> list[dist.ProcessGroup]:
     """New groups of the same ranks, in the same order, for tensors on this kind of device. All ranks call it.
+
+    They add in rank order where `group` does.
 
     Their name is made by rank 0. ``torch.distributed.new_group`` would take it from how many groups this process is in,
     which is another number on a rank that is in a group without the others.
@@ -43,6 +45,11 @@ def _sibling(group: dist.ProcessGroup, device: torch.device, name: str, descript
         timeout=timeout_of(group, device.type) or torchs._get_default_timeout(backend),
         group_desc=description,
     )
+    if backend == BACKEND:
+        from ringdp import _C
+
+        if _C.adds_in_rank_order(group):
+            _C.add_in_rank_order(made)
     torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import elastic_launch
 
 from ringdp.job import threads
-from ringdp.launcher import advice, elastic, messages, processes, secret
+from ringdp.launcher import advice, elastic, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs
 from ringdp.launcher.views import Stream
@@ -89,6 +89,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(threads.threads_per_rank(threads.usable_cores(), local_world_size, alone=alone))
     )
+    metrics.begin(args, orders.folder)
     if orders.secret_file is not None:
         os.environ["RINGDP_SECRET_FILE"] = str(orders.secret_file)
     log_dir, args.log_dir = args.log_dir, args.log_dir if args.logs_specs else str(orders.folder)

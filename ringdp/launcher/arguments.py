@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
 import uuid
@@ -219,6 +220,27 @@ def get_parser() -> argparse.ArgumentParser:
         help="How long the launchers of several hosts wait for each other (torch's default: 900 with --master-addr, "
         "600 with --rdzv-endpoint); the same as the timeouts of --rdzv-conf.",
     )
+    group.add_argument(
+        "--metrics-dir",
+        "--metrics_dir",
+        default=None,
+        metavar="DIR",
+        help="Each rank writes a line of JSON for each step to DIR/rank_N.jsonl; python -m ringdp top DIR shows them.",
+    )
+    group.add_argument(
+        "--metrics-port",
+        "--metrics_port",
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="Serve the metrics of this host's ranks to Prometheus, by http://HOST:PORT/metrics (pip install "
+        "prometheus_client). Without --metrics-dir they are in the run's folder.",
+    )
+    group.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="With --metrics-dir: write them for TensorBoard, too, to DIR/tensorboard (pip install tensorboard).",
+    )
     _add_hosts(group)
     group.add_argument("--version", action=_Version, nargs=0, help="Show the versions of ringdp, torch and Python.")
     return parser
@@ -240,6 +262,7 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
         _check_counts(args)
         placement = None if on_a_node else _placement(args, argv)
         views = _views(args)
+        _check_metrics(args)
         grace_s = _grace(args)
     except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
@@ -263,6 +286,19 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
         meeting=_meeting(args) if max_nodes > 1 and placement is None else None,
         signals=tuple(name.strip() for name in args.signals_to_handle.split(",") if name.strip()),
     )
+
+
+def _check_metrics(args: argparse.Namespace) -> None:
+    """What is asked for can be had: the packages are there."""
+    if args.metrics_port is not None:
+        if not 0 <= args.metrics_port <= 65535:
+            raise ValueError(f"--metrics-port must be a port up to 65535, got {args.metrics_port}")
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise ValueError("--metrics-port needs the package prometheus_client: pip install prometheus_client")
+    if args.tensorboard and args.metrics_dir is None:
+        raise ValueError("--tensorboard goes with --metrics-dir, which says where to")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard")
 
 
 def _most_nodes(args: argparse.Namespace) -> int:

@@ -3,7 +3,8 @@
 - ``<run>/launcher.log``: what torch's elastic agent says;
 - ``<run>/attempt_<n>/<local rank>/stdout.log`` and ``stderr.log``;
 - ``<run>/attempt_<n>/<local rank>/error.json``, where the script uses torch's ``@record``;
-- ``<run>/attempt_<n>/<local rank>/report.json``, where it uses RingDP and ends well.
+- ``<run>/attempt_<n>/<local rank>/report.json``, where it uses RingDP and ends well;
+- beside it ``dump_rank<r>_<n>.json``, ``stalls_rank<r>.log`` and ``process_rank<r>.json``, where it uses ring.
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ class RankLogsSpecs(LogsSpecs):
             )
             environ["TORCHELASTIC_ERROR_FILE"] = logs.error_file
             environ["RINGDP_REPORT_FILE"] = logs.report_file
+            if "RINGDP_DUMP_DIR" not in os.environ:
+                environ["RINGDP_DUMP_DIR"] = str(folder)
             ranks.append(logs)
         self._started(ranks, first)
         return LogsDest(

@@ -173,12 +173,12 @@ void round(Random& random) {
     count("goodbyes");
   };
   Link* answering = nullptr;
-  events.asked = [&](int, uint64_t group, uint64_t sequence) {
+  events.asked = [&](int, uint64_t group, uint64_t sequence, bool) {
     PeerState state;
     state.progress = PeerState::Progress::kRunning;
     state.waits_for.assign(random.below(2000), 1);
     state.last = std::string(random.below(3000), 'x');
-    answering->send_pong(group, sequence, state);
+    answering->send_pong(group, sequence, state.encode());
     count("questions");
   };
   events.answered = [](int, uint64_t, uint64_t, const PeerState& state) {

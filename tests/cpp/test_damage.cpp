@@ -90,7 +90,7 @@ std::vector<std::byte> stream(bool checksums) {
   link.pump_send();
   link.attach(first.send);
   link.pump_send();
-  link.send_pong(7, 1, PeerState{});
+  link.send_pong(7, 1, PeerState{}.encode());
   link.send_abort(8, {ErrorKind::kTimeout, 1, 3, 0, false, "it took too long"});
   link.attach(second.send);
   link.pump_send();
@@ -113,7 +113,7 @@ Seen receive(std::vector<std::byte> input, bool checksums, std::size_t piece) {
     ++seen.words;
     seen.right = seen.right && group == 8 && notice.sequence == 3 && notice.text == "it took too long";
   };
-  events.asked = [&](int, uint64_t group, uint64_t sequence) {
+  events.asked = [&](int, uint64_t group, uint64_t sequence, bool) {
     ++seen.words;
     seen.right = seen.right && group == 7 && sequence == 1;
   };

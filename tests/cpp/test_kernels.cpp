@@ -507,6 +507,26 @@ CASE("a thread that flushes subnormals to zero gets the same bits inside a Float
 }
 #endif
 
+CASE("elements are multiplied to the reference's bits") {
+  on_every_isa([](const std::string& isa) {
+    for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+      for (const int size : {0, 1, 7, 64, 1025}) {
+        const auto count = static_cast<std::size_t>(size);
+        for (const std::size_t offset : {std::size_t{0}, std::size_t{1}}) {
+          Buffer ours(dtype_size(dtype), count, offset), theirs(dtype_size(dtype), count, offset);
+          fill(ours, dtype, 5);
+          fill(theirs, dtype, 5);
+          multiply(dtype)(ours.data(), 1.0 / 3, count);
+          multiply_reference(dtype)(theirs.data(), 1.0 / 3, count);
+          EXPECT(count == 0 || std::memcmp(ours.data(), theirs.data(), ours.bytes()) == 0,
+                 isa + " " + std::string(dtype_name(dtype)) + " of " + std::to_string(count) + " elements");
+        }
+      }
+    }
+    CHECK(multiply(DType::kFloat16) == nullptr);
+  });
+}
+
 CASE("the first infinity or NaN is found where the reference finds it, and nowhere else") {
   on_every_isa([](const std::string& isa) {
     for (const DType dtype :

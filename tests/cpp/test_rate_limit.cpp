@@ -89,10 +89,10 @@ CASE("an all-reduce takes as long as the rate says, the ranks sleep meanwhile, t
           self.wait(self.group->barrier({}));
           auto start = Clock::now();
           double cpu = cpu_seconds();
-          uint64_t before = self.runtime->engine().bytes_sent();
+          uint64_t before = self.runtime->engine().traffic().sent;
           self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
           double took = to_seconds(Clock::now() - start);
-          uint64_t sent = self.runtime->engine().bytes_sent() - before;
+          uint64_t sent = self.runtime->engine().traffic().sent - before;
           CHECK(data == std::vector<float>(kCount, 3.0F));
           CHECK(sent >= kCount * 4);
           CHECK(took >= 0.95 * static_cast<double>(sent) / kRate);

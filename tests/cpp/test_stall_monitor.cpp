@@ -4,6 +4,7 @@
 
 #include "base/log.h"
 #include "base/naming.h"
+#include "base/process_stacks.h"
 #include "base/text.h"
 #include "job.h"
 #include "mesh/peer_state.h"
@@ -85,6 +86,51 @@ CASE("a rank that has not called is told of in the log, with what it did last, a
     CHECK(!names(about, 0) && !names(about, 1) && !names(about, 3));
     if (contains(line, "its process answers")) CHECK(contains(line, "its last one here was barrier #1"));
   }
+}
+
+CASE("the stacks of the rank that has not called are fetched from it, and its script's frame stands in the notice") {
+  Listener listener;
+  std::atomic<int> asked{0};
+  set_stack_source({[&](int64_t) {
+                      ++asked;
+                      return "Main thread (most recent call first):\n  File \"/lib/q.py\", line 3 in get\n"
+                             "  File \"/home/me/train.py\", line 88 in load\x1b[2J\n\nThread b:\n";
+                    },
+                    {},
+                    {"/lib/"}});
+  EngineOptions options;
+  options.stall_notice_ms = 300;
+  auto noticed = [&] {
+    for (const std::string& line : listener.lines())
+      if (contains(line, "its script is at train.py:88 in load")) return true;
+    return false;
+  };
+  auto body = [&](Rank& self) {
+    std::vector<float> data(10, 1.0F);
+    self.wait(self.group->barrier({}));
+    if (self.rank == 2) await(noticed);
+    self.wait(reduce(self, data));
+    self.wait(self.group->barrier({}));
+  };
+  run_job(3, kAlwaysRing, body, 30'000, options);
+  set_stack_source({});
+  CHECK(asked >= 1);
+  for (const std::string& line : listener.lines()) {
+    CHECK(!contains(line, "\x1b"));  // what a peer sends goes to terminals
+    CHECK(!contains(line, "q.py"));
+  }
+}
+
+CASE("the frame of the script is the innermost one that is not Python's or a package's, of the first thread") {
+  set_stack_source({{}, {}, {"/lib/"}});
+  const std::string head = "Current thread 0x1 (most recent call first):\n";
+  CHECK_EQ(frame_of_script(""), "");
+  CHECK_EQ(frame_of_script("(C code holds Python's lock)\n" + head + "  File \"/lib/a.py\", line 1 in f\n"), "a.py:1 in f");
+  CHECK_EQ(frame_of_script(head + "  File \"<frozen os>\", line 1 in f\n    code\n  File \"b.py\", line 2 in g\n"),
+           "b.py:2 in g");
+  CHECK_EQ(frame_of_script(head + "  File \"/lib/a.py\", line 1 in f\n\nThread 2:\n  File \"b.py\", line 2 in g\n"),
+           "a.py:1 in f");
+  set_stack_source({});
 }
 
 CASE("a rank that has not called because it waits in an earlier operation is not the one that is named") {

@@ -118,6 +118,63 @@ def together_of(results: list[dict[str, Any]]) -> list[list[int]]:
     return [list(itertools.chain(*parts)) for parts in zip(*(one["taken"] for one in results), strict=True)]
 
 
+class Small(nn.Module):
+    """Raises for a batch that is too large, and has a buffer that each forward makes rank 0's."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.layers = Sleeper(0.0)
+        self.register_buffer("calls", torch.zeros(1))
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise MemoryError
+        return self.layers(x)
+
+
+def survives(most: list[int], steps: int) -> tuple[list[list[float]], list[int]]:
+    """The gradients of each step, which are those of one process, and the sizes of this rank's batches."""
+    import ringdp
+
+    group, dataset = default_group(), data()
+    sampler = ringdp.data.BalancedSampler(dataset, BATCH, balance="equal")
+    model = ringdp.RingDP(Small(most[group.rank()]), weight="samples", reproducible=True)
+    sampler.watch(model)
+    gradients, sizes = [], []
+    for _, (_, x, y) in zip(range(steps), DataLoader(dataset, batch_sampler=sampler), strict=False):
+        model.zero_grad()
+        try:
+            nn.functional.mse_loss(model(x), y).backward()
+        except MemoryError:
+            sampler.out_of_memory()
+            (x1, x2), (y1, y2) = x.split([4, len(x) - 4]), y.split([4, len(x) - 4])
+            with model.no_sync():
+                nn.functional.mse_loss(model(x1), y1).backward()
+            nn.functional.mse_loss(model(x2), y2).backward()
+        sizes.append(len(x))
+        gradients.append([float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
+    return gradients, sizes
+
+
+def test_a_rank_survives_that_it_runs_out_of_memory() -> None:
+    results = run_ranks(survives, [20, 7], 35, world_size=2, backend="ring")
+    sizes = [one[1] for one in results]
+    assert sizes[1][0] == 10
+    assert sizes[1][-1] == 5
+    assert {a + b for a, b in zip(*sizes, strict=True)} == {BATCH}
+    dataset, model = data(), Small(BATCH)
+    from ringdp.data.order import GlobalBatches
+
+    batches = GlobalBatches(SAMPLES, BATCH)
+    for position, (ours, theirs) in enumerate(zip(results[0][0], results[1][0], strict=True)):
+        _, x, y = dataset[batches.batch(batches.order(0), position)]
+        model.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        wanted = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+        assert ours == theirs == pytest.approx(wanted, rel=1e-9)
+
+
 @pytest.mark.parametrize("loading", LOADING, ids=["main", "workers"])
 @pytest.mark.parametrize("backend", backends())
 def test_losses_are_those_of_one_process_while_the_split_changes(backend: str, loading: dict[str, Any]) -> None:

@@ -358,7 +358,9 @@ def logging_data() -> None:
     """DDP's keys, and the same values where they do not depend on time."""
     data = []
     for kind in KINDS:
-        model = kind(models.build("convolutional"), find_unused_parameters=False, gradient_as_bucket_view=True)
+        model = kind(
+            models.build("convolutional"), find_unused_parameters=False, gradient_as_bucket_view=True, bucket_cap_mb=25
+        )
         assert "comm_hook" not in model._get_ddp_logging_data()
         model._set_ddp_runtime_logging_sample_rate(2)
         for step in range(14):

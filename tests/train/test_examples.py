@@ -32,6 +32,11 @@ QUICK = {
         ["--epochs=2", "--sleep-ms=0.2"],
         r"samples of a batch of 64, by rank: \d+(, \d+)*\n  ok     RingDP against one process: largest difference",
     ),
+    "far_apart": (
+        ["--steps=100", "--every=20", "--worst=4"],
+        r"exact in every step: loss \d\.\d{4}; .*\n  ok     rounds of 20 steps: loss \d\.\d{4}; .*\n"
+        r"  ok     parameters bit-identical on all ranks",
+    ),
     "char_lm": (
         ["--steps=60", "--batch-size=8", "--context=32", "--width=32", "--layers=1", "--lr=0.01", "--characters=30000"],
         r"ok     bits per character on 3,000 unseen ones: [5-9]\.\d+ before, [34]\.\d+ after, 4\.\d+ by",
@@ -57,6 +62,7 @@ QUICK = {
 FAILING = {
     "linear_regression": ["--tolerance", "-1"],
     "unequal_machines": [*QUICK["unequal_machines"][0], "--tolerance", "-1"],
+    "far_apart": [*QUICK["far_apart"][0], "--worst", "0.01"],
     "char_lm": [*QUICK["char_lm"][0], "--steps", "1"],
     "compare_compressors": [*QUICK["compare_compressors"][0], "--min-accuracy", "101"],
     "resnet": [*QUICK["resnet"][0], "--min-accuracy", "1.01"],

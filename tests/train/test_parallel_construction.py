@@ -296,6 +296,11 @@ def layout() -> None:
     mebi = nn.ParameterList(nn.Parameter(torch.zeros(1 << 18)) for _ in range(12))  # 1 MiB each
     growing = RingDP(mebi, bucket_cap_mb=3)
     assert growing.reducer.bucket_bytes() == [size_mib << 20 for size_mib in (1, 2, 3, 3, 3)]
+    by_itself = RingDP(mebi)
+    sizes_mib = (1, 2, 4, 4, 1) if dist.get_backend() == "ring" else (1, 2, 4, 5)
+    assert by_itself.reducer.bucket_bytes() == [size_mib << 20 for size_mib in sizes_mib]
+    compressed = RingDP(mebi, compression="int8")
+    assert compressed.reducer.bucket_bytes() == [size_mib << 20 for size_mib in (1, 2, 4, 5)]
     assert not small._has_rebuilt_buckets
     for expected in ([[3, 2], [1, 0]], [[3, 2], [1, 0]], [[1, 0], [3, 2]]):
         assert [sorted(b) for b in small.reducer.layout()] == [

@@ -138,7 +138,7 @@ def test_equal_weights_give_the_bits_of_a_mean_over_ranks(world_size: int) -> No
     run_ranks(equal_bits, world_size=world_size, backend="ring")
 
 
-def large_gradients(split: Split) -> None:
+def large_gradients(split: Split, tolerance: float, options: dict[str, Any], hooked: bool) -> None:
     """Gradients of 4 MiB and more are reduced where autograd left them."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 1100), nn.ReLU(), nn.Linear(1100, 1100), nn.ReLU(), nn.Linear(1100, 5))
@@ -146,16 +146,53 @@ def large_gradients(split: Split) -> None:
     mean_loss(alone, *data(sum(map(sum, split)), torch.float32)).backward()
     expected = grads(alone)
     net.zero_grad()
-    model = RingDP(net, weight="samples")
+    model = RingDP(net, weight="samples", **options)
+    if hooked:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
     for _ in range(2):
         model.zero_grad()
         backward(model, split, torch.float32)
-        close(model, expected, 1e-5)
+        close(model, expected, tolerance)
 
 
-@pytest.mark.parametrize("split", [[[6], [2]], [[3, 1], [4]]])
-def test_large_gradients(split: Split) -> None:
-    run_ranks(large_gradients, split, backend="ring")
+@pytest.mark.parametrize(
+    ("tolerance", "options", "hooked"),
+    [(1e-5, {}, False), (1e-5, {}, True), (2e-2, {"compression": "int8"}, False)],
+    ids=["exact", "hook", "int8"],
+)
+@pytest.mark.parametrize("split", [[[6], [2]], [[3, 1], [4]], [[0], [8]]])
+def test_large_gradients(split: Split, tolerance: float, options: dict[str, Any], hooked: bool) -> None:
+    run_ranks(large_gradients, split, tolerance, options, hooked, backend="ring")
+
+
+class Dot(nn.Module):
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros_like(like))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum()
+
+
+def large_gradient_bits(dtype: torch.dtype) -> None:
+    """The gradient, multiplied by this rank's share, and then averaged."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(1_300_001, dtype=dtype, generator=torch.Generator().manual_seed(rank))
+    weights = [rank + 1.0 for rank in range(n)]
+    expected = x * (n * weights[rank] / sum(weights))
+    dist.all_reduce(expected, dist.ReduceOp.AVG)
+    model = RingDP(Dot(x), weight="call")
+    for _ in range(2):
+        model.zero_grad()
+        model.set_weight(weights[rank])
+        model(x).backward()
+        assert torch.equal(grads(model)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_bits_of_large_gradients(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(large_gradient_bits, dtype, world_size=world_size, backend="ring")
 
 
 class Bag(nn.Module):

@@ -30,6 +30,7 @@ import memory  # noqa: E402
 import plots  # noqa: E402
 import reconfigure  # noqa: E402
 import reducer  # noqa: E402
+import rounds  # noqa: E402
 import selection  # noqa: E402
 import startup  # noqa: E402
 import step  # noqa: E402
@@ -52,6 +53,7 @@ TOOLS = (
     plots,
     reconfigure,
     reducer,
+    rounds,
     selection,
     startup,
     step,
@@ -89,6 +91,7 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("kvstore.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt, small"),
         ("guard.py", "--every x", "a list of numbers like 100,500"),
         ("unequal.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt"),
+        ("rounds.py", "loss --runs nonsense", "'nonsense' is not known: choose from RingDP"),
         ("unequal.py", "--ranks 1", "at least two ranks"),
         ("selection.py", "--numel 0", "at least one element"),
         ("selection.py", "--rounds 0", "one round"),

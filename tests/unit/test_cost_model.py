@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ringdp.errors import InvalidArgumentError
+from ringdp.tools.algorithm_table import layout
 from ringdp.tools.cost_model import HALF_TYPES, AlgorithmCosts, HostLayout, candidates, work
-from ringdp.tools.explain import layout
 from tests.helpers import need
 
 if TYPE_CHECKING:

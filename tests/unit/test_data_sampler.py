@@ -55,6 +55,7 @@ class Model:
         self._before_forward: list[Callable[[], None]] = []
         self.now_ns = 1
         self._times = {"finished_ns": 0, "computed_ns": 0}
+        self._repeat_batch = lambda: None
 
     def times(self) -> dict[str, int]:
         return self._times
@@ -252,6 +253,83 @@ def test_limits_and_multiples_hold_while_speeds_change() -> None:
         seen = {tuple(map(len, step)) for step in taken}
         assert {(104, 24), (56, 72)} <= seen
         assert all(24 <= a <= 104 and 8 <= b <= 72 and a % 8 == 0 == b % 8 for a, b in seen)
+
+
+def twice(call: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        call()
+        call()
+
+    return both
+
+
+def run_out_of_memory(ranks: list[Rank], guilty: int, most: int, steps: int) -> list[list[list[int]]]:
+    """Train; a batch of more than `most` samples takes the guilty rank two forwards more."""
+    taken = []
+    for _ in range(steps):
+        for rank in ranks:
+            rank.draw()
+        batches = [rank.queue.popleft() for rank in ranks]
+        for number, (rank, batch) in enumerate(zip(ranks, batches, strict=True)):
+            rank.model.forward()
+            if number == guilty and len(batch) > most:
+                rank.sampler.out_of_memory()
+                rank.model.forward()
+                rank.sampler.out_of_memory()  # the half did not fit either: it is the same batch
+                rank.model.forward()
+        for rank in ranks:
+            rank.model.backward(1.0)
+        taken.append(batches)
+    return taken
+
+
+@pytest.mark.parametrize("options", [{}, {"balance": "equal"}, {"cost": lambda index: 1.0 + index % 3}], ids=str)
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_rank_that_ran_out_of_memory_gets_half_from_then_on(options: dict[str, Any], forwards: int) -> None:
+    with one_process():
+        ranks = make(3, 48 * 80, 48, [5, 0, 2], multiple=2, **options)
+        if forwards == 2:
+            for rank in ranks:
+                rank.sampler.watch(rank.model, forwards=2)
+                rank.model.forward = twice(rank.model.forward)  # type: ignore[method-assign]
+        for rank in ranks:
+            rank.begin()
+        before = train(ranks, lambda r, s, b: 1.0, 12)
+        taken = run_out_of_memory(ranks, 1, 10, 68)
+        counts = [tuple(map(len, step)) for step in taken]
+        assert counts[0][1] > 10
+        late = [step for step, (_, mine, _) in enumerate(counts) if mine > 10]
+        assert max(late) <= 36, (
+            counts
+        )  # within 20 steps it is told, and counts from the first batch that nobody has drawn
+        assert counts[-1][1] <= max(count[1] for count in counts[:30]) // 2
+        order = GlobalBatches(48 * 80, 48)
+        wanted = [order.batch(order.order(0), position) for position in range(80)]
+        assert [joined(step) for step in before + taken] == wanted
+        assert {rank.sampler.state_dict()["position"] for rank in ranks} == {0}
+        assert {rank.sampler.state_dict()["epoch"] for rank in ranks} == {1}
+
+
+def test_ranks_that_cannot_take_a_batch_any_more_all_say_so() -> None:
+    with one_process():
+        ranks = make(2, 48 * 80, 48, [0, 0], most=24)
+        for rank in ranks:
+            rank.begin()
+        words = r"since rank 1 ran out of memory 2 ranks with most=\[24, 12\].*take 36 samples, and global_batch=48"
+        with pytest.raises(InvalidStateError, match=words):
+            run_out_of_memory(ranks, 1, 12, 40)
+
+
+def test_out_of_memory_is_of_a_batch_under_way() -> None:
+    with one_process():
+        ranks = make(2, 480, 48, [0, 0])
+        with pytest.raises(InvalidStateError, match="no batch is under way"):
+            ranks[0].sampler.out_of_memory()
+        for rank in ranks:
+            rank.begin()
+        train(ranks, lambda r, s, b: 1.0, 2)
+        with pytest.raises(InvalidStateError, match="no batch is under way"):
+            ranks[0].sampler.out_of_memory()
 
 
 def test_a_broken_off_epoch_goes_on_where_training_was() -> None:

@@ -14,7 +14,15 @@ torch = need("torch")
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.nn.parallel.distributed import _MixedPrecision  # noqa: E402
 
-from ringdp.ddp.arguments import OWN_ARGUMENTS, TABLE, accepted, for_torch  # noqa: E402
+from ringdp.ddp.arguments import (  # noqa: E402
+    OWN_ARGUMENTS,
+    TABLE,
+    accepted,
+    bucket_caps,
+    default_cap_mb,
+    for_torch,
+    growing_caps,
+)
 from ringdp.ddp.wrapper import RingDP  # noqa: E402
 from ringdp.errors import InvalidArgumentError, InvalidStateError  # noqa: E402
 
@@ -145,3 +153,15 @@ def test_before_init_the_advice_is_ours() -> None:
     assert not torch.distributed.is_initialized()
     with pytest.raises(InvalidStateError, match=r"call ringdp\.init\(\) first"):
         RingDP(torch.nn.Linear(2, 2))
+
+
+def test_buckets_grow_up_to_a_cap_that_all_ranks_compute_alike() -> None:
+    mib = 1 << 20
+    assert bucket_caps({"bucket_cap_mb": None}) == (None, [])  # then it depends on the group
+    assert bucket_caps({"bucket_cap_mb": 3}) == (None, [mib, 2 * mib, 3 * mib])
+    assert bucket_caps({"bucket_cap_mb": 0.5}) == (None, [mib // 2])
+    assert bucket_caps({"bucket_cap_mb_list": [1, 2]}) == ([1, 2], [mib, 2 * mib])
+    assert growing_caps(4) == [mib, 2 * mib, 4 * mib]
+    by_ranks = {ranks: default_cap_mb(ranks, exact_over_ring=True) for ranks in (1, 2, 16, 40, 100, 1024)}
+    assert by_ranks == {1: 4, 2: 4, 16: 4, 40: 10, 100: 25, 1024: 25}
+    assert default_cap_mb(2, exact_over_ring=False) == 25

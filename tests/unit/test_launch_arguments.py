@@ -64,6 +64,8 @@ def test_grace(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nproc-per-node", "-3", "s.py"], "got -3"),
         (["--max-restarts", "-1", "s.py"], "--max-restarts must be 0 or more, got -1"),
         (["--local-ranks-filter", "x", "s.py"], "invalid literal"),
+        (["--metrics-port", "70000", "s.py"], "--metrics-port must be a port up to 65535, got 70000"),
+        (["--tensorboard", "s.py"], "--tensorboard goes with --metrics-dir"),
     ],
 )
 def test_what_cannot_be_used_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

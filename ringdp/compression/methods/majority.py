@@ -27,6 +27,7 @@ class SignSGD:
     """
 
     aggregate: ClassVar[Aggregate] = "rounds"
+    per_parameter: ClassVar[bool] = True
     error_feedback: ClassVar[None] = None
 
     def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:

@@ -40,6 +40,7 @@ class PowerSGD:
     warm_start: bool = True
     error_feedback: Feedback | bool | None = True
     aggregate: ClassVar[Aggregate] = "rounds"
+    per_parameter: ClassVar[bool] = True
     carries_nan: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

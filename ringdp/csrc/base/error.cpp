@@ -8,6 +8,30 @@ namespace ringdp {
 Error::Error(ErrorKind kind, std::string message, ErrorContext context)
     : kind_(kind), message_(std::move(message)), context_(std::move(context)) {}
 
+const char* error_class_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kPeerLost:
+      return "PeerLostError";
+    case ErrorKind::kTimeout:
+      return "RingTimeoutError";
+    case ErrorKind::kMismatch:
+      return "MismatchError";
+    case ErrorKind::kHandshake:
+      return "HandshakeError";
+    case ErrorKind::kValue:
+      return "InvalidArgumentError";
+    case ErrorKind::kState:
+      return "InvalidStateError";
+    case ErrorKind::kSystem:
+      return "SystemResourceError";
+    case ErrorKind::kDamaged:
+      return "DamagedDataError";
+    case ErrorKind::kInterrupted:
+      break;
+  }
+  return "RingError";
+}
+
 std::string errno_text(int error_number) {
   char buffer[128];
   // The GNU strerror_r, which returns the text and may leave the buffer alone (strerror_r(3)).

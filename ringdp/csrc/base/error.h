@@ -35,6 +35,8 @@ struct ErrorContext {
   bool unexplained = false;  // a connection ended, and no rank has given the reason
 };
 
+const char* error_class_name(ErrorKind kind);  // in ringdp/errors.py
+
 class Error : public std::exception {
  public:
   Error(ErrorKind kind, std::string message, ErrorContext context = {});

@@ -1,4 +1,4 @@
-// The name an operation carries: `with ringdp.named("x"):` in Python, the bucket's parameters in the reducer.
+// The name an operation carries, and whether it is bulk: `with ringdp.named("x"):` in Python, the bucket's parameters in the reducer.
 // Thread-local: set by the thread that issues the operation, read once when it is issued.
 #pragma once
 
@@ -8,16 +8,19 @@ namespace ringdp {
 
 // Empty when nothing is set.
 const std::string& current_name();
+// On their links the operations give way to all that are not bulk.
+bool current_is_bulk();
 
 class NamedScope {
  public:
-  explicit NamedScope(std::string name);
+  explicit NamedScope(std::string name, bool bulk = false);
   ~NamedScope();
   NamedScope(const NamedScope&) = delete;
   NamedScope& operator=(const NamedScope&) = delete;
 
  private:
   std::string previous_;
+  bool previous_bulk_;
 };
 
 }  // namespace ringdp

@@ -87,8 +87,9 @@ bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes) {
          bytes <= (world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / others);
 }
 
-Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes) {
-  return find_all_reduce({table, hosts, dtype, bytes}).id;
+Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes,
+                            bool rank_order) {
+  return find_all_reduce({table, hosts, dtype, bytes, rank_order}).id;
 }
 
 Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t bytes) {

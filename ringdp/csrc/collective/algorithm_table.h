@@ -78,7 +78,9 @@ bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes);
 
 // `bytes`: of the whole buffer; of an all-gather or reduce-scatter, of one rank's block.
 // `hosts` as in layout_of, one entry for each rank.
-Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes);
+// `rank_order` as in GroupView.
+Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes,
+                            bool rank_order = false);
 Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t bytes);
 Algorithm choose_reduce_scatter(const AlgorithmTable& table, std::span<const int> hosts, std::size_t bytes);
 Algorithm choose_broadcast(const AlgorithmTable& table, int world, std::size_t bytes);

@@ -16,6 +16,7 @@ struct AllReduceRequest {
   std::span<const int> hosts;  // as in layout_of
   DType dtype;
   std::size_t bytes;
+  bool rank_order = false;  // as in GroupView
 
   int world() const { return static_cast<int>(hosts.size()); }
 };

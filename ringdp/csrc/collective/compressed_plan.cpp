@@ -22,7 +22,8 @@ std::size_t units_of(std::size_t count) { return (count + CompressedPlan::kUnit 
 }  // namespace
 
 GroupView code_hosts(GroupView group) {
-  if (layout_of(group.hosts) != Layout::kSeveralRanksPerHost) std::iota(group.hosts.begin(), group.hosts.end(), 0);
+  if (group.rank_order || layout_of(group.hosts) != Layout::kSeveralRanksPerHost)
+    std::iota(group.hosts.begin(), group.hosts.end(), 0);
   return group;
 }
 

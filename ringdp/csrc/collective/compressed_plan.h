@@ -25,8 +25,8 @@
 
 namespace ringdp {
 
-// The hosts that exchange codes. Where ranks are on several hosts and a host has several ranks, the group's own; elsewhere
-// each rank counts as a host.
+// The hosts that exchange codes. Where ranks are on several hosts and a host has several ranks, the group's own; elsewhere,
+// and in rank order, each rank counts as a host.
 GroupView code_hosts(GroupView group);
 
 // Where the parts of a section begin, and at the end `count`.

@@ -144,7 +144,7 @@ std::unique_ptr<Operation> make_announcement(const GroupView& group, const Annou
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name) {
   check_reduction(dtype, op);
-  const AllReduceAlgorithm& algorithm = find_all_reduce({table, group.hosts, dtype, memory.size()});
+  const AllReduceAlgorithm& algorithm = find_all_reduce({table, group.hosts, dtype, memory.size(), group.rank_order});
   OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm.id, memory.size());
   shape.layout_hash = host_digest(group.hosts);
   if (group.size == 1) {

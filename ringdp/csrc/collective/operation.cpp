@@ -34,9 +34,29 @@ void Operation::stage(std::shared_ptr<Staging> staging) {
   watch_.hand_on(staging_.get());
 }
 
+void Operation::record_flows_in(std::span<FlowRecord> records, std::atomic<uint32_t>& used,
+                                std::atomic<uint32_t>& left_out) {
+  records_ = records;
+  records_used_ = &used;
+  records_left_out_ = &left_out;
+}
+
+FlowRecord* Operation::record_of(int peer, bool sends, uint64_t total) {
+  if (records_used_ == nullptr) return nullptr;
+  const uint32_t used = records_used_->load(std::memory_order_relaxed);
+  if (used == records_.size()) {
+    records_left_out_->fetch_add(1, std::memory_order_relaxed);
+    return nullptr;
+  }
+  FlowRecord& record = records_[used];
+  record.begin(peer, sends, total);
+  records_used_->store(used + 1, std::memory_order_release);
+  return &record;
+}
+
 bool Operation::can_start() const {
   if (!staging_ || staging_->all_there()) return true;
-  return !before_ && copies_.empty() && only_looked_at_.empty() && starts_early();
+  return !before_ && copies_.empty() && only_looked_at_.empty() && !input_factor_.on() && starts_early();
 }
 
 void Operation::start(const OperationContext& context) {
@@ -46,6 +66,7 @@ void Operation::start(const OperationContext& context) {
   started_ = true;
   if (before_) before_();
   for (auto& [to, from] : copies_) std::memmove(to.data(), from.data(), from.size());
+  if (!multiplies_as_it_goes()) input_factor_.apply(input_);
   watch_.own(only_looked_at_);
   watch_.result(only_looked_at_);
   prepare();
@@ -82,6 +103,7 @@ SendFlow& Operation::add_send(int member, uint64_t total, uint64_t ready) {
   flow.peer = group_.members[member];
   flow.total = total;
   flow.ready = ready;
+  flow.record = record_of(flow.peer, true, total);
   return flow;
 }
 
@@ -93,6 +115,7 @@ RecvFlow& Operation::add_receive(int member, uint64_t total, uint64_t window) {
   flow.peer = group_.members[member];
   flow.total = total;
   flow.window = window;
+  flow.record = record_of(flow.peer, false, total);
   return flow;
 }
 

@@ -3,6 +3,7 @@
 // Made by any thread, then owned by the Runtime and used only by the thread that drives the engine.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "collective/finite.h"
+#include "collective/input_factor.h"
 #include "collective/scratch.h"
 #include "device/staging.h"
 #include "mesh/link.h"
@@ -26,6 +28,9 @@ struct GroupView {
   std::vector<int> members;
   std::vector<int> hosts;  // hosts[i]: number of member i's host; hosts are numbered as they first appear
   bool far = false;        // a round trip between the job's hosts takes long (tables_for)
+  // All-reduces add every element, or the codes of it, in rank order: the bits do not depend on `hosts`, nor on the other
+  // elements of the buffer.
+  bool rank_order = false;
 };
 
 // The n-th send from a member to another under a tag meets the n-th receive of that kind.
@@ -60,6 +65,11 @@ class Operation : public FlowHandler {
     watch_ = FiniteWatch(identity_.shape.dtype, std::move(report));
     watch_.hand_on(staging_.get());
   }
+  // Of an all-reduce in place: its input is multiplied before it is reduced.
+  void multiply(std::span<std::byte> input, const InputFactor& factor) {
+    input_ = input;
+    input_factor_ = factor;
+  }
   // Single-rank case: the buffer is input and result; it is only scanned for non-finite values.
   void look_at_start(std::span<const std::byte> memory) { only_looked_at_ = memory; }
 
@@ -71,6 +81,9 @@ class Operation : public FlowHandler {
   // Work, which waits for the device.
   void stage(std::shared_ptr<Staging> staging);
   const std::shared_ptr<Staging>& staging() const { return staging_; }
+  // The flows that are added from now on say there when their bytes move; those without room do not. All three live until the
+  // operation is over. `used`, `left_out`: of the records, read by other threads.
+  void record_flows_in(std::span<FlowRecord> records, std::atomic<uint32_t>& used, std::atomic<uint32_t>& left_out);
   // Enough of the input has come from the device. Links may not know the operation before that: they keep early frames.
   bool can_start() const;
   bool started() const { return started_; }
@@ -114,6 +127,8 @@ class Operation : public FlowHandler {
   virtual bool finished() const { return true; }  // anything to do besides the flows?
   // It can start with a part of its input; only for algorithms that use `there`.
   virtual bool starts_early() const { return false; }
+  // It passes each element of its input through `input_factor_` itself; otherwise that is done when it starts.
+  virtual bool multiplies_as_it_goes() const { return false; }
   // How many bytes of its memory, from the start, have come from the device; all of them where there is none.
   std::size_t there(std::span<const std::byte> memory) const {
     return staging_ ? staging_->there(memory) : memory.size();
@@ -131,19 +146,25 @@ class Operation : public FlowHandler {
   std::deque<SendFlow> sends_;  // deques: links hold pointers
   std::deque<RecvFlow> receives_;
   FiniteWatch watch_;
+  InputFactor input_factor_;
 
  private:
   std::vector<int> uninformed_neighbours() const;
+  FlowRecord* record_of(int peer, bool sends, uint64_t total);  // null where there is no room
 
   FlowIdentity identity_;
   OperationContext context_;
   std::vector<std::span<const std::byte>> memory_;
   std::vector<std::pair<std::span<std::byte>, std::span<const std::byte>>> copies_;
+  std::span<std::byte> input_;  // where it is to be multiplied
   std::span<const std::byte> only_looked_at_;
   std::function<void()> before_;
   std::function<void()> after_;
   std::shared_ptr<Staging> staging_;
   std::vector<int> announce_to_;
+  std::span<FlowRecord> records_;
+  std::atomic<uint32_t>* records_used_ = nullptr;
+  std::atomic<uint32_t>* records_left_out_ = nullptr;
   bool announces_to_neighbours_ = false;
   bool started_ = false;
   bool prepared_ = false;  // stays false where the start has failed: the operation then never completes

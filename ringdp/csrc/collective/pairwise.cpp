@@ -107,13 +107,14 @@ void Pairwise::go_on_from(uint64_t before) {
   for (SendFlow& flow : sends_) flow.ready = ready(flow.member);
 }
 
-// A ring would round half types at each step, and between far hosts takes a round trip for every two ranks.
+// A ring would round half types at each step, its order of summation follows the place in the buffer, and between far hosts
+// it takes a round trip for every two ranks.
 const AllReduceAlgorithm kPairwiseAllReduce{
     Algorithm::kPairwise,
     [](const AllReduceRequest& request) {
       const bool in_pairs =
           goes_direct(request.table, request.world()) && request.bytes <= request.table.pairwise_bytes;
-      return request.dtype == DType::kFloat16 || request.dtype == DType::kBfloat16 || in_pairs;
+      return request.rank_order || request.dtype == DType::kFloat16 || request.dtype == DType::kBfloat16 || in_pairs;
     },
     [](const GroupView& group, const OperationShape& shape, std::string name,
        std::span<std::byte> memory) -> std::unique_ptr<Operation> {

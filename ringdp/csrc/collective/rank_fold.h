@@ -1,6 +1,6 @@
-// RankOrderFold: adds the inputs of n ranks for the same elements in rank order, segment by segment, and keeps at most two
-// blocks per peer. Half types are added in float32 and rounded once. Owned by the operations in which one rank sees all
-// inputs (fold, pairwise, two levels), used by the thread that drives the engine.
+// RankOrderFold: adds the inputs of n ranks for the same elements in rank order, segment by segment, and keeps a few
+// blocks per peer, as many as keep the line busy. Half types are added in float32 and rounded once. Owned by the
+// operations in which one rank sees all inputs (fold, pairwise, two levels), used by the thread that drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace ringdp {
 
 class RankOrderFold {
  public:
-  // Frames never cross a multiple of this, so that each has its place in one of a peer's two blocks.
+  // Frames never cross a multiple of this, so that each has its place in one of a peer's blocks.
   static constexpr std::size_t kBlockBytes = 128 * 1024;
 
   // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here).
@@ -48,6 +48,7 @@ class RankOrderFold {
 
   int rank_;
   int size_;
+  std::size_t blocks_;  // of each peer
   std::size_t element_bytes_;
   std::size_t divisor_;
   const ReduceKernels& kernels_;

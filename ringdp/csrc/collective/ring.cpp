@@ -6,6 +6,11 @@
 #include "collective/chunks.h"
 
 namespace ringdp {
+namespace {
+
+constexpr std::size_t kPieceBytes = 16 * 1024;
+
+}  // namespace
 
 Ring::Ring(GroupView group, OperationShape shape, std::string name,
            std::vector<std::vector<std::span<std::byte>>> slabs, bool reduce)
@@ -93,13 +98,20 @@ std::span<const std::byte> Ring::outgoing(SendFlow&, uint64_t offset, std::size_
   const Leg& leg = legs_[out_leg_];
   std::span<std::byte> next = out_block(leg).subspan(offset - leg.out_begin);
   if (next.size() > max) next = next.first(max - max % kGranuleBytes);
-  if (leg.step == 0) watch_.own(next);
+  if (leg.step == 0) {
+    input_factor_.apply(next);
+    watch_.own(next);
+  }
   return next;
 }
 
-std::span<std::byte> Ring::incoming(RecvFlow&, uint64_t offset, std::size_t length) {
+const Ring::Leg& Ring::leg_in(uint64_t offset) {
   while (offset >= legs_[in_leg_].in_begin + in_block(legs_[in_leg_]).size()) ++in_leg_;
-  const Leg& leg = legs_[in_leg_];
+  return legs_[in_leg_];
+}
+
+std::span<std::byte> Ring::incoming(RecvFlow&, uint64_t offset, std::size_t length) {
+  const Leg& leg = leg_in(offset);
   std::span<std::byte> rest = in_block(leg).subspan(offset - leg.in_begin);
   if (length > rest.size()) return {};
   if (leg.step < reduce_steps_) return {segment_.get(), length};
@@ -109,19 +121,41 @@ std::span<std::byte> Ring::incoming(RecvFlow&, uint64_t offset, std::size_t leng
 void Ring::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
   if (!data.empty()) {
     const Leg& leg = legs_[in_leg_];  // `incoming` has just set it
-    const std::span<std::byte> block = in_block(leg);
     const std::size_t at = offset - leg.in_begin;
-    if (leg.step < reduce_steps_) {
-      std::byte* own = block.data() + at;
-      std::size_t count = data.size() / element_bytes_;
-      watch_.own({own, data.size()});
-      kernels_->combine(own, data.data(), own, count);
-      if (leg.step == reduce_steps_ - 1 && kernels_->divide != nullptr && identity().shape.op == ReduceOp::kAvg)
-        kernels_->divide(own, static_cast<std::size_t>(group_.size), count);
-    }
-    if (leg.step >= reduce_steps_ - 1) watch_.result(block, at, at + data.size());
+    if (leg.step < reduce_steps_)
+      add(leg, at, data);
+    else
+      watch_.result(in_block(leg), at, at + data.size());
   }
   make_ready(sends_.front(), flow.received);
+}
+
+// What is summed is added from where it lies.
+bool Ring::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
+  const Leg& leg = leg_in(offset);
+  if (leg.step >= reduce_steps_) return Operation::take(flow, offset, data);
+  const std::size_t at = offset - leg.in_begin;
+  if (at + data.size() > in_block(leg).size()) return false;
+  add(leg, at, data);
+  make_ready(sends_.front(), flow.received);
+  return true;
+}
+
+// A piece at a time, which stays in the first-level cache.
+void Ring::add(const Leg& leg, std::size_t at, std::span<const std::byte> data) {
+  const std::span<std::byte> block = in_block(leg);
+  const bool last = leg.step == reduce_steps_ - 1;
+  for (std::size_t done = 0; done < data.size(); done += kPieceBytes) {
+    const std::span<const std::byte> piece = data.subspan(done, std::min(kPieceBytes, data.size() - done));
+    std::byte* own = block.data() + at + done;
+    std::size_t count = piece.size() / element_bytes_;
+    input_factor_.apply({own, piece.size()});
+    watch_.own({own, piece.size()});
+    kernels_->combine(own, piece.data(), own, count);
+    if (last && kernels_->divide != nullptr && identity().shape.op == ReduceOp::kAvg)
+      kernels_->divide(own, static_cast<std::size_t>(group_.size), count);
+    if (last) watch_.result(block, at + done, at + done + piece.size());
+  }
 }
 
 namespace {

@@ -22,11 +22,13 @@ class Ring final : public Operation {
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
+  bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) override;
   void more_came() override;
 
  protected:
   void prepare() override;
   bool starts_early() const override;
+  bool multiplies_as_it_goes() const override { return true; }
 
  private:
   // Both directions carry the same sequence of (slab, step); the blocks differ.
@@ -40,6 +42,8 @@ class Ring final : public Operation {
 
   std::span<std::byte> out_block(const Leg& leg) const;
   std::span<std::byte> in_block(const Leg& leg) const;
+  const Leg& leg_in(uint64_t offset);  // offsets only grow
+  void add(const Leg& leg, std::size_t at, std::span<const std::byte> data);
   void lay_out();
   void make_ready(SendFlow& send, uint64_t received);
   uint64_t window() const;  // how far the stream from the left may come: the operand of each sum must be there

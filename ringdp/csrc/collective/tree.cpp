@@ -186,10 +186,14 @@ void Tree::add_wide(uint64_t begin, std::size_t count) {
   if (root && divisor_ > 1 && kernels_->divide != nullptr) kernels_->divide(to, divisor_, count);
 }
 
-const AllReduceAlgorithm kTreeAllReduce{
-    Algorithm::kTree,
-    [](const AllReduceRequest& request) { return fits_tree(request.table, request.world(), request.bytes); },
-    [](const GroupView& group, const OperationShape& shape, std::string name, std::span<std::byte> memory)
-        -> std::unique_ptr<Operation> { return std::make_unique<Tree>(group, shape, std::move(name), memory); }};
+const AllReduceAlgorithm kTreeAllReduce{Algorithm::kTree,
+                                        [](const AllReduceRequest& request) {
+                                          return !request.rank_order &&
+                                                 fits_tree(request.table, request.world(), request.bytes);
+                                        },
+                                        [](const GroupView& group, const OperationShape& shape, std::string name,
+                                           std::span<std::byte> memory) -> std::unique_ptr<Operation> {
+                                          return std::make_unique<Tree>(group, shape, std::move(name), memory);
+                                        }};
 
 }  // namespace ringdp

@@ -176,7 +176,9 @@ bool TwoLevel::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> 
 
 const AllReduceAlgorithm kTwoLevelAllReduce{
     Algorithm::kTwoLevel,
-    [](const AllReduceRequest& request) { return layout_of(request.hosts) == Layout::kSeveralRanksPerHost; },
+    [](const AllReduceRequest& request) {
+      return !request.rank_order && layout_of(request.hosts) == Layout::kSeveralRanksPerHost;
+    },
     [](const GroupView& group, const OperationShape& shape, std::string name,
        std::span<std::byte> memory) -> std::unique_ptr<Operation> {
       return std::make_unique<TwoLevel>(group, shape, std::move(name), std::vector{memory}, std::span<std::byte>{});

@@ -25,6 +25,8 @@ Error forked_error() {
 
 Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
     : options_(std::move(options)),
+      recorder_(static_cast<int>(peers.size()) - 1),
+      diagnosis_(recorder_, notices_, options_.dump_folder),
       role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), copies_.under_way()}; }),
       groups_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
@@ -32,11 +34,16 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
       failures_(role_, groups_, links_,
                 [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
                   progress_.end_operations(group, failure, cause);
+                },
+                [this](const GroupState& group, const Error& error, uint64_t cause) {
+                  diagnosis_.note_failure(group.id, error, cause);
                 }),
-      stalls_(role_, groups_, links_, notices_, options_.stall_notice_ms),
+      stalls_(role_, groups_, links_, notices_, diagnosis_, options_.stall_notice_ms),
       copies_(role_, groups_, failures_, completions_,
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
-      progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, options_) {}
+      progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, recorder_, options_) {
+  diagnosis_.start(links_.peers().self(), links_.peers().world());
+}
 
 LinkEvents Engine::link_events() {
   LinkEvents events;
@@ -50,7 +57,12 @@ LinkEvents Engine::link_events() {
     return group ? group->find_started(sequence) : StartedOperation{};
   };
   events.departed = [this](int from, const std::string& reason) { failures_.on_departed(from, reason); };
-  events.asked = [this](int from, uint64_t group, uint64_t sequence) { stalls_.on_asked(from, group, sequence); };
+  events.asked = [this](int from, uint64_t group, uint64_t sequence, bool with_stacks) {
+    stalls_.on_asked(from, group, sequence, with_stacks);
+  };
+  events.told_stacks = [this](int from, uint64_t group, uint64_t sequence, const std::string& stacks) {
+    stalls_.on_stacks(from, group, sequence, stacks);
+  };
   events.answered = [this](int from, uint64_t group, uint64_t sequence, const PeerState& state) {
     if (!failures_.on_named(from, group, sequence, state.name)) stalls_.on_answered(from, group, sequence, state);
   };
@@ -95,6 +107,7 @@ uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::strin
     MutexLock lock(role_.mutex());
     check_usable();
     group = groups_.add(key, view, std::move(neighbours), name);
+    recorder_.add_group(group->id, name, view.members);
   }
   for (int member : group->neighbours) options_.want_connection(member);
   return group->id;
@@ -112,6 +125,7 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
     if (in_flight) failures_.fail(*group, error);
     links_.discard_group(id, group->view.members);
     groups_.remove(id);
+    recorder_.remove_group(id);
   });
 }
 
@@ -122,7 +136,8 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   const GroupPtr group = groups_.find(group_id);
   if (!group) throw Error(ErrorKind::kState, "this process group was destroyed");
   if (auto failure = groups_.failure_of(*group)) std::rethrow_exception(failure);
-  stalls_.note_call();
+  const Clock::time_point now = Clock::now();
+  stalls_.note_call(now);
   FlowIdentity& identity = submission.operation->mutable_identity();
   InFlight in_flight;
   if (submission.operation->point_to_point() != nullptr) {
@@ -140,9 +155,11 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
     };
   in_flight.work = std::make_shared<Work>(group_id, identity.sequence, CompletionQueue::issuing_lane(), identity.text(),
                                           std::move(submission.on_done));
+  in_flight.moved_at = in_flight.asked_at = now;
+  in_flight.record = recorder_.begin(group_id, identity, now, submission.call_site);
   in_flight.operation = std::move(submission.operation);
   in_flight.keep_alive = std::move(submission.keep_alive);
-  in_flight.deadline = Deadline::after_ms(submission.timeout_ms);
+  in_flight.deadline = Deadline::after_ms(submission.timeout_ms, now);
   in_flight.timeout_ms = submission.timeout_ms;
   std::shared_ptr<Work> work = in_flight.work;
   progress_.submit(group, std::move(in_flight), submission.caller_waits);
@@ -204,6 +221,12 @@ std::exception_ptr Engine::failure_of(uint64_t id) const {
   return group ? groups_.failure_of(*group) : nullptr;
 }
 
+std::map<int, Channel::Carried> Engine::carried() {
+  std::map<int, Channel::Carried> found;
+  if (fork_generation() == generation_) role_.run([&] { found = links_.carried(); });
+  return found;
+}
+
 void Engine::abort(const std::string& why) {
   if (fork_generation() != generation_) return;
   role_.run([&] {
@@ -241,6 +264,8 @@ void Engine::shut_down() {
     poller_.close();
     role_.close();
   });
+  diagnosis_.stop();
+  diagnosis_.join();
 }
 
 }  // namespace ringdp

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,11 +19,13 @@
 #include "base/fd.h"
 #include "collective/operation.h"
 #include "engine/completion.h"
+#include "engine/diagnosis.h"
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
 #include "engine/failure_agreement.h"
 #include "engine/group_table.h"
 #include "engine/notices.h"
+#include "engine/operation_record.h"
 #include "engine/peer_links.h"
 #include "engine/progress.h"
 #include "engine/staged_copies.h"
@@ -58,6 +61,7 @@ class Engine {
     bool caller_waits = false;                        // a `wait` follows at once: wake no thread
     std::function<void(std::exception_ptr)> on_done;  // run on the completion thread, in operation order; may be empty
     std::shared_ptr<void> keep_alive;                 // the buffers: held by the caller too, released when it is over
+    int32_t call_site = -1;                           // of the Python code that calls, see OperationRecord
   };
   // Throws the group's first failure if it has failed.
   std::shared_ptr<Work> submit(uint64_t group, Submission submission);
@@ -81,14 +85,15 @@ class Engine {
   void run_communication_thread();
   CompletionQueue& completions() { return completions_; }
   NoticeBoard& notices() { return notices_; }
+  const OperationRecorder& recorder() const { return recorder_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
   // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
   void shut_down();
 
-  uint64_t bytes_sent() const { return links_.bytes_sent(); }
+  PeerLinks::Traffic traffic() const { return links_.traffic(); }
   uint64_t bytes_sent_to(int peer) const { return links_.bytes_sent_to(peer); }
-  uint64_t bytes_received() const { return links_.bytes_received(); }
+  std::map<int, Channel::Carried> carried();  // see PeerLinks; empty after the shutdown
   const PeerInfo& peer(int rank) const { return links_.peers().info(rank); }
   int rank() const { return links_.peers().rank(); }
   int world() const { return links_.peers().world(); }
@@ -101,6 +106,8 @@ class Engine {
   const EngineOptions options_;
   CompletionQueue completions_;
   NoticeBoard notices_;
+  OperationRecorder recorder_;
+  Diagnosis diagnosis_;
   Poller poller_;
   DriverRole role_;
   GroupTable groups_;

@@ -34,12 +34,13 @@ AbortNotice notice_of(const Error& error) {
 }  // namespace
 
 FailureAgreement::FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links,
-                                   EndOperations end_operations)
+                                   EndOperations end_operations, Noticed noticed)
     : role_(role),
       groups_(groups),
       links_(links),
       peers_(links.peers()),
       end_operations_(std::move(end_operations)),
+      noticed_(std::move(noticed)),
       farewells_(links.peers().world()),
       losses_(links.peers().world()) {}
 
@@ -163,10 +164,12 @@ void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
     if (failure.notice.kind == ErrorKind::kPeerLost && group->reported_by.contains(failure.notice.guilty_rank)) return;
     const bool named = pending->unnamed && failure.notice.kind == ErrorKind::kMismatch;
     if (!named && !earlier(failure.notice, pending->failure.notice)) return;
+    noticed_(*group, failure.error, failure.notice.sequence);
     pending->failure = std::move(failure);
     if (std::exchange(pending->unnamed, std::nullopt)) pending->end = Deadline::after_ms(kListenMs);
     return notify_members(*group, pending->failure.notice);
   }
+  noticed_(*group, failure.error, failure.notice.sequence);
   notify_members(*group, failure.notice);
   int listening = 0;
   for (int member : group->view.members)

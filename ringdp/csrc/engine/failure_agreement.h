@@ -29,7 +29,11 @@ class FailureAgreement {
   // operation is the cause.
   using EndOperations = std::function<void(GroupState&, const std::exception_ptr& failure, uint64_t cause)>;
 
-  FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, EndOperations end_operations);
+  // A rank has found or heard of a cause, before it is agreed on: this process may be ended at any moment.
+  using Noticed = std::function<void(const GroupState&, const Error&, uint64_t cause)>;
+
+  FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, EndOperations end_operations,
+                   Noticed noticed);
 
   void queue(uint64_t group, Error error);
   void report();
@@ -83,6 +87,7 @@ class FailureAgreement {
   PeerLinks& links_;
   const PeerTable& peers_;
   const EndOperations end_operations_;
+  const Noticed noticed_;
   std::vector<Failure> queued_ RINGDP_GUARDED_BY(role_);
   std::list<Pending> pending_ RINGDP_GUARDED_BY(role_);                // a list: one comes while another is being told
   std::vector<std::string> farewells_ RINGDP_GUARDED_BY(role_);        // of peers that left

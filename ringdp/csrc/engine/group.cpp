@@ -10,6 +10,12 @@ GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& na
                          int64_t timeout_ms, const AlgorithmTables& tables)
     : OpenGroup(std::move(runtime), name, members, timeout_ms), table_(tables.of(layout_of(view().hosts))) {}
 
+GroupView GroupHandle::all_reduce_view() const {
+  GroupView out = view();
+  out.rank_order = rank_order_;
+  return out;
+}
+
 std::shared_ptr<Work> GroupHandle::barrier(CallOptions options) {
   return submit(make_barrier(view(), current_name(), table_), std::move(options));
 }
@@ -20,16 +26,18 @@ std::shared_ptr<Work> GroupHandle::announce(const Announcement& what, CallOption
 
 std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op,
                                               CallOptions options) {
-  auto operation = make_all_reduce(table_, view(), memory, dtype, op, current_name());
+  auto operation = make_all_reduce(table_, all_reduce_view(), memory, dtype, op, current_name());
   operation->watch(options.finite);
+  operation->multiply(memory, InputFactor(dtype, options.factor));
   return submit(std::move(operation), std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::all_reduce_compressed(std::vector<CompressedSection> sections,
                                                          const Compression& compression, CallOptions options) {
   auto report = std::move(options.finite);
-  return submit(make_all_reduce_compressed(view(), std::move(sections), compression, std::move(report), current_name()),
-                std::move(options));
+  auto operation = make_all_reduce_compressed(all_reduce_view(), std::move(sections), compression, std::move(report),
+                                              current_name());
+  return submit(std::move(operation), std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::broadcast(std::span<std::byte> memory, DType dtype, int root, CallOptions options) {

@@ -3,6 +3,7 @@
 // ordered by sender, receiver and tag alone. Buffers must live until the Work is done.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <span>
 #include <string>
@@ -20,9 +21,19 @@ class GroupHandle : public OpenGroup {
   GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
               int64_t timeout_ms, const AlgorithmTables& tables);
 
+  // From now on all-reduces add in rank order (GroupView::rank_order). All members call it between the same two operations.
+  void add_in_rank_order() { rank_order_ = true; }
+  bool adds_in_rank_order() const { return rank_order_; }
+  // The view of all-reduces.
+  GroupView all_reduce_view() const;
+
   std::shared_ptr<Work> barrier(CallOptions options);
   // Announces an operation of another backend, see make_announcement. Done when all members have announced it.
   std::shared_ptr<Work> announce(const Announcement& what, CallOptions options);
+  // What an all-reduce of so many bytes is reduced by.
+  Algorithm algorithm_of_all_reduce(DType dtype, std::size_t bytes) const {
+    return choose_all_reduce(table_, view().hosts, dtype, bytes);
+  }
   std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
   // The mean of all ranks' sections, as codes on the wire; the same bits on all of them.
   std::shared_ptr<Work> all_reduce_compressed(std::vector<CompressedSection> sections, const Compression& compression,
@@ -47,6 +58,7 @@ class GroupHandle : public OpenGroup {
 
  private:
   const AlgorithmTable table_;  // of this group's layout
+  std::atomic<bool> rank_order_{false};
 };
 
 }  // namespace ringdp

@@ -17,6 +17,7 @@
 
 #include "base/deadline.h"
 #include "collective/operation.h"
+#include "engine/operation_record.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/peer_state.h"
@@ -48,6 +49,12 @@ struct PeerAnswer {
   std::optional<PeerState> state;  // its last answer
 };
 
+// PeerStacks: what a peer's threads do, as it answered when it was asked for that.
+struct PeerStacks {
+  Clock::time_point asked_at{};
+  std::string text;  // empty: it has not answered
+};
+
 // InFlight: an operation between `submit` and its end.
 struct InFlight {
   std::unique_ptr<Operation> operation;
@@ -56,10 +63,12 @@ struct InFlight {
   std::optional<uint64_t> callback;  // in which it was issued
   Deadline deadline = Deadline::never();
   int64_t timeout_ms = 0;
-  uint64_t progress = 0;                      // at moved_at
-  Clock::time_point moved_at = Clock::now();  // when a byte of it moved last
-  Clock::time_point asked_at = moved_at;      // when the peers were asked about it last
-  std::map<int, PeerAnswer> answers;          // by rank; of the time since moved_at
+  uint64_t progress = 0;                       // at moved_at
+  Clock::time_point moved_at;                  // when it was called, then when a byte of it moved last
+  Clock::time_point asked_at;                  // when the peers were asked about it last
+  OperationRecorder::Entry* record = nullptr;  // null where the recorder has no room
+  std::map<int, PeerAnswer> answers;           // by rank; of the time since moved_at
+  std::map<int, PeerStacks> stacks;  // the same
 
   uint64_t sequence() const { return work->sequence(); }
 };

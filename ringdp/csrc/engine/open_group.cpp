@@ -6,6 +6,7 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "base/naming.h"
 
 namespace ringdp {
 namespace {
@@ -68,6 +69,7 @@ void OpenGroup::close(const std::string& how) {
 
 std::shared_ptr<Work> OpenGroup::submit(std::unique_ptr<Operation> operation, CallOptions options) {
   if (estimating_.load(std::memory_order_relaxed)) return note(*operation, options);
+  operation->mutable_identity().bulk = current_is_bulk();
   Engine::Submission submission;
   if (options.before || options.after) operation->wrap(std::move(options.before), std::move(options.after));
   if (options.staging) operation->stage(std::move(options.staging));
@@ -76,6 +78,7 @@ std::shared_ptr<Work> OpenGroup::submit(std::unique_ptr<Operation> operation, Ca
   submission.caller_waits = options.caller_waits;
   submission.on_done = std::move(options.on_done);
   submission.keep_alive = std::move(options.keep_alive);
+  submission.call_site = options.call_site;
   return engine_->submit(id_, std::move(submission));
 }
 

@@ -26,7 +26,9 @@ struct CallOptions {
   std::function<void()> before;
   std::function<void()> after;
   std::shared_ptr<Staging> staging;      // the buffers mirror a device's memory; null: they do not
+  int32_t call_site = -1;                // see OperationRecord
   std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
+  double factor = 1;  // of an all-reduce in place of float32 or float64: its input is multiplied by that
 };
 
 class OpenGroup {
@@ -50,6 +52,7 @@ class OpenGroup {
   // what was noted. Throw Error(kState) where an estimate is under way already, or none.
   void start_estimate();
   std::vector<OperationShape> end_estimate();
+  bool estimating() const { return estimating_; }
 
   void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
   int64_t timeout_ms() const { return timeout_ms_; }

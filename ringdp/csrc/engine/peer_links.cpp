@@ -188,10 +188,14 @@ void PeerLinks::close() {
     if (link) link->close();
 }
 
-uint64_t PeerLinks::bytes_sent() const {
-  uint64_t sum = 0;
-  for (const auto& link : links_) sum += link ? link->bytes_sent() : 0;
-  return sum;
+PeerLinks::Traffic PeerLinks::traffic() const {
+  Traffic all;
+  for (const auto& link : links_) {
+    if (!link) continue;
+    all.sent += link->bytes_sent();
+    all.received += link->bytes_received();
+  }
+  return all;
 }
 
 uint64_t PeerLinks::bytes_sent_to(int peer) const {
@@ -199,10 +203,12 @@ uint64_t PeerLinks::bytes_sent_to(int peer) const {
   return link ? link->bytes_sent() : 0;
 }
 
-uint64_t PeerLinks::bytes_received() const {
-  uint64_t sum = 0;
-  for (const auto& link : links_) sum += link ? link->bytes_received() : 0;
-  return sum;
+std::map<int, Channel::Carried> PeerLinks::carried() const {
+  std::map<int, Channel::Carried> found;
+  for (const auto& link : all())
+    if (link && link->connected() && link->usable())
+      if (const auto carried = link->channel().carried()) found[link->peer().rank] = *carried;
+  return found;
 }
 
 }  // namespace ringdp

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -73,9 +74,13 @@ class PeerLinks {
   void say_goodbye(const std::string& reason, Deadline deadline);
   void close();
 
-  uint64_t bytes_sent() const;
+  struct Traffic {
+    uint64_t sent = 0, received = 0;  // bytes, headers included
+  };
+  Traffic traffic() const;
   uint64_t bytes_sent_to(int peer) const;
-  uint64_t bytes_received() const;
+  // By place in the world, of the peers to which the kernel counts what it carries. By the driver.
+  std::map<int, Channel::Carried> carried() const;
 
  private:
   std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on

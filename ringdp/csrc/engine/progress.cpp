@@ -22,7 +22,7 @@ constexpr int kSleepMs = 100;  // a sleeping driver looks at deadlines and signa
 
 Progress::Progress(DriverRole& role, Poller& poller, GroupTable& groups, PeerLinks& links, FailureAgreement& failures,
                    StallMonitor& stalls, StagedCopies& copies, CompletionQueue& completions,
-                   const EngineOptions& options)
+                   OperationRecorder& recorder, const EngineOptions& options)
     : role_(role),
       poller_(poller),
       groups_(groups),
@@ -31,6 +31,7 @@ Progress::Progress(DriverRole& role, Poller& poller, GroupTable& groups, PeerLin
       stalls_(stalls),
       copies_(copies),
       completions_(completions),
+      recorder_(recorder),
       options_(options),
       messages_(links, failures, options.want_connection,
                 [this](GroupState& group, InFlight& in_flight) { start(group, in_flight); }) {}
@@ -175,6 +176,7 @@ void Progress::start(GroupState& group, InFlight& in_flight) {
   OperationContext context{group.id, in_flight.sequence(), links_.all(), &scratch_};
   group.remember(operation.identity());
   in_flight.moved_at = in_flight.asked_at = Clock::now();
+  OperationRecorder::start(in_flight.record, in_flight.sequence(), operation, in_flight.moved_at);
   try {
     operation.start(context);
     for (int member : group.view.members)
@@ -230,6 +232,7 @@ void Progress::conclude(InFlight& in_flight) {
 }
 
 void Progress::finish(InFlight& in_flight, const std::exception_ptr& error) {
+  recorder_.end(in_flight.record, error != nullptr);
   std::shared_ptr<Work> work = std::move(in_flight.work);
   auto on_done = std::move(work->on_done_);
   // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread drops

@@ -29,7 +29,8 @@ class Progress {
  public:
   // Works with the other parts of the same engine, which outlive it.
   Progress(DriverRole& role, Poller& poller, GroupTable& groups, PeerLinks& links, FailureAgreement& failures,
-           StallMonitor& stalls, StagedCopies& copies, CompletionQueue& completions, const EngineOptions& options);
+           StallMonitor& stalls, StagedCopies& copies, CompletionQueue& completions, OperationRecorder& recorder,
+           const EngineOptions& options);
 
   // Any thread, with the mutex of the role held. `caller_waits`: see DriverRole::operation_began.
   void submit(const GroupPtr& group, InFlight in_flight, bool caller_waits);
@@ -68,6 +69,7 @@ class Progress {
   StallMonitor& stalls_;
   StagedCopies& copies_;
   CompletionQueue& completions_;
+  OperationRecorder& recorder_;
   const EngineOptions& options_;
   MessageMatching messages_;
   ScratchPool scratch_ RINGDP_GUARDED_BY(role_);

@@ -2,7 +2,12 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <ctime>
 #include <set>
+#include <string_view>
+
+#include "base/process_stacks.h"
+#include "base/text.h"
 
 namespace ringdp {
 namespace {
@@ -11,6 +16,8 @@ constexpr auto kLookPeriod = std::chrono::milliseconds(50);
 constexpr int64_t kAskMs = 1000;     // how often at most the peers are asked about an operation that does not move
 constexpr int64_t kSilentMs = 1000;  // an engine that lives answers sooner, whatever its program does
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
+constexpr int64_t kStacksMs = 1500;        // for a rank to answer with its stacks; a notice waits for them that long
+constexpr std::size_t kMostStacks = 4;     // missing ranks that are asked for theirs
 constexpr int kMostHops = 16;              // of what is told from rank to rank: twice the way through 256 ranks
 
 int64_t ms_between(Clock::time_point from, Clock::time_point to) {
@@ -33,8 +40,14 @@ std::string last_call(const PeerState& state) {
 }  // namespace
 
 StallMonitor::StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
-                           int64_t notice_ms)
-    : role_(role), groups_(groups), links_(links), peers_(links.peers()), notices_(notices), notice_ms_(notice_ms) {}
+                           Diagnosis& diagnosis, int64_t notice_ms)
+    : role_(role),
+      groups_(groups),
+      links_(links),
+      peers_(links.peers()),
+      notices_(notices),
+      diagnosis_(diagnosis),
+      notice_ms_(notice_ms) {}
 
 void StallMonitor::look(Clock::time_point now) {
   role_.assert_held();
@@ -54,6 +67,7 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
     in_flight.progress = progress;
     in_flight.moved_at = in_flight.asked_at = now;
     in_flight.answers.clear();
+    in_flight.stacks.clear();
     return;
   }
   int64_t ask_ms = std::min(in_flight.timeout_ms / 8, notice_ms_ > 0 ? notice_ms_ / 4 : kAskMs);
@@ -65,10 +79,65 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
   auto pending = [&](const auto& answer) { return answer.second.awaited; };
   if (missing.empty() && std::any_of(in_flight.answers.begin(), in_flight.answers.end(), pending))
     return;  // soon it is known
+  if (await_stacks(group, in_flight, missing, now)) return;
   group.noticed_at = now;
-  notices_.post(LogLevel::kWarning,
-                peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() +
-                    " for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing)));
+  const std::string notice =
+      peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() + " for " +
+      (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing));
+  notices_.post(LogLevel::kWarning, notice);
+  log_stacks(in_flight, notice);
+}
+
+bool StallMonitor::await_stacks(const GroupState& group, InFlight& in_flight, const std::vector<MissingRank>& missing,
+                                Clock::time_point now) {
+  bool awaited = false;
+  for (std::size_t i = 0; i < std::min(missing.size(), kMostStacks); ++i) {
+    const int peer = missing[i].rank;
+    Link* link = links_[peer];
+    const auto answer = in_flight.answers.find(peer);
+    if (link == nullptr || !link->usable() || !link->connected()) continue;
+    if (answer == in_flight.answers.end() || !answer->second.state) continue;
+    if (answer->second.awaited && ms_between(answer->second.asked_at, now) >= kSilentMs) continue;  // it is stopped
+    PeerStacks& stacks = in_flight.stacks[peer];
+    if (stacks.asked_at <= group.noticed_at) {
+      stacks = {now, ""};
+      link->send_ping(group.id, in_flight.sequence(), true);
+    }
+    awaited |= stacks.text.empty() && ms_between(stacks.asked_at, now) < kStacksMs;
+  }
+  return awaited;
+}
+
+void StallMonitor::log_stacks(const InFlight& in_flight, const std::string& notice) {
+  std::string text;
+  for (const auto& [peer, stacks] : in_flight.stacks)
+    if (!stacks.text.empty()) text += "\nThe threads of " + peers_.info(peer).text() + ":\n" + stacks.text;
+  if (text.empty()) return;
+  const std::time_t now = std::time(nullptr);
+  char when[32] = "";
+  struct tm parts {};
+  if (localtime_r(&now, &parts) != nullptr) std::strftime(when, sizeof(when), "%Y-%m-%d %H:%M:%S ", &parts);
+  diagnosis_.log_stall(when + notice + text + "\n");
+}
+
+void StallMonitor::on_stacks(int peer, uint64_t group_id, uint64_t sequence, const std::string& stacks) {
+  role_.assert_held();
+  const GroupPtr group = groups_.find(group_id);
+  if (!group) return;
+  auto take = [&](InFlight& in_flight) {
+    const auto asked = in_flight.stacks.find(peer);
+    if (in_flight.sequence() != sequence || asked == in_flight.stacks.end()) return;
+    std::string text;  // line by line, which clean_text would join
+    for (std::size_t at = 0; at < stacks.size();) {
+      const std::size_t end = std::min(stacks.find('\n', at), stacks.size());
+      text += clean_text(std::string_view(stacks).substr(at, end - at), kStacksBytes) + "\n";
+      at = end + 1;
+    }
+    asked->second.text = text.empty() ? "(it knows none)\n" : std::move(text);
+  };
+  for (InFlight& in_flight : group->active) take(in_flight);
+  for (InFlight& in_flight : group->nested) take(in_flight);
+  for (InFlight& in_flight : group->unbound) take(in_flight);
 }
 
 // Asks all connected members, not only those it waits for directly: these may wait for others themselves.
@@ -101,17 +170,42 @@ void StallMonitor::on_answered(int peer, uint64_t group_id, uint64_t sequence, c
   for (InFlight& in_flight : group->unbound) take(in_flight);
 }
 
-void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence) {
+void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence, bool with_stacks) {
   role_.assert_held();
   questions_.push_back({peer, group, sequence});
+  if (with_stacks) answer_with_stacks(questions_.back());
+}
+
+// By the thread of the diagnosis: Python may be stuck, and the driver waits for nothing. The answer goes when it next looks.
+void StallMonitor::answer_with_stacks(const Question& question) {
+  diagnosis_.run([this, question] {
+    std::string stacks = process_stacks();
+    MutexLock lock(role_.mutex());
+    stacks_.emplace_back(question, std::move(stacks));
+    stacks_there_.store(true, std::memory_order_relaxed);
+  });
 }
 
 void StallMonitor::answer() {
   role_.assert_held();
+  if (stacks_there_.load(std::memory_order_relaxed)) send_stacks();
   if (questions_.empty()) return;
   std::vector<Question> asked;
   asked.swap(questions_);
-  for (const Question& it : asked) links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.group, it.sequence));
+  for (const Question& it : asked)
+    links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.group, it.sequence).encode());
+}
+
+void StallMonitor::send_stacks() {
+  std::vector<std::pair<Question, std::string>> found;
+  {
+    MutexLock lock(role_.mutex());
+    found.swap(stacks_);
+    stacks_there_.store(false, std::memory_order_relaxed);
+  }
+  for (const auto& [it, stacks] : found)
+    if (Link* link = links_[it.peer]; link != nullptr && link->usable() && link->connected())
+      link->send_pong(it.group, it.sequence, stacks, true);
 }
 
 PeerState StallMonitor::state_of(uint64_t group_id, uint64_t sequence) const {
@@ -177,7 +271,7 @@ std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) c
     if (awaited && ms_between(asked_at, now) >= silent_ms) {
       int64_t host_ms = links_[peer] && !links_[peer]->broken() ? links_[peer]->host_silence_ms() : 0;
       found.push_back({peer, 0,
-                       host_ms < silent_ms ? "its host answers, its process does not: stopped or overloaded?"
+                       host_ms < silent_ms ? "its host answers, its process does not: stopped or overloaded? Its stack cannot be fetched"
                                            : "its host has not answered for " + seconds(host_ms)});
       continue;
     }
@@ -230,11 +324,14 @@ void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector
   }
 }
 
-std::string StallMonitor::format_missing(const std::vector<MissingRank>& missing) const {
+std::string StallMonitor::format_missing(const InFlight& in_flight, const std::vector<MissingRank>& missing) const {
   std::string out;
   for (const MissingRank& it : missing) {
     std::string peer = peers_.info(it.rank).text();
-    peer.insert(peer.size() - 1, "; " + it.why);
+    std::string frame;
+    if (const auto stacks = in_flight.stacks.find(it.rank); stacks != in_flight.stacks.end())
+      frame = frame_of_script(stacks->second.text);
+    peer.insert(peer.size() - 1, "; " + it.why + (frame.empty() ? "" : "; its script is at " + frame));
     out += (out.empty() ? "" : ", ") + peer;
   }
   return out;
@@ -251,7 +348,7 @@ Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
   if (guilty >= 0) peers_.info(guilty).fill_peer(context);
-  context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(missing));
+  context.cause = "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing));
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +

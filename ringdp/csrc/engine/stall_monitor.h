@@ -7,10 +7,12 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "engine/diagnosis.h"
 #include "engine/driver_role.h"
 #include "engine/group_table.h"
 #include "engine/notices.h"
@@ -23,15 +25,17 @@ class StallMonitor {
  public:
   // `notice_ms`: how often a log line says whom an operation waits for; 0: never.
   StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
-               int64_t notice_ms);
+               Diagnosis& diagnosis, int64_t notice_ms);
 
-  void note_call() { called_at_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
+  void note_call(Clock::time_point now) { called_at_.store(now.time_since_epoch().count(), std::memory_order_relaxed); }
 
   // Now and then: asks about what does not move, and writes what is known.
   void look(Clock::time_point now);
 
-  void on_asked(int peer, uint64_t group, uint64_t sequence);
+  // `with_stacks`: it also wants to know what the threads of this process do, which takes a while.
+  void on_asked(int peer, uint64_t group, uint64_t sequence, bool with_stacks);
   void on_answered(int peer, uint64_t group, uint64_t sequence, const PeerState& state);
+  void on_stacks(int peer, uint64_t group, uint64_t sequence, const std::string& stacks);
   void answer();  // what was asked while a link was being pumped
 
   Error explain_timeout(const InFlight& in_flight) const;
@@ -43,21 +47,30 @@ class StallMonitor {
     uint64_t sequence;
   };
 
+  void answer_with_stacks(const Question& question);
+  void send_stacks();
   void watch(GroupState& group, InFlight& in_flight, Clock::time_point now);
   void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
   PeerState state_of(uint64_t group, uint64_t sequence) const;
   std::vector<MissingRank> find_missing(const InFlight& in_flight) const;
   void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;
-  std::string format_missing(const std::vector<MissingRank>& missing) const;
+  // Asks the missing ranks for their stacks, once for each notice; true while answers may still come.
+  bool await_stacks(const GroupState& group, InFlight& in_flight, const std::vector<MissingRank>& missing,
+                    Clock::time_point now);
+  void log_stacks(const InFlight& in_flight, const std::string& notice);
+  std::string format_missing(const InFlight& in_flight, const std::vector<MissingRank>& missing) const;
 
   const DriverRole& role_;
   const GroupTable& groups_;
   PeerLinks& links_;
   const PeerTable& peers_;
   NoticeBoard& notices_;
+  Diagnosis& diagnosis_;
   const int64_t notice_ms_;
   std::atomic<Clock::rep> called_at_{0};  // the last submit; 0: none
   std::vector<Question> questions_ RINGDP_GUARDED_BY(role_);
+  std::atomic<bool> stacks_there_{false};
+  std::vector<std::pair<Question, std::string>> stacks_ RINGDP_GUARDED_BY(role_.mutex());  // answers to be sent
   Clock::time_point next_look_ RINGDP_GUARDED_BY(role_){};
 };
 

@@ -123,12 +123,20 @@ FirstNonFinite first_non_finite(DType dtype) {
   return selection().table.load(std::memory_order_relaxed)->first_non_finite[static_cast<std::size_t>(dtype)];
 }
 
+Multiply multiply(DType dtype) {
+  return selection().table.load(std::memory_order_relaxed)->multiply[static_cast<std::size_t>(dtype)];
+}
+
 const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op) {
   return find(kernels::reference_table(), dtype, op);
 }
 
 FirstNonFinite first_non_finite_reference(DType dtype) {
   return kernels::reference_table().first_non_finite[static_cast<std::size_t>(dtype)];
+}
+
+Multiply multiply_reference(DType dtype) {
+  return kernels::reference_table().multiply[static_cast<std::size_t>(dtype)];
 }
 
 }  // namespace ringdp

@@ -43,8 +43,13 @@ const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op);  // throws Error(
 using FirstNonFinite = std::size_t (*)(const void* x, std::size_t count);
 FirstNonFinite first_non_finite(DType dtype);  // null for types that have neither
 
+// x[i] *= factor, in the type of x.
+using Multiply = void (*)(void* x, double factor, std::size_t count);
+Multiply multiply(DType dtype);  // null for types other than float32 and float64
+
 // The plain loops the vectorised ones are compared with, to the bit.
 const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op);
 FirstNonFinite first_non_finite_reference(DType dtype);
+Multiply multiply_reference(DType dtype);
 
 }  // namespace ringdp

@@ -35,6 +35,11 @@ struct ReferenceLoops {
       values[i] = Format::narrow(Format::widen(values[i]) / static_cast<float>(divisor));
   }
 
+  template <class T>
+  static void multiply(void* x, double factor, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) static_cast<T*>(x)[i] *= static_cast<T>(factor);
+  }
+
   template <class T, std::size_t kParts>
   static std::size_t first_non_finite(const void* x, std::size_t count) {
     for (std::size_t i = 0; i < kParts * count; ++i) {

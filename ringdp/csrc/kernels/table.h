@@ -15,6 +15,7 @@ struct KernelTable {
   // combine == nullptr: the pair is not supported.
   std::array<std::array<ReduceKernels, kReduceOpCount>, kDTypeCount> reduce{};
   std::array<FirstNonFinite, kDTypeCount> first_non_finite{};
+  std::array<Multiply, kDTypeCount> multiply{};
 };
 
 const KernelTable& reference_table();
@@ -26,6 +27,7 @@ const KernelTable* avx512_table();
 //   combine<T, Op, kParts>, divide<T, kParts>                  kParts: Ts per element, 2 for complex
 //   half_combine<Format, Op>, half_divide<Format>, half_load<Format>, half_accumulate<Format, Op>, half_store<Format>
 //   first_non_finite<T, kParts>                            T: Float16 and Bfloat16 for half types
+//   multiply<T>
 template <class Loops>
 class TableBuilder {
  public:
@@ -52,6 +54,8 @@ class TableBuilder {
     builder.find_in(DType::kFloat64) = Loops::template first_non_finite<double, 1>;
     builder.find_in(DType::kComplex64) = Loops::template first_non_finite<float, 2>;
     builder.find_in(DType::kComplex128) = Loops::template first_non_finite<double, 2>;
+    builder.table_.multiply[static_cast<std::size_t>(DType::kFloat32)] = Loops::template multiply<float>;
+    builder.table_.multiply[static_cast<std::size_t>(DType::kFloat64)] = Loops::template multiply<double>;
     return builder.table_;
   }
 

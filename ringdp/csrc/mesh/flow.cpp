@@ -38,7 +38,7 @@ Error Disagreement::explain(const PeerInfo& self, const PeerInfo& peer_info, con
   else
     its += peer_name.empty() ? " under another name" : " '" + peer_name + "'";
   if (look_alike && theirs.shape.name_hash == mine.shape.name_hash)
-    its += " with another layout (splits, parameters, divisor, or which ranks share a host)";
+    its += " with another layout (splits, parameters, divisor, order of summation, or which ranks share a host)";
   if (look_alike && theirs.shape.name_hash == 0 && mine.shape.name_hash != 0) its += " (without a name)";
   ErrorContext context;
   self.fill_self(context);

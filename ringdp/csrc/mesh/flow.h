@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 
+#include "mesh/flow_record.h"
 #include "mesh/frame.h"
 
 namespace ringdp {
@@ -47,6 +48,7 @@ struct FlowIdentity {
   OperationShape shape;
   std::string name;            // whose hash is shape.name_hash
   std::string between = {};    // of a message: "from rank 1 to rank 2"
+  bool bulk = false;           // of this rank alone: its flows give way to others on their links
   bool counts_differ = false;  // every pair of ranks has a count of its own: compared per flow, not in the fingerprint
 
   uint64_t elements(uint64_t bytes) const;
@@ -76,6 +78,7 @@ class SendFlow {
   uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
   bool opened = false;   // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
+  FlowRecord* record = nullptr;  // when its bytes went; may be null
 
   bool complete() const { return opened && sent == total; }
 };
@@ -91,6 +94,7 @@ class RecvFlow {
   uint64_t window = 0;   // how far the operation can take bytes now (total, if it never needs to hold the peer back)
   uint64_t granted = 0;  // bytes granted to the peer
   bool opened = false;
+  FlowRecord* record = nullptr;  // when its bytes came; may be null
 
   bool complete() const { return opened && received == total; }
 };

@@ -5,6 +5,7 @@
 
 #include "base/bytes.h"
 #include "base/codec_numbers.h"
+#include "base/process_stacks.h"
 #include "base/text.h"
 #include "mesh/peer_state.h"
 
@@ -26,7 +27,7 @@ std::size_t longest_payload(FrameType type) {
     case FrameType::kBye:
       return kReasonBytes;
     case FrameType::kPong:
-      return kPeerStateBytes;
+      return std::max(kPeerStateBytes, kStacksBytes);
     default:
       return 0;
   }

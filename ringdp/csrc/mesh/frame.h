@@ -32,6 +32,9 @@ inline constexpr uint64_t kMessageBit = 1ULL << 62;
 inline constexpr uint8_t kElsewhere = 7;
 int32_t foreign_backend_number(std::string_view name);  // 0 for one without a number of its own
 
+// `offset` of a ping that asks for the stacks of the peer's process, and of the pong that carries their text.
+inline constexpr uint64_t kWithStacks = 1;
+
 enum class FrameType : uint8_t {
   kData = 1,     // payload of a flow, in order; `offset` is its place in the flow
   kGrant = 2,    // receiver to sender: the flow may be sent up to `offset`
@@ -40,7 +43,7 @@ enum class FrameType : uint8_t {
   kAbort = 5,    // the group failed; payload is an AbortNotice
   kBye = 6,      // nothing follows: the sender leaves in good order; the payload says why
   kPing = 7,     // what do you know of this operation?
-  kPong = 8      // the answer: a PeerState
+  kPong = 8      // the answer: a PeerState, or the text of stacks
 };
 
 // What an operation is, as its rank sees it. Equal on all ranks of an operation, or it fails on all of them.

@@ -117,6 +117,7 @@ void IncomingFlows::keep(const FrameHeader& header, std::vector<std::byte>& payl
 
 void IncomingFlows::advance(RecvFlow& flow, std::size_t bytes, bool last) {
   flow.received += bytes;
+  if (flow.record != nullptr) flow.record->note(flow.received);
   if (!last) return;
   flow.opened = true;
   if (flow.complete()) std::erase(receiving_, &flow);

@@ -66,13 +66,14 @@ void Link::send_bye(const std::string& reason) {
   if (connected() && !departed()) sender_.say_bye(clean_text(reason, kReasonBytes));
 }
 
-void Link::send_ping(uint64_t group, uint64_t sequence) {
-  if (!broken() && !departed() && sender_.may_talk()) sender_.control(FrameType::kPing, group, sequence);
+void Link::send_ping(uint64_t group, uint64_t sequence, bool with_stacks) {
+  if (!broken() && !departed() && sender_.may_talk())
+    sender_.control(FrameType::kPing, group, sequence, with_stacks ? kWithStacks : 0);
 }
 
-void Link::send_pong(uint64_t group, uint64_t sequence, const PeerState& state) {
+void Link::send_pong(uint64_t group, uint64_t sequence, const std::string& answer, bool stacks) {
   if (!broken() && !departed() && sender_.may_talk())
-    sender_.control(FrameType::kPong, group, sequence, 0, state.encode());
+    sender_.control(FrameType::kPong, group, sequence, stacks ? kWithStacks : 0, answer);
 }
 
 // The peer is gone; its last frames may explain why.

@@ -46,8 +46,9 @@ class Link : public Connection {
 
   void send_abort(uint64_t group, const AbortNotice& notice);
   void send_bye(const std::string& reason);
-  void send_ping(uint64_t group, uint64_t sequence);
-  void send_pong(uint64_t group, uint64_t sequence, const PeerState& state);
+  void send_ping(uint64_t group, uint64_t sequence, bool with_stacks = false);
+  // `answer`: an encoded PeerState, or the text of stacks, kStacksBytes at most.
+  void send_pong(uint64_t group, uint64_t sequence, const std::string& answer, bool stacks = false);
 
   // Move what can be moved now; true if anything was. `pump_receive` takes about `budget_bytes` at most.
   bool pump_send() { return sender_.pump(); }

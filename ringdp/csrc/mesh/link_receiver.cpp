@@ -202,6 +202,7 @@ void LinkReceiver::begin_data(const FrameHeader& header) {
   if (flow != nullptr && flows_.accept(*flow, header)) {
     target_ = {};
     target_flow_ = flow;
+    if (flow->record != nullptr && header.length > kStageBytes) flow->record->note_begin();
     if (connection_.direct() || header.length == 0) return;
     target_ = flow->handler->incoming(*flow, header.offset, header.length);
     if (target_.size() != header.length)
@@ -255,10 +256,13 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
       events_.departed(peer, clean_text(text_of(payload), kReasonBytes));
       break;
     case FrameType::kPing:
-      events_.asked(peer, header.group, header.sequence);
+      events_.asked(peer, header.group, header.sequence, header.offset == kWithStacks);
       break;
     case FrameType::kPong:
-      events_.answered(peer, header.group, header.sequence, PeerState::decode(payload));
+      if (header.offset != kWithStacks)
+        events_.answered(peer, header.group, header.sequence, PeerState::decode(payload));
+      else if (events_.told_stacks)
+        events_.told_stacks(peer, header.group, header.sequence, std::string(text_of(payload)));
       break;
   }
 }

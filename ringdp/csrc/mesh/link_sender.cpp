@@ -8,8 +8,11 @@
 namespace ringdp {
 namespace {
 
+constexpr std::size_t kSmallPayloadBytes = 16 * 1024;  // leaves in no time
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
+constexpr std::size_t kBulkFrameBytes = 64 * 1024;     // 5 ms at 100 Mbit/s
+constexpr std::size_t kBulkUnsentBytes = 64 * 1024;
 constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
 constexpr std::size_t kControlPieceBytes =
     400;  // of control frames alone, in one packet (the least MTU of IPv4 is 576)
@@ -18,6 +21,7 @@ constexpr std::size_t kControlPieceBytes =
 
 void LinkSender::opened(bool checksums) {
   check_ = FrameCheck(checksums && !connection_.direct());
+  unsent_is_limited_ = false;
   for (auto& [header, payload] : std::exchange(waiting_, {})) control(header, payload);
 }
 
@@ -100,6 +104,16 @@ std::size_t LinkSender::padding_of(std::size_t payload) const {
   return connection_.direct() ? Channel::padding_of(payload) : 0;
 }
 
+SendFlow* LinkSender::next_flow() const {
+  SendFlow* bulk = nullptr;
+  for (SendFlow* flow : sending_) {
+    if (!window_.sendable(*flow)) continue;
+    if (!flow->identity->bulk) return flow;
+    if (bulk == nullptr) bulk = flow;
+  }
+  return bulk;
+}
+
 bool LinkSender::stage_next() {
   head_.clear();
   head_sent_ = 0;
@@ -114,15 +128,19 @@ bool LinkSender::stage_next() {
   }
   std::swap(head_, control_);
   if (said_bye_) return !head_.empty();
-  auto next =
-      std::find_if(sending_.begin(), sending_.end(), [this](SendFlow* flow) { return window_.sendable(*flow); });
-  if (next == sending_.end()) return !head_.empty();
-  SendFlow& flow = **next;
+  SendFlow* const next = next_flow();
+  if (next == nullptr) return !head_.empty();
+  SendFlow& flow = *next;
   FrameHeader header;
   std::size_t limit = std::min<uint64_t>({segment_bytes_, window_.allowance(flow), flow.ready - flow.sent});
+  if (flow.identity->bulk && !connection_.direct()) {
+    limit = std::min(limit, kBulkFrameBytes);
+    if (!std::exchange(unsent_is_limited_, true)) connection_.channel().limit_unsent(kBulkUnsentBytes);
+  }
   if (flow.total > 0) payload_ = flow.handler->outgoing(flow, flow.sent, limit);
   if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
   payload_flow_ = &flow;
+  if (flow.record != nullptr && payload_.size() > kSmallPayloadBytes) flow.record->note_begin();
   padding_ = padding_of(payload_.size());
   header.eager = flow.sent >= flow.granted;
   if (header.eager) window_.sent_eagerly(payload_.size());
@@ -152,6 +170,7 @@ void LinkSender::finish_frame() {
   if (flow == nullptr) return;
   flow->sent += sent;
   flow->opened = true;
+  if (flow->record != nullptr) flow->record->note(flow->sent);
   if (flow->complete()) std::erase(sending_, flow);
   flow->handler->flushed(*flow);
 }

@@ -1,4 +1,5 @@
-// LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time. A
+// LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time.
+// Flows of bulk operations go where no other can, in short frames, and little of them waits in the system unsent. A
 // flow goes as far as the SendWindow lets it: so small messages need no round trip, and a slow rank holds large ones back.
 // Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
 #pragma once
@@ -62,7 +63,8 @@ class LinkSender {
 
  private:
   std::size_t padding_of(std::size_t payload) const;
-  bool stage_next();  // fills the outgoing frame; false if there is none
+  bool stage_next();            // fills the outgoing frame; false if there is none
+  SendFlow* next_flow() const;  // the one whose frame goes next, or null
   bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }
   void finish_frame();
 
@@ -83,6 +85,7 @@ class LinkSender {
   std::size_t payload_sent_ = 0;  // with its padding
   std::size_t padding_ = 0;       // behind `payload_`, of a direct channel
   SendFlow* payload_flow_ = nullptr;
+  bool unsent_is_limited_ = false;
   std::vector<std::byte> orphan_;  // owns `payload_` when its operation is gone
   bool blocked_ = false;
 

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -48,6 +49,9 @@ class Channel {
   // What the last `send` would have blocked on is not the descriptor but time: polling for room is of no use.
   virtual bool held_back() const { return false; }
 
+  // From now on no more than about so many bytes wait in the system unsent: what is sent next is not far behind.
+  virtual void limit_unsent(std::size_t) {}
+
   virtual bool direct() const { return false; }
   virtual IoResult receive(std::span<const iovec> pieces) = 0;  // unless direct
   // These two: only if direct. All bytes that wait, contiguous, valid until `consume`; none: `status` says why.
@@ -80,6 +84,15 @@ class Channel {
     std::size_t packet_bytes = 0;
   };
   virtual HeldUp held_up() { return {}; }
+
+  // What the path has carried to the peer so far, where the kernel counts that.
+  struct Carried {
+    uint64_t bytes = 0;       // that have arrived
+    int64_t busy_us = 0;      // while there was something to carry, but for when the peer had no room
+    int64_t round_trip_us = 0;
+    uint64_t bytes_per_s = 0;  // lately, at its best
+  };
+  virtual std::optional<Carried> carried() const { return std::nullopt; }
 
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
 };

@@ -27,6 +27,7 @@ class FaultyChannel final : public Channel {
   void consume(std::size_t bytes) override { inner_->consume(bytes); }
   bool drained() const override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
+  void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }
   int poll_fd() const override { return inner_->poll_fd(); }
   int bell_fd() const override { return inner_->bell_fd(); }
   bool before_sleep(bool) override { return false; }  // what it refused a moment ago may be there: never sleep long
@@ -35,6 +36,7 @@ class FaultyChannel final : public Channel {
   void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
   HeldUp held_up() override { return inner_->held_up(); }
+  std::optional<Carried> carried() const override { return inner_->carried(); }
   std::string describe() const override { return "faulty " + inner_->describe(); }
 
  private:

@@ -66,6 +66,11 @@ class TcpChannel final : public Channel {
     }
   }
 
+  void limit_unsent(std::size_t bytes) override {  // tcp(7): without it, as much waits as the send buffer holds
+    const int most = static_cast<int>(bytes);
+    setsockopt(fd_.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof(most));
+  }
+
   IoResult receive(std::span<const iovec> pieces) override {
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(pieces.data());
@@ -100,6 +105,7 @@ class TcpChannel final : public Channel {
   // held back because the peer's window is shut are not owed: its host answers the probes.
   int64_t host_silence_ms() override { return watch_.host_silence_ms(); }
   HeldUp held_up() override { return watch_.held_up(); }
+  std::optional<Carried> carried() const override { return TcpHealth::carried(fd_.get()); }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return description_; }
 

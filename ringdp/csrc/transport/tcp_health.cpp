@@ -56,6 +56,16 @@ std::optional<TcpHealth::Counters> TcpHealth::Counters::of(int fd) {
       .window_bytes = info.tcpi_snd_wnd};  // 0 where the kernel is too old to tell
 }
 
+std::optional<Channel::Carried> TcpHealth::carried(int fd) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return std::nullopt;
+  return Channel::Carried{.bytes = info.tcpi_bytes_acked,
+                          .busy_us = static_cast<int64_t>(info.tcpi_busy_time - info.tcpi_rwnd_limited),
+                          .round_trip_us = info.tcpi_rtt,
+                          .bytes_per_s = info.tcpi_delivery_rate};
+}
+
 void TcpHealth::look(const Counters& counters, Clock::time_point now) {
   const bool absent = now - looked_at_ > kAbsence;
   const bool advanced = counters.acknowledged != last_.acknowledged || counters.packet_bytes != last_.packet_bytes;

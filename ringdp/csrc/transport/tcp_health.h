@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "base/deadline.h"
+#include "transport/channel.h"
 
 namespace ringdp {
 
@@ -34,6 +35,8 @@ class TcpHealth {
     bool pending() const { return unacknowledged > 0 || refused(); }
     bool refused() const { return unacknowledged == 0 && waiting_bytes > 0 && window_bytes >= packet_bytes; }
   };
+
+  static std::optional<Channel::Carried> carried(int fd);
 
   explicit TcpHealth(Clock::time_point now) : looked_at_(now), silent_since_(now), held_up_since_(now) {}
 

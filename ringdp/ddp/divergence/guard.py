@@ -1,8 +1,8 @@
 """The guard of a RingDP: do all ranks still have the same replica?
 
-At the first forward after each backward that synchronised, a rank hashes a part of its replica's bytes; after so many
-steps every byte was hashed once. The hashes of ten steps travel together, beside the training, and are compared when
-those of the next ten leave. The parts are cut so that a difference is found within `guard_every` steps.
+Once every so many steps, a window, at the forward after a backward that synchronised, a rank hashes a part of its
+replica's bytes, the next part each time. The hash travels beside the training and is compared a window later. Windows
+and parts are cut so that a difference is found within `guard_every` steps; in the other steps a guard only counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ringdp.job.background_gather import BackgroundGather, group_for_background
 
 _log = logging.getLogger("ringdp.divergence")
 ACTIONS = ("raise", "warn", "sync")
-_SHARE_OF_WINDOW = 10  # of guard_every
+_EXCHANGE_BYTES = 1 << 20  # that are hashed in the time that an exchange takes
+_PACKED = struct.Struct("<qqQ")  # steps, looks, and the part's hash
 _ADVICE = (
     "Find what only some ranks do to it, and start from a checkpoint; or let RingDP copy from the majority"
     " (on_divergence='sync'), or leave out what is meant to differ (guard_ignore=[…])"
@@ -88,16 +89,12 @@ class DivergenceGuard:
     def __init__(self, wrapper: Any, every: int, action: str, ignore: tuple[str, ...]) -> None:
         self._wrapper = weakref.ref(wrapper)
         self._action, self._ignore = action, ignore
-        self._window = max(1, every // _SHARE_OF_WINDOW)
-        # A byte is hashed within `parts` steps, its hash leaves within a window, and is compared a window later.
-        self._parts = max(1, every - 2 * self._window + 2)
+        self._window, self._rounds = cut(every, sum(one.nbytes for one in wrapper.module.parameters()))
         self._ranks = wrapper.process_group.size()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known_different: set[str] = set()
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[BackgroundGather, int] | None = None
-        self._packed = struct.Struct(f"<qq{self._window}Q")
-        self._hashes = [0] * self._window
         self._first: int | None = 0  # the reducer's steps when counting began; None: at the next forward
         self._steps = self._looks = 0
         self._told_left_out = False
@@ -124,7 +121,7 @@ class DivergenceGuard:
             self.start_again()
         if size == 1:
             return
-        done = wrapper.reducer.stats()["steps"]
+        done = wrapper.reducer.steps()
         if self._first is None:
             self._first = done
         steps = done - self._first
@@ -132,21 +129,22 @@ class DivergenceGuard:
             return
         before, self._steps = self._steps, steps
         self._looks += 1
-        self._follow(wrapper, steps)
-        self._hashes[steps % self._window] = self._hash.part(steps % self._parts, self._parts)
         if steps // self._window != before // self._window:
             self._exchange(wrapper, steps)
 
     def start_again(self) -> None:
         """The wrapper has another group: count steps from the next forward on, since its ranks have run other ones."""
         self._first, self._steps, self._looks = None, 0, 0
-        self._pending, self._hashes = None, [0] * self._window
-        self._group = None
+        self._pending = self._group = None
+
+    def _part_of(self, steps: int) -> int:
+        """Of the replica, of `_rounds`: what is hashed in the window that ends with these steps."""
+        return steps // self._window % self._rounds
 
     def _follow(self, wrapper: Any, steps: int) -> None:
         """The tensors that are there now. Buffers and optimizer state may be others than they were: once a round."""
         changed = self._replica is None or self._snapshot is not wrapper._snapshot
-        if not changed and (self._parameters_alone or steps % self._parts):
+        if not changed and (self._parameters_alone or self._part_of(steps)):
             return
         from ringdp import _C
 
@@ -173,37 +171,31 @@ class DivergenceGuard:
             self._group = group_for_background(wrapper.process_group, "divergence guard")
         if self._pending is not None:
             self._judge(wrapper)
-        data = self._packed.pack(steps, self._looks, *self._hashes)
+        self._follow(wrapper, steps)
+        data = _PACKED.pack(steps, self._looks, self._hash.part(self._part_of(steps), self._rounds))
         self._pending = BackgroundGather(data, self._group, f"divergence guard, step {steps}"), steps
-        self._hashes = [0] * self._window
 
     def _judge(self, wrapper: Any) -> None:
         """Compare what the ranks sent a window ago."""
         assert self._pending is not None
         (gather, step), self._pending = self._pending, None
-        told = [self._packed.unpack(one) for one in gather.wait()]
+        told = [_PACKED.unpack(one) for one in gather.wait()]
         if all(one == told[0] for one in told):
             return
-        slots = [i for i in range(self._window) if len({one[2 + i] for one in told}) > 1]
-        parts = [self._step_of(step, slot) % self._parts for slot in slots]
-        self._hashes = [0] * self._window  # those steps had what is told now
+        part = None if len({one[2] for one in told}) == 1 else self._part_of(step)
         self._looks = max(one[1] for one in told)
         self._replica = None
         self._follow(wrapper, self._steps)
         with named("which tensors differ"):
             differences = compare(self._replica, self._hash.each(), self._group)  # type: ignore[arg-type]
-        self._act(wrapper, step, differences, _uneven([one[:2] for one in told]), parts)
+        self._act(wrapper, step, differences, _uneven([one[:2] for one in told]), part)
 
-    def _step_of(self, last: int, slot: int) -> int:
-        """The step whose hash was in this place of the window that ended with step `last`."""
-        return last - (last - slot) % self._window
-
-    def _act(self, wrapper: Any, step: int, differences: list[Difference], uneven: str, parts: Sequence[int]) -> None:
+    def _act(self, wrapper: Any, step: int, differences: list[Difference], uneven: str, part: int | None) -> None:
         assert self._replica is not None
         if differences:
             text = f"the replicas differ: {summary(differences, len(self._replica.names))}"
-        elif parts:
-            first, end = self._hash.tensors_in(parts[0], self._parts)
+        elif part is not None:
+            first, end = self._hash.tensors_in(part, self._rounds)
             names = self._replica.names[first:end]
             between = names[0] if len(names) == 1 else f"one of {names[0]} to {names[-1]}" if names else "a tensor"
             text = f"the replicas differed and do so no longer: {between}"
@@ -245,6 +237,24 @@ class DivergenceGuard:
                 dist.broadcast(copy, group=self._group, group_src=one.majority[0])
                 if copy is not target:
                     target.copy_(copy)
+
+
+def cut(every: int, replica_bytes: int) -> tuple[int, int]:
+    """How many steps a window has, and in how many parts the replica is hashed, one in each window.
+
+    The cheapest cut by which a difference is found within `every` steps: a byte is hashed within parts * window steps,
+    and its hash is compared a window later. A long window has few exchanges, and larger parts.
+    """
+
+    def bytes_per_step(window: int) -> float:
+        return (_EXCHANGE_BYTES + replica_bytes / _parts(every, window)) / window
+
+    window = min(range(1, (every + 1) // 2 + 1), key=bytes_per_step)
+    return window, _parts(every, window)
+
+
+def _parts(every: int, window: int) -> int:
+    return (every + 1) // window - 1
 
 
 def _uneven(told: Sequence[tuple[int, ...]]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from ringdp.ddp.divergence.guard import DivergenceGuard, GuardOptions, check_now
 from ringdp.errors import InvalidArgumentError
@@ -17,11 +18,13 @@ class GuardedModule:
     Attributes:
         _guard_options: the arguments.
         _guard: None where there is none.
+        _has_joined: a `Join` is over, in which ranks have run different numbers of steps.
     """
 
     process_group: dist.ProcessGroup
     _guard_options: GuardOptions
     _guard: DivergenceGuard | None
+    _has_joined: bool = False
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the guard look at this optimizer's state, too. All ranks call it; not for one that shards its state.
@@ -45,6 +48,22 @@ class GuardedModule:
             MismatchError: they differ; names the first tensor and the ranks.
         """
         check_now(self, self._guard)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
+        hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[misc]
+        make_models_equal = hook.post_hook
+
+        def post_hook(is_last_joiner: bool) -> None:
+            make_models_equal(is_last_joiner)
+            wrapper: Any = self
+            wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+            self._has_joined = True
+            if self._guard is not None:
+                self._guard.start_again()
+
+        hook.post_hook = post_hook  # type: ignore[method-assign]
+        return hook
 
     @property
     def _sends_buffers(self) -> bool:

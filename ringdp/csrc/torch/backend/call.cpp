@@ -1,5 +1,7 @@
 #include "torch/backend/call.h"
 
+#include "torch/backend/call_site.h"
+
 namespace ringdp {
 
 Call::Call(GroupHandle& group, DeviceSide& devices, std::shared_ptr<Hooks> hooks, c10d::OpType type, const char* title,
@@ -9,6 +11,7 @@ Call::Call(GroupHandle& group, DeviceSide& devices, std::shared_ptr<Hooks> hooks
       devices_(devices),
       synchronous_(!async_op),
       timeout_ms_(timeout > kNoTimeout ? timeout.count() : 0),
+      call_site_(python_call_site()),
       work_(c10::make_intrusive<RingWork>(group.view().rank, type, title, inputs, std::move(outputs))) {
   work_->report_to(std::move(hooks));
 }
@@ -17,6 +20,7 @@ CallOptions Call::options(std::shared_ptr<Buffers> buffers, bool last) {
   CallOptions out;
   out.timeout_ms = timeout_ms_;
   out.caller_waits = synchronous_;
+  out.call_site = call_site_;
   if (buffers->copies()) {
     out.before = [buffers] { buffers->before(); };
     out.after = [buffers] { buffers->after(); };

@@ -29,6 +29,7 @@ class Call {
   DeviceSide& devices_;
   const bool synchronous_;
   const int64_t timeout_ms_;
+  const int32_t call_site_;
   c10::intrusive_ptr<RingWork> work_;
   std::vector<std::shared_ptr<Work>> operations_;
   std::vector<DeviceUse> uses_;  // of memory on devices, by these operations

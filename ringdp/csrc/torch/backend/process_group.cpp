@@ -134,6 +134,7 @@ Membership ProcessGroupRing::install(Membership made) {
   made.group->on_failure(made.listener);
   {
     std::lock_guard lock(membership_mutex_);
+    if (membership_.group && membership_.group->adds_in_rank_order()) made.group->add_in_rank_order();
     rank_ = made.group->view().rank;
     size_ = made.group->view().size;
     std::swap(membership_, made);
@@ -196,7 +197,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
-                                                                    std::shared_ptr<FiniteReport> report) {
+                                                                    std::shared_ptr<FiniteReport> report,
+                                                                    double factor) {
   const ReduceOp how = reduce_op_of(op, "all_reduce");
   const DType dtype = dtype_of(buffer, "all_reduce");
   require_reduction("allreduce", dtype, how);
@@ -206,7 +208,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
   Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer},
             {buffer});
   CallOptions options = call.options(std::move(buffers));
-  if (options.staging)
+  options.factor = factor;
+  if (options.staging && report)
     options.after = [after = std::move(options.after), staging = options.staging, report] {
       if (after) after();
       report->own = staging->device_address(report->own);

@@ -73,12 +73,15 @@ std::exception_ptr RingWork::exception() const { return works_.empty() ? nullptr
 
 bool RingWork::wait(std::chrono::milliseconds timeout) {
   if (works_.empty()) return true;
+  const auto began = std::chrono::steady_clock::now();
   try {
     engine_->wait(*works_.back(), timeout > kNoTimeout ? Deadline::after_ms(timeout.count()) : Deadline::never());
   } catch (...) {
     if (works_.back()->finished()) end_event();
     throw;
   }
+  const auto waited = std::chrono::steady_clock::now() - began;
+  all_waited_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
   for (const auto& staging : stagings_) staging->queue().order_caller();
   end_event();
   complete_future();

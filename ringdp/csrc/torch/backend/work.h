@@ -52,7 +52,12 @@ class RingWork final : public c10d::Work {
   uint64_t getSequencenumber() const override;
   int sourceRank() const override;  // of a message received
 
+  // For how long threads of this process have waited for operations so far, together.
+  static int64_t waited_ns() { return all_waited_ns_.load(std::memory_order_relaxed); }
+
  private:
+  static inline std::atomic<int64_t> all_waited_ns_{0};
+
   c10::IValue value() const { return output_lists_.empty() ? c10::IValue(outputs_) : c10::IValue(output_lists_); }
   void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);  // when the results are there, for its streams
 

@@ -13,6 +13,7 @@ void bind_watchdog(pybind11::module_& module);
 void bind_loss_scale(pybind11::module_& module);
 void bind_reductions(pybind11::module_& module);
 void bind_module_snapshot(pybind11::module_& module);
+void bind_python_stacks(pybind11::module_& module);
 void bind_process_group(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_replica_hash(pybind11::module_& module);

@@ -203,7 +203,7 @@ void bind_compression(py::module_& module) {
         ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
         if (ring == nullptr)
           throw Error(ErrorKind::kValue, "owned_elements: the group's backend for the CPU is not ring");
-        return owned_elements(ring->group()->view(), count, owner_offset);
+        return owned_elements(ring->group()->all_reduce_view(), count, owner_offset);
       },
       py::arg("process_group"), py::arg("count"), py::arg("owner_offset"),
       "[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is "

@@ -1,17 +1,20 @@
 // ringdp._C.create_process_group and NamedScope. Creating blocks until all ranks have met, without the GIL.
 #include <pybind11/chrono.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "collective/tuning.h"
 #include "mesh/pending_mesh.h"
 #include "python_naming.h"
+#include "python_records.h"
 #include "python_transports.h"
 #include "torch/backend/future_wait.h"
 #include "torch/backend/process_group.h"
@@ -85,6 +88,7 @@ EngineOptions engine_options_of(const py::dict& config) {
   options.stall_notice_ms = config["stall_notice_ms"].cast<int64_t>();
   options.host_silence_ms = config["host_silence_ms"].cast<int64_t>();
   options.rate_bytes_per_s = config["rate_bytes_per_s"].cast<int64_t>();
+  options.dump_folder = config["dump_dir"].cast<std::string>();
   options.check_interrupt = check_python_signals;
   return options;
 }
@@ -200,13 +204,43 @@ std::pair<uint64_t, uint64_t> traffic() {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
   if (!runtime) return {0, 0};
-  return {runtime->engine().bytes_sent(), runtime->engine().bytes_received()};
+  const auto [sent, received] = runtime->engine().traffic();
+  return {sent, received};
+}
+
+std::shared_ptr<Runtime> default_runtime() {
+  std::lock_guard lock(runtime_mutex);
+  return world_runtime.lock();
+}
+
+std::vector<OperationRecord> default_operations() {
+  const std::shared_ptr<Runtime> runtime = default_runtime();
+  return runtime ? runtime->engine().recorder().all() : std::vector<OperationRecord>{};
+}
+
+std::tuple<std::vector<OperationRecord>, uint64_t, uint64_t> default_operations_since(uint64_t cursor) {
+  const std::shared_ptr<Runtime> runtime = default_runtime();
+  if (!runtime) return {{}, cursor, 0};
+  return operations_since(runtime->engine().recorder(), cursor);
+}
+
+std::vector<RecordedGroup> default_recorded_groups() {
+  const std::shared_ptr<Runtime> runtime = default_runtime();
+  return runtime ? runtime->engine().recorder().groups() : std::vector<RecordedGroup>{};
 }
 
 std::map<int, std::string> default_transports() {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
   return runtime ? runtime->transports() : std::map<int, std::string>();
+}
+
+// The group's rings, of all kinds of devices; one may serve several.
+std::vector<ProcessGroupRing*> rings_of(c10d::ProcessGroup& group) {
+  std::vector<ProcessGroupRing*> rings;
+  for (const c10::Device& device : group.getDeviceTypes())
+    if (ProcessGroupRing* ring = ring_of(group, device.type())) rings.push_back(ring);
+  return rings;
 }
 
 }  // namespace
@@ -230,6 +264,12 @@ void bind_process_group(py::module_& module) {
   module.def("set_farewell", &set_farewell, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
              "Why this process leaves its jobs: the other ranks' errors say so.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
+  bind_records(module);
+  module.def("operations", &default_operations,
+             "The last operations of the job's connections, as they were called; [] without a default group of ring.");
+  module.def("operations_since", &default_operations_since, py::arg("cursor"),
+             "(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered).");
+  module.def("recorded_groups", &default_recorded_groups, "The groups that those operations belong to.");
   bind_named_scope(module);
   bind_transports(module);
   module.def("stage_cpu_tensors", &DeviceSide::stage_cpu_tensors, py::arg("seed").none(true),
@@ -246,6 +286,43 @@ void bind_process_group(py::module_& module) {
       },
       py::arg("process_group"),
       "The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's.");
+  module.def(
+      "carried",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        std::map<int, std::tuple<uint64_t, double, double, uint64_t>> found;
+        const ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
+        if (ring == nullptr) return found;
+        const auto members = ring->group();
+        const auto carried = members->engine()->carried();
+        for (int rank = 0; rank < members->view().size; ++rank) {
+          const auto it = carried.find(members->view().members[static_cast<std::size_t>(rank)]);
+          if (it == carried.end()) continue;
+          const auto& [bytes, busy_us, round_trip_us, bytes_per_s] = it->second;
+          found[rank] = {bytes, static_cast<double>(busy_us) * 1e-6, static_cast<double>(round_trip_us) * 1e-6,
+                         bytes_per_s};
+        }
+        return found;
+      },
+      py::arg("process_group"), py::call_guard<py::gil_scoped_release>(),
+      "By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which there was "
+      "something to carry, the round trip in seconds, and bytes a second lately.");
+  module.def(
+      "add_in_rank_order",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        for (ProcessGroupRing* ring : rings_of(*group)) ring->group()->add_in_rank_order();
+      },
+      py::arg("process_group"),
+      "From now on all-reduces of the group over ring add each element in rank order: its bits do not depend on what "
+      "else\n"
+      "the tensor holds, on hosts and transports. All members call it between the same two operations.");
+  module.def(
+      "adds_in_rank_order",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        const auto rings = rings_of(*group);
+        return std::any_of(rings.begin(), rings.end(),
+                           [](ProcessGroupRing* ring) { return ring->group()->adds_in_rank_order(); });
+      },
+      py::arg("process_group"), "Whether add_in_rank_order was called for it.");
   module.def(
       "set_log_sink",
       [](py::function sink) {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <vector>
 
@@ -51,7 +52,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
                                       const std::optional<bool>& find_unused, bool average, bool own_gradients,
                                       bool skip_unused, bool names_compared, bool graph_shows_unused,
                                       const std::optional<at::ScalarType>& reduce_dtype, bool host_control,
-                                      bool gradient_pool, bool weighted) {
+                                      bool gradient_pool, bool weighted, std::size_t report_every) {
   std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
@@ -64,6 +65,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   options.host_control = host_control;
   options.weighted = weighted;
   options.gradient_pool = gradient_pool;
+  options.report_every = report_every;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
@@ -88,7 +90,7 @@ py::dict stats_as_dict(Reducer& reducer) {
   ReducerStats stats;
   {
     py::gil_scoped_release no_gil;
-    stats = reducer.times()->stats();
+    stats = reducer.report()->stats();
   }
   py::dict result;
   result["steps"] = stats.steps;
@@ -111,7 +113,7 @@ py::list rows_as_dicts(Reducer& reducer) {
   std::vector<BucketRow> rows;
   {
     py::gil_scoped_release no_gil;
-    const auto times = reducer.times();
+    const auto times = reducer.report();
     rows = bucket_rows(*reducer.layout(), times->stats());
   }
   py::list result;
@@ -139,7 +141,7 @@ py::dict times_as_dict(Reducer& reducer) {
   ReducerStats stats;
   {
     py::gil_scoped_release no_gil;
-    stats = reducer.times()->stats();
+    stats = reducer.report()->stats();
   }
   py::dict result;
   result["began_ns"] = stats.began_ns;
@@ -148,6 +150,33 @@ py::dict times_as_dict(Reducer& reducer) {
   result["finished_ns"] = stats.finished_ns;
   result["unused_bytes"] = stats.unused_bytes;
   return result;
+}
+
+// See StepReport.
+int note_forward(Reducer& reducer) { return reducer.report()->note_forward(); }
+
+std::vector<float> last_row(Reducer& reducer) {
+  const StepRow row = reducer.report()->last_row();
+  return {row.begin(), row.end()};
+}
+
+void set_facts(Reducer& reducer, const py::bytes& facts) {
+  const std::string_view bytes = facts;
+  StepReport::Bytes copy(bytes.begin(), bytes.end());
+  py::gil_scoped_release no_gil;
+  reducer.report()->set_facts(copy);
+}
+
+std::optional<std::vector<py::bytes>> take_window(Reducer& reducer) {
+  std::optional<std::vector<StepReport::Bytes>> window;
+  {
+    py::gil_scoped_release no_gil;
+    window = reducer.report()->take();
+  }
+  if (!window) return std::nullopt;
+  std::vector<py::bytes> all;
+  for (const StepReport::Bytes& one : *window) all.emplace_back(reinterpret_cast<const char*>(one.data()), one.size());
+  return all;
 }
 
 // Keeps the text of what a call of the reducer throws, for DDP's logging data.
@@ -307,6 +336,9 @@ void shadow_used_map(Reducer& reducer) { reducer.join()->shadow_used_map(); }
 }  // namespace
 
 void bind_reducer(py::module_& module) {
+  module.attr("FACTS_BYTES") = StepReport::kFactsBytes;
+  module.attr("STEP_FIELDS") = static_cast<int>(kStepFields);
+  module.def("note_optimizer", &StepPhases::note_optimizer, "An optimizer has ended its step.");
   module.def("most_steps", &most_steps,
              "Backwards that averaged gradients, of the wrapper of this process that had most.");
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
@@ -314,7 +346,7 @@ void bind_reducer(py::module_& module) {
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
            py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
            py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false, py::arg("gradient_pool") = false,
-           py::arg("weighted") = false)
+           py::arg("weighted") = false, py::arg("report_every") = 0)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
            py::arg("sparse"), NoGil())
@@ -337,6 +369,9 @@ void bind_reducer(py::module_& module) {
       .def("bucket_rows", &rows_as_dicts)
       .def("shadow_with", &shadow_with, py::arg("ranks_with_input"), NoGil())
       .def("announce_weight", &announce_weight, py::arg("weight"), py::arg("sync"), NoGil())
+      .def(
+          "repeat_batch", [](Reducer& reducer) { reducer.between_steps()->repeat_batch(); }, NoGil(),
+          "The forwards up to the end of this step are of the batch whose forward has failed.")
       .def("incoming_factor", &incoming_factor, NoGil())
       .def("shadow_weight", &shadow_weight, NoGil())
       .def("zero_gradients", &zero_gradients, NoGil())
@@ -348,6 +383,13 @@ void bind_reducer(py::module_& module) {
       .def("rebuilt", &rebuilt, NoGil())
       .def("stats", &stats_as_dict)
       .def("times", &times_as_dict)
+      .def("note_forward", &note_forward, NoGil())
+      .def("set_facts", &set_facts, py::arg("facts"))
+      .def("take_window", &take_window)
+      .def("last_row", &last_row, NoGil())
+      .def(
+          "steps", [](Reducer& reducer) { return reducer.times()->stats().steps; }, NoGil(),
+          "How many backwards have synchronised.")
       .def("arrivals", &arrivals, NoGil())
       .def("error", &error, NoGil())
       // The names torch's DistributedDataParallel uses.

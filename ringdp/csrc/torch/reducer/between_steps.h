@@ -28,6 +28,7 @@ class BetweenSteps {
   bool follow_learned_order();
   // Its batch weighs that much; see GradientWeights.
   void announce_weight(double weight, bool sync);
+  void repeat_batch() { layout_.weights.repeat(); }
 
   // ---- By the program.
   // The module has other parameters from now on, on which the ranks have agreed. The caller sets reductions again. Returns the

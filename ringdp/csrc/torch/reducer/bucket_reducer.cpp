@@ -4,6 +4,7 @@
 
 #include "base/naming.h"
 #include "torch/backend/watchdog.h"
+#include "torch/reducer/profiled_bucket.h"
 
 namespace ringdp {
 
@@ -25,6 +26,9 @@ ReductionStrategy& BucketReducer::begin(Bucket& bucket, const at::Tensor& buffer
   bucket.sent_in = step;
   bucket.codes = {};
   bucket.report = nullptr;
+  if (shadowing) bucket.factor = 1;
+  if (bucket.factor != 1 && !strategy.multiplies(bucket))
+    multiply_gradient(bucket.gradients, std::exchange(bucket.factor, 1));
   strategy.prepare(bucket, buffer, shadowing);
   if (!shadowing && !bucket.sparse) wait_for_streams(bucket);
   if (ReductionStrategy* before = std::exchange(last_, &strategy)) before->wait_until_issued(buffer);
@@ -38,10 +42,13 @@ void BucketReducer::launch(Bucket& bucket, int64_t step, std::size_t bucket_coun
   announcer_.announce(bucket, bucket.buffer, strategy);
   strategy.launch(bucket, bucket_count);
   bucket.operation.strategy = &strategy;
+  profile_moving(bucket, group_);
 }
 
 void BucketReducer::wait(Bucket& bucket) {
   const auto begin = Clock::now();
+  at::RecordFunction waiting(at::RecordScope::USER_SCOPE);
+  if (waiting.isActive()) waiting.before("ringdp wait " + describe_for_profiler(bucket, group_));
   BucketOperation operation = std::exchange(bucket.operation, {});
   if (operation.strategy == nullptr) return;
   BackendWatchdog* watchdog = announcer_.watchdog(bucket.buffer.device().type());

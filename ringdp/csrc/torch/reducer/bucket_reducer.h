@@ -22,7 +22,8 @@ class BucketReducer {
  public:
   BucketReducer(ReducerGroup& group, const TrainableParameters& parameters, GradientCompression& compression,
                 OverflowReport& overflow)
-      : exact_(group, overflow),
+      : group_(group),
+        exact_(group, overflow),
         residual_(group, overflow, compression),
         codec_(group, overflow, compression),
         hook_(group, parameters),
@@ -58,6 +59,7 @@ class BucketReducer {
   ReductionStrategy& strategy_of(const Bucket& bucket);
   ReductionStrategy& begin(Bucket& bucket, const at::Tensor& buffer, int64_t step, bool shadowing);
 
+  const ReducerGroup& group_;
   ExactStrategy exact_;
   ResidualStrategy residual_;
   CodecStrategy codec_;

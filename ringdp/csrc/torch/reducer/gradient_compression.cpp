@@ -115,7 +115,8 @@ void GradientCompression::scale_owned_part(std::size_t param_index, const at::Te
   ProcessGroupRing* ring = group_.ring(c10::kCPU);
   if (ring == nullptr) return;
   const auto count = static_cast<std::size_t>(residual.numel());
-  for (const auto& [begin, end] : owned_elements(ring->group()->view(), count, reductions_.owner_offset(param_index)))
+  for (const auto& [begin, end] :
+       owned_elements(ring->group()->all_reduce_view(), count, reductions_.owner_offset(param_index)))
     residual.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin)).mul_(factor);
 }
 

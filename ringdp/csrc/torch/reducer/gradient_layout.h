@@ -37,6 +37,7 @@ struct ReducerOptions {
   bool gradient_pool = false;      // see GradientPool
   bool names_compared = false;     // see ReducerGroup
   bool weighted = false;           // see GradientWeights
+  std::size_t report_every = 0;    // see StepReport
   std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
 };
 

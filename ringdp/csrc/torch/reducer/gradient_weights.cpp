@@ -35,13 +35,14 @@ constexpr const char* kOrder =
 
 void GradientWeights::announce(double weight, bool sync, bool discarded) {
   if (discarded) done_.clear();
-  announced_.reset();
+  if (!repeats_) announced_.reset();
+  const bool sends = sync && !announced_;
   of_forward_ = weight;
   if (!MicroBatches::valid(weight)) {
-    if (sync) finish(begin_sum(weight));  // throws on all ranks
+    if (sends) finish(begin_sum(weight));  // throws on all ranks
     throw Error(ErrorKind::kValue, invalid_text(weight));
   }
-  if (sync) announced_ = begin_sum(done_.total() + weight);
+  if (sends) announced_ = begin_sum(done_.total() + weight);
 }
 
 void GradientWeights::shadow() { finish(begin_sum(0)); }
@@ -76,6 +77,7 @@ void GradientWeights::begin(int task, double weight, int64_t step) {
 }
 
 void GradientWeights::end() {
+  repeats_ = false;
   done_.clear();
   task_ = -1;
   factors_ = {};

@@ -37,6 +37,8 @@ class GradientWeights {
   // The weight of this forward's backward. `sync`: that backward averages, and the ranks begin to add up what they have. A weight
   // that is negative or not finite is an error on all ranks. `discarded`: no .grad has anything of earlier backwards.
   void announce(double weight, bool sync, bool discarded);
+  // The forwards up to the end of the step are of the batch whose forward has failed: what it announced stands.
+  void repeat() { repeats_ = true; }
   double of_forward() const { return of_forward_; }
   // On a rank that has run out of input (join).
   void shadow();
@@ -72,6 +74,7 @@ class GradientWeights {
   const bool on_;
   double of_forward_ = 1;
   std::optional<Sum> announced_;
+  bool repeats_ = false;
   MicroBatches done_;
   double current_ = 1;  // the weight of the backward under way, or of the last one
   int task_ = -1;       // the last backward that did not average

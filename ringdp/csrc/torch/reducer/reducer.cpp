@@ -62,6 +62,7 @@ void Reducer::demand_sync() {
 void Reducer::backward_began(bool sync, double weight) {
   const Lock lock(mutex_);
   if (!layout_.watched() || !layout_.hooks.any_runs()) return;
+  report_.backward_began();
   const bool averages = sync || backward_.demanded();
   if (averages && !backward_.active()) return begin(weight);
   if (!averages) backward_.stay_quiet(get_current_graph_task_id());
@@ -76,6 +77,7 @@ void Reducer::begin(double weight) {
   layout_.allocate();
   backward_.begin();
   times_.begin();
+  report_.backward_began();
   layout_.overflow.begin_backward();
   layout_.store.begin_backward();
   layout_.compression.begin_backward();
@@ -84,6 +86,7 @@ void Reducer::begin(double weight) {
   join_.divide();
   failure_.keeping_in(-1, "weights",
                       [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
+  failure_.keeping_in(-1, "step report", [&] { report_.tell_if_due(join_.joining()); });
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = weak_from_this(), pool = layout_.pool.during_backward()] {
@@ -96,6 +99,7 @@ void Reducer::gradient_arrived(std::size_t parameter) {
   const Lock lock(mutex_);
   if (!backward_.active()) {
     if (!backward_.synchronises(get_current_graph_task_id())) {
+      report_.micro_batch_gradient();
       failure_.keeping_in(-1, "weights", [&] { layout_.weights.check_announced(layout_.parameters[parameter].name); });
       return layout_.left_over.note(parameter, true);
     }
@@ -113,10 +117,13 @@ void Reducer::end_backward() {
   if (!backward_.active()) return;
   const auto gradients_done = StepTimes::Clock::now();
   if (!arrivals_.complete(layout_.options.unused == UnusedParameters::kForbidden)) return backward_.end_short();
+  report_.computed(gradients_done);
   const BackwardEnd::Missing missing = filler_.finish();
   if (!layout_.local()) {
+    const auto report = report_.under_way();
     lock.unlock();
     end_.wait_for_sent();
+    if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
     lock.lock();
     end_.learn_used(missing);
     if (end_.may_send_late()) {
@@ -133,6 +140,7 @@ void Reducer::end_backward() {
   }
   end_.wait_for_futures();
   end_.count(gradients_done, missing);
+  report_.finished(join_.joining());
   layout_.weights.end();
   backward_.end();
   end_step(std::move(lock), hooks);

@@ -29,6 +29,7 @@
 #include "torch/reducer/reducer_stats.h"
 #include "torch/reducer/step_failure.h"
 #include "torch/reducer/step_guard.h"
+#include "torch/reducer/step_report.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
@@ -86,7 +87,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   Locked<StepGuard> guard() { return {Lock(mutex_), guard_}; }
   Locked<const ArrivalTracker> arrivals() { return {Lock(mutex_), arrivals_}; }
   Locked<const BackwardState> backward() { return {Lock(mutex_), backward_}; }
-  Locked<const StepTimes> times() { return {Lock(mutex_), times_}; }
+  Locked<StepReport> report() { return {Lock(mutex_), report_}; }
 
  private:
   bool recomputing() const;
@@ -103,6 +104,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   JoinShadow join_{layout_, used_};
   StepGuard guard_{layout_, arrivals_, backward_, failure_};
   StepTimes times_;
+  StepReport report_{layout_, times_, layout_.options.report_every};
   BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_};
   BackwardEnd end_{layout_, arrivals_, backward_, used_, join_, failure_, times_, filler_};
   BetweenSteps between_steps_{layout_, arrivals_, backward_, used_, failure_, guard_, times_};

@@ -35,6 +35,8 @@ class ReductionStrategy {
 
   // Before the bucket is announced. `buffer` is the bucket's, or takes its place (`shadowing`: zeros of a rank without input).
   virtual void prepare(Bucket& /*bucket*/, const at::Tensor& /*buffer*/, bool /*shadowing*/) {}
+  // Whether `launch` multiplies by bucket.factor, while it reduces; otherwise the gradients are multiplied before `prepare`.
+  virtual bool multiplies(const Bucket& /*bucket*/) const { return false; }
   // What is announced of it beside its name and type.
   virtual c10d::ReduceOp::RedOpType operation(const at::Tensor& buffer) const = 0;
   virtual uint64_t layout_hash(const Bucket& /*bucket*/) const { return 0; }
@@ -57,6 +59,7 @@ class ExactStrategy : public ReductionStrategy {
  public:
   ExactStrategy(ReducerGroup& group, const OverflowReport& overflow) : group_(group), overflow_(overflow) {}
 
+  bool multiplies(const Bucket& bucket) const override;
   c10d::ReduceOp::RedOpType operation(const at::Tensor& buffer) const override;
   void launch(Bucket& bucket, std::size_t bucket_count) override;
   FuturePointer shadow(Bucket& bucket, c10d::GradBucket& zeros) override;
@@ -67,9 +70,10 @@ class ExactStrategy : public ReductionStrategy {
   FuturePointer sum(const c10d::GradBucket& bucket);
 
  private:
-  c10::intrusive_ptr<c10d::Work> mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report);
+  c10::intrusive_ptr<c10d::Work> mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report,
+                                      double factor = 1);
   c10::intrusive_ptr<c10d::Work> all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
-                                            const std::shared_ptr<FiniteReport>& report);
+                                            const std::shared_ptr<FiniteReport>& report, double factor = 1);
   std::shared_ptr<FiniteReport> report_for(const at::Tensor& buffer) const;
 
   ReducerGroup& group_;
@@ -81,6 +85,7 @@ class ResidualStrategy final : public ExactStrategy {
   ResidualStrategy(ReducerGroup& group, const OverflowReport& overflow, GradientCompression& compression)
       : ExactStrategy(group, overflow), compression_(compression) {}
 
+  bool multiplies(const Bucket& /*bucket*/) const override { return false; }
   void prepare(Bucket& bucket, const at::Tensor& buffer, bool shadowing) override;
 
  private:

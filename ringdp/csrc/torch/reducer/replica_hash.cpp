@@ -34,12 +34,7 @@ ReplicaHash::ReplicaHash(std::vector<at::Tensor> tensors) : tensors_(std::move(t
     throw Error(ErrorKind::kValue, "tensor " + std::to_string(i) + " is " + c10::str(tensors_[i].layout()) + " on " +
                                        c10::str(tensors_[i].device()) + "; it must be strided, on the CPU");
   }
-}
-
-std::size_t ReplicaHash::bytes() const {
-  std::size_t sum = 0;
-  for (const at::Tensor& it : tensors_) sum += it.nbytes();
-  return sum;
+  for (const at::Tensor& it : tensors_) ends_.push_back(bytes() + it.nbytes());
 }
 
 template <class Visit>
@@ -47,12 +42,12 @@ void ReplicaHash::for_pieces(std::size_t part, std::size_t parts, Visit visit) c
   const std::size_t total = bytes();
   const std::size_t first = total / parts * part + std::min(part, total % parts);
   const std::size_t last = first + total / parts + (part < total % parts ? 1 : 0);
-  std::size_t offset = 0;
-  for (std::size_t i = 0; i < tensors_.size() && offset < last; ++i) {
-    const std::size_t size = tensors_[i].nbytes();
-    const std::size_t begin = std::max(first, offset), end = std::min(last, offset + size);
+  auto i = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), first) - ends_.begin());
+  for (; i < tensors_.size(); ++i) {
+    const std::size_t offset = i == 0 ? 0 : ends_[i - 1];
+    if (offset >= last) return;
+    const std::size_t begin = std::max(first, offset), end = std::min(last, ends_[i]);
     if (begin < end) visit(i, begin - offset, end - offset);
-    offset += size;
   }
 }
 

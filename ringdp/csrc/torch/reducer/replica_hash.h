@@ -22,7 +22,7 @@ class ReplicaHash {
   // The tensors with bytes in that part: the first one, and one past the last.
   std::pair<std::size_t, std::size_t> tensors_in(std::size_t part, std::size_t parts) const;
   std::vector<uint64_t> each() const;
-  std::size_t bytes() const;
+  std::size_t bytes() const { return ends_.empty() ? 0 : ends_.back(); }
 
  private:
   // Calls visit(tensor, begin, end) for the bytes of each tensor in a part.
@@ -30,6 +30,7 @@ class ReplicaHash {
   void for_pieces(std::size_t part, std::size_t parts, Visit visit) const;
 
   std::vector<at::Tensor> tensors_;
+  std::vector<std::size_t> ends_;  // where each one's bytes end, laid one after the other
 };
 
 }  // namespace ringdp

@@ -1,0 +1,358 @@
+#!/usr/bin/env python3
+"""What rounds (ringdp.DiLoCo) cost, and what they do to the loss.
+
+    python benchmarks/rounds.py step        one outer step: DiLoCo beside the usual loop on gloo (an all-reduce for each
+                                            parameter, torch's SGD, parameters copied out and back), in turns
+    python benchmarks/rounds.py loss        the GPT of examples/char_lm.py on 4 ranks, equal tokens, several seeds:
+                                            RingDP, and rounds of 50 and 100 steps, exact and as codes,
+                                            after a tenth of the steps in which parameters are averaged
+    python benchmarks/rounds.py overlap --hosts 2 --rate 100mbit
+                                            a larger GPT between hosts: a step alone, and with streaming rounds
+    ringrun -H one,two benchmarks/rounds.py overlap         the same between your own machines
+
+`step` checks that both come to the same parameters before it times them. `loss` prints nats per character on text that
+was not trained on, after the last round; differences are between runs of the same seed, with 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import session
+import torch
+import torch.distributed as dist
+from measure import interval, machine, table
+from quality_runs import gpt_loss, gpt_options, small_gpt_options, text, unseen_nats, windows_of
+from torch import nn
+
+import ringdp
+from examples.char_lm import GPT
+
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+STREAMING: dict[str, Any] = {"fragments": 4, "delay": 5}
+RUNS: dict[str, dict[str, Any] | None] = {
+    "RingDP": None,
+    "every 50, streaming": {"every": 50, **STREAMING},
+    "every 50, streaming, int4": {"every": 50, **STREAMING, "compression": "int4"},
+    "every 100, streaming, int4": {"every": 100, **STREAMING, "compression": "int4"},
+}
+
+# One outer step.
+
+
+class UsualLoop:
+    """A round as scripts write it: each parameter's change is averaged by an operation of its own, then SGD steps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.parameters())
+        self.outer = torch.optim.SGD(self.parameters, lr=0.7, momentum=0.9, nesterov=True)
+        self.before = [p.detach().clone() for p in self.parameters]
+
+    def __call__(self) -> None:
+        for before, p in zip(self.before, self.parameters, strict=True):
+            p.grad = before - p.data
+            dist.all_reduce(p.grad)  # the default group, which is gloo
+            p.grad /= dist.get_world_size()
+            p.data.copy_(before)
+        self.outer.step()
+        self.outer.zero_grad()
+        self.before = [p.detach().clone() for p in self.parameters]
+
+
+class Round:
+    """A round of DiLoCo, which begins when an inner optimizer steps that does nothing."""
+
+    def __init__(self, module: nn.Module, group: Any, compression: str | None) -> None:
+        self.inner = torch.optim.SGD(module.parameters(), lr=0.0)
+        self.rounds = ringdp.DiLoCo(
+            module, self.inner, every=1, outer=OUTER, compression=compression, process_group=group
+        )
+
+    def __call__(self) -> None:
+        self.inner.step()
+
+
+def large_gpt(width: int = 384, layers: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(96, gpt_options(width=width, layers=layers, heads=6, context=64))
+
+
+def drift(module: nn.Module, rank: int) -> None:
+    """What inner steps would have done."""
+    draw = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape, generator=draw), alpha=1e-3)
+
+
+def outer_steps(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]:
+    group = dist.new_group(backend="ring")
+    assert isinstance(group, dist.ProcessGroup)
+    modules = {name: large_gpt() for name in ("usual loop, gloo", "DiLoCo", "DiLoCo, int4")}
+    calls: dict[str, Callable[[], None]] = {
+        "usual loop, gloo": UsualLoop(modules["usual loop, gloo"]),
+        "DiLoCo": Round(modules["DiLoCo"], group, None),
+        "DiLoCo, int4": Round(modules["DiLoCo, int4"], group, "int4"),
+    }
+    for _ in range(2):
+        for name, module in modules.items():
+            drift(module, joined.rank)
+            calls[name]()
+    exact, ours, coded = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in modules.values())
+    assert torch.allclose(exact, ours, atol=1e-6), "the rounds disagree"
+    assert (exact - coded).abs().max() < 5e-3
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(given["blocks"]):
+        for name in list(calls) if turn % 2 else reversed(list(calls)):
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(3):
+                calls[name]()
+            took = torch.tensor([(time.perf_counter() - began) / 3], dtype=torch.float64)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            times[name].append(took.item())
+    return {"parameters": exact.numel(), "times": times}
+
+
+def report_steps(result: dict[str, Any]) -> str:
+    times = result["rows"][0]["times"]
+    base = times["usual loop, gloo"]
+    rows = []
+    for name, each in times.items():
+        ratio, half = interval([a / b for a, b in zip(each, base, strict=True)])
+        rows.append([name, f"{statistics.median(each) * 1e3:.1f} ms", f"{ratio:.3f} ± {half if half < 9 else 0:.3f}"])
+    words = f"one outer step of {result['rows'][0]['parameters']:,} parameters, {result['ranks']} ranks, loopback"
+    return words + "\n\n" + table(["", "median of the slowest rank", "to the usual loop"], rows)
+
+
+# The loss.
+
+
+def train(name: str, seed: int, steps: int, group: Any, rank: int) -> tuple[float, dict[str, float]]:
+    """Nats per character at the end, the same on all ranks; and how many times fewer bytes rounds have sent."""
+    training, unseen, alphabet = text()
+    options = small_gpt_options(steps=steps)
+    torch.manual_seed(seed)
+    module: nn.Module = GPT(alphabet, options)
+    chosen = RUNS[name]
+    model = ringdp.RingDP(module, process_group=group) if chosen is None else module
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
+    rounds = (
+        None if chosen is None else ringdp.DiLoCo(model, optimizer, process_group=group, **({"outer": OUTER} | chosen))
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps, pct_start=0.1)
+    draw = torch.Generator().manual_seed(seed * 10_007 + rank)
+    for step in range(steps):
+        if rounds is not None and step == steps // 10:
+            before = rounds.stats()
+        optimizer.zero_grad()
+        gpt_loss(model, windows_of(training, options, draw)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    cost = {}
+    if rounds is not None:
+        rounds.finish()
+        rounds.detach()
+        after = rounds.stats()
+        exact = after.bytes_of_exact_steps - before.bytes_of_exact_steps
+        cost = {"less": exact / max(1, after.bytes_sent - before.bytes_sent)}
+    return unseen_nats(module, unseen, options.context), cost
+
+
+def losses(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]:
+    group = dist.new_group(backend="ring")
+    found: dict[str, list[float]] = {name: [] for name in given["runs"]}
+    costs: dict[str, dict[str, float]] = {}
+    for seed in given["seeds"]:
+        for name in given["runs"]:
+            loss, costs[name] = train(name, seed, given["steps"], group, joined.rank)
+            found[name].append(loss)
+            if joined.rank == 0:
+                print(f"seed {seed}, {name}: {loss:.4f}", flush=True)
+    return {"losses": found, "costs": costs}
+
+
+def report_losses(result: dict[str, Any]) -> str:
+    found, costs = result["rows"][0]["losses"], result["rows"][0]["costs"]
+    base = next(iter(found.values()))
+    rows = []
+    for name, each in found.items():
+        mean, half = interval([a - b for a, b in zip(each, base, strict=True)])
+        spread = statistics.stdev(each) if len(each) > 1 else 0.0
+        less = costs[name].get("less")
+        shown = "" if each is base else f"{mean:+.4f}" + ("" if half == float("inf") else f" ± {half:.4f}")
+        rows.append([name, f"{statistics.fmean(each):.4f}", f"{spread:.4f}", shown, f"1/{less:.0f}" if less else "1"])
+    settings = result["settings"]
+    words = f"{result['ranks']} ranks, {settings['steps']} steps each, seeds {', '.join(map(str, settings['seeds']))}"
+    columns = ["", "nats per character", "σ of seeds", f"to {next(iter(found))}, 95 %", "bytes"]
+    return words + "\n\n" + table(columns, rows)
+
+
+# Overlap.
+
+
+def overlap(given: dict[str, Any], group: Any, rank: int, world_size: int) -> dict[str, Any]:
+    """Seconds of a step alone and with rounds, in alternating blocks, of the slower rank."""
+    alone, shared = large_gpt(given["width"], given["layers"]), large_gpt(given["width"], given["layers"])
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-4) for one in (alone, shared)]
+    rounds = ringdp.DiLoCo(
+        shared, optimizers[1], every=given["every"], compression=given["compression"], process_group=group, **STREAMING
+    )
+    draw = torch.Generator().manual_seed(rank)
+    ends = torch.zeros(1, dtype=torch.float64)
+
+    def block(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            x = torch.randint(96, (given["batch"], 65), generator=draw)
+            optimizer.zero_grad()
+            gpt_loss(module, x).backward()
+            optimizer.step()
+        return (time.perf_counter() - began) / steps
+
+    for module, optimizer in zip((alone, shared), optimizers, strict=True):
+        block(module, optimizer, 2)
+    dist.all_reduce(ends, group=group)
+    before = rounds.stats()
+    each: list[tuple[float, float]] = []
+    steps = -(-given["every"] // 2)
+    for turn in range(given["blocks"]):
+        mine = [0.0, 0.0]
+        for which in (0, 1) if turn % 2 else (1, 0):
+            mine[which] = block((alone, shared)[which], optimizers[which], steps)
+        told = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        each.append((told[0].item(), told[1].item()))
+    after = rounds.stats()
+    rounds.finish()
+    waited = (after.waited_s - before.waited_s) / (steps * len(each))
+    return {
+        "alone": [one for one, _ in each],
+        "with rounds": [one for _, one in each],
+        "waited_s": waited,
+        "parameters": sum(p.numel() for p in alone.parameters()),
+        "ranks": world_size,
+    }
+
+
+def report_overlap(result: dict[str, Any]) -> str:
+    row, settings = result["rows"][0], result["settings"]
+    alone, shared = row["alone"], row["with rounds"]
+    ratio, half = interval([b / a for a, b in zip(alone, shared, strict=True)])
+    code = settings["compression"] or "exact"
+    rows = [
+        ["alone", f"{statistics.median(alone) * 1e3:.1f} ms", "1"],
+        [f"every {settings['every']}, streaming, {code}", f"{statistics.median(shared) * 1e3:.1f} ms",
+         f"{ratio:.3f} ± {half:.3f}"],
+    ]  # fmt: skip
+    wait = row["waited_s"] / statistics.median(shared)
+    words = f"{row['parameters']:,} parameters, {result['where']}; exposed wait {100 * wait:.2f} % of a step"
+    return words + "\n\n" + table(["", "a step of the slower rank", "ratio, 95 %"], rows)
+
+
+# Running.
+
+
+def run_rank(path: str) -> None:
+    joined = session.join(path)
+    given = joined.settings
+    if given["what"] == "overlap":
+        group = dist.new_group(backend="ring")
+        joined.deliver(overlap(given, group, joined.rank, joined.world_size))
+        return
+    joined.deliver((outer_steps if given["what"] == "step" else losses)(given, joined))
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run everything and return what `--json` writes. Raises Unavailable, RanksFailed."""
+    if reason := session.why_no_ringdp():
+        raise session.Unavailable(reason)
+    settings = settings_of(args)
+    ranks = args.ranks or (4 if args.what == "loss" else args.hosts or 2)
+    place = session.Place(ranks, args.hosts, args.rate)
+    with session.make_hosts(place) as hosts:
+        row, quiet = session.run(__file__, settings, place, hosts=hosts, timeout_s=args.timeout)
+    return {
+        "benchmark": "rounds",
+        "what": args.what,
+        "machine": machine(),
+        "settings": settings,
+        "ranks": ranks,
+        "where": str(place),
+        "quiet": str(quiet),
+        "rows": [row],
+    }
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "what": args.what,
+        "blocks": args.blocks,
+        "runs": args.runs.split(";"),
+        "seeds": list(range(args.seeds)),
+        "steps": args.steps,
+        "every": args.every,
+        "compression": None if args.compression == "none" else args.compression,
+        "batch": args.batch,
+        "width": args.width,
+        "layers": args.layers,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result as text."""
+    shown = {"step": report_steps, "loss": report_losses, "overlap": report_overlap}[result["what"]](result)
+    about = result["machine"]
+    return f"{about['processor']}, {about['cores']} cores, torch {about['torch']}; {result['quiet']}\n{shown}"
+
+
+def under_a_launcher(args: argparse.Namespace) -> int:
+    """`overlap` on ranks that somebody else has started."""
+    ringdp.init()
+    settings = settings_of(args)
+    row = overlap(settings, dist.group.WORLD, ringdp.rank(), ringdp.world_size())
+    if ringdp.rank() == 0:
+        hosts = {"rows": [row], "settings": settings, "where": f"{ringdp.world_size()} ranks, {ringdp.transports()}"}
+        print(report_overlap(hosts), flush=True)
+    ringdp.shutdown()
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="step", choices=("step", "loss", "overlap"), help="default step")
+    parser.add_argument("--blocks", type=int, default=9, help="of each kind (step, overlap; default 9)")
+    parser.add_argument("--runs", default=";".join(RUNS), help="of loss, with semicolons; the first is compared with")
+    parser.add_argument("--seeds", type=int, default=3, help="how many (loss; default 3)")
+    parser.add_argument("--steps", type=int, default=2500, help="of each rank (loss; default 2500)")
+    parser.add_argument("--every", type=int, default=50, help="steps of a round (overlap; default 50)")
+    parser.add_argument("--compression", default="int4", help="of overlap: a codec, or none (default int4)")
+    parser.add_argument("--batch", type=int, default=4, help="windows of 64 characters a step (overlap; default 4)")
+    parser.add_argument("--width", type=int, default=384, help="of the model (overlap; default 384)")
+    parser.add_argument("--layers", type=int, default=6, help="of the model (overlap; default 6)")
+    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
+    session.add_place_options(parser)
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.runs.split(";") if name not in RUNS]:
+        parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(RUNS)}")
+    if min(args.blocks, args.seeds, args.steps, args.every, args.batch) < 1:
+        parser.error("numbers are at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.what == "overlap" and not args.as_rank and "RANK" in os.environ:
+        return under_a_launcher(args)
+    return session.main(args, run_rank, measure, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+// ringdp._C.set_stack_source: how dumps and stall notices get Python's stacks. With Python's lock where it can be had in time: the
+// frames then stand still. Where it cannot, some thread holds it inside C code, so no Python runs and the frames stand still as
+// well: faulthandler's signal handler writes them without the lock.
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "base/native_stack.h"
+#include "base/process_stacks.h"
+#include "base/thread.h"
+#include "torch/backend/call_site.h"
+#include "torch/bindings/bindings.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+
+constexpr std::size_t kMostBytes = 64 * 1024;  // of faulthandler's output
+
+struct Answer {
+  std::mutex mutex;
+  std::condition_variable there;
+  std::string text;
+  bool done = false;
+};
+
+// What Python gave. Its references are never let go: it is set once a process.
+struct Source {
+  py::object describe;
+  int signal = 0;  // at which faulthandler writes to `file`; 0: none was free
+  int file = -1;
+};
+
+// `answer`: of the last thread that was started; while that one still waits for the lock no other is started.
+std::string with_the_lock(const Source& source, int64_t limit_ms, std::shared_ptr<Answer>& answer, bool& done) {
+  if (answer) {
+    std::lock_guard lock(answer->mutex);
+    if (!answer->done) return "";
+  }
+  answer = std::make_shared<Answer>();  // shared with a thread that may wait for the lock for ever
+  try {
+    auto thread = start_thread("ringdp-python", [answer, describe = source.describe.ptr()] {
+      if (Py_IsInitialized() == 0) return;
+      const PyGILState_STATE state = PyGILState_Ensure();
+      std::string text;
+      if (PyObject* result = PyObject_CallNoArgs(describe)) {
+        if (const char* bytes = PyUnicode_AsUTF8(result)) text = bytes;
+        Py_DECREF(result);
+      }
+      if (PyErr_Occurred() != nullptr) PyErr_Clear();
+      PyGILState_Release(state);
+      std::lock_guard lock(answer->mutex);
+      answer->text = std::move(text);
+      answer->done = true;
+      answer->there.notify_one();
+    });
+    thread->detach();
+  } catch (const Error&) {
+    answer = nullptr;
+    return "";
+  }
+  std::unique_lock lock(answer->mutex);
+  done = answer->there.wait_for(lock, std::chrono::milliseconds(limit_ms), [&] { return answer->done; });
+  return done ? answer->text : "";
+}
+
+std::string without_the_lock(const Source& source, int64_t limit_ms) {
+  const std::string why = "(C code holds Python's lock)\n";
+  if (source.signal == 0) return why;
+  if (::ftruncate(source.file, 0) != 0 || ::lseek(source.file, 0, SEEK_SET) != 0) return why;
+  if (syscall(SYS_tgkill, getpid(), getpid(), source.signal) != 0) return why;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms);
+  off_t before = -1;
+  while (std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const off_t now = ::lseek(source.file, 0, SEEK_END);
+    if (now > 0 && now == before) break;
+    before = now;
+  }
+  std::string text(kMostBytes, '\0');
+  const ssize_t length = ::pread(source.file, text.data(), text.size(), 0);
+  text.resize(length > 0 ? static_cast<std::size_t>(length) : 0);
+  // The main thread's part, which the signal has interrupted, to the front.
+  if (const auto main = text.find("Current thread"); main != std::string::npos && main > 0)
+    text = text.substr(main) + "\n" + text.substr(0, main);
+  return why + text;
+}
+
+void set_source(py::function describe, int signal, int file, std::vector<std::string> foreign) {
+  prepare_native_stack();
+  auto* source = new Source{std::move(describe), signal, file};
+  auto last = std::make_shared<std::shared_ptr<Answer>>();  // shared with the copies of the function
+  set_stack_source({[source, last](int64_t limit_ms) {
+                      bool done = false;
+                      std::string text = with_the_lock(*source, limit_ms, *last, done);
+                      return done ? text : without_the_lock(*source, limit_ms);
+                    },
+                    python_call_site_text, std::move(foreign)});
+}
+
+}  // namespace
+
+void bind_python_stacks(py::module_& module) {
+  module.def("set_stack_source", &set_source, py::arg("describe"), py::arg("signal"), py::arg("file"),
+             py::arg("foreign"),
+             "`describe()`: the stacks of all threads as text. `signal`, `file`: where faulthandler writes them (0: "
+             "nowhere). `foreign`: beginnings of paths that are not the user's.");
+  module.def(
+      "forget_stack_source", [] { set_stack_source({{}, python_call_site_text, {}}); },
+      "Before the interpreter ends.");
+  module.def("process_stacks", [] { return process_stacks(); }, py::call_guard<py::gil_scoped_release>(),
+             "What a peer gets that asks for this process's stacks.");
+  module.def("call_site_text", &python_call_site_text, py::arg("number"),
+             "The stack of OperationRecord.call_site, a frame a line, innermost first.");
+}
+
+}  // namespace ringdp

@@ -1,0 +1,143 @@
+#include "torch/reducer/step_report.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/naming.h"
+#include "torch/backend/process_group.h"
+#include "torch/backend/work.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kFirstSteps = 10;  // after so many the ranks hear of each other first
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(StepPhases::Clock::now().time_since_epoch()).count();
+}
+
+template <class T>
+void append(StepReport::Bytes& bytes, const T& value) {
+  const auto* first = reinterpret_cast<const uint8_t*>(&value);
+  bytes.insert(bytes.end(), first, first + sizeof value);
+}
+
+}  // namespace
+
+int StepReport::note_forward() {
+  phases_.forward_began(Clock::now(), RingWork::waited_ns());
+  hear();
+  int answer = std::exchange(step_ended_, false) ? kStepEnded : 0;
+  if (due_) answer |= kFactsWanted;
+  if (window_) answer |= kWindowCame;
+  return answer;
+}
+
+void StepReport::backward_began() { phases_.backward_began(Clock::now(), RingWork::waited_ns()); }
+
+void StepReport::computed(Clock::time_point now) { phases_.computed(now, RingWork::waited_ns()); }
+
+void StepReport::finished(bool joining) {
+  const ReducerStats& stats = times_.stats();
+  last_ = phases_.finished(Clock::now(), RingWork::waited_ns());
+  step_ended_ = true;
+  if (stats.launched_ns > 0) last_[kOnItsWay] = static_cast<float>(stats.finished_ns - stats.launched_ns) * 1e-9F;
+  for (std::size_t index = 0; index < layout_.store.size(); ++index)
+    if (const auto& report = layout_.store[index].report; report && layout_.store[index].sent_in == stats.steps)
+      last_[kCoding] += static_cast<float>(report->coding_ns) * 1e-9F;
+  if (joining || !told() || !same_members()) return;
+  if (rows_.size() == every_) rows_.erase(rows_.begin());
+  rows_.push_back(last_);
+  due_ = due(++steps_);
+}
+
+// False while time is estimated: nothing is sent, by this rank alone maybe.
+bool StepReport::same_members() {
+  const auto group = layout_.group.ring(c10::kCPU)->group();
+  if (group->estimating()) return false;
+  if (members_.lock() == group) return true;
+  members_ = group;
+  steps_ = 0;
+  due_ = false;
+  rows_.clear();
+  window_.reset();
+  exchange_ = {};
+  issued_before_ns_ = ended_before_ns_ = 0;
+  return true;
+}
+
+// Of backends whose buckets are over when the host says so.
+bool StepReport::told() const {
+  if (every_ == 0 || layout_.local() || layout_.parameters.size() == 0) return false;
+  return layout_.parameters.tensors().front().is_cpu() && layout_.group.ring(c10::kCPU) != nullptr;
+}
+
+bool StepReport::due(std::size_t steps) const {
+  const std::size_t first = std::min(kFirstSteps, every_);
+  return steps >= first && (steps - first) % every_ == 0;
+}
+
+void StepReport::set_facts(const Bytes& facts) {
+  facts_ = facts;
+  facts_.resize(kFactsBytes);
+}
+
+std::optional<std::vector<StepReport::Bytes>> StepReport::take() {
+  hear();
+  return std::exchange(window_, std::nullopt);
+}
+
+void StepReport::hear() {
+  if (!exchange_.work || !exchange_.work->isCompleted()) return;
+  const Exchange ended = std::exchange(exchange_, {});
+  if (!ended.work->isSuccess()) return;  // the group has failed: the next bucket says so
+  ended.work->wait();
+  issued_before_ns_ = ended.issued_ns;
+  ended_before_ns_ = ended.ended_ns->load();
+  window_.emplace();
+  for (const at::Tensor& bytes : ended.received) {
+    const uint8_t* first = bytes.const_data_ptr<uint8_t>();
+    window_->emplace_back(first, first + bytes.numel());
+  }
+}
+
+void StepReport::tell_if_due(bool joining) {
+  if (!due_ || joining || !told() || !same_members() || !due_) return;
+  due_ = false;
+  hear();
+  const Bytes mine = packed(times_.stats().steps);
+  facts_.clear();
+  rows_.clear();
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<at::Tensor> sent{at::empty({static_cast<int64_t>(mine.size())}, at::kByte)};
+  std::memcpy(sent[0].mutable_data_ptr(), mine.data(), mine.size());
+  std::vector<std::vector<at::Tensor>> received(1);
+  for (int rank = 0; rank < layout_.group.ranks(); ++rank) received[0].push_back(at::empty_like(sent[0]));
+  const NamedScope scope("step report");
+  exchange_.issued_ns = now_ns();
+  exchange_.ended_ns = std::make_shared<std::atomic<int64_t>>(0);
+  exchange_.work = layout_.group.process_group()->allgather(received, sent);
+  exchange_.received = std::move(received[0]);
+  exchange_.work->getFuture()->addCallback(
+      [ended = exchange_.ended_ns](c10::ivalue::Future&) { ended->store(now_ns()); });
+}
+
+StepReport::Bytes StepReport::packed(int64_t step) const {
+  Bytes bytes;
+  append(bytes, static_cast<int64_t>(rows_.size()));
+  append(bytes, step);
+  append(bytes, issued_before_ns_);
+  append(bytes, ended_before_ns_);
+  append(bytes, now_ns());
+  for (std::size_t i = 0; i < every_; ++i) append(bytes, i < rows_.size() ? rows_[i] : StepRow{});
+  bytes.insert(bytes.end(), facts_.begin(), facts_.end());
+  bytes.resize(5 * sizeof(int64_t) + every_ * sizeof(StepRow) + kFactsBytes);
+  return bytes;
+}
+
+}  // namespace ringdp

@@ -1,0 +1,1 @@
+"""Where the time of training steps goes, on all ranks: the report, its verdict, metrics, and the timeline."""

@@ -1,0 +1,86 @@
+"""Serves the metrics of a host's ranks to Prometheus, from their metrics folder."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ringdp.diagnosis.metrics_folder import read
+from ringdp.errors import InvalidArgumentError, SystemResourceError
+
+PHASES = {"between": "between steps", "forward": "forward", "backward": "backward", "after": "optimizer"}
+PHASES |= {"other_wait": "other operations", "exposed": "waiting at the end of backward"}
+_GAUGES = {
+    "ringdp_step": ("step", "The last step that the rank has made."),
+    "ringdp_sent_bytes": ("sent_bytes", "Bytes that the rank sent in its last step."),
+    "ringdp_compression_ratio": ("ratio", "How many times smaller the gradients' codes are."),
+    "ringdp_busbw_bytes_per_second": (
+        "busbw_bytes_per_s",
+        "What a link carried of the gradients, in nccl-tests' sense.",
+    ),
+    "ringdp_skipped_steps": ("skipped", "Steps whose gradients were not finite."),
+    "ringdp_memory_bytes": ("memory_bytes", "Resident memory of the rank."),
+    "ringdp_last_step_timestamp_seconds": ("time", "When the rank made its last step, since 1970."),
+}
+
+
+def check() -> None:
+    """Raises InvalidArgumentError without the package prometheus_client."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise InvalidArgumentError("--metrics-port needs the package prometheus_client: pip install prometheus_client")
+
+
+class Collector:
+    """Reads the folder whenever Prometheus asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        states = read(self._folder) if self._folder.is_dir() else []
+        labels = ["rank", "host"]
+        families = {name: GaugeMetricFamily(name, about, labels=labels) for name, (_, about) in _GAUGES.items()}
+        steps = GaugeMetricFamily("ringdp_step_seconds", "The mean of the last 20 steps.", labels=labels)
+        phase = GaugeMetricFamily(
+            "ringdp_phase_seconds", "Where a step goes, the mean of 20.", labels=[*labels, "phase"]
+        )
+        waits = GaugeMetricFamily("ringdp_peer_wait_seconds", "Waiting for a slow rank.", labels=[*labels, "slow_rank"])
+        logged = GaugeMetricFamily("ringdp_logged", "What ringdp.metrics.log was given.", labels=[*labels, "name"])
+        for one in states:
+            who = [str(one.rank), str(one.last.get("host", ""))]
+            for name, (key, _) in _GAUGES.items():
+                if isinstance(value := one.last.get(key), int | float):
+                    families[name].add_metric(who, value)
+            steps.add_metric(who, one.seconds("step"))
+            for key, text in PHASES.items():
+                phase.add_metric([*who, text], one.seconds(key))
+            if "slow_peer" in one.last:
+                waits.add_metric([*who, str(one.last["slow_peer"])], one.seconds("slow_peer"))
+            for key, value in one.logged.items():
+                logged.add_metric([*who, key], value)
+        yield from (*families.values(), steps, phase, waits, logged)
+
+
+def serve(folder: Path, port: int) -> int:
+    """Serve from now on, on a thread; the port, which is a free one for 0.
+
+    Raises:
+        InvalidArgumentError: without the package prometheus_client.
+        SystemResourceError: the port cannot be had.
+    """
+    check()
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(Collector(folder))
+    try:
+        server, _ = start_http_server(port, registry=registry)
+    except OSError as error:
+        why = "another program has it" if error.errno == errno.EADDRINUSE else error.strerror
+        raise SystemResourceError(f"metrics cannot be served on port {port}: {why}; give another port") from error
+    return int(server.server_port)

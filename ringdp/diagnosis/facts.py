@@ -1,0 +1,171 @@
+"""What a rank says beside the times of its steps: where it runs, what kept it from computing, and its busiest link."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+_PACKED = struct.Struct("<4d2qQi4d64s")
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+Carried = Mapping[int, tuple[int, float, float, int]]
+"""By peer: bytes that arrived there, seconds with something to carry, round trip, bytes a second lately."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the time since the ranks told each other last. Times are in seconds.
+
+    Attributes:
+        period_s: how long that is; 0: nothing is known.
+        cpu_s: of all threads of the process.
+        ready_s: for which the training thread could have run, and other threads had its core.
+        throttled_s: for which the quota of its cgroup stopped it.
+        page_waits: faults for which a page had to be read from a disk.
+        memory_bytes: resident now.
+        kernel: a number of the running kernel: ranks with the same one share its clock.
+        link_to: the peer whose link was busiest; -1: no peer is reached over TCP.
+        link_bytes: that arrived there.
+        link_busy_s: in which there was something to carry on it.
+        link_round_trip_s: of a packet.
+        link_bytes_per_s: what the kernel measured lately, at its best.
+        host: its name.
+    """
+
+    period_s: float = 0.0
+    cpu_s: float = 0.0
+    ready_s: float = 0.0
+    throttled_s: float = 0.0
+    page_waits: int = 0
+    memory_bytes: int = 0
+    kernel: int = 0
+    link_to: int = -1
+    link_bytes: float = 0.0
+    link_busy_s: float = 0.0
+    link_round_trip_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    host: str = ""
+
+    def packed(self) -> bytes:
+        *numbers, host = astuple(self)
+        return _PACKED.pack(*numbers, host.encode()[:64])
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Facts:
+        fields: list[Any] = list(_PACKED.unpack(data[: _PACKED.size]))
+        fields[-1] = fields[-1].rstrip(b"\0").decode(errors="replace")
+        return cls(*fields)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that the busiest link carried while it was busy, as far as that is known; else 0.
+
+        Of few bytes the time is mostly the peer's, until it acknowledges the last of them: then the kernel knows
+        better.
+        """
+        measured = self.link_bytes / self.link_busy_s if self.link_busy_s > 0 else 0.0
+        return max(measured, self.link_bytes_per_s)
+
+
+class FactCounters:
+    """The counters of this process, and what they were when they were read last. Used by the training thread."""
+
+    def __init__(self) -> None:
+        self._groups = _cpu_groups()
+        self._kernel = _kernel()
+        self._before = self._read()
+        self._links: dict[int, tuple[int, float, float, int]] = {}
+
+    def since_last(self, carried: Carried) -> Facts:
+        """What happened since the last call, or since this object was made."""
+        before, self._before = self._before, self._read()
+        period, cpu, ready, throttled, waits = (now - then for now, then in zip(self._before, before, strict=True))
+        link = self._busiest(carried)
+        return Facts(
+            period_s=period,
+            cpu_s=cpu,
+            ready_s=ready,
+            throttled_s=throttled,
+            page_waits=int(waits),
+            memory_bytes=memory_bytes(),
+            kernel=self._kernel,
+            host=socket.gethostname(),
+            **link,
+        )
+
+    def _busiest(self, carried: Carried) -> dict[str, Any]:
+        before, self._links = self._links, dict(carried)
+        since = {
+            peer: (now[0] - before[peer][0], now[1] - before[peer][1])
+            for peer, now in carried.items()
+            if peer in before
+        }
+        if not since:
+            return {}
+        peer = max(since, key=lambda one: since[one][1])
+        return {
+            "link_to": peer,
+            "link_bytes": float(since[peer][0]),
+            "link_busy_s": since[peer][1],
+            "link_round_trip_s": carried[peer][2],
+            "link_bytes_per_s": float(carried[peer][3]),
+        }
+
+    def _read(self) -> tuple[float, float, float, float, float]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        throttled = sum(filter(None, (_throttled_s(group) for group in self._groups)))
+        return time.monotonic(), used.ru_utime + used.ru_stime, _ready_s(), throttled, float(used.ru_majflt)
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((_PROC / "self/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _kernel() -> int:
+    with contextlib.suppress(OSError):
+        return int.from_bytes((_PROC / "sys/kernel/random/boot_id").read_bytes()[:8], "little")
+    return 0
+
+
+def _ready_s() -> float:
+    """proc(5), schedstat: how long this thread waited for a core."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((_PROC / "thread-self/schedstat").read_text().split()[1]) * 1e-9
+    return 0.0
+
+
+def _cpu_groups() -> list[Path]:
+    """The files with the throttling of this process's cgroup and those around it, of either version of cgroups(7)."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            roots = [_CGROUPS / controllers, _CGROUPS / "cpu"] if controllers else [_CGROUPS]
+            for root in roots:
+                own = root / path.lstrip("/")
+                around = [own, *own.parents]
+                found += [one / "cpu.stat" for one in around if one.is_relative_to(root)]
+    return [file for file in dict.fromkeys(found) if _throttled_s(file) is not None]
+
+
+def _throttled_s(file: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError):
+        values = dict(line.split() for line in file.read_text().splitlines())
+        if "throttled_usec" in values:
+            return int(values["throttled_usec"]) * 1e-6
+        if "throttled_time" in values:
+            return int(values["throttled_time"]) * 1e-9
+    return None

@@ -1,0 +1,94 @@
+"""Reads what the ranks write into a metrics folder, while they write: the last steps of each rank, and their means."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringdp.diagnosis.records import OWN_NAMES, Record
+from ringdp.errors import InvalidArgumentError
+
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank's last steps.
+
+    Attributes:
+        last: the last record.
+        steps: how many records the means are over.
+        means: by name, of the records' seconds.
+        steps_per_s: in that time; 0 where there is one record only.
+    """
+
+    last: Record
+    steps: int
+    means: dict[str, float]
+    steps_per_s: float
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """What the program gave to `ringdp.metrics.log` with the last step."""
+        values = {name: value for name, value in self.last.items() if name not in OWN_NAMES}
+        return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+    @property
+    def rank(self) -> int:
+        return int(self.last["rank"])
+
+    def seconds(self, *names: str) -> float:
+        """Of a step, the mean."""
+        return sum(self.means.get(f"{name}_s", 0.0) for name in names)
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """The files of the ranks.
+
+    Raises:
+        InvalidArgumentError: the folder is not there.
+    """
+    if not folder.is_dir():
+        raise InvalidArgumentError(f"{folder} is not a folder: give the one of ringrun --metrics-dir")
+    return sorted(folder.glob("rank_*.jsonl"))
+
+
+def read_last(file: Path, most: int) -> list[Record]:
+    """The last records of the first model, the oldest first; a line that is half written is left out."""
+    with open(file, "rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - _TAIL_BYTES))
+        lines = opened.read().split(b"\n")
+    if size > _TAIL_BYTES:
+        lines = lines[1:]
+    records: list[Record] = []
+    for line in lines[:-1]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("model") == 0:
+            if records and record["step"] <= records[-1]["step"]:
+                records.clear()  # the job was started again
+            records.append(record)
+    return records[-most:]
+
+
+def read(folder: Path, *, over: int = 20) -> list[RankState]:
+    """The state of each rank that has written a step, by rank; means over the last `over` steps."""
+    states = []
+    for file in rank_files(folder):
+        records = read_last(file, over)
+        if records:
+            states.append(_state(records))
+    return sorted(states, key=lambda one: one.rank)
+
+
+def _state(records: Sequence[Record]) -> RankState:
+    names = [name for name, value in records[-1].items() if name.endswith("_s") and isinstance(value, int | float)]
+    means = {name: sum(one.get(name, 0.0) for one in records) / len(records) for name in names}
+    span = records[-1]["time"] - records[0]["time"]
+    return RankState(records[-1], len(records), means, (len(records) - 1) / span if span > 0 else 0.0)

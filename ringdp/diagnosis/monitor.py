@@ -1,0 +1,287 @@
+"""Watches the steps of one RingDP: hears what all ranks tell, logs a verdict, and hands each step on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringdp.diagnosis.clocks import Clocks, Offset
+from ringdp.diagnosis.facts import FactCounters
+from ringdp.diagnosis.records import Record, StepRecords, now, step_records
+from ringdp.diagnosis.remedies import Sent
+from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
+from ringdp.diagnosis.split import Split, split
+from ringdp.diagnosis.timeline_session import timelines
+from ringdp.diagnosis.verdict import COSTLY, Verdict, judge
+from ringdp.diagnosis.window import FIELDS, Window
+
+_log = logging.getLogger("ringdp.report")
+_STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
+_LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
+_LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
+_numbers = itertools.count()  # of the monitors of this process
+_REPEAT_S = 300.0  # between two lines that say the same
+
+
+class StepMonitor:
+    """Used by the thread that runs forward.
+
+    Args:
+        reducer: whose steps these are; RingDP makes another one now and then, and then another monitor.
+        group: of its ranks.
+    """
+
+    def __init__(self, reducer: Any, group: dist.ProcessGroup) -> None:
+        note_optimizers()
+        self._reducer, self._group = reducer, group
+        self._counters = FactCounters()
+        self._counters.since_last(self._carried())
+        self._clocks = Clocks()
+        self._window: Window | None = None
+        self._parts: Split | None = None
+        self._told: Verdict | None = None
+        self._told_at = 0.0
+        self._heard_at = 0.0
+        self._recorded = 0  # the last step that was
+        self._records = step_records()
+        self._number = next(_numbers)
+        self._sent_before = _bytes_sent()
+        self._ratio = 1.0
+        self._host = socket.gethostname()
+        self._skipped = 0
+        self._verdict: str | None = None
+        self._timelines = timelines()
+        self._timelines.watch(self)
+        if self._records is not None:
+            self._records.watch(self)
+
+    def before_forward(self) -> None:
+        """At the beginning of each forward that records gradients."""
+        bits: int = self._reducer.note_forward()
+        if bits & _STEP_ENDED:
+            self._step_ended()
+        if bits & _FACTS_WANTED:
+            self._reducer.set_facts(self._counters.since_last(self._carried()).packed())
+        if bits & _WINDOW_CAME and time.monotonic() - self._heard_at >= _LEAST_PERIOD_S:
+            self._hear()
+
+    def record_last(self) -> None:
+        """The last step, if it has ended and nobody has recorded it: no forward has followed."""
+        self._step_ended()
+
+    def group_replaced(self, group: dist.ProcessGroup) -> None:
+        """The reducer averages over another group from now on."""
+        self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
+        self._told = None
+
+    def _step_ended(self) -> None:
+        if self._records is None and not self._timelines.active:
+            return
+        stats: Mapping[str, Any] = self._reducer.stats()
+        if stats["steps"] == self._recorded:
+            return
+        self._recorded = stats["steps"]
+        if self._records is not None:
+            self._record(self._records, stats)
+        if self._timelines.active:
+            row = dict(zip(FIELDS, self._reducer.last_row(), strict=True))
+            self._timelines.add_step(stats["steps"], row, self._reducer.times(), self._clock())
+
+    def report(self) -> Report:
+        """Of what the ranks told last. Waits for nobody."""
+        self._hear()
+        window, parts = self._window, self._parts
+        if window is None or parts is None or window.rows.shape[1] == 0:
+            return NOTHING_YET
+        verdict = judge(window, parts, self._sent(parts))
+        slow_links = _link_shares(window, parts, verdict)
+        offsets = self._clocks.offsets()
+        rows = []
+        for rank, facts in enumerate(window.facts):
+            offset = clock_of(offsets, rank)
+            link = slow_links * float(parts.communication[rank])
+            peer_wait = float(parts.peer_wait[rank])
+            between, forward, backward, optimizer = parts.own[rank].tolist()
+            rows.append(
+                RankRow(
+                    rank=rank,
+                    host=facts.host,
+                    step_s=float(parts.step[rank]),
+                    between_s=between,
+                    forward_s=forward,
+                    backward_s=backward,
+                    optimizer_s=optimizer,
+                    peer_wait_s=peer_wait,
+                    waits_for=int(parts.slowest[rank]) if peer_wait > 0 else None,
+                    link_wait_s=link,
+                    exposed_s=float(parts.communication[rank]) - link,
+                    coding_s=float(parts.coding[rank]),
+                    clock_s=offset.seconds,
+                    clock_error_s=offset.error_s,
+                    memory_bytes=facts.memory_bytes,
+                )
+            )
+        return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)
+
+    def _hear(self) -> None:
+        messages = self._reducer.take_window()
+        if messages is None:
+            return
+        self._heard_at = time.monotonic()
+        from ringdp import _C
+
+        self._window = Window.unpacked(messages, _C.FACTS_BYTES)
+        self._clocks.hear(self._window.told, self._window.facts)
+        if self._window.rows.shape[1] == 0:
+            return
+        self._parts = split(self._window)
+        if self._group.rank() == 0:
+            self._tell(self._window, self._parts)
+
+    def _tell(self, window: Window, parts: Split) -> None:
+        step = float(parts.step.mean())
+        if parts.cost < COSTLY or parts.cost * step < _LEAST_LOST_S:
+            return
+        verdict = judge(window, parts, self._sent(parts))
+        if verdict.kind == "none" or (verdict.same_as(self._told) and time.monotonic() - self._told_at < _REPEAT_S):
+            return
+        self._told, self._told_at = verdict, time.monotonic()
+        self._verdict = str(verdict)
+        _log.warning(
+            "step %d: %.0f %% of a step (%.3g ms of %.3g ms) is not computing. %s",
+            window.step,
+            100 * parts.cost,
+            1e3 * parts.cost * step,
+            1e3 * step,
+            verdict,
+        )
+
+    def _sent(self, parts: Split) -> Sent:
+        assert self._window is not None
+        stats: Mapping[str, Any] = self._reducer.stats()
+        rows = self._reducer.bucket_rows()
+        hosts = Counter(facts.host for facts in self._window.facts)
+        return Sent(
+            bytes=sum(row["bytes_before"] for row in rows),
+            coded_bytes=sum(row["bytes_after"] for row in rows),
+            buckets=int(stats["buckets"]),
+            on_its_way_s=float(self._window.field("on_its_way").mean()),
+            per_host=tuple(hosts.values()),
+        )
+
+    def _buckets(self) -> tuple[BucketTimes, ...]:
+        """Of the last step, with what the engine has recorded of their operations."""
+        from ringdp import _C, _core
+
+        began, ended = (self._reducer.times()[name] for name in ("launched_ns", "finished_ns"))
+        recorded = {
+            one.name.split(":")[0]: one
+            for one in _C.operations()
+            if one.ended_ns and began <= one.queued_ns <= ended and one.name.startswith("bucket ")
+        }
+        algorithms = {one["number"]: one["name"] for one in _core.algorithms()}
+        return tuple(
+            _bucket_times(row, recorded.get(f"bucket {row['index']}"), algorithms, began)
+            for row in self._reducer.bucket_rows()
+        )
+
+    def _clock(self) -> Offset:
+        return clock_of(self._clocks.offsets(), self._group.rank())
+
+    def _record(self, records: StepRecords, stats: Mapping[str, Any]) -> None:
+        """The step that has ended."""
+        row: list[float] = self._reducer.last_row()
+        if stats["steps"] in (2, 12) or stats["steps"] % 200 == 0:  # it takes a while for many parameters
+            rows = self._reducer.bucket_rows()
+            coded = sum(one["bytes_after"] for one in rows)
+            self._ratio = sum(one["bytes_before"] for one in rows) / coded if coded else 1.0
+        sent, rank, ranks = _bytes_sent(), self._group.rank(), self._group.size()
+        self._skipped += self._reducer.finite() is False
+        record: Record = {"time": now(), "rank": rank, "world": ranks, "host": self._host}
+        record |= {"model": self._number, "step": stats["steps"]}
+        record["step_s"] = round(sum(row[:6]), 7)
+        record |= {f"{name}_s": round(value, 7) for name, value in zip(FIELDS, row, strict=True)}
+        on_its_way = row[FIELDS.index("on_its_way")]
+        reduced = stats["bytes"] / self._ratio * 2 * (ranks - 1) / ranks
+        record |= {
+            "bytes": stats["bytes"],
+            "sent_bytes": max(sent - self._sent_before, 0),
+            "ratio": round(self._ratio, 3),
+            "busbw_bytes_per_s": round(reduced / on_its_way) if on_its_way > 0 else 0,
+            "skipped": self._skipped,
+        }
+        if self._parts is not None:
+            record["slow_peer"] = int(self._parts.slowest[rank])
+            record["slow_peer_s"] = round(float(self._parts.peer_wait[rank]), 7)
+        if self._verdict is not None:
+            record["verdict"], self._verdict = self._verdict, None
+        self._sent_before = sent
+        records.add(record)
+
+    def _carried(self) -> Mapping[int, tuple[int, float, float, int]]:
+        from ringdp import _C
+
+        return _C.carried(self._group)
+
+
+def _bucket_times(row: Mapping[str, Any], record: Any, algorithms: Mapping[int, str], began_ns: int) -> BucketTimes:
+    def since(at_ns: int | None) -> float | None:
+        return (at_ns - began_ns) * 1e-9 if at_ns else None
+
+    came = [] if record is None else [flow for flow in record.flows if not flow.sends and flow.first_ns]
+    return BucketTimes(
+        name=row["name"],
+        algorithm="" if record is None else algorithms.get(record.algorithm, ""),
+        bytes=row["bytes_before"],
+        ratio=row["bytes_before"] / row["bytes_after"] if row["bytes_after"] else 1.0,
+        ready_s=row["launched_s"],
+        sent_s=None if record is None else since(record.started_ns),
+        first_byte_s=since(min((flow.first_ns for flow in came), default=None)),
+        last_byte_s=since(max((flow.last_ns for flow in came), default=None)),
+        reduced_s=row["launched_s"] + row["seconds"],
+        exposed_s=row["exposed_s"],
+    )
+
+
+def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
+    """The share of communication that a slow link is the reason of: what the others' speed would have saved."""
+    if verdict.kind != "link" or verdict.rank is None:
+        return 0.0
+    rates = [facts.rate for facts in window.facts if facts.link_to >= 0]
+    return 1 - window.facts[verdict.rank].rate / max(rates)
+
+
+def _bytes_sent() -> int:
+    from ringdp import _C
+
+    return _C.traffic()[0]
+
+
+class _OptimizerHook:
+    """Tells the reducers when an optimizer's step has ended; one for the process."""
+
+    registered = False
+
+    def __call__(self, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        from ringdp import _C
+
+        _C.note_optimizer()
+
+
+def note_optimizers() -> None:
+    """From now on each optimizer's step of this process counts as such."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    if not _OptimizerHook.registered:
+        _OptimizerHook.registered = True
+        register_optimizer_step_post_hook(_OptimizerHook())

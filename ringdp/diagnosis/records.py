@@ -1,0 +1,180 @@
+"""Where each step of this process is written: metrics files, TensorBoard. One `StepRecords` for the process."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol
+
+from ringdp import config
+from ringdp.diagnosis.facts import memory_bytes
+from ringdp.diagnosis.window import FIELDS
+
+_log = logging.getLogger("ringdp.metrics")
+_MOST_WAITING = 10_000  # records; more are dropped, oldest first
+_PERIOD_S = 0.5
+_AT_EXIT_S = 5.0
+
+Record = dict[str, Any]
+
+OWN_NAMES = frozenset(
+    (
+        *("time", "rank", "world", "host", "model", "step", "step_s", "bytes", "sent_bytes", "ratio"),
+        *("busbw_bytes_per_s", "skipped", "slow_peer", "slow_peer_s", "verdict", "memory_bytes"),
+        *(f"{name}_s" for name in FIELDS),
+    )
+)
+"""What a record has; `ringdp.metrics.log` takes other names."""
+
+
+class Source(Protocol):
+    """Has maybe seen the end of a step that it has not recorded yet."""
+
+    def record_last(self) -> None: ...
+
+
+class Sink(Protocol):
+    """Writes records, on the thread of the `StepRecords`. OSError: it cannot now."""
+
+    def write(self, records: list[Record]) -> None: ...
+
+    def describe(self) -> str: ...
+
+
+class StepRecords:
+    """Hands records to the sinks on a thread of its own, so that no step waits for a disk.
+
+    `add` and `log` are the training's; more than the thread can take are dropped.
+    """
+
+    def __init__(self, sinks: list[Sink], rank: int) -> None:
+        self.rank = rank
+        self._sinks = sinks
+        self._waiting: deque[Record] = deque(maxlen=_MOST_WAITING)
+        self._logged: Record = {}
+        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._failed: set[str] = set()
+        self._wake = threading.Event()
+        self._ended = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="ringdp-metrics", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def watch(self, source: Source) -> None:
+        """Ask it at the end of the process for its last step."""
+        self._sources.add(source)
+
+    def log(self, values: Record) -> None:
+        """Values that go with the next record."""
+        self._logged.update(values)
+
+    def add(self, record: Record) -> None:
+        logged, self._logged = self._logged, {}
+        self._waiting.append(record | logged)
+
+    def close(self) -> None:
+        """Write what waits, for some seconds at most."""
+        if self._ended or os.getpid() != self._pid:  # a process that this one has forked
+            return
+        for source in list(self._sources):
+            source.record_last()
+        self._ended = True
+        self._wake.set()
+        self._thread.join(_AT_EXIT_S)
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._wake.wait(_PERIOD_S)
+            self._write()
+
+    def _write(self) -> None:
+        records: list[Record] = []
+        while self._waiting:
+            records.append(self._waiting.popleft())
+        if not records:
+            return
+        memory = memory_bytes()
+        records = [{**{key: _number(value) for key, value in one.items()}, "memory_bytes": memory} for one in records]
+        for sink in self._sinks:
+            try:
+                sink.write(records)
+            except OSError as error:
+                if sink.describe() not in self._failed:
+                    self._failed.add(sink.describe())
+                    _log.warning("metrics of rank %d are lost: %s: %s", self.rank, sink.describe(), error)
+
+
+def _number(value: Any) -> Any:
+    """A tensor's number: here it may wait for a device."""
+    return value.item() if hasattr(value, "item") else value
+
+
+class JsonLines:
+    """A line of JSON for each record, in a file of this rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"rank_{rank:05d}.jsonl"
+
+    def describe(self) -> str:
+        return str(self._path)
+
+    def write(self, records: list[Record]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(one, allow_nan=True) + "\n" for one in records))
+
+
+class TensorBoard:
+    """torch's SummaryWriter: a run for each rank."""
+
+    _LEFT_OUT = frozenset({"time", "rank", "world", "model", "step", "host", "verdict", "slow_peer"})
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder / "tensorboard" / f"rank_{rank:05d}"
+        self._writer: Any = None
+
+    def describe(self) -> str:
+        return str(self._folder)
+
+    def write(self, records: list[Record]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), flush_secs=5)
+        for one in records:
+            for name, value in one.items():
+                if name not in self._LEFT_OUT and isinstance(value, int | float):
+                    self._writer.add_scalar(f"ringdp/{name}", value, one["step"], walltime=one["time"])
+        self._writer.flush()
+
+
+@functools.cache
+def step_records() -> StepRecords | None:
+    """As RINGDP_METRICS_DIR says; None where nobody wants records. Made once, when it is first asked for.
+
+    Raises:
+        InvalidArgumentError: RINGDP_TENSORBOARD without the package or without a folder.
+    """
+    folder = config.metrics_dir()
+    if folder is None:
+        return None
+    launched = config.LaunchEnvironment.read()
+    rank = 0 if launched is None else launched.rank
+    sinks: list[Sink] = [JsonLines(Path(folder), rank)]
+    if config.tensorboard():
+        sinks.append(TensorBoard(Path(folder), rank))
+    return StepRecords(sinks, rank)
+
+
+def now() -> float:
+    """The time that records carry: seconds since 1970, to the millisecond."""
+    return round(time.time(), 3)

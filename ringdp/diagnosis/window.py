@@ -1,0 +1,77 @@
+"""What all ranks told each other of their last steps (csrc/torch/reducer/step_report.h packs it)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringdp.diagnosis.facts import Facts
+
+FIELDS = ("between", "forward", "backward", "after", "other_wait", "exposed", "coding", "on_its_way")
+"""What a row has of a step, in seconds; csrc/torch/reducer/step_phases.h says what each is."""
+
+OWN = FIELDS[:4]
+_WARM_UP = 2  # steps at the beginning that are left out
+_HEAD = struct.Struct("<5q")
+
+
+@dataclass(frozen=True)
+class Told:
+    """When, by its own clock, a rank did what the others' clocks are compared by; ns, 0 where it has not.
+
+    Attributes:
+        issued_ns: its part of the exchange before.
+        ended_ns: the same was over.
+        now_ns: it told this.
+    """
+
+    issued_ns: int
+    ended_ns: int
+    now_ns: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some steps of all ranks.
+
+    Attributes:
+        step: the last of them.
+        rows: float64 ``[ranks, steps, len(FIELDS)]``, seconds.
+        facts: by rank.
+        told: by rank.
+    """
+
+    step: int
+    rows: Tensor
+    facts: tuple[Facts, ...]
+    told: tuple[Told, ...]
+
+    @classmethod
+    def unpacked(cls, messages: Sequence[bytes], facts_bytes: int) -> Window:
+        heads = [_HEAD.unpack(one[: _HEAD.size]) for one in messages]
+        steps = min(head[0] for head in heads)
+        end = len(messages[0]) - facts_bytes
+        rows = torch.stack(
+            [
+                torch.frombuffer(bytearray(one[_HEAD.size : end]), dtype=torch.float32).view(-1, len(FIELDS))[
+                    head[0] - steps : head[0]
+                ]
+                for one, head in zip(messages, heads, strict=True)
+            ]
+        )
+        # The first steps make connections and buckets.
+        rows = rows[:, min(max(_WARM_UP - (heads[0][1] - steps), 0), steps) :]
+        facts = tuple(Facts.unpacked(one[end:]) for one in messages)
+        return cls(heads[0][1], rows.double(), facts, tuple(Told(*head[2:]) for head in heads))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.facts)
+
+    def field(self, name: str) -> Tensor:
+        """``[ranks, steps]``."""
+        return self.rows[:, :, FIELDS.index(name)]

@@ -1,0 +1,364 @@
+"""DiLoCo: ranks train alone and average what has changed, in fragments, as codes, while they go on.
+
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, algorithm 1;
+"Streaming DiLoCo with overlapping communication", arXiv 2501.18512. With a fragment's global parameters g and a rank's
+own p: at its turn d = g - p is sent; `delay` steps later g = outer(g, mean of d) and p = mix * p + (1 - mix) * g.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ringdp.compression import Compression
+from ringdp.compression.parameters import ModelParameter
+from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.job.backend import named
+from ringdp.job.byte_collectives import device_for, require_member
+from ringdp.job.sibling_group import sibling_groups
+from ringdp.rounds import outer as outer_steps
+from ringdp.rounds import start, state
+from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
+from ringdp.rounds.fragments import Fragment, dealt, local_part
+from ringdp.rounds.not_finite import start_over, tell
+from ringdp.rounds.pace import Pace
+from ringdp.rounds.schedule import Turn
+from ringdp.rounds.settings import Settings
+from ringdp.rounds.stats import RoundStats
+
+
+class DiLoCo:
+    """Ranks that step alone and average every so many steps: 100 times less traffic than averaging gradients.
+
+    Hangs on the inner optimizer's ``step()``; the training loop stays as it is. All ranks make one, with the same
+    model, after `ringdp.init`; parameters and buffers become rank 0's. After each round all ranks have the same bits of
+    the global parameters, whatever the codec. A rank at another turn than the others is a MismatchError on all of them.
+
+    With ``outer={"lr": 1, "momentum": 0}`` and no compression, parameters themselves are averaged (`LocalSGD`); a rank
+    without others is then as without DiLoCo, to the bit.
+
+    Buffers, such as BatchNorm's running statistics, stay each rank's own; `finish` averages them. Parameters that do
+    not require grad when this is made stay as rank 0 had them.
+
+    Args:
+        model: a module, or one in a `RingDP` over other ranks (a host's): see `levels`.
+        inner: its optimizer, or several, of which the last one steps last.
+        every: steps of a round, or a function that says how many the round that begins after n steps has.
+        outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or what makes a torch optimizer of a list of
+            parameters.
+            Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
+        fragments: parts of the model, each of which is averaged once a round, one after the other: the same bytes in
+            smaller pieces.
+        delay: steps from sending a fragment to using its mean. The ranks go on meanwhile; 0: they wait.
+        mix: how much of a rank's own parameters stays when a mean comes, from 0 to below 1; None: 0.5 with a delay,
+            else 0.
+        compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...) or None (exact). What a
+            code leaves out is added to the next one where the codec has error feedback.
+        warmup_steps: first steps after each of which parameters are averaged exactly. For SGD that is what RingDP does.
+        unequal: ranks are not equally fast: a round ends at an agreed time, when ranks have made `every` steps on
+            average, and each counts by its steps. Train until `round` has some number, not for a number of steps.
+        scaler: a GradScaler. Steps that it skips count, so that ranks stay in step.
+        process_group: of the ranks that are averaged over; the default group if None.
+
+    Raises:
+        InvalidArgumentError: a value that cannot be used.
+        MismatchError: the ranks' models or arguments differ, or cannot be used on another rank.
+        InvalidStateError: before `ringdp.init`.
+    """
+
+    _average_momenta = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        every: int | Callable[[int], int] = 100,
+        outer: outer_steps.Outer | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float | None = None,
+        compression: Compression = None,
+        warmup_steps: int = 0,
+        unequal: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        who = type(self).__name__
+        members = require_member(process_group, f"ringdp.{who}")
+        chosen_outer = dict(outer_steps.DEFAULT) if outer is None else outer
+
+        def checked() -> tuple[Settings, list[ModelParameter], list[torch.optim.Optimizer]]:
+            optimizers = start.checked_optimizers(who, inner)
+            parameters = start.checked_parameters(who, model, optimizers, members)
+            settings = Settings.checked(
+                who,
+                every=every,
+                fragments=fragments,
+                delay=delay,
+                mix=mix,
+                compression=compression,
+                chosen_outer=chosen_outer,
+                warmup_steps=warmup_steps,
+                unequal=unequal,
+                average_momenta=self._average_momenta,
+                parameters=len(parameters),
+            )
+            start.check_group(who, settings, members)
+            return settings, parameters, optimizers
+
+        self._settings, self._parameters, self._inner = start.agreed(who, checked, model, members)
+        self._model, self._members = model, members
+        device = device_for(members, torch.device("cpu"))
+        start.broadcast(model, members)
+        dtype = torch.float64 if any(local_part(it.parameter).itemsize == 8 for it in self._parameters) else None
+        sizes = [local_part(one.parameter).numel() for one in self._parameters]
+        self._fragments = [
+            Fragment([self._parameters[i] for i in indices], dtype or torch.float32, device)
+            for indices in dealt(sizes, self._settings.fragments)
+        ]
+        self._outer = outer_steps.outer_steps(chosen_outer, [one.total for one in self._fragments])
+        own = sibling_groups(members, device, 1, purpose="rounds")[0] if members.size() > 1 else None
+        self._exchanges = [FragmentExchange(one, own, self._settings.codec) for one in self._fragments]
+        self._flights: dict[int, Flight] = {}
+        count = len(self._fragments)
+        self._since: tuple[list[int], list[float]] = ([0] * count, [0.0] * count)  # it last left: steps, samples
+        self._units = [float(every) if unequal and isinstance(every, int) else 1.0] * count
+        together = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._pace = Pace(self._settings.schedule(), who, own, together)
+        self._frozen = start.frozen(model)
+        self._evaluating = False
+        self._waited_s = self._busy_s = self._bytes = 0.0
+        self._changes, self._left_out = [0.0] * count, 0  # the norm of a fragment's, when it last left
+        self._counts_samples = False
+        self._handle = self._inner[-1].register_step_post_hook(self._stepped)
+        self._scaler = scaler
+        self._watch_scaler()
+
+    # What the training loop calls.
+
+    @property
+    def round(self) -> int:
+        """Rounds that have ended."""
+        return self._pace.schedule.round
+
+    @property
+    def step(self) -> int:
+        """Steps of the inner optimizer so far, also those that a loss scaler skipped."""
+        return self._pace.schedule.step
+
+    def did(self, samples: float) -> None:
+        """This step's samples (or tokens): in the means of this round the rank counts by them. Before ``inner.step()``.
+
+        All ranks call it in every step, or none.
+
+        Raises:
+            InvalidArgumentError: not a number of at least 0.
+        """
+        if not isinstance(samples, (int, float)) or isinstance(samples, bool) or not 0 <= samples < float("inf"):
+            raise InvalidArgumentError(f"{self._settings.who}.did: samples must be a number from 0 on, not {samples!r}")
+        self._counts_samples = True
+        self._since = (self._since[0], [one + samples for one in self._since[1]])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """End the round now: the model has the global parameters on all ranks, and its buffers are averaged.
+
+        All ranks call it, after the same number of steps, or rounds where they are unequal. Training may go on.
+
+        Raises:
+            MismatchError: another rank is at another step.
+        """
+        self._refuse_inside_evaluation("finish()")
+        turn = self._pace.schedule.finish()
+        self._take(turn)
+        for fragment in self._fragments:
+            fragment.write(fragment.total)
+        with named(f"{self._settings.who} {self._pace.schedule.label()}: buffers"):
+            start.average_buffers(self._model, self._members)
+
+    def detach(self) -> None:
+        """Leave the inner optimizer alone from now on."""
+        self._handle.remove()
+        if self._scaler is not None:
+            self._scaler.__dict__.pop("step", None)
+
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Inside the block the model has the global parameters, the same on all ranks: for evaluation and saving.
+
+        No rank needs the others for it. Buffers stay this rank's own.
+        """
+        self._refuse_inside_evaluation("global_parameters()")
+        with torch.no_grad():
+            own = [torch.empty_like(one.total) for one in self._fragments]
+            for fragment, values in zip(self._fragments, own, strict=True):
+                fragment.read(values)
+                fragment.write(fragment.total)
+        self._evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating = False
+            with torch.no_grad():
+                for fragment, values in zip(self._fragments, own, strict=True):
+                    fragment.write(values)
+
+    def stats(self) -> RoundStats:
+        """What rounds have cost so far."""
+        ranks = self._members.size()
+        exact = sum(one.total.numel() * one.total.itemsize for one in self._fragments) * 2 * (ranks - 1) / ranks
+        sizes = [float(torch.linalg.vector_norm(one.total)) for one in self._fragments]
+        return RoundStats(
+            self.step,
+            self.round,
+            round(self._bytes),
+            round(exact * self.step),
+            self._waited_s,
+            self._busy_s,
+            tuple(change / (size or 1.0) for change, size in zip(self._changes, sizes, strict=True)),
+            self._left_out,
+        )
+
+    def state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
+        """All that is needed to go on: global parameters, outer optimizer, this rank's parameters and what codes owe.
+
+        Waits for fragments in flight, so all ranks call it after the same step. The inner optimizer's state is not in
+        it: each rank has its own.
+
+        Args:
+            consolidated: the same on all ranks, for any number of them: of the ranks' parameters the mean.
+        """
+        self._refuse_inside_evaluation("state_dict()")
+        for number, flight in self._flights.items():
+            self._wait(number, flight)
+        return state.state_dict(self, consolidated=consolidated)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from such a state, also with this rank's parameters; all ranks call it.
+
+        Raises:
+            InvalidArgumentError: it is of another model, of other fragments or codecs, or of another number of ranks
+                and not consolidated.
+            MismatchError: the ranks load states of different steps.
+        """
+        self._refuse_inside_evaluation("load_state_dict()")
+        state.load_state_dict(self, saved)
+
+    # What a step brings.
+
+    def _stepped(self, optimizer: object, args: object, kwargs: object) -> None:
+        del optimizer, args, kwargs
+        self._attempted()
+
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+    @torch.no_grad()
+    def _attempted(self) -> None:
+        self._refuse_inside_evaluation("the inner optimizer's step")
+        began, waited_before = time.monotonic(), self._waited_s
+        self._since = ([one + 1 for one in self._since[0]], self._since[1])
+        self._take(self._pace.turn(began))
+        self._busy_s += self._pace.ended() - began - (self._waited_s - waited_before)
+
+    def _take(self, turn: Turn) -> None:
+        for number in turn.lands:
+            self._land(number)
+        for number in turn.leaves:
+            self._leave(number, exact=turn.exact)
+        for number in turn.lands_at_once:
+            self._land(number)
+
+    def _leave(self, number: int, *, exact: bool) -> None:
+        self._refuse_unfrozen()
+        fragment, exchange, settings = self._fragments[number], self._exchanges[number], self._settings
+        # Differences lose bits that the parameters have; codes are for differences.
+        averages = exact or (self._outer[number].averages and not exchange.codes)
+        change = fragment.read_parameters() if averages else fragment.read_changes()
+        wrong = None if math.isfinite(change) else fragment.first_not_finite()
+        if wrong is None:
+            self._changes[number] = change
+        else:
+            self._left_out += 1
+            start_over(self._fragments, fragment, self._inner)
+            fragment.buffer.zero_()
+        weight = 0.0 if wrong is not None else 1.0 if exact else self._weight(number)
+        name = f"{settings.who} {self._pace.schedule.label()}, fragment {number + 1}/{len(self._fragments)}"
+        step_s = 0.0 if exact else self._pace.step_s()
+        record = Record(weight, step_s, -1 if wrong is None else wrong, state.digest(fragment.total))
+        unit = 1.0 if exact else self._units[number]
+        flight = exchange.start(f"{name}: {fragment.words}", record, unit=unit, exact=exact, of_parameters=averages)
+        self._flights[number] = flight
+        self._pace.leaves(flight)
+        self._since[0][number], self._since[1][number] = 0, 0.0
+        self._bytes += exchange.sent_bytes(exact=exact)
+
+    def _land(self, number: int) -> None:
+        fragment, flight = self._fragments[number], self._flights[number]
+        arrival = self._wait(number, flight)
+        del self._flights[number]
+        tell(flight, fragment, arrival, self._members.rank())
+        if arrival.usable:
+            if arrival.of_parameters:
+                fragment.total.copy_(fragment.buffer)
+            else:
+                self._outer[number].step(fragment.buffer)
+        left_out = self._members.rank() in arrival.left_out
+        fragment.write(fragment.total, 0.0 if left_out or flight.exact else self._settings.mix)
+        if not flight.exact:
+            self._units[number] = arrival.weight
+
+    def _wait(self, number: int, flight: Flight) -> Arrival:
+        began = time.monotonic()
+        arrival = self._exchanges[number].wait(flight)
+        self._waited_s += time.monotonic() - began
+        return arrival
+
+    def _weight(self, number: int) -> float:
+        if self._counts_samples:
+            return self._since[1][number]
+        return float(self._since[0][number]) if self._settings.unequal else 1.0
+
+    def _refuse_inside_evaluation(self, what: str) -> None:
+        if self._evaluating:
+            raise InvalidStateError(
+                f"{self._settings.who}: {what} inside a block of global_parameters(), where the model has"
+                " other parameters than this rank's own"
+            )
+
+    def _refuse_unfrozen(self) -> None:
+        for one in self._frozen:
+            if one.parameter.requires_grad:
+                raise InvalidStateError(
+                    f"{self._settings.who}: parameter {one.name} was unfrozen after the {self._settings.who} was made,"
+                    " which does not average it: call finish() and detach(), and make a new one",
+                    name=one.name,
+                )
+
+    def _watch_scaler(self) -> None:
+        """A step that the scaler skips never reaches the optimizer's hook."""
+        scaler = self._scaler
+        if scaler is None:
+            return
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise InvalidArgumentError(
+                f"{self._settings.who}: scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}"
+            )
+        original = scaler.step
+
+        @functools.wraps(original)
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self._pace.schedule.step
+            result = original(optimizer, *args, **kwargs)
+            if optimizer is self._inner[-1] and self._pace.schedule.step == before:
+                self._attempted()
+            return result
+
+        scaler.step = step  # type: ignore[method-assign]

@@ -1,0 +1,86 @@
+"""Local SGD: ranks step alone, and average their parameters every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ringdp.compression import Compression
+from ringdp.job.backend import named
+from ringdp.rounds import start
+from ringdp.rounds.diloco import DiLoCo
+from ringdp.rounds.schedule import Turn
+
+
+class LocalSGD(DiLoCo):
+    """Parameters are averaged every so many steps: `DiLoCo` with an outer learning rate of 1 and no momentum.
+
+    Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", arXiv 1808.07217: some steps exactly
+    (`warmup_steps`), then rounds.
+
+    Args:
+        model: as `DiLoCo`.
+        inner: as `DiLoCo`.
+        every: steps of a round.
+        warmup_steps: first steps after each of which parameters are averaged.
+        average_momenta: after a round, the inner optimizer's state of floating point, such as momentum or Adam's
+            moments, is averaged too, exactly; 1 to 2 times the parameters' bytes more.
+        fragments: as `DiLoCo`; so are the others.
+
+    Raises:
+        InvalidArgumentError, MismatchError, InvalidStateError: as `DiLoCo`; `average_momenta` needs ``delay=0``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        every: int | Callable[[int], int] = 8,
+        warmup_steps: int = 0,
+        average_momenta: bool = False,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float | None = None,
+        compression: Compression = None,
+        unequal: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._average_momenta = average_momenta
+        super().__init__(
+            model,
+            inner,
+            every=every,
+            outer={"lr": 1.0, "momentum": 0.0},
+            fragments=fragments,
+            delay=delay,
+            mix=mix,
+            compression=compression,
+            warmup_steps=warmup_steps,
+            unequal=unequal,
+            scaler=scaler,
+            process_group=process_group,
+        )
+
+    def _take(self, turn: Turn) -> None:
+        super()._take(turn)
+        if self._average_momenta and turn.leaves:
+            with named(f"LocalSGD {self._pace.schedule.label()}: momenta"):
+                parameters = [it.parameter for i in turn.leaves for it in self._fragments[i].pieces]
+                start.average([*self._momenta(parameters)], self._members)
+
+    def _momenta(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of these, in an order that all ranks have alike; what no step has made yet is left out on all of them."""
+        found = []
+        for optimizer in self._inner:
+            for parameter in parameters:
+                kept = optimizer.state.get(parameter, {}) if isinstance(parameter, torch.Tensor) else {}
+                found += [kept[key] for key in sorted(kept) if _is_momentum(kept[key], parameter)]
+        return found
+
+
+def _is_momentum(value: object, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape

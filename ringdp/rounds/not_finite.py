@@ -1,0 +1,42 @@
+"""Infinities and NaNs in a rank's parameters: they do not reach the other ranks, and this one goes on without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ringdp.rounds.exchange import Arrival, Flight
+from ringdp.rounds.fragments import Fragment, local_part
+
+_log = logging.getLogger("ringdp.rounds")
+
+
+def start_over(fragments: Sequence[Fragment], leaving: Fragment, inner: Sequence[torch.optim.Optimizer]) -> None:
+    """What is not finite becomes the global parameters, as does all of `leaving`; optimizers forget such state."""
+    for fragment in fragments:
+        for piece in fragment.pieces:
+            mine = local_part(piece.parameter)
+            if fragment is leaving or not bool(mine.isfinite().all()):
+                mine.copy_(piece.shaped(fragment.total))
+    for optimizer in inner:
+        for parameter, kept in list(optimizer.state.items()):
+            values = [it for it in kept.values() if isinstance(it, torch.Tensor)] if isinstance(kept, dict) else []
+            if not all(bool(local_part(it).isfinite().all()) for it in values):
+                del optimizer.state[parameter]
+
+
+def tell(flight: Flight, fragment: Fragment, arrival: Arrival, rank: int) -> None:
+    """Warn of ranks that were left out; `rank` is this one."""
+    for other, piece in arrival.left_out.items():
+        whose = "this rank, which goes on from the global parameters," if other == rank else f"rank {other}"
+        _log.warning(
+            "%s: %s of %s is not finite, and this fragment of rank %d does not count",
+            flight.name,
+            fragment.pieces[piece].name,
+            whose,
+            other,
+        )
+    if not arrival.usable and not arrival.left_out:
+        _log.warning("%s: the mean is not finite; the global parameters stay as they are", flight.name)

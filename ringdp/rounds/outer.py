@@ -1,0 +1,159 @@
+"""The outer optimizer: what the mean of all ranks' changes does to the global parameters."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import InvalidArgumentError
+from ringdp.rounds.fragments import parts
+
+Outer: TypeAlias = Mapping[str, Any] | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``, or what makes an optimizer of a list of parameters."""
+
+DEFAULT: Mapping[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+_KEYS = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
+
+
+class OuterStep(Protocol):
+    """Of one fragment.
+
+    Attributes:
+        averages: the new global parameters are the mean of all ranks' parameters.
+    """
+
+    averages: bool
+
+    def step(self, mean: Tensor) -> None:
+        """`mean`, of the ranks' changes (before minus after), may be overwritten."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Tensors [numel] and numbers."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Nesterov:
+    """torch.optim.SGD's formula, by operations that round alike on every processor: ranks keep the same bits.
+
+    Each multiplication and addition is an operation of its own; one that does both rounds once or twice, depending on
+    the instruction set, and ranks with different processors would drift apart.
+    """
+
+    def __init__(self, total: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
+        self._total, self._lr, self._momentum, self._nesterov = total, lr, momentum, nesterov
+        self._buffer: Tensor | None = None
+        self.averages = lr == 1 and momentum == 0
+
+    def step(self, mean: Tensor) -> None:
+        first = self._momentum != 0 and self._buffer is None
+        if first:
+            self._buffer = mean.clone()
+        for place in parts(mean.numel()):
+            change = mean[place]
+            if self._buffer is not None:
+                velocity = self._buffer[place]
+                if not first:
+                    velocity.mul_(self._momentum).add_(change)
+                if self._nesterov:
+                    change.add_(velocity * self._momentum)
+                else:
+                    change.copy_(velocity)
+            if self._lr != 1:
+                change.mul_(self._lr)
+            self._total[place].sub_(change)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self._buffer is None else {"momentum_buffer": self._buffer}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._buffer = None
+        if "momentum_buffer" in state:
+            self._buffer = state["momentum_buffer"].to(self._total.device, self._total.dtype, copy=True)
+
+
+class OfTorch:
+    """Any optimizer on the flat global parameters."""
+
+    averages = False
+
+    def __init__(self, total: Tensor, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self._parameter = torch.nn.Parameter(total)  # the same memory
+        self._optimizer = made(make, [self._parameter])
+
+    def step(self, mean: Tensor) -> None:
+        self._parameter.grad = mean
+        with torch.enable_grad():
+            self._optimizer.step()
+        self._parameter.grad = None
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._optimizer.state.get(self._parameter, {}))
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": {0: dict(state)} if state else {}})
+
+
+def made(
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Raises InvalidArgumentError where that is not an optimizer."""
+    try:
+        optimizer = make(parameters)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"outer could not be made of a list of parameters ({error}): give a dict like {dict(DEFAULT)}, or for"
+            " example functools.partial(torch.optim.Adam, lr=0.1)"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(f"outer made a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    return optimizer
+
+
+def numbers_of(outer: Mapping[str, Any]) -> tuple[float, float, bool]:
+    """lr, momentum, nesterov. Raises InvalidArgumentError."""
+    if unknown := [key for key in outer if key not in _KEYS]:
+        raise InvalidArgumentError(
+            f"outer has {unknown[0]!r}, which is not one of {', '.join(_KEYS)}: for other optimizers give what makes"
+            " one, for example functools.partial(torch.optim.AdamW, lr=0.01)"
+        )
+    chosen = _KEYS | dict(outer)
+    lr, momentum, nesterov = chosen["lr"], chosen["momentum"], chosen["nesterov"]
+    if not _is_number(lr) or lr <= 0:
+        raise InvalidArgumentError(f"outer's lr must be a number above 0, not {lr!r}")
+    if not _is_number(momentum) or not 0 <= momentum < 1:
+        raise InvalidArgumentError(f"outer's momentum must be a number from 0 to below 1, not {momentum!r}")
+    if not isinstance(nesterov, bool) or (nesterov and momentum == 0):
+        raise InvalidArgumentError(f"outer's nesterov must be True or False, and needs a momentum; not {nesterov!r}")
+    return float(lr), float(momentum), nesterov
+
+
+def outer_steps(outer: Outer, totals: Sequence[Tensor]) -> list[OuterStep]:
+    """One for each fragment's global parameters."""
+    if isinstance(outer, Mapping):
+        lr, momentum, nesterov = numbers_of(outer)
+        return [Nesterov(total, lr, momentum, nesterov) for total in totals]
+    return [OfTorch(total, outer) for total in totals]
+
+
+def describe(outer: Outer) -> str:
+    """In words that all ranks have alike. Raises InvalidArgumentError."""
+    if isinstance(outer, Mapping):
+        lr, momentum, nesterov = numbers_of(outer)
+        return f"SGD(lr={lr:g}, momentum={momentum:g}, nesterov={nesterov})"
+    if not callable(outer):
+        raise InvalidArgumentError(f"outer must be a dict or make a torch.optim.Optimizer, not {outer!r}")
+    optimizer = made(outer, [torch.nn.Parameter(torch.zeros(1))])
+    settings = ", ".join(f"{key}={value!r}" for key, value in sorted(optimizer.defaults.items()))
+    return f"{type(optimizer).__name__}({settings})"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

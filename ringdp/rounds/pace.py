@@ -1,0 +1,91 @@
+"""When turns come: by steps, or, where ranks are not equally fast, by a time that all ranks have agreed on."""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringdp.job.backend import named
+from ringdp.job.byte_collectives import all_gather_bytes, device_for
+from ringdp.rounds.exchange import Flight
+from ringdp.rounds.schedule import Schedule, TimedSchedule, Turn
+
+
+class Pace:
+    """A schedule and the times of this rank's steps. One thread.
+
+    Args:
+        schedule: by steps or by time.
+        who: in the names of operations.
+        group: of the ranks that are averaged over, for nothing else; None for one rank alone.
+        together: ranks that a RingDP keeps in step with this one; None where there are none.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | TimedSchedule,
+        who: str,
+        group: dist.ProcessGroup | None,
+        together: dist.ProcessGroup | None,
+    ) -> None:
+        self.schedule, self._who, self._group, self._together = schedule, who, group, together
+        self._opening: Flight | None = None  # whose records begin the next turn
+        self._ended_s: float | None = None  # the last step, and what it brought
+        self._stepping_s, self._timed_steps = 0.0, 0  # since a fragment last left, without what steps brought
+
+    def turn(self, began_s: float) -> Turn:
+        """A step has ended at that time."""
+        if self._ended_s is not None:
+            self._stepping_s += began_s - self._ended_s
+            self._timed_steps += 1
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.advance()
+        if (flight := self._opening) is not None and flight.told_s is not None:
+            self.schedule.begin_turn(flight.told_s, [one.step_s for one in flight.records()])
+            self._opening = None
+        turn = self.schedule.advance(self._agreed(self.schedule.due(began_s)))
+        if turn.meets:
+            self._meet(self.schedule)
+        return turn
+
+    def ended(self) -> float:
+        """What the step brought is done; the time."""
+        self._ended_s = time.monotonic()
+        return self._ended_s
+
+    def leaves(self, flight: Flight) -> None:
+        self._opening = None if flight.exact else flight
+
+    def step_s(self) -> float:
+        """Seconds of a step since this was last asked; 0: not known."""
+        mean_s = self._stepping_s / self._timed_steps if self._timed_steps else 0.0
+        self._stepping_s, self._timed_steps = 0.0, 0
+        return mean_s
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What the schedule's `state` has given."""
+        self.schedule.load(state)
+        self._opening = self._ended_s = None
+        self._stepping_s, self._timed_steps = 0.0, 0
+
+    def _meet(self, schedule: TimedSchedule) -> None:
+        """All ranks tell how fast they are: the first turn begins."""
+        told = [mine := self.step_s()]
+        if self._group is not None:
+            with named(f"{self._who}: seconds of a step"):
+                lines = all_gather_bytes(struct.pack("<d", mine), self._group, room=8)
+            told = [struct.unpack("<d", one)[0] for one in lines]
+        schedule.begin_turn(time.monotonic(), told)
+
+    def _agreed(self, due: bool) -> bool:
+        """What the first of the ranks says that are kept in step: their clocks may differ."""
+        if self._together is None or self._together.size() == 1:
+            return due
+        told = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
+        with named(f"{self._who}: is the turn over?"):
+            dist.broadcast(told, group=self._together, group_src=0)
+        return bool(told)

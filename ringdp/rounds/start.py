@@ -1,0 +1,180 @@
+"""Before the first step: do all ranks have the same model and arguments, and the same parameters from then on?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp.compression.parameters import ModelParameter, model_parameters
+from ringdp.ddp.refusal import raise_refusal, report_refusal
+from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.job.backend import named, reaches_core
+from ringdp.job.byte_collectives import all_gather_where_different, device_for
+from ringdp.rounds.fragments import is_dtensor, local_part
+from ringdp.rounds.settings import Settings
+
+_COMPARING = "comparing rounds"
+_COALESCED_BYTES = 250 << 20
+
+Checked = tuple[Settings, list[ModelParameter], list[torch.optim.Optimizer]]
+
+
+def checked_optimizers(
+    who: str, inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Raises InvalidArgumentError."""
+    optimizers = [inner] if isinstance(inner, torch.optim.Optimizer) else list(inner) if _is_list(inner) else []
+    if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+        raise InvalidArgumentError(f"{who}: inner must be an optimizer or a list of them, not {inner!r}")
+    return optimizers
+
+
+def _is_list(inner: object) -> bool:
+    return isinstance(inner, Iterable) and not isinstance(inner, (str, bytes))
+
+
+def checked_parameters(
+    who: str, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup
+) -> list[ModelParameter]:
+    """Those that require grad, each once.
+
+    Raises:
+        InvalidArgumentError: there are none, an optimizer has one that the model has not, or one is spread over ranks
+            of the group.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"{who}: model must be a torch.nn.Module, not {type(model).__name__}")
+    parameters = model_parameters(model)
+    trained = [one for one in parameters if one.parameter.requires_grad]
+    if not trained:
+        raise InvalidArgumentError(f"{who}: the model has no parameters that require grad")
+    known = {id(one.parameter) for one in parameters}
+    for optimizer in optimizers:
+        for of_group in optimizer.param_groups:
+            for parameter in of_group["params"]:
+                if id(parameter) not in known:
+                    raise InvalidArgumentError(
+                        f"{who}: {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)} that the"
+                        " model has not, so it would differ from rank to rank: put it into the module"
+                    )
+    ranks = set(dist.get_process_group_ranks(group))
+    for one in trained:
+        if is_dtensor(one.parameter):
+            _check_mesh(who, one, ranks)
+    return trained
+
+
+def _check_mesh(who: str, one: ModelParameter, ranks: set[int]) -> None:
+    mesh = one.parameter.device_mesh  # type: ignore[attr-defined]
+    shared = sorted(ranks & set(mesh.mesh.flatten().tolist()))
+    if len(shared) > 1:
+        raise InvalidArgumentError(
+            f"{who}: parameter {one.name} is a DTensor spread over ranks {', '.join(map(str, shared))}, whose parts are"
+            " not to be averaged: give the process_group of the ranks that have the same part",
+            name=one.name,
+        )
+
+
+def check_group(who: str, settings: Settings, group: dist.ProcessGroup) -> None:
+    """Raises InvalidArgumentError where the group cannot carry codes."""
+    if settings.codec is not None and group.size() > 1 and not reaches_core(group):
+        raise InvalidArgumentError(
+            f"{who}: compression needs the backend ring for CPU tensors (and TORCH_DISTRIBUTED_DEBUG not DETAIL):"
+            " leave compression out, or call ringdp.init()"
+        )
+
+
+def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, group: dist.ProcessGroup) -> Checked:
+    """What `checked` gives, where all ranks have the same.
+
+    Raises:
+        InvalidArgumentError: this rank's cannot be used; the others learn why.
+        MismatchError: another rank's cannot be used, or differ; names the first difference.
+    """
+    try:
+        found = checked()
+    except InvalidArgumentError as error:
+        report_refusal(error, group, device_for(group), _COMPARING)
+        raise
+    settings, parameters, _ = found
+    lines = [f"class: {who}", *settings.lines()]
+    for one in parameters:
+        part = local_part(one.parameter)
+        lines.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
+    lines += [f"buffer {name}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in model.named_buffers()]
+    with named(_COMPARING):
+        told = all_gather_where_different("\n".join(lines).encode(), group, what=who)
+    if told is None:
+        return found
+    me = group.rank()
+    raise_refusal(told, me, f"make its {who}")
+    other = next(rank for rank, text in enumerate(told) if text != told[me])
+    theirs = told[other].decode().split("\n")
+    for place in range(max(len(lines), len(theirs))):
+        mine, its = (one[place] if place < len(one) else "nothing" for one in (lines, theirs))
+        if mine != its:
+            raise MismatchError(
+                f"the ranks' {who}s differ: rank {me} has {mine}, rank {other} has {its}. Give all ranks the same model"
+                " and arguments.",
+                rank=me,
+                peer=other,
+                operation=_COMPARING,
+            )
+    raise MismatchError(f"the {who} of rank {other} differs from that of rank {me}", rank=me, peer=other)
+
+
+def frozen(model: torch.nn.Module) -> list[ModelParameter]:
+    return [one for one in model_parameters(model) if not one.parameter.requires_grad]
+
+
+def broadcast(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """All parameters and buffers become those of the group's first rank."""
+    if group.size() == 1:
+        return
+    tensors = [local_part(one) for one in model.parameters()] + [_real(one) for one in model.buffers()]
+    with named("rounds: parameters of rank 0"):
+        _broadcast([one for one in tensors if one.numel()], group)
+
+
+def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for one in tensors:
+        by_device.setdefault(one.device, []).append(one)
+    for device, here in by_device.items():
+        there = device_for(group, device)
+        sent = here if there == device else [one.to(there) for one in here]
+        dist._broadcast_coalesced(group, sent, _COALESCED_BYTES, 0)  # type: ignore[attr-defined]
+        for one, its in zip(here, sent, strict=True):
+            if one is not its:
+                one.copy_(its)
+
+
+def average_buffers(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Those of floating point that a state dict has: their mean; others there: the first rank's."""
+    if group.size() == 1:
+        return
+    saved = model.state_dict(keep_vars=True)
+    listed = {id(it) for it in saved.values()}
+    buffers = [_real(one) for one in model.buffers() if id(one) in listed and one.numel()]
+    average([one for one in buffers if one.is_floating_point()], group)
+    _broadcast([one for one in buffers if not one.is_floating_point()], group)
+
+
+def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """In place, of floating point. Sums are kept in float64: what all ranks have alike stays as it is, to the bit."""
+    mine = [local_part(one) for one in tensors]
+    if not mine or group.size() == 1:
+        return
+    device = device_for(group, mine[0].device)
+    together = torch.cat([one.to(device, torch.float64).flatten() for one in mine])
+    dist.all_reduce(together, group=group)
+    together /= group.size()
+    for one, mean in zip(mine, together.split([one.numel() for one in mine]), strict=True):
+        one.copy_(mean.view(one.shape))
+
+
+def _real(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer.detach()) if buffer.is_complex() else buffer.detach()

@@ -1,0 +1,249 @@
+"""What rounds remember, saved and loaded: exact for each rank, or one for any number of ranks.
+
+``{"format", "algorithm", "world_size", "schedule", "compression", "units", "since", "global": {name: [numel]}, "outer":
+{name: {…}}, "in_flight": {fragment: {…}}, "ranks": {"2": {name: {"local", "residual"}}}}``: this rank's entries alone
+are in "ranks", so that torch.distributed.checkpoint keeps those of all ranks apart. Consolidated: ``"parameters":
+{name: {…}}`` in place of "ranks", the same on all ranks. Tensors are flat, row by row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp.compression import saved
+from ringdp.compression.partition import owner_offset_of
+from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.job.backend import named
+from ringdp.job.byte_collectives import all_gather_bytes
+from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
+from ringdp.rounds.fragments import Fragment, Piece
+
+if TYPE_CHECKING:
+    from ringdp.rounds.diloco import DiLoCo
+
+_FORMAT = 1
+_WHERE = "the rounds' state"
+
+
+def digest(flat: Tensor) -> int:
+    """A 64-bit hash of the tensor's bytes."""
+    from ringdp import _C
+
+    if flat.device.type == "cpu" and flat.numel():
+        return int(_C.ReplicaHash([flat]).each()[0])
+    return 0
+
+
+def state_dict(rounds: DiLoCo, *, consolidated: bool) -> dict[str, Any]:
+    """See `DiLoCo.state_dict`; nothing is under way."""
+    members = rounds._members
+    own: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, Any] = {
+        "format": _FORMAT,
+        "algorithm": rounds._settings.who,
+        "world_size": members.size(),
+        "schedule": rounds._pace.schedule.state(),
+        "compression": rounds._settings.compressor,
+        "units": list(rounds._units),
+        "since": [[int(steps), float(samples)] for steps, samples in zip(*rounds._since, strict=True)],
+        "global": {},
+        "outer": {},
+        "in_flight": {},
+    }
+    for number, (fragment, exchange) in enumerate(zip(rounds._fragments, rounds._exchanges, strict=True)):
+        local = torch.empty_like(fragment.total)
+        fragment.read(local)
+        residuals = {piece.name: exchange.residuals.current(piece.name) for piece in fragment.pieces}
+        if consolidated:
+            local = _mean(local, members)
+            residuals = _mean_residuals(fragment, exchange, residuals)
+        outer = rounds._outer[number].state()
+        for piece in fragment.pieces:
+            state["global"][piece.name] = piece.of(fragment.total).clone()
+            state["outer"][piece.name] = {key: _part(fragment, piece, value) for key, value in outer.items()}
+            own[piece.name] = {"local": piece.of(local).clone()}
+            owed = residuals[piece.name]
+            if owed is not None:
+                own[piece.name]["residual"] = owed.clone()
+        if number in rounds._flights:
+            state["in_flight"][str(number)] = _flight_state(fragment, rounds._flights[number])
+    return state | ({"parameters": own} if consolidated else {"ranks": {str(members.rank()): own}})
+
+
+def load_state_dict(rounds: DiLoCo, state: Mapping[str, Any]) -> None:
+    """See `DiLoCo.load_state_dict`. Nothing is changed where something does not fit."""
+    members, fragments = rounds._members, rounds._fragments
+    own, consolidated = _checked(rounds, state)
+    schedule = saved.field(state, "schedule", Mapping, _WHERE)
+    _agree(rounds, schedule)
+    rounds._pace.load(dict(schedule))
+    rounds._units = [float(one) for one in state["units"]]
+    rounds._since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
+    rounds._flights.clear()
+    for number, (fragment, exchange) in enumerate(zip(fragments, rounds._exchanges, strict=True)):
+        for piece in fragment.pieces:
+            piece.of(fragment.total).copy_(state["global"][piece.name])
+            piece.of(fragment.buffer).copy_(own[piece.name]["local"])
+            exchange.residuals.drop(piece.name)
+            if (owed := own[piece.name].get("residual")) is not None:
+                owed = owed.to("cpu", copy=True)
+                if consolidated and members.size() > 1:
+                    owed *= _owned(exchange, piece)
+                exchange.residuals.set(piece.name, owed)
+        fragment.write(fragment.buffer)
+        rounds._outer[number].load(_joined(fragment, state["outer"]))
+        if (flight := state["in_flight"].get(str(number))) is not None:
+            rounds._flights[number] = _flight(fragment, flight)
+
+
+def _checked(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
+    """This rank's entries, and whether they are for any number of ranks.
+
+    Raises:
+        InvalidArgumentError: it does not fit.
+    """
+    who, members = rounds._settings.who, rounds._members
+    if saved.field(state, "format", int, _WHERE) != _FORMAT:
+        raise InvalidArgumentError(f"{_WHERE} has format {state['format']!r}, and {_FORMAT} is expected")
+    if (algorithm := saved.field(state, "algorithm", str, _WHERE)) != who:
+        raise InvalidArgumentError(f"{_WHERE} is of a {algorithm}, and this is a {who}")
+    if (before := saved.field(state, "compression", str, _WHERE)) != rounds._settings.compressor:
+        raise InvalidArgumentError(
+            f"{_WHERE} has changes compressed by {before}, here it is {rounds._settings.compressor}: give it the same"
+            " compression"
+        )
+    if len(state["units"]) != len(rounds._fragments):
+        raise InvalidArgumentError(
+            f"{_WHERE} has {len(state['units'])} fragments, and there are {len(rounds._fragments)} here: give it the"
+            " same number"
+        )
+    timed = "turn" in saved.field(state, "schedule", Mapping, _WHERE)
+    if timed != rounds._settings.unequal:
+        raise InvalidArgumentError(f"{_WHERE} was saved with unequal={timed}, here it is {not timed}")
+    consolidated = "parameters" in state
+    if not consolidated:
+        by_rank = saved.field(state, "ranks", Mapping, _WHERE)
+        saved_by = saved.field(state, "world_size", int, _WHERE)
+        if saved_by != members.size() or str(members.rank()) not in by_rank:
+            raise InvalidArgumentError(
+                f"{_WHERE} was saved by rank {', '.join(map(str, by_rank))} of {saved_by}, and this is rank"
+                f" {members.rank()} of {members.size()}: save it with consolidated=True, which loads anywhere",
+                rank=members.rank(),
+            )
+    own = state["parameters"] if consolidated else state["ranks"][str(members.rank())]
+    totals = saved.field(state, "global", Mapping, _WHERE)
+    pieces = {piece.name: piece for fragment in rounds._fragments for piece in fragment.pieces}
+    if different := sorted(set(pieces) ^ set(totals)):
+        has = "has no" if different[0] in pieces else "has"
+        raise InvalidArgumentError(f"{_WHERE} {has} parameter {different[0]!r}, and the model is otherwise")
+    for name, piece in pieces.items():
+        for what, value in (("global", totals[name]), ("local", own[name]["local"])):
+            if not isinstance(value, Tensor) or value.shape != (piece.count,):
+                shown = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise InvalidArgumentError(
+                    f"{_WHERE} has a {what} {name!r} of {shown}, and the model's has {piece.count} elements", name=name
+                )
+        if "residual" in own[name]:
+            saved.check_elements(name, "residual", own[name]["residual"], piece.count)
+    return own, consolidated
+
+
+def _agree(rounds: DiLoCo, schedule: Mapping[str, Any]) -> None:
+    """Raises MismatchError where ranks load different steps."""
+    words = repr(sorted((key, value) for key, value in schedule.items() if key != "turn_s"))
+    if rounds._settings.unequal:
+        words = repr(schedule["turn"])
+    mine = hashlib.sha256(words.encode()).digest()[:8] + int(schedule["step"]).to_bytes(8, "little")
+    with named("rounds: loading a state"):
+        told = all_gather_bytes(mine, rounds._members, room=16)
+    for rank, other in enumerate(told):
+        if other[:8] != mine[:8]:
+            raise MismatchError(
+                f"{rounds._settings.who}.load_state_dict: this rank loads a state of step {schedule['step']}, rank"
+                f" {rank} one of step {int.from_bytes(other[8:], 'little')}: load states that were saved together",
+                rank=rounds._members.rank(),
+                peer=rank,
+            )
+
+
+def _part(fragment: Fragment, piece: Piece, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return piece.of(value).clone() if value.shape == fragment.total.shape else value.clone()
+
+
+def _joined(fragment: Fragment, by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What `_part` has taken apart."""
+    first = by_name[fragment.pieces[0].name]
+    joined: dict[str, Any] = {}
+    for key, value in first.items():
+        parts = [by_name[piece.name][key] for piece in fragment.pieces]
+        whole = isinstance(value, Tensor) and value.shape == (fragment.pieces[0].count,) and value.dim() == 1
+        joined[key] = torch.cat(parts) if whole else value
+    return joined
+
+
+def _flight_state(fragment: Fragment, flight: Flight) -> dict[str, Any]:
+    arrival = flight.arrival
+    assert arrival is not None
+    return {
+        "name": flight.name,
+        "usable": arrival.usable,
+        "of_parameters": arrival.of_parameters,
+        "weight": arrival.weight,
+        "records": [list(dataclasses.astuple(one)[:3]) for one in arrival.records],
+        "mean": {piece.name: piece.of(fragment.buffer).clone() for piece in fragment.pieces},
+    }
+
+
+def _flight(fragment: Fragment, state: Mapping[str, Any]) -> Flight:
+    flight = Flight(state["name"], 1.0, exact=False, of_parameters=state["of_parameters"])
+    records = tuple(Record(*one) for one in state["records"])
+    flight.arrival = Arrival(state["usable"], state["of_parameters"], state["weight"], records)
+    for piece in fragment.pieces:
+        piece.of(fragment.buffer).copy_(state["mean"][piece.name])
+    return flight
+
+
+def _mean(local: Tensor, members: dist.ProcessGroup) -> Tensor:
+    if members.size() > 1:
+        with named("rounds: mean of parameters"):
+            dist.all_reduce(local, group=members)
+        local /= members.size()
+    return local
+
+
+def _mean_residuals(
+    fragment: Fragment, exchange: FragmentExchange, residuals: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """What the mean lacks: each rank's part of it by `saved.share_of_residual`, added up."""
+    means: dict[str, Tensor | None] = dict(residuals)
+    if exchange.group is None:
+        return means
+    for piece in fragment.pieces:
+        owed = residuals[piece.name]
+        if owed is not None:
+            share = saved.share_of_residual(owed, _owned(exchange, piece), exchange.ranks)
+            with named("rounds: mean of what codes owe"):
+                dist.all_reduce(share, group=exchange.group)
+            means[piece.name] = share
+    return means
+
+
+def _owned(exchange: FragmentExchange, piece: Piece) -> Tensor:
+    """bool [count]: the elements whose mean this rank computes."""
+    from ringdp import _C
+
+    mask = torch.zeros(piece.count, dtype=torch.bool)
+    if exchange.codes:
+        assert exchange.group is not None
+        for begin, end in _C.owned_elements(exchange.group, piece.count, owner_offset_of(piece.name)):
+            mask[begin:end] = True
+    return mask

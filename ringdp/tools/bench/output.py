@@ -1,0 +1,129 @@
+"""What was measured, as a table with nccl-tests' columns, as JSON, as CSV, and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ringdp.ddp.words import format_size, format_time, table
+from ringdp.tools.bench.measuring import Row
+
+FORMAT = 1
+"""Of the JSON: another number where a field changes its meaning or goes."""
+
+NO_PLOTS = "--plot needs matplotlib: pip install 'ringdp[plots]', or pip install matplotlib"
+
+
+def text(rows: Sequence[Row], algorithm: dict[tuple[str, int], str]) -> str:
+    """A table: a line for each size and contender; ratios are times over those of the first contender.
+
+    Args:
+        algorithm: of ring, by collective and size, where there is a choice.
+    """
+    several = len({row.contender for row in rows}) > 1
+    columns = ["size", "count", "type", "redop", "root"]
+    columns += ["by"] if several else []
+    columns += ["time", "±", "algbw GB/s", "busbw GB/s", "#wrong"]
+    columns += ["ratio"] if several else []
+    columns += ["sent", "error"] if any(row.error is not None for row in rows) else []
+    columns += ["algorithm"] if algorithm else []
+    cells = []
+    first: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        key = row.collective, row.size_bytes
+        begins = key not in first
+        reference = first.setdefault(key, row)
+        cell = [format_size(row.size_bytes), str(row.count), row.dtype, row.operation, str(row.root)]
+        cell = cell if begins else [""] * 5
+        cell += [row.contender] if several else []
+        cell += [format_time(row.time_s), f"{row.spread:.0%}"] if row.time_s and row.spread is not None else ["–", ""]
+        cell += [_giga(row.algbw), _giga(row.busbw), "n/a" if row.wrong is None else str(row.wrong)]
+        if several:
+            known = row.time_s and reference.time_s and row is not reference
+            cell += [f"{row.time_s / reference.time_s:.2f}" if known and row.time_s and reference.time_s else ""]
+        if any(it.error is not None for it in rows):
+            cell += [f"1/{row.ratio:.3g}" if row.ratio else "", "" if row.error is None else f"{row.error:.2g}"]
+        if algorithm:
+            cell += [algorithm.get(key, "") if row.contender == "ring" else ""]
+        cells.append(cell)
+    return table(columns, cells)
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """What the table cannot say: who could not do what, and what was wrong."""
+    told = dict.fromkeys(f"{row.contender} cannot do {row.collective}: {row.why}" for row in rows if row.why)
+    wrong = [row for row in rows if row.wrong]
+    for row in wrong:
+        what = f"{row.collective} of {format_size(row.size_bytes)} {row.dtype} by {row.contender}"
+        told[f"WRONG: {what}: {row.wrong} elements are not as they have to be; it was not timed"] = None
+    return list(told)
+
+
+def as_json(about: dict[str, Any], rows: Sequence[Row]) -> str:
+    """One object; times are seconds, sizes bytes, bandwidths bytes a second."""
+    return json.dumps({"ringdp_bench": FORMAT, **about, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """A line for each row, with the names of the fields above."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(Row.__dataclass_fields__), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.as_dict() for row in rows)
+    return out.getvalue()
+
+
+def write(content: str, target: str) -> None:
+    """Into that file, or to standard output for ``-``. Raises OSError."""
+    if target == "-":
+        sys.stdout.write(content)
+    else:
+        Path(target).write_text(content)
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot(rows: Sequence[Row], title: str, target: str) -> None:
+    """Time and bus bandwidth by size, a line for each contender and collective; the name's ending says the format.
+
+    Raises:
+        OSError, ValueError: the file cannot be written, or has an ending that matplotlib does not know.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no window system, no state
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure.suptitle(title)
+    time_axes, bandwidth_axes = figure.subplots(1, 2)
+    names = {row.collective for row in rows}
+    for key in dict.fromkeys((row.collective, row.contender) for row in rows):
+        timed = [row for row in rows if (row.collective, row.contender) == key and row.time_s and row.size_bytes]
+        label = key[1] if len(names) == 1 else " ".join(key)
+        if not timed:
+            continue
+        sizes = [row.size_bytes for row in timed]
+        time_axes.loglog(sizes, [(row.time_s or 0) * 1e6 for row in timed], marker="o", markersize=4, label=label)
+        rates = [(row.busbw or 0) / 1e9 for row in timed]
+        bandwidth_axes.semilogx(sizes, rates, marker="o", markersize=4, label=label)
+    for axes, what in ((time_axes, "time, µs"), (bandwidth_axes, "busbw, GB/s")):
+        axes.set_xlabel("size")
+        axes.set_ylabel(what)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda size, _: format_size(size))
+        axes.grid(visible=True, alpha=0.3)
+        axes.tick_params(axis="x", labelrotation=30)
+    bandwidth_axes.set_ylim(bottom=0)
+    time_axes.legend()
+    figure.savefig(target, dpi=120)
+
+
+def _giga(rate: float | None) -> str:
+    return "–" if rate is None else f"{rate / 1e9:.3g}"

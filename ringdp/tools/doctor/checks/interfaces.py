@@ -1,0 +1,121 @@
+"""Network interfaces: which of them ranks would publish to other hosts, in which order, and why."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ringdp.errors import RingError
+from ringdp.tools.doctor.finding import Finding, note, ok, problem
+from ringdp.tools.doctor.host import Host
+
+BRIDGES = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|kube")
+"""Names of interfaces that lead to containers of this host; their addresses are often the same on every host."""
+
+Row = dict[str, Any]
+
+
+def check(host: Host) -> Iterator[Finding]:
+    settings = host.settings()
+    if isinstance(settings, str):
+        return
+    rows = [row | attributes(host, row["name"]) for row in every()]
+    chosen = selected(settings.iface)
+    if isinstance(chosen, str):
+        used: list[tuple[str, str]] = []
+        verdict = problem if settings.iface or host.ranks > host.local_ranks else note
+        yield verdict(
+            chosen, "bring an interface up, or set RINGDP_IFACE to one that other hosts reach; one host needs none"
+        )
+    else:
+        used = [(row["name"], row["ip"]) for row in chosen]
+    yield from described(rows, used, settings.iface)
+    yield from order(rows, used)
+    if settings.advertise:
+        yield ok(f"RINGDP_ADVERTISE={settings.advertise} is told to the others first", advertise=settings.advertise)
+
+
+def every() -> list[Row]:
+    """All addresses that are up: name, ip, prefix_bits, loopback, running."""
+    from ringdp import _core
+
+    return _core.network_interfaces()
+
+
+def selected(spec: str) -> list[Row] | str:
+    """Those that a rank publishes, or the core's sentence where there is none."""
+    from ringdp import _core
+
+    try:
+        return _core.network_interfaces(spec)
+    except (RingError, RuntimeError) as error:
+        return str(error)
+
+
+def attributes(host: Host, name: str) -> Row:
+    """Speed in Mbit/s, MTU and kind, as far as /sys/class/net tells; virtual interfaces have no speed."""
+    folder = f"/sys/class/net/{name}"
+    speed = host.number(f"{folder}/speed")
+    return {
+        "mbit_per_s": speed if speed is not None and speed > 0 else None,
+        "mtu": host.number(f"{folder}/mtu"),
+        "wireless": host.exists(f"{folder}/wireless"),
+        "half_duplex": host.read(f"{folder}/duplex") == "half",
+    }
+
+
+def described(rows: Sequence[Row], used: Sequence[tuple[str, str]], spec: str) -> Iterator[Finding]:
+    """A finding for each address."""
+    for row in rows:
+        place = used.index((row["name"], row["ip"])) + 1 if (row["name"], row["ip"]) in used else None
+        words = f"{row['name']} {row['ip']}/{row['prefix_bits']}, {speed_words(row)}, MTU {row['mtu'] or 'not said'}"
+        facts = row | {"place": place}
+        if place is None:
+            why = "loopback serves this host only" if row["loopback"] else f"left out by RINGDP_IFACE={spec}"
+            yield ok(f"{words}: not told to other hosts, {why}", **facts)
+            continue
+        why = f"named by RINGDP_IFACE={spec}" if spec else "it is up"
+        told = f"{words}: used between hosts, number {place} of {len(used)} ({why})"
+        if not row["running"]:
+            yield note(f"{told}, but it has no carrier", f"plug the cable in, or RINGDP_IFACE=^{row['name']}", **facts)
+        elif BRIDGES.match(row["name"]) and not spec:
+            remedy = f"RINGDP_IFACE=^{row['name']} saves the attempts to reach it"
+            yield note(f"{told}; its name is that of a bridge to containers of this host", remedy, **facts)
+        elif row["wireless"]:
+            yield note(f"{told}; it is wireless: slow, and slower at times", "use a cable", **facts)
+        elif row["half_duplex"]:
+            remedy = f"check cable and switch: ethtool {row['name']}; ring sends and receives at once"
+            yield note(f"{told}; it runs at half duplex", remedy, **facts)
+        elif row["mtu"] is not None and row["mtu"] < 1280:
+            yield note(f"{told}; the MTU is unusually small", f"ip link set dev {row['name']} mtu 1500", **facts)
+        else:
+            yield ok(told, **facts)
+
+
+def order(rows: Sequence[Row], used: Sequence[tuple[str, str]]) -> Iterator[Finding]:
+    """Whether a slower card stands before a faster one: peers try the first that lies in a network of theirs first."""
+    by_key = {(row["name"], row["ip"]): row for row in rows}
+    cards = [by_key[key] for key in used if key in by_key and by_key[key]["mbit_per_s"]]
+    for before, behind in ((a, b) for i, a in enumerate(cards) for b in cards[i + 1 :]):
+        if before["name"] != behind["name"] and behind["mbit_per_s"] > before["mbit_per_s"]:
+            sentence = (
+                f"{before['name']} ({speed_words(before)}) is tried before {behind['name']} ({speed_words(behind)}),"
+                " which is faster"
+            )
+            yield note(sentence, f"RINGDP_IFACE={behind['name']},{before['name']} on every host")
+            return
+
+
+def speed_words(row: Row) -> str:
+    """``1 Gbit/s``."""
+    speed = row["mbit_per_s"]
+    if speed is None:
+        return "speed not said"
+    return f"{speed / 1000:g} Gbit/s" if speed >= 1000 else f"{speed} Mbit/s"
+
+
+def network_of(row: Row) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    """The network that an address of this host lies in."""
+    return ipaddress.ip_network(f"{row['ip'].partition('%')[0]}/{row['prefix_bits']}", strict=False)

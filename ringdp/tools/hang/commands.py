@@ -1,0 +1,192 @@
+"""``python -m ringdp dump`` and ``python -m ringdp explain``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ringdp.ddp.words import table
+from ringdp.tools.hang import torch_trace
+from ringdp.tools.hang.dumps import Job, read_job
+from ringdp.tools.hang.verdict import Verdict, group_name, judge
+
+THREAD = "ringdp-dump"
+"""Waits in a process that writes dumps (csrc/engine/diagnosis.cpp)."""
+
+_SIGNAL_BELOW_LAST = 6  # csrc/base/signal_bell.cpp
+_DUMP = """\
+Let running ranks write their last operations and their stacks, beside their logs.
+
+  python -m ringdp dump logs/2026-11-24_10-12-00_train      all ranks of that run on this host
+  python -m ringdp dump 4711 4712                           these processes
+  kill -USR1 4711                                           the same, where the script has no handler of its own
+
+The ranks go on. On several hosts call it on each. Then: python -m ringdp explain DIR
+"""
+_EXPLAIN = """\
+Say what happened, from the dumps that ranks write when a group fails, at a timeout, at SIGUSR1 or by `dump`.
+
+  python -m ringdp explain logs/2026-11-24_10-12-00_train   the newest attempt of that run
+  python -m ringdp explain hostA/logs hostB/logs            of several hosts, together
+  python -m ringdp explain DIR --torch traces && torchfrtrace traces --prefix ringdp_trace_
+
+Which algorithm runs for which size, and why, is another question: python -m ringdp bench --explain
+"""
+
+
+def add_parsers(commands: Any) -> None:
+    """Add both commands to the parsers of ``python -m ringdp``."""
+    raw = argparse.RawDescriptionHelpFormatter
+    dump = commands.add_parser(
+        "dump", help="let running ranks write what they do", description=_DUMP, formatter_class=raw
+    )
+    dump.add_argument("targets", nargs="+", metavar="PID|DIR", help="processes, or folders of runs")
+    dump.add_argument("--wait", type=float, default=3.0, metavar="S", help="seconds to wait for the files (3)")
+    dump.set_defaults(run=run_dump)
+    explain = commands.add_parser(
+        "explain", help="say why a job hangs or failed", description=_EXPLAIN, formatter_class=raw
+    )
+    explain.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="where dumps lie, at any depth")
+    explain.add_argument("--torch", type=Path, metavar="DIR", help="also write them for torchfrtrace, there")
+    explain.set_defaults(run=run_explain)
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Print the verdict; 1 where there is nothing to read."""
+    try:
+        job = read_job(args.folders)
+        if args.torch is not None:
+            torch_trace.write(job, args.torch)
+    except OSError as error:
+        sys.stderr.write(f"python -m ringdp explain: {error}\n")
+        return 1
+    sys.stdout.write(report(job, judge(job)) + "\n")
+    return 0
+
+
+def report(job: Job, verdict: Verdict) -> str:
+    """The verdict, a table of the groups, and the stacks of the ranks that the verdict names."""
+    parts = [verdict.paragraph]
+    if job.absent:
+        named = ", ".join(map(str, job.absent))
+        parts.append(f"No dump of rank{'s' if len(job.absent) > 1 else ''} {named} of {job.world}.")
+    parts += job.problems
+    rows = []
+    for dump in job.dumps.values():
+        for group in dump.groups.values():
+            called = dump.of_group(group.id)
+            last = called[max(called)] if called else None
+            rows.append(
+                [group_name(group, job), str(dump.rank), last.title if last else "–", last.state if last else ""]
+            )
+    rows.sort(key=lambda row: (row[0], int(row[1])))
+    parts.append(table(["group", "rank", "last called", "state"], rows[:64]))
+    for rank, stack in verdict.stacks.items():
+        if stack:
+            parts.append(f"Rank {rank}:\n{stack}")
+    return "\n\n".join(parts)
+
+
+def run_dump(args: argparse.Namespace) -> int:
+    """Signal the processes and wait for their files; 1 where one did not write."""
+    code = 0
+    for target in args.targets:
+        for pid, folder in _processes(target):
+            before = set(folder.glob("dump_rank*.json")) if folder else set()
+            problem = ask(pid)
+            if problem is None and folder is not None:
+                problem = _wait_for_file(folder, before, args.wait)
+            if problem is not None:
+                code = 1
+                sys.stderr.write(f"python -m ringdp dump: {problem}\n")
+            elif folder is not None:
+                sys.stdout.write(f"pid {pid}: {_newest(folder)}\n")
+            else:
+                sys.stdout.write(f"pid {pid}: asked; the file lies in its RINGDP_DUMP_DIR\n")
+        if not _processes(target):
+            code = 1
+            sys.stderr.write(f"python -m ringdp dump: {_why_none(target)}\n")
+    return code
+
+
+def ask(pid: int) -> str | None:
+    """Ask a process for a dump; why it was not asked, or None. A process without a handler would die of the signal."""
+    try:
+        names = {Path(f"/proc/{pid}/task/{task}/comm").read_text().strip() for task in os.listdir(f"/proc/{pid}/task")}
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return f"no process {pid} on {socket.gethostname()}"
+    number = signal.SIGRTMAX - _SIGNAL_BELOW_LAST
+    caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
+    if THREAD not in names or not caught >> (number - 1) & 1:
+        return (
+            f"process {pid} writes no dumps: it is not a rank of ringdp's, or was started without ringrun and"
+            " without RINGDP_DUMP_DIR"
+        )
+    try:
+        os.kill(pid, number)
+    except OSError as error:
+        return f"process {pid} cannot be asked: {error.strerror}"
+    return None
+
+
+def _processes(target: str) -> list[tuple[int, Path | None]]:
+    """(pid, folder of its dumps) of a pid, or of the living ranks of this host whose notes lie below a folder."""
+    if target.isdigit():
+        return [(int(target), _folder_of(int(target)))]
+    found: list[tuple[int, Path | None]] = []
+    for note in sorted(Path(target).rglob("process_rank*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            who = json.loads(note.read_text())
+            here = who["host"] == socket.gethostname() and Path(f"/proc/{who['pid']}").exists()
+            if here and _folder_of(who["pid"]) in (None, note.parent.resolve()):
+                found.append((who["pid"], note.parent))
+    return found
+
+
+def _folder_of(pid: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if item.startswith(b"RINGDP_DUMP_DIR="):
+                return Path(os.fsdecode(item.partition(b"=")[2])).resolve()
+    return None
+
+
+def _why_none(target: str) -> str:
+    notes = list(Path(target).rglob("process_rank*.json"))
+    if not notes:
+        return f"{target} is neither a pid nor a folder with notes of ranks (process_rank*.json)"
+    return f"no rank of {target} lives on {socket.gethostname()}: call this on the host where it runs"
+
+
+def _newest(folder: Path) -> Path:
+    return max(folder.glob("dump_rank*.json"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _wait_for_file(folder: Path, before: set[Path], limit_s: float) -> str | None:
+    end = time.monotonic() + limit_s
+    times = {path: path.stat().st_mtime_ns for path in before if path.exists()}
+    while time.monotonic() < end:
+        now = {path: path.stat().st_mtime_ns for path in folder.glob("dump_rank*.json") if path.exists()}
+        if now and now != times:
+            time.sleep(0.7)  # it is written again with the stacks
+            return None
+        time.sleep(0.02)
+    return f"nothing new in {folder} within {limit_s:g} s: is the process stopped, or the folder full or not writable?"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """For tests: the two commands alone."""
+    parser = argparse.ArgumentParser(prog="python -m ringdp")
+    add_parsers(parser.add_subparsers(required=True, metavar="COMMAND"))
+    args = parser.parse_args(argv)
+    return int(args.run(args))

@@ -1,0 +1,53 @@
+"""An all-reduce that multiplies its input gives the bits of one whose input was multiplied before: every algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import pytest
+
+from tests.contract.core_checks import FOLD_BLOCK_BYTES, SEGMENT_BYTES
+from tests.contract.core_ranks import ALWAYS_SMALL, MANY, NEVER_SMALL, close_worlds, core, world
+from tests.contract.reduction_order import Array, same_bits
+
+LAYOUTS = {f"{size} ranks": (0,) * size for size in (1, 2, 3, 4)} | {"1+2": (0, 1, 1), "3+2": (0, 1, 0, 0, 1)}
+TABLES = {"small": ALWAYS_SMALL, "large": NEVER_SMALL, "tree": {**ALWAYS_SMALL, **MANY}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_worlds() -> Iterator[None]:
+    yield
+    close_worlds()
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_bits_of_an_input_that_was_multiplied_before(
+    hosts: tuple[int, ...], table: Mapping[str, int], dtype: str
+) -> None:
+    size, item = len(hosts), np.dtype(dtype).itemsize
+    factors = [1 / 3 + rank for rank in range(size - 1)] + [1.0]
+    for count in (0, 1, size + 1, FOLD_BLOCK_BYTES // item + 3, 2 * size * SEGMENT_BYTES // item + 17):
+        inputs = [np.random.default_rng((count, rank)).uniform(-1, 1, count).astype(dtype) for rank in range(size)]
+        multiplied = [x * x.dtype.type(factor) for x, factor in zip(inputs, factors, strict=True)]
+
+        def body(
+            rank: int, group: core.Group, inputs: list[Array] = inputs, multiplied: list[Array] = multiplied
+        ) -> None:
+            ours = group.all_reduce(inputs[rank].view(np.uint8), dtype, "AVG", factor=factors[rank])
+            group.all_reduce(multiplied[rank].view(np.uint8), dtype, "AVG").wait()
+            ours.wait()
+
+        world(size, None if len(set(hosts)) == 1 else hosts).run(body, table)
+        for ours, theirs in zip(inputs, multiplied, strict=True):
+            assert same_bits(ours, theirs), count
+
+
+def test_other_types_are_refused() -> None:
+    def body(_rank: int, group: core.Group) -> None:
+        with pytest.raises(ValueError, match="float32 and float64"):
+            group.all_reduce(np.ones(4, np.int32).view(np.uint8), "int32", factor=0.5)
+
+    world(2).run(body, NEVER_SMALL)

@@ -1,0 +1,211 @@
+"""RingDP's report and timeline on real ranks: the slow one is named, everything adds up, nothing is disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from tests.train.harness import default_group, ring_is_built, run_ranks
+
+pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+SLEEP_S = 0.03
+
+
+class Sleeper(torch.autograd.Function):
+    """Sleeps in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class SlowModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+        self.forward_s = self.backward_s = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.forward_s)
+        return self.layers(Sleeper.apply(x.requires_grad_(), self.backward_s))
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ringdp.report")
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+
+
+def steps(model: Any, optimizer: Any, count: int, between_s: float = 0.0) -> None:
+    for _ in range(count):
+        time.sleep(between_s)
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+
+
+def made() -> tuple[Any, Any, SlowModule]:
+    import ringdp
+
+    module = SlowModule()
+    model = ringdp.RingDP(module)
+    return model, torch.optim.SGD(model.parameters(), 0.01), module
+
+
+def name_the_slow_rank() -> list[tuple[Any, ...]]:
+    rank, found = default_group().rank(), []
+    for phase in ("forward", "backward", "between"):
+        model, optimizer, module = made()
+        if rank == 1 and phase != "between":
+            setattr(module, f"{phase}_s", SLEEP_S)
+        with logged() as lines:
+            steps(model, optimizer, 12, SLEEP_S if rank == 1 and phase == "between" else 0.0)
+            report = model.report()
+        verdict, row = report.verdict, report.ranks[0]
+        parts = row.between_s + row.forward_s + row.backward_s + row.optimizer_s
+        rest = row.step_s - parts - row.peer_wait_s - row.link_wait_s - row.exposed_s
+        found.append((phase, verdict.kind, verdict.rank, verdict.phase, row.waits_for, abs(rest), lines, str(report)))
+    return found
+
+
+def test_a_slow_rank_is_named_after_ten_steps_on_all_ranks_and_rank_0_says_it_once() -> None:
+    for rank, found in enumerate(run_ranks(name_the_slow_rank, world_size=3, backend="ring")):
+        for phase, kind, slow, where, waits_for, rest, lines, text in found:
+            assert (kind, slow, where, waits_for) == ("rank", 1, phase, 1), text
+            assert rest < 1e-6, text
+            assert len(lines) == (rank == 0), lines
+            assert "Rank 1 (host " in text
+            assert "ring" in text or "fold" in text, text  # what reduced its buckets
+    assert "is not computing. Rank 1" in found[0][6][0] if rank == 0 else True
+
+
+def count_steps_under_join() -> tuple[int, int]:
+    """Ranks with inputs of different number, then together again, where torch still counts them as joined."""
+    model, optimizer, _ = made()
+    steps(model, optimizer, 7)
+    with Join([model]):
+        steps(model, optimizer, 4 + 3 * default_group().rank())
+    steps(model, optimizer, 12)
+    return model.report().step, model.stats().steps
+
+
+def test_under_join_and_after_it_nothing_is_told() -> None:
+    (step, first), (_, second) = run_ranks(count_steps_under_join, world_size=2, backend="ring")
+    assert second - first == 3
+    assert step == 0
+
+
+def end_at(count: int) -> None:
+    """And leave at once: nothing of the report may be under way."""
+    model, optimizer, _ = made()
+    steps(model, optimizer, count)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [9, 10, 11, 12])
+def test_a_job_may_end_after_any_step(count: int) -> None:
+    for _ in range(3):
+        run_ranks(end_at, count, world_size=3, backend="ring")
+
+
+def train_on(backend_every: str) -> tuple[int, bool]:
+    import os
+
+    os.environ["RINGDP_REPORT_EVERY"] = backend_every
+    try:
+        model, optimizer, _ = made()
+    finally:
+        del os.environ["RINGDP_REPORT_EVERY"]
+    steps(model, optimizer, 28)
+    report = model.report()
+    return report.step, report.verdict is None
+
+
+@pytest.mark.parametrize("backend, every, step", [("ring", "0", 0), ("ring", "5", 25), ("gloo", "20", 0)])
+def test_how_often_is_a_setting_and_other_backends_have_none(backend: str, every: str, step: int) -> None:
+    for got, nothing in run_ranks(train_on, every, world_size=2, backend=backend):
+        assert (got, nothing) == (step, step == 0)
+
+
+def make_timeline(path: str) -> None:
+    import ringdp
+
+    model, optimizer, module = made()
+    steps(model, optimizer, 2)
+    module.backward_s = SLEEP_S * default_group().rank()
+    with ringdp.timeline(path):
+        steps(model, optimizer, 5)
+    steps(model, optimizer, 1)
+
+
+def test_the_timeline_has_all_ranks_on_one_clock_with_arrows_from_senders_to_receivers(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    run_ranks(make_timeline, str(path), world_size=3, backend="ring")
+    trace = json.loads(path.read_text())
+    events = trace["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"forward", "backward", "optimizer", "between steps (data loading)", "bucket 0 ready"} <= names
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    arrows: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for event in events:
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        if event["ph"] in "sf":
+            arrows[event["id"]][event["ph"]] = event
+    assert {pid for pid, _ in slices} == {0, 1, 2}
+    for track in slices.values():  # nothing overlaps
+        track.sort()
+        assert all(before[1] <= after[0] + 1e-3 for before, after in itertools.pairwise(track))
+    assert sum(event["name"] == "backward" for event in events) == 3 * 5
+    both = [pair for pair in arrows.values() if len(pair) == 2]
+    assert len(both) >= 0.9 * len(arrows) > 0
+    assert all(pair["s"]["ts"] <= pair["f"]["ts"] + 1 and pair["s"]["pid"] != pair["f"]["pid"] for pair in both)
+    for pair in both:  # Perfetto ties an end to the slice around it
+        for end in pair.values():
+            assert any(first - 0.01 <= end["ts"] <= last + 0.01 for first, last in slices[end["pid"], end["tid"]])
+    waits = [event for event in events if event["name"] == "wait for rank 2" and event["pid"] != 2]
+    assert max(event["dur"] for event in waits) > 0.5e6 * SLEEP_S
+    now_us = time.time() * 1e6 - trace["baseTimeNanoseconds"] / 1e3
+    assert 0 < now_us - max(last for track in slices.values() for _, last in track) < 60e6
+
+
+def profile_steps() -> list[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    model, optimizer, _ = made()
+    steps(model, optimizer, 2)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        steps(model, optimizer, 1)
+    return [event.name for event in profiler.events() if event.name.startswith("ringdp ")]
+
+
+def test_torchs_profiler_shows_bucket_algorithm_and_peers_waiting_apart_from_moving() -> None:
+    for rank, names in enumerate(run_ranks(profile_steps, world_size=2, backend="ring")):
+        for verb in ("move", "wait"):
+            [name] = [name for name in names if name.startswith(f"ringdp {verb} bucket 0: ")]
+            assert f"(fold, 64 KiB, rank {1 - rank})" in name

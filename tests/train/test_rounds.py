@@ -1,0 +1,784 @@
+"""DiLoCo and LocalSGD: against a reference in one process, against RingDP, and the same bits on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+import ringdp
+from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp.rounds import DiLoCo, LocalSGD
+from tests.train import rounds_reference as reference
+from tests.train.harness import run_outcomes, run_ranks
+from tests.train.rounds_reference import Rule, adamw, averaged_gradients, loss_of, paper, sgd
+
+CODECS = ["int4", "int5", "int6", "int8", "nf4", "bf16", "fp16"]
+
+
+def trained(
+    steps: int,
+    make: Callable[[nn.Module, torch.optim.Optimizer], DiLoCo],
+    inner: reference.Optimizer = sgd,
+    dtype: torch.dtype = torch.float64,
+    finish: bool = True,
+) -> tuple[nn.Module, DiLoCo]:
+    module = reference.model(dtype)
+    if dist.get_rank():  # which has to become rank 0's
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(2)
+    optimizer = inner(list(module.parameters()))
+    rounds = make(module, optimizer)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss_of(module, dist.get_rank(), step, dtype).backward()
+        optimizer.step()
+    if finish:
+        rounds.finish()
+    return module, rounds
+
+
+def values(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def gradient_of(module: nn.Module, name: str) -> Tensor:
+    gradient = module.get_parameter(name).grad
+    assert gradient is not None
+    return gradient
+
+
+def difference(a: list[Tensor], b: list[Tensor]) -> float:
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def require_same_bits(tensors: list[Tensor]) -> None:
+    flat = torch.cat([one.flatten().view(torch.uint8) for one in tensors])
+    first = flat.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, flat)
+
+
+# Against the reference.
+
+
+def diloco(rule: Rule) -> Callable[[nn.Module, torch.optim.Optimizer], DiLoCo]:
+    outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov}
+    rest: Any = {"every": rule.every, "fragments": rule.fragments, "delay": rule.delay, "mix": rule.mix}
+    return lambda module, optimizer: DiLoCo(module, optimizer, outer=outer, **rest)
+
+
+def rank_follows_reference(steps: int, rule: Rule, inner: str) -> None:
+    optimizer = {"sgd": sgd, "adamw": adamw}[inner]
+    module, _ = trained(steps, diloco(rule), optimizer)
+    expected = paper(dist.get_world_size(), steps, rule, optimizer)
+    assert difference(values(module), expected) < 1e-12
+    require_same_bits(values(module))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(every=5),
+        Rule(every=5, momentum=0.0, nesterov=False),
+        Rule(every=4, momentum=0.5, nesterov=False),
+        Rule(every=6, fragments=3, delay=2, mix=0.5),
+        Rule(every=4, fragments=6, delay=3, mix=0.25),
+        Rule(every=7, fragments=2, delay=5, mix=0.0),
+        Rule(every=1, fragments=2),
+        Rule(every=5, lr=1.0, momentum=0.0, nesterov=False),
+        Rule(every=6, fragments=2, delay=1, mix=0.5, lr=1.0, momentum=0.0, nesterov=False),
+    ],
+    ids=str,
+)
+def test_it_is_the_papers_algorithm(rule: Rule, ranks: int) -> None:
+    """Steps that do not fill a round are there, too."""
+    run_ranks(rank_follows_reference, 23, rule, "sgd", world_size=ranks, backend="ring")
+
+
+@pytest.mark.parametrize("backend", ["ring", "gloo"])
+def test_any_inner_optimizer(backend: str) -> None:
+    rule = Rule(every=6, fragments=3, delay=2, mix=0.5)
+    run_ranks(rank_follows_reference, 23, rule, "adamw", world_size=2, backend=backend)
+
+
+def rank_has_outer_of_torch() -> None:
+    of_torch = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    module, _ = trained(13, lambda m, o: DiLoCo(m, o, every=3, fragments=2, outer=of_torch))
+    assert difference(values(module), paper(2, 13, Rule(every=3, fragments=2))) < 1e-12
+    adam, _ = trained(13, lambda m, o: DiLoCo(m, o, every=3, outer=functools.partial(torch.optim.Adam, lr=0.05)))
+    require_same_bits(values(adam))
+
+
+def test_any_outer_optimizer_of_torch() -> None:
+    run_ranks(rank_has_outer_of_torch, world_size=2, backend="ring")
+
+
+def rank_counts_samples() -> None:
+    rank, shares = dist.get_rank(), [3.0, 1.0]
+    module, optimizer = reference.model(), None
+    optimizer = sgd(list(module.parameters()))
+    rounds = DiLoCo(module, optimizer, every=4, fragments=2, delay=1, mix=0.5)
+    for step in range(1, 19):
+        optimizer.zero_grad()
+        loss_of(module, rank, step).backward()
+        rounds.did(shares[rank])
+        optimizer.step()
+    rounds.finish()
+    expected = paper(2, 18, Rule(every=4, fragments=2, delay=1, mix=0.5), samples=shares)
+    assert difference(values(module), expected) < 1e-12
+
+
+def test_ranks_count_by_their_samples() -> None:
+    run_ranks(rank_counts_samples, world_size=2, backend="ring")
+
+
+# Against RingDP.
+
+
+def rank_equals_averaged_gradients(inner: str, warmup: bool) -> float:
+    optimizer = {"sgd": sgd, "adamw": adamw}[inner]
+    numbers: Any = {"every": 50, "warmup_steps": 30} if warmup else {"every": 1}
+    module, _ = trained(30, lambda m, o: LocalSGD(m, o, **numbers), optimizer)
+    return difference(values(module), averaged_gradients(dist.get_world_size(), 30, optimizer))
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_for_sgd_a_round_of_one_step_is_data_parallelism(warmup: bool) -> None:
+    assert max(run_ranks(rank_equals_averaged_gradients, "sgd", warmup, world_size=4, backend="ring")) < 1e-14
+
+
+def test_for_adamw_it_is_not() -> None:
+    assert min(run_ranks(rank_equals_averaged_gradients, "adamw", False, world_size=2, backend="ring")) > 1e-3
+
+
+def rank_alone_is_unchanged(kind: str, codec: str | None) -> None:
+    module, optimizer = reference.model(torch.float32), None
+    plain = copy.deepcopy(module)
+    optimizer, plain_optimizer = adamw(list(module.parameters())), adamw(list(plain.parameters()))
+    make: Any = LocalSGD if kind == "local" else functools.partial(DiLoCo, outer={"lr": 1.0})
+    rounds = make(module, optimizer, every=3, fragments=2, compression=codec)
+    for step in range(1, 12):
+        for one, its in ((module, optimizer), (plain, plain_optimizer)):
+            its.zero_grad()
+            loss_of(one, 0, step, torch.float32).backward()
+            its.step()
+    rounds.finish()
+    assert all(map(torch.equal, values(module), values(plain)))
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("local", None), ("diloco", None), ("diloco", "int4")])
+def test_a_rank_alone_is_as_without_a_wrapper(kind: str, codec: str | None) -> None:
+    run_ranks(rank_alone_is_unchanged, kind, codec, world_size=1, backend="ring")
+
+
+# The same bits.
+
+
+def rank_has_the_others_bits(codecs: list[str | None]) -> None:
+    for codec in codecs:
+        for fragments, delay in ((1, 0), (3, 2), (6, 3)):
+            module = reference.model(torch.float32)
+            optimizer = adamw(list(module.parameters()))
+            rounds = DiLoCo(module, optimizer, every=4, fragments=fragments, delay=delay, compression=codec)
+            before = values(module)
+            for step in range(1, 11):
+                optimizer.zero_grad()
+                loss_of(module, dist.get_rank(), step, torch.float32).backward()
+                optimizer.step()
+                with rounds.global_parameters():
+                    require_same_bits(values(module))
+            rounds.finish()
+            require_same_bits(values(module))
+            assert difference(values(module), before) > 1e-3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_have_the_same_bits(ranks: int) -> None:
+    run_ranks(rank_has_the_others_bits, [None, "int4", "bf16"], world_size=ranks, backend="ring")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_ranks_have_the_same_bits_with_every_codec(ranks: int) -> None:
+    run_ranks(rank_has_the_others_bits, CODECS, world_size=ranks, backend="ring", timeout_s=100)
+
+
+def rank_loses_nothing(codec: str) -> None:
+    """What int4 leaves out of a change is added to the next one: after many rounds the sums agree."""
+    module = reference.model(torch.float32)
+    parameters = list(module.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    rounds = DiLoCo(module, optimizer, every=1, outer={"lr": 1.0}, compression=codec)
+    start, rank = values(module), dist.get_rank()
+    draw = torch.Generator().manual_seed(rank)
+    changes = [torch.randn(p.shape, generator=draw) * 0.01 for p in parameters]
+    for _ in range(64):
+        for p, change in zip(parameters, changes, strict=True):
+            p.grad = change.clone()
+        optimizer.step()
+    for p, before, change in zip(parameters, start, changes, strict=True):
+        mean = change.clone()
+        dist.all_reduce(mean)
+        expected = before - 64 * mean / dist.get_world_size()
+        assert (p - expected).abs().max() < 0.03  # one change's worth, not 64
+    rounds.finish()
+
+
+def test_what_a_code_leaves_out_is_not_lost() -> None:
+    run_ranks(rank_loses_nothing, "int4", world_size=2, backend="ring")
+
+
+# Resuming.
+
+
+def steps_of(module: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        optimizer.zero_grad()
+        loss_of(module, dist.get_rank(), step, torch.float32).backward()
+        optimizer.step()
+
+
+def built(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+    module = reference.model(torch.float32)
+    optimizer = adamw(list(module.parameters()))
+    return module, optimizer, DiLoCo(module, optimizer, every=6, fragments=2, delay=2, **arguments)
+
+
+def rank_resumes(compression: str | None, outer: Any) -> None:
+    last = 14
+    module, optimizer, rounds = built(compression=compression, outer=outer)
+    states = []
+    for step in range(1, last + 1):
+        steps_of(module, optimizer, step, step)
+        states.append(copy.deepcopy((rounds.state_dict(), optimizer.state_dict())))
+    rounds.finish()
+    for step, (state, of_optimizer) in enumerate(states, 1):  # before a fragment leaves, in flight, and landed
+        again, its_optimizer, its_rounds = built(compression=compression, outer=outer)
+        its_rounds.load_state_dict(state)
+        its_optimizer.load_state_dict(of_optimizer)
+        steps_of(again, its_optimizer, step + 1, last)
+        its_rounds.finish()
+        assert all(map(torch.equal, values(module), values(again))), f"after step {step}"
+        assert its_rounds.round == rounds.round
+
+
+@pytest.mark.parametrize("compression", [None, "int4"])
+def test_it_resumes_to_the_bit_from_every_step(compression: str | None) -> None:
+    run_ranks(rank_resumes, compression, None, world_size=2, backend="ring")
+
+
+def test_it_resumes_with_an_outer_optimizer_of_torch() -> None:
+    outer = functools.partial(torch.optim.Adam, lr=0.05)
+    run_ranks(rank_resumes, "int8", outer, world_size=2, backend="ring")
+
+
+def rank_saves(steps: int) -> dict[str, Any]:
+    module, optimizer, rounds = built(compression="int4")
+    steps_of(module, optimizer, 1, steps)
+    return {"state": rounds.state_dict(consolidated=True), "own": rounds.state_dict()["ranks"][str(dist.get_rank())]}
+
+
+def rank_loads(state: dict[str, Any]) -> dict[str, Any]:
+    module, optimizer, rounds = built(compression="int4")
+    rounds.load_state_dict(state)
+    again = rounds.state_dict(consolidated=True)
+    steps_of(module, optimizer, 8, 14)
+    rounds.finish()
+    require_same_bits(values(module))
+    return again
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_resumes_at_another_world_size(ranks: int) -> None:
+    """In flight: step 7 is within the two steps after fragment 1 has left at step 6."""
+    saved = run_ranks(rank_saves, 7, world_size=2, backend="ring")
+    state = saved[0]["state"]
+    assert state["in_flight"]
+    for name, entry in state["parameters"].items():
+        mean = sum(one["own"][name]["local"] for one in saved) / 2
+        assert torch.allclose(entry["local"], mean, atol=1e-7)
+    for again in run_ranks(rank_loads, state, world_size=ranks, backend="ring"):
+        for name, total in state["global"].items():
+            assert torch.equal(again["global"][name], total)
+            for key, value in state["outer"][name].items():
+                assert torch.equal(again["outer"][name][key], value)
+            kept, before = again["parameters"][name], state["parameters"][name]
+            assert torch.allclose(kept["local"], before["local"], atol=1e-6)
+            assert torch.allclose(kept["residual"], before["residual"], atol=1e-7)
+        for name, mean in state["in_flight"]["1"]["mean"].items():
+            assert torch.equal(again["in_flight"]["1"]["mean"][name], mean)
+
+
+def rank_refuses_states() -> None:
+    _, _, rounds = built()
+    state = rounds.state_dict()
+    for change, words in (
+        ({"format": 9}, "format 9"),
+        ({"algorithm": "LocalSGD"}, "of a LocalSGD"),
+        ({"compression": "Int8()"}, "compressed by Int8"),
+        ({"units": [1.0]}, "1 fragments"),
+        ({"world_size": 3}, "consolidated=True"),
+        ({"global": {}}, "has no parameter"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words):
+            rounds.load_state_dict(state | change)
+    moved = copy.deepcopy(state)
+    moved["schedule"]["step"] += dist.get_rank()
+    with pytest.raises(MismatchError, match=r"a state of step \d, rank \d one of step \d"):
+        rounds.load_state_dict(moved)
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    run_ranks(rank_refuses_states, world_size=2, backend="ring")
+
+
+# Ranks that disagree.
+
+
+def rank_is_another_step() -> None:
+    module, optimizer, rounds = built()
+    steps_of(module, optimizer, 1, 7 + dist.get_rank())
+    rounds.finish()
+
+
+def rank_has_another_every() -> None:
+    module = reference.model()
+    optimizer = sgd(list(module.parameters()))
+    DiLoCo(module, optimizer, every=lambda step: 2 + dist.get_rank())
+    steps_of(module.float(), optimizer, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (rank_is_another_step, ["finish after step 7", "finish after step 8"]),
+        (rank_has_another_every, ["step 2, every 2", "step 3, every 3"]),
+    ],
+)
+def test_a_rank_that_is_elsewhere_is_a_mismatch_that_names_both(case: Callable[[], None], words: list[str]) -> None:
+    outcomes = run_outcomes(case, world_size=2, backend="ring", timeout_s=20)
+    assert any(isinstance(one.error, MismatchError) for one in outcomes)
+    told = " ".join(str(one.error) for one in outcomes if isinstance(one.error, MismatchError))
+    assert all(one in told for one in words), told
+
+
+def rank_has_other_arguments(**by_rank: Any) -> str:
+    module = reference.model()
+    arguments = {name: given[dist.get_rank()] for name, given in by_rank.items()}
+    with pytest.raises((MismatchError, InvalidArgumentError)) as raised:
+        DiLoCo(module, sgd(list(module.parameters())), **arguments)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
+    for text in run_ranks(rank_has_other_arguments, every=[50, 100], world_size=2, backend="ring"):
+        assert "every: 50" in text
+        assert "every: 100" in text
+    first, second = run_ranks(rank_has_other_arguments, delay=[0, -1], world_size=2, backend="ring")
+    assert "MismatchError: rank 1 cannot make its DiLoCo: DiLoCo: delay must be" in first
+    assert "InvalidArgumentError: DiLoCo: delay must be" in second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"every": 0}, "every must be a whole number of at least 1, not 0"),
+        ({"every": 2.5}, "every must be"),
+        ({"every": 4, "delay": 4}, "delay=4 must be below every=4"),
+        ({"fragments": 7}, "more than the model's 6 parameters"),
+        ({"fragments": True}, "fragments must be"),
+        ({"mix": 1.0}, "mix must be"),
+        ({"mix": "half"}, "mix must be"),
+        ({"warmup_steps": -1}, "warmup_steps must be"),
+        ({"compression": "topk"}, "core's codecs .*int4.*not TopK"),
+        ({"compression": "int3"}, "unknown compressor 'int3'"),
+        ({"outer": {"lr": 0}}, "outer's lr"),
+        ({"outer": {"lr": 1, "nesterov": True}}, "needs a momentum"),
+        ({"outer": {"lr": 1, "dampening": 0.1}}, "'dampening'"),
+        ({"outer": 0.7}, "outer must be a dict"),
+        ({"outer": torch.optim.Adam.step}, "outer could not be made"),
+        ({"outer": len}, "outer made a int"),
+        ({"unequal": True, "every": lambda step: 3}, "needs a number for every"),
+        ({"unequal": 1}, "unequal must be"),
+        ({"scaler": 2.0}, "scaler must be"),
+        ({"inner": "adam"}, "inner must be an optimizer"),
+        ({"inner": []}, "inner must be an optimizer"),
+    ],
+    ids=lambda it: str(it)[:30],
+)
+def test_bad_arguments_are_refused_in_words(one_rank: None, arguments: dict[str, Any], words: str) -> None:
+    module = reference.model()
+    inner = arguments.pop("inner", None)
+    inner = sgd(list(module.parameters())) if inner is None else inner
+    with pytest.raises(InvalidArgumentError, match=words):
+        DiLoCo(module, inner, **arguments)
+
+
+def test_models_and_optimizers_that_do_not_fit_are_refused(one_rank: None) -> None:
+    module = reference.model()
+    stranger = nn.Parameter(torch.zeros(4, 2))
+    with pytest.raises(InvalidArgumentError, match=r"shape \[4, 2\] that the model has not"):
+        DiLoCo(module, sgd([*module.parameters(), stranger]))
+    with pytest.raises(InvalidArgumentError, match=r"model must be a torch.nn.Module"):
+        DiLoCo("model", sgd(list(module.parameters())))  # type: ignore[arg-type]
+    optimizer = sgd(list(module.parameters()))
+    module.requires_grad_(False)
+    with pytest.raises(InvalidArgumentError, match=r"no parameters that require grad"):
+        DiLoCo(module, optimizer)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("ring", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# What is not finite.
+
+
+def rank_has_a_nan() -> list[str]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("ringdp.rounds").addHandler(handler := Keep())
+    rank = dist.get_rank()
+    module = reference.model(torch.float32)
+    optimizer = adamw(list(module.parameters()))
+    rounds = DiLoCo(module, optimizer, every=4, fragments=2, compression="int8")
+    for step in range(1, 17):
+        optimizer.zero_grad()
+        loss_of(module, rank, step, torch.float32).backward()
+        if step == 8 and rank == 1:  # fragment 2 leaves after it
+            gradient_of(module, "2.weight").fill_(torch.nan)
+        optimizer.step()
+        with rounds.global_parameters():
+            assert all(bool(p.isfinite().all()) for p in module.parameters())
+            require_same_bits(values(module))
+    rounds.finish()
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
+    assert rounds.stats().left_out == (1 if rank == 1 else 0), lines
+    logging.getLogger("ringdp.rounds").removeHandler(handler)
+    return lines
+
+
+def test_a_rank_whose_parameters_are_not_finite_is_left_out_and_named() -> None:
+    first, second = run_ranks(rank_has_a_nan, world_size=2, backend="ring")
+    assert len(second) == 1
+    assert "2.weight of this rank, which goes on from the global parameters, is not finite" in second[0]
+    assert len(first) == 1
+    assert "fragment 2/2" in first[0]
+    assert "2.weight of rank 1 is not finite, and this fragment of rank 1 does not count" in first[0]
+
+
+def rank_has_a_flipped_bit() -> None:
+    module, optimizer, rounds = built()
+    steps_of(module, optimizer, 1, 7)
+    if dist.get_rank() == 1:
+        total = rounds._fragments[0].total.view(torch.int32)
+        total[3] ^= 1
+    steps_of(module, optimizer, 8, 14)
+
+
+def test_global_parameters_that_differ_are_found() -> None:
+    for one in run_outcomes(rank_has_a_flipped_bit, world_size=2, backend="ring"):
+        assert isinstance(one.error, MismatchError), one.text
+        assert "the global parameters differ on ranks" in str(one.error)
+
+
+# Loss scaling, unequal ranks, other models.
+
+
+def rank_skips_steps(kind: str) -> tuple[int, int]:
+    rank = dist.get_rank()
+    module = reference.model(torch.float32)
+    optimizer = adamw(list(module.parameters()))
+    scaler = (ringdp.amp.GradScaler if kind == "ringdp" else torch.amp.GradScaler)("cpu", init_scale=4.0)
+    rounds = DiLoCo(module, optimizer, every=4, scaler=scaler)
+    done = 0
+    for step in range(1, 11):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(module, rank, step, torch.float32)).backward()
+        if (step + rank) % 5 == 0:
+            gradient_of(module, "0.weight").fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        done = int(optimizer.state[module.get_parameter("0.weight")]["step"])
+    rounds.finish()
+    require_same_bits(values(module))
+    rounds.detach()
+    return rounds.step, done
+
+
+@pytest.mark.parametrize("kind", ["torch", "ringdp"])
+def test_steps_that_a_loss_scaler_skips_count(kind: str) -> None:
+    assert run_ranks(rank_skips_steps, kind, world_size=2, backend="ring") == [(10, 8), (10, 8)]
+
+
+def rank_is_unequal(compression: str | None) -> tuple[int, float]:
+    rank = dist.get_rank()
+    module = reference.model(torch.float32)
+    optimizer = sgd(list(module.parameters()))
+    rounds = DiLoCo(
+        module, optimizer, every=12, fragments=2, delay=1, unequal=True, compression=compression, outer={"lr": 1.0}
+    )
+    step = 0
+    while rounds.round < 4:
+        step += 1
+        optimizer.zero_grad()
+        loss_of(module, rank, step, torch.float32).backward()
+        time.sleep(0.004 * (1 + 2 * rank))
+        optimizer.step()
+    rounds.finish()
+    require_same_bits(values(module))
+    return step, rounds.stats().waited_s
+
+
+def test_unequal_ranks_make_unequal_steps_and_do_not_wait() -> None:
+    (fast, _), (slow, _) = run_ranks(rank_is_unequal, "int8", world_size=2, backend="ring")
+    assert fast > 1.5 * slow
+
+
+def rank_counts_by_its_steps() -> None:
+    """Whatever the times: the mean is weighed by the steps that each rank says it has made."""
+    rank = dist.get_rank()
+    module = nn.Linear(4, 1, bias=False).double()
+    with torch.no_grad():
+        module.weight.zero_()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    rounds = DiLoCo(module, optimizer, every=6, unequal=True, outer={"lr": 1.0})
+    steps = 0
+    while rounds.round < 1:
+        module.weight.grad = torch.full_like(module.weight, -1.0 - rank)
+        optimizer.step()
+        steps += 1
+    mine = torch.tensor([float(steps), steps * steps * (1.0 + rank)], dtype=torch.float64)
+    dist.all_reduce(mine)
+    assert torch.allclose(module.weight, (mine[1] / mine[0]).expand_as(module.weight), rtol=1e-12)
+
+
+def test_unequal_ranks_count_by_their_steps() -> None:
+    run_ranks(rank_counts_by_its_steps, world_size=2, backend="ring")
+
+
+class Odd(nn.Module):
+    """Tied, frozen, of several types, not contiguous, empty; and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6)
+        self.turned = nn.Parameter(torch.randn(2, 6).t() * 0.3)
+        self.brain = nn.Parameter(torch.randn(6, dtype=torch.bfloat16))
+        self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("mask", torch.full((3,), 0.1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.frozen(torch.tanh(self.again(torch.relu(self.first(x))))))
+        return (hidden * self.brain.float()) @ self.turned * self.phase.abs() * self.scale + self.empty.sum()
+
+
+def rank_trains_an_odd_model(compiled: bool) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(5 + rank)  # rank 0's parameters become everyone's
+    odd = Odd()
+    module: Any = torch.compile(odd, backend="aot_eager") if compiled else odd
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
+    rounds = DiLoCo(module, optimizer, every=3, fragments=3, delay=1, compression="int4")
+    require_same_bits(values(module))
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        loss_of(module, rank, step, torch.float32).backward()
+        optimizer.step()
+    buffers: dict[str, Any] = dict(odd.named_buffers())
+    spread = buffers["norm.running_mean"].clone()
+    rounds.finish()
+    require_same_bits([*values(module), *buffers.values()])
+    dist.all_reduce(spread)
+    assert torch.allclose(buffers["norm.running_mean"], spread / dist.get_world_size(), atol=1e-7)
+    assert torch.equal(buffers["mask"], torch.full((3,), 0.1))
+    assert set(rounds.state_dict()["global"]) == {
+        "first.weight", "first.bias", "again.bias", "norm.weight", "norm.bias",
+        "turned", "brain", "phase", "scale", "empty",
+    }  # fmt: skip
+    odd.frozen.requires_grad_(True)
+    with pytest.raises(InvalidStateError, match=r"frozen.weight was unfrozen"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.ci)])
+def test_tied_frozen_and_odd_parameters(compiled: bool) -> None:
+    run_ranks(rank_trains_an_odd_model, compiled, world_size=3, backend="ring", timeout_s=100)
+
+
+def rank_has_a_sharded_model() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    module = nn.Linear(6, 4, bias=False).double()
+    torch.manual_seed(0)
+    whole = torch.randn(4, 6, dtype=torch.float64)
+    module.weight = nn.Parameter(distribute_tensor(whole, mesh["inside"], [Shard(0)]))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    with pytest.raises(InvalidArgumentError, match=r"weight is a DTensor spread over ranks"):
+        DiLoCo(module, optimizer)
+    rounds = DiLoCo(module, optimizer, every=2, outer={"lr": 1.0}, process_group=mesh["between"].get_group())
+    place = dist.get_rank() // 2  # in "between"
+    for _ in range(2):
+        change = torch.full((4, 6), 1.0 + 2 * place, dtype=torch.float64)
+        module.weight.grad = distribute_tensor(change, mesh["inside"], [Shard(0)])
+        optimizer.step()
+    trained: Any = module.weight.detach()
+    full = trained.redistribute(placements=[Replicate()]).to_local()
+    assert torch.allclose(full, whole - 2 * 2.0)
+    rounds.finish()
+
+
+def test_parameters_that_are_dtensors() -> None:
+    run_ranks(rank_has_a_sharded_model, world_size=4, backend="ring")
+
+
+def rank_has_two_levels(unequal: bool) -> list[Tensor]:
+    inside, between = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0], None
+    between = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    module = reference.model(torch.float32)
+    model = ringdp.RingDP(module, process_group=inside, guard_every=1)
+    optimizer = adamw(list(model.parameters()))
+    rounds = DiLoCo(
+        model, optimizer, every=4, fragments=2, delay=1, compression="int4", process_group=between, unequal=unequal
+    )
+    step = 0
+    while (rounds.round < 3) if unequal else (step < 12):
+        step += 1
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step, torch.float32).backward()
+        optimizer.step()
+    model.check_replicas()  # ranks inside have the same bits also between rounds
+    rounds.finish()
+    require_same_bits(values(module))
+    return values(module)
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_exact_inside_and_rounds_between(unequal: bool) -> None:
+    run_ranks(rank_has_two_levels, unequal, world_size=4, backend="ring")
+
+
+def rank_evaluates() -> None:
+    module, optimizer, rounds = built()
+    steps_of(module, optimizer, 1, 5)
+    mine = values(module)
+    with rounds.global_parameters():
+        require_same_bits(values(module))
+        assert difference(values(module), mine) > 0
+        with pytest.raises(InvalidStateError, match="inside a block"), rounds.global_parameters():
+            pass
+        with pytest.raises(InvalidStateError, match="inside a block"):
+            optimizer.step()
+    with contextlib.suppress(ZeroDivisionError), rounds.global_parameters():
+        raise ZeroDivisionError
+    assert all(map(torch.equal, values(module), mine))
+
+
+def test_global_parameters_for_evaluation() -> None:
+    run_ranks(rank_evaluates, world_size=2, backend="ring")
+
+
+def rank_has_levels(sites: list[str] | None) -> tuple[list[int] | None, ...]:
+    os.environ["RINGDP_SITE"] = "" if sites is None else sites[dist.get_rank()]
+    try:
+        found = ringdp.levels()
+    finally:
+        del os.environ["RINGDP_SITE"]
+    return tuple(None if one is None else dist.get_process_group_ranks(one) for one in found)
+
+
+def test_levels_are_those_of_sites_and_hosts() -> None:
+    assert run_ranks(rank_has_levels, None, world_size=2, backend="ring") == [([0, 1], None)] * 2
+    assert run_ranks(rank_has_levels, ["a", "b"], world_size=2, backend="ring") == [(None, [0, 1])] * 2
+    four = run_ranks(rank_has_levels, ["a", "b", "a", "b"], world_size=4, backend="ring")
+    assert four == [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
+    for one in run_outcomes(rank_has_levels, ["a", "b", "b"], world_size=3, backend="ring"):
+        assert isinstance(one.error, InvalidArgumentError)
+        assert "there are ranks 0; ranks 1, 2" in str(one.error)
+
+
+def rank_counts_bytes() -> tuple[int, int, Any]:
+    module = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    rounds = DiLoCo(module, optimizer, every=100, compression="int4")
+    before = ringdp.traffic().bytes_sent
+    for _ in range(100):
+        module.weight.grad, module.bias.grad = torch.randn_like(module.weight), torch.randn_like(module.bias)
+        optimizer.step()
+    return ringdp.traffic().bytes_sent - before, rounds.stats().bytes_sent, rounds.stats()
+
+
+def test_stats_say_what_was_sent() -> None:
+    for sent, said, stats in run_ranks(rank_counts_bytes, world_size=2, backend="ring"):
+        assert said <= sent <= said + 2000
+        assert 740 < stats.bytes_of_exact_steps / said < 760  # 32 bits in 100 steps against 4.25 once
+        assert stats.rounds == 1
+        assert stats.steps == 100
+        assert stats.drift[0] > 0
+        assert stats.waited_s >= 0
+
+
+def rank_averages_momenta() -> None:
+    module = reference.model()
+    optimizer = sgd(list(module.parameters()))
+    rounds = LocalSGD(module, optimizer, every=3, average_momenta=True)
+    for step in range(1, 10):
+        optimizer.zero_grad()
+        loss_of(module, dist.get_rank(), step).backward()
+        optimizer.step()
+    require_same_bits([optimizer.state[p]["momentum_buffer"] for p in module.parameters()])
+    rounds.detach()
+    for p in module.parameters():
+        p.grad = torch.full_like(p, dist.get_rank())
+    for _ in range(3):
+        optimizer.step()
+    with pytest.raises(AssertionError):
+        require_same_bits(values(module))
+
+
+def test_momenta_are_averaged_where_asked_for_and_detach_ends_it() -> None:
+    outcomes = run_ranks(rank_averages_momenta_or_is_rank_0, world_size=2, backend="ring")
+    assert outcomes == [None, None]
+
+
+def rank_averages_momenta_or_is_rank_0() -> None:
+    if dist.get_rank() == 0:
+        with contextlib.suppress(pytest.fail.Exception):  # rank 0 is what the others compare with
+            rank_averages_momenta()
+    else:
+        rank_averages_momenta()
+
+
+def test_it_needs_init() -> None:
+    module = reference.model()
+    with pytest.raises(InvalidStateError, match=r"call ringdp.init\(\) first"):
+        DiLoCo(module, sgd(list(module.parameters())))

@@ -1,0 +1,208 @@
+"""The pure parts of the report: the split of a step, the verdict, the clocks, what ranks tell each other."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from ringdp.diagnosis.clocks import Clocks
+from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.remedies import Sent, predicted_s, remedy_for_communication
+from ringdp.diagnosis.split import split
+from ringdp.diagnosis.verdict import Verdict, judge
+from ringdp.diagnosis.window import FIELDS, Told, Window
+
+STEPS = 20
+MS = 1e-3
+SENT = Sent(bytes=40 << 20, coded_bytes=40 << 20, buckets=4, on_its_way_s=0.1, per_host=(1, 1, 1))
+
+
+def window(
+    own: list[dict[str, float]],
+    *,
+    communication: float = 1 * MS,
+    facts: list[dict[str, Any]] | None = None,
+    seed: int = 0,
+) -> Window:
+    """Steps of ranks that compute for so long in each phase, give or take 3 %, and leave each step together."""
+    chance = random.Random(seed)
+    ranks = len(own)
+    rows = torch.zeros(ranks, STEPS, len(FIELDS), dtype=torch.float64)
+    for step in range(STEPS):
+        for rank, phases in enumerate(own):
+            for name, seconds in phases.items():
+                rows[rank, step, FIELDS.index(name)] = seconds * chance.uniform(0.97, 1.03)
+        computing = rows[:, step, :4].sum(-1)
+        rows[:, step, FIELDS.index("exposed")] = computing.max() - computing + communication
+        rows[:, step, FIELDS.index("on_its_way")] = communication + 10 * MS
+    period = float(rows[:, :, :6].sum() / ranks)
+    told: list[dict[str, Any]] = [
+        {"period_s": period, "cpu_s": 0.9 * period, "host": f"h{rank}"} for rank in range(ranks)
+    ]
+    for one, more in zip(told, facts or [{}] * ranks, strict=True):
+        one.update(
+            {
+                name: value * period if name.endswith("_s") and "link" not in name else value
+                for name, value in more.items()
+            }
+        )
+    return Window(40, rows, tuple(Facts(**one) for one in told), (Told(0, 0, 0),) * ranks)
+
+
+def usual(**slower: float) -> dict[str, float]:
+    return {"between": 1 * MS, "forward": 10 * MS, "backward": 20 * MS, "after": 2 * MS} | slower
+
+
+def verdict(made: Window) -> Verdict:
+    return judge(made, split(made), SENT)
+
+
+QUOTA, CORE, SLEEPS = {"throttled_s": 0.6}, {"ready_s": 0.6}, {"cpu_s": 0.1}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize(
+    "slower, facts, phase, cause, words",
+    [
+        ({"forward": 200 * MS}, SLEEPS, "forward", "sleep", "its forward takes"),
+        ({"backward": 100 * MS}, {"cpu_s": 1.0}, "backward", "work", "it computes all that time"),
+        ({"between": 50 * MS}, SLEEPS, "between", "data", "DataLoader"),
+        ({"after": 50 * MS}, SLEEPS, "after", "sleep", "its optimizer takes"),
+        ({"forward": 25 * MS, "backward": 50 * MS}, QUOTA, "backward", "quota", "cpu.max"),
+        ({"forward": 25 * MS, "backward": 50 * MS}, CORE, "backward", "core", "other threads had the core"),
+        ({"forward": 60 * MS, "backward": 90 * MS}, {"page_waits": 20_000}, "backward", "memory", "memory.max"),
+        # It waited for a core a little, which does not explain the rest.
+        ({"forward": 200 * MS}, {"cpu_s": 0.1, "ready_s": 0.12}, "forward", "sleep", "waits or sleeps"),
+    ],
+)
+def test_a_slow_rank_is_named_with_its_phase_and_cause(
+    ranks: int, slower: dict[str, float], facts: dict[str, float], phase: str, cause: str, words: str
+) -> None:
+    slow = ranks - 1
+    own = [usual()] * slow + [usual(**slower)]
+    found = verdict(window(own, facts=[{}] * slow + [facts]))
+    assert (found.kind, found.rank, found.phase, found.cause) == ("rank", slow, phase, cause), found
+    assert words in str(found)
+    assert f"host h{slow}" in found.text
+    assert found.remedy
+
+
+def test_a_rank_that_is_slow_now_and_then_is_named_and_one_slow_step_is_nobodys_fault() -> None:
+    made = window([usual()] * 3)
+    exposed, between = FIELDS.index("exposed"), FIELDS.index("between")
+    for step in (3, 9, 15):
+        made.rows[1, step, between] += 0.4
+        made.rows[[0, 2], step, exposed] += 0.4
+    assert (verdict(made).kind, verdict(made).rank) == ("rank", 1)
+    once = window([usual()] * 3)
+    once.rows[1, 7, between] += 0.4
+    once.rows[[0, 2], 7, exposed] += 0.4
+    assert verdict(once).kind != "rank"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_take_turns_are_not_blamed(ranks: int) -> None:
+    for seed in range(50):
+        made = window([usual()] * ranks, seed=seed)
+        chance = random.Random(seed)
+        for step in range(STEPS):
+            late = torch.tensor([chance.expovariate(1 / (20 * MS)) for _ in range(ranks)])
+            made.rows[:, step, FIELDS.index("forward")] += late
+            made.rows[:, step, FIELDS.index("exposed")] += late.max() - late
+        assert verdict(made).kind in ("uneven", "none"), (seed, verdict(made))
+
+
+def link(to: int, rate: float, busy_s: float) -> dict[str, Any]:
+    return {"link_to": to, "link_bytes": rate * busy_s, "link_busy_s": busy_s, "link_bytes_per_s": rate}
+
+
+def test_a_slow_link_is_named_with_both_ends() -> None:
+    facts = [link(1, 120e6, 0.2), link(2, 12e6, 1.9), link(3, 118e6, 0.2), link(0, 119e6, 0.2)]
+    found = verdict(window([usual()] * 4, communication=100 * MS, facts=facts))
+    assert (found.kind, found.rank, found.peer) == ("link", 1, 2)
+    assert "12 MB/s, the others' 119 MB/s" in found.text
+    assert "host h1" in found.text
+    assert "host h2" in found.text
+    # A host's card is slow in both directions.
+    facts = [link(1, 12e6, 1.9), link(2, 12.1e6, 1.9), link(3, 118e6, 0.2), link(0, 119e6, 0.2)]
+    found = verdict(window([usual()] * 4, communication=100 * MS, facts=facts))
+    assert found.kind == "link"
+    assert "All slow links end at rank 1 (host h1)" in found.text
+
+
+def test_links_of_one_speed_are_not_blamed_but_communication_is() -> None:
+    facts = [link(1, 118e6, 1.5), link(2, 120e6, 1.4), link(0, 90e6, 1.6)]
+    found = verdict(window([usual()] * 3, communication=100 * MS, facts=facts))
+    assert (found.kind, found.rank) == ("communication", None)
+    assert "compression='int8'" in found.remedy
+
+
+def test_a_slow_link_that_carries_little_is_not_blamed() -> None:
+    facts = [link(1, 118e6, 1.5), link(2, 120e6, 1.4), link(0, 5e6, 0.1)]
+    assert verdict(window([usual()] * 3, communication=100 * MS, facts=facts)).kind == "communication"
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    made = window([usual(), usual(forward=50 * MS), usual(backward=90 * MS)], communication=5 * MS)
+    parts = split(made)
+    total = parts.own.sum(1) + parts.peer_wait + parts.communication
+    torch.testing.assert_close(total, parts.step)
+    assert parts.slowest.tolist()[:2] == [2, 2]
+    assert float(parts.peer_wait[2]) == pytest.approx(0, abs=1e-9)
+    assert float(parts.communication.max()) == pytest.approx(5 * MS, rel=1e-6)
+
+
+def test_the_model_predicts_what_was_measured_and_less_for_fewer_bytes() -> None:
+    assert predicted_s(SENT, SENT.bytes, SENT.buckets) == pytest.approx(SENT.on_its_way_s, rel=0.01)
+    assert predicted_s(SENT, SENT.bytes / 4, SENT.buckets) < 0.3 * SENT.on_its_way_s
+
+
+@pytest.mark.parametrize(
+    "sent, words",
+    [
+        (SENT, "compression='int8'"),
+        (Sent(40 << 20, 10 << 20, 4, 0.1, (1, 1, 1)), "no_sync"),
+        (Sent(40_000, 40_000, 400, 0.1, (1, 1, 1)), "larger buckets"),
+        (Sent(40 << 20, 40 << 20, 1, 0.1, (1, 1, 1)), "smaller buckets"),
+    ],
+)
+def test_remedies_fit_the_case(sent: Sent, words: str) -> None:
+    made = window([usual()] * 3, communication=100 * MS)
+    assert words in remedy_for_communication(split(made), sent)
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 3.25, -7200.5])
+def test_clocks_are_found_within_the_error_that_is_told(apart_s: float) -> None:
+    chance, clocks = random.Random(1), Clocks()
+    clock = [0.0, apart_s]
+    facts = [Facts(kernel=1), Facts(kernel=2)]
+    for exchange in range(10):
+        begin = 100.0 + exchange
+        issued = [begin + chance.uniform(0, 2 * MS) for _ in clock]
+        ended = [max(issued) + chance.uniform(50e-6, 300e-6) for _ in clock]
+        told = [
+            Told(*(int(1e9 * (time + apart)) for time in (start, end, end)))
+            for start, end, apart in zip(issued, ended, clock, strict=True)
+        ]
+        clocks.hear(told, facts)
+    offset = clocks.offsets()[1]
+    assert offset.seconds is not None
+    assert abs(offset.seconds - apart_s) <= offset.error_s
+    assert offset.error_s < 1.2 * MS
+
+
+def test_ranks_of_one_kernel_share_a_clock_and_before_an_exchange_nothing_is_known() -> None:
+    clocks = Clocks()
+    assert clocks.offsets() == []
+    clocks.hear([Told(0, 0, 5), Told(0, 0, 6), Told(0, 0, 7)], [Facts(kernel=3), Facts(kernel=3), Facts(kernel=4)])
+    assert [one.error_s for one in clocks.offsets()] == [0.0, 0.0, float("inf")]
+    assert clocks.offsets()[2].seconds is None
+
+
+def test_facts_come_back_as_they_were_sent() -> None:
+    facts = Facts(1.5, 1.25, 0.5, 0.25, 7, 1 << 33, 2**64 - 1, 3, 1e9, 2.5, 1e-4, 1e8, "a-host.example")
+    assert Facts.unpacked(facts.packed() + bytes(20)) == facts
+    assert Facts.unpacked(bytes(256)) == Facts(link_to=0)

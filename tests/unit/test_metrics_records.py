@@ -1,0 +1,188 @@
+"""Metrics files and what reads them: nothing blocks, a disk that is full is told once, half a line is no line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringdp import config, metrics
+from ringdp.diagnosis.metrics_folder import read, read_last
+from ringdp.diagnosis.records import JsonLines, Record, StepRecords
+from ringdp.errors import InvalidArgumentError
+from ringdp.tools import top
+from tests.helpers import need
+
+
+def record(step: int, **more: Any) -> Record:
+    base = {"time": 1000.0 + step, "rank": 0, "world": 2, "host": "h0", "model": 0, "step": step, "step_s": 0.5}
+    phases = {
+        "between_s": 0.1,
+        "forward_s": 0.1,
+        "backward_s": 0.1,
+        "after_s": 0.1,
+        "exposed_s": 0.1,
+        "other_wait_s": 0.0,
+    }
+    return base | phases | {"sent_bytes": 1 << 20, "memory_bytes": 2 << 30} | more
+
+
+def test_records_are_written_with_what_was_logged_and_a_tensor_is_read_later(tmp_path: Path) -> None:
+    records = StepRecords([JsonLines(tmp_path / "new" / "folder", 3)], 3)
+    records.log({"loss": torch.tensor(0.5)})
+    records.add(record(1))
+    records.add(record(2))
+    records.close()
+    [file] = (tmp_path / "new" / "folder").iterdir()
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert file.name == "rank_00003.jsonl"
+    assert (first["step"], first["loss"], second["step"]) == (1, 0.5, 2)
+    assert "loss" not in second
+    assert first["memory_bytes"] > 1 << 20
+
+
+def test_a_disk_that_takes_nothing_is_told_once_and_no_step_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    records = StepRecords([JsonLines(tmp_path / "file", 0)], 0)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, "ringdp.metrics"):
+        for step in range(20_000):
+            records.add(record(step))
+        assert time.monotonic() - began < 2
+        records._write()
+        records.add(record(1))
+        records.close()
+    [line] = caplog.messages
+    assert "metrics of rank 0 are lost: " in line
+    assert "rank_00000.jsonl" in line
+
+
+class Slow:
+    """A disk that hangs."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def describe(self) -> str:
+        return "slow"
+
+    def write(self, records: list[Record]) -> None:
+        time.sleep(0.2)
+        self.written += len(records)
+
+
+def test_waiting_records_are_bounded() -> None:
+    sink = Slow()
+    records = StepRecords([sink], 0)
+    for step in range(50_000):
+        records.add(record(step))
+    assert len(records._waiting) <= 10_000
+    records.close()
+    assert sink.written >= 10_000
+
+
+def test_the_reader_leaves_out_half_a_line_and_what_was_before_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "rank_00000.jsonl"
+    lines = [json.dumps(record(step)) for step in (1, 2, 3, 1, 2)]
+    file.write_text("\n".join(lines) + '\n{"time": 12')
+    assert [one["step"] for one in read_last(file, 10)] == [1, 2]
+    file.write_text("")
+    assert read(tmp_path) == []
+    file.write_text("\n".join(json.dumps(record(step, loss=0.25)) for step in range(2000)) + "\n")
+    [state] = read(tmp_path)
+    assert (state.last["step"], state.steps, state.steps_per_s, state.logged) == (1999, 20, 1.0, {"loss": 0.25})
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need("rich", "rich")
+    from ringdp.__main__ import main
+
+    assert main(["top", str(tmp_path / "no"), "--once"]) == 1
+    assert "is not a folder: give the one of ringrun --metrics-dir" in capsys.readouterr().err
+
+
+def test_top_marks_the_rank_that_the_others_wait_for_in_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("rich", "rich")
+    from ringdp.__main__ import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+    host = "a-rather-long-host-name.example.org"
+    for rank in range(3):
+        peer = {"slow_peer": 1, "slow_peer_s": 0.2 if rank != 1 else 0.0, "exposed_s": 0.25 if rank != 1 else 0.0}
+        lines = [record(step, rank=rank, world=3, host=host, time=time.time(), loss=0.125, **peer) for step in range(5)]
+        (tmp_path / f"rank_{rank:05d}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 of 3 ranks, step 4" in shown
+    assert "loss 0.125" in shown
+    assert "the others wait for rank 1" in shown
+    assert " !1" in shown
+    assert "200 ms (1)" in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    assert top.stragglers(read(tmp_path)) == {1}
+
+
+def test_prometheus_gets_all_ranks(tmp_path: Path) -> None:
+    need("prometheus_client", "prometheus_client")
+    import urllib.request
+
+    from ringdp.diagnosis.exporter import serve
+
+    for rank in range(2):
+        (tmp_path / f"rank_{rank:05d}.jsonl").write_text(json.dumps(record(7, rank=rank, loss=0.5, slow_peer=1)) + "\n")
+    port = serve(tmp_path, 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    assert 'ringdp_step{host="h0",rank="1"} 7.0' in text
+    assert 'ringdp_phase_seconds{host="h0",phase="backward",rank="0"} 0.1' in text
+    assert 'ringdp_logged{host="h0",name="loss",rank="0"} 0.5' in text
+
+
+def test_the_dashboard_shows_what_is_served_and_nothing_else(tmp_path: Path) -> None:
+    need("prometheus_client", "prometheus_client")
+    import re
+
+    from ringdp.diagnosis.exporter import Collector
+
+    (tmp_path / "rank_00000.jsonl").write_text(json.dumps(record(7, slow_peer=1)) + "\n")
+    served = {family.name for family in Collector(tmp_path).collect()}
+    dashboard = json.loads((Path(__file__).parents[2] / "examples" / "grafana_dashboard.json").read_text())
+    shown = {
+        name
+        for panel in dashboard["panels"]
+        for it in panel["targets"]
+        for name in re.findall(r"ringdp_\w+", it["expr"])
+    }
+    assert shown <= served
+    assert served - shown == {"ringdp_last_step_timestamp_seconds"}
+
+
+@pytest.mark.parametrize("value", ["three", None, torch.zeros(2), 1j])
+def test_what_is_not_a_number_cannot_be_logged(value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="loss must be a number"):
+        metrics.log(loss=value)
+
+
+def test_a_name_of_the_metrics_own_cannot_be_logged_and_without_metrics_nothing_happens() -> None:
+    with pytest.raises(InvalidArgumentError, match="step_s is a metric already"):
+        metrics.log(step_s=1.0)
+    metrics.log(loss=1.0, other=torch.tensor(2))
+
+
+def test_settings_that_cannot_be_used_are_said() -> None:
+    with pytest.raises(InvalidArgumentError, match="RINGDP_REPORT_EVERY"):
+        config.report_every({"RINGDP_REPORT_EVERY": "often"})
+    with pytest.raises(InvalidArgumentError, match="up to 1000"):
+        config.report_every({"RINGDP_REPORT_EVERY": "5000"})
+    with pytest.raises(InvalidArgumentError, match="set RINGDP_METRICS_DIR"):
+        config.tensorboard({"RINGDP_TENSORBOARD": "1"})
+    assert config.report_every({}) == 20
