@@ -1,6 +1,6 @@
 """Factorise ratings: tables of users and films that are spread over the ranks, beside a small dense part in RingDP.
 
-    ringrun -n 4 examples/recommender.py
+    python launch.py --nproc-per-node 4 examples/recommender.py
     python examples/recommender.py                              # one rank, no launcher
 
 The ratings are made up in MovieLens's shape: popular films are rated often (by Zipf's law), users and films have a few

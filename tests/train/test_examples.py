@@ -125,7 +125,7 @@ def test_two_ranks(name: str) -> None:
 
 def port_of_mxnet(folder: str) -> float:
     os.chdir(folder)
-    accuracy: float = importlib.import_module("examples.from_mxnet").main(4)
+    accuracy: float = importlib.import_module("examples.from_mxnet").main(8)
     return accuracy
 
 
