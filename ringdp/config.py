@@ -277,11 +277,6 @@ def cuda_choice(environ: Mapping[str, str] | None = None) -> str:
     return choice
 
 
-def site(environ: Mapping[str, str] | None = None) -> str:
-    """RINGDP_SITE: what this rank's site is called, '' where it is not set."""
-    return (os.environ if environ is None else environ).get("RINGDP_SITE", "").strip()
-
-
 def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:
     """RINGDP_GRADIENT_POOL: whether RingDP may keep memory for gradients; True where it is not set.
 

@@ -22,8 +22,7 @@ def levels() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """
     world = require_member(None, "ringdp.levels")
     settings = config.RingConfig.from_environment()
-    site = config.site()
-    mine = f"site {site}" if site else f"host {config.host_identity(settings.host_id)}"
+    mine = f"site {settings.site}" if settings.site else f"host {config.host_identity(settings.host_id)}"
     with named("ringdp.levels"):
         told = [one.decode() for one in all_gather_bytes(mine.encode(), world)]
     members: dict[str, list[int]] = {}
