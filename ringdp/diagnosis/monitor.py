@@ -74,7 +74,7 @@ class StepMonitor:
             self._hear()
 
     def record_last(self) -> None:
-        """The last step, if it has ended and nobody has recorded it: no forward has followed. It is not recorded again."""
+        """The last step, if it has ended and no forward has followed that recorded it. It is not recorded again."""
         self._step_ended()
         self._recorded = self._reducer.stats()["steps"]
 

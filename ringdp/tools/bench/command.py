@@ -18,8 +18,8 @@ from ringdp import config
 from ringdp.ddp.words import parse_size
 from ringdp.errors import InvalidArgumentError, RingError
 from ringdp.tools import starting
-from ringdp.tools.cost_model import HostLayout
 from ringdp.tools.algorithm_table import algorithm, explain
+from ringdp.tools.cost_model import HostLayout
 
 SIZES = "4k,64k,1m,4m,25m"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")

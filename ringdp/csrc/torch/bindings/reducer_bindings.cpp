@@ -386,7 +386,7 @@ void bind_reducer(py::module_& module) {
       .def("take_window", &take_window)
       .def("last_row", &last_row, NoGil())
       .def(
-          "steps", [](Reducer& reducer) { return reducer.times()->stats().steps; }, NoGil(),
+          "steps", [](Reducer& reducer) { return reducer.report()->stats().steps; }, NoGil(),
           "How many backwards have synchronised.")
       .def("arrivals", &arrivals, NoGil())
       .def("error", &error, NoGil())
