@@ -253,12 +253,13 @@ class OfABucket:
 
 
 def refused() -> None:
-    for options, words in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"compression": "auto"}, 'compression="auto" do not go together'),
         ({"rules": [("*", "auto")]}, 'compression="auto" do not go together'),
         ({"compression": OfABucket()}, r"OfABucket.*all parameters of a bucket.*per_parameter = True"),
         ({"reproducible": 1}, "reproducible must be True or False, not 1"),
-    ):
+    )
+    for options, words in cases:
         with pytest.raises(InvalidArgumentError, match=words):
             RingDP(net(torch.float32), **{"reproducible": True, **options})
     model = RingDP(net(torch.float32), reproducible=True)
