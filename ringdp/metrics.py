@@ -65,8 +65,7 @@ def log(**values: float | Tensor) -> None:
     later, so that no step waits for a device.
 
     Raises:
-        InvalidArgumentError: a value is not a number or a tensor of one element, or the name is one of the metrics'
-        own.
+        InvalidArgumentError: a value is not a number or a tensor of one element, or the metrics have that name already.
     """
     for name, value in values.items():
         if isinstance(value, Tensor):

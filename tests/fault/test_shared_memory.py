@@ -204,7 +204,7 @@ def expect_tcp(found: dict[str, Any], words: str) -> None:
 
 def test_limits_on_files_and_address_space() -> None:
     expect_tcp(limited("file size", 2**20), r"ulimit -f\) is 1048576 bytes, 2101248 are needed")
-    expect_tcp(limited("address space", 6 * 2**20), "mmap: Cannot allocate memory.*ulimit -v")
+    expect_tcp(limited("address space", 24 * 2**20), "mmap: Cannot allocate memory.*ulimit -v")
     strict = limited("file size", 2**20, "shm")
     assert len(strict["errors"]) == 3
     assert all(it.startswith("HandshakeError: ") and "ulimit -f" in it for it in strict["errors"])

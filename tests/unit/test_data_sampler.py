@@ -283,7 +283,9 @@ def run_out_of_memory(ranks: list[Rank], guilty: int, most: int, steps: int) -> 
     return taken
 
 
-@pytest.mark.parametrize("options", [{}, {"balance": "equal"}, {"cost": lambda index: 1.0 + index % 3}], ids=["by speed", "equal", "by cost"])
+@pytest.mark.parametrize(
+    "options", [{}, {"balance": "equal"}, {"cost": lambda index: 1.0 + index % 3}], ids=["by speed", "equal", "by cost"]
+)
 @pytest.mark.parametrize("forwards", [1, 2])
 def test_a_rank_that_ran_out_of_memory_gets_half_from_then_on(options: dict[str, Any], forwards: int) -> None:
     with one_process():

@@ -11,8 +11,8 @@ from ringdp.tools.doctor.host import Host
 
 OTHERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT")
 OF_PEERS = ("NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "TORCH_NCCL_")
-OF_A_RUN = ("RINGDP_SECRET_FILE", "RINGDP_REPORT_FILE")
-"""Set by ringrun to a path of its own: they differ between hosts, and nobody chose them."""
+OF_A_RUN = ("RINGDP_SECRET_FILE", "RINGDP_REPORT_FILE", "RINGDP_DUMP_DIR")
+"""Set by ringrun to a path of its own: they differ between hosts or ranks, and nobody chose them."""
 
 
 def chosen(host: Host) -> dict[str, str]:
