@@ -167,8 +167,10 @@ def test_a_disagreement_and_a_death_leave_dumps(start: Start) -> None:
     for process in ranks.processes:
         assert process.wait(30) == 1
     found = verdict(read_job([ranks.dumps]))
-    assert found.guilty == (1,)
-    assert "The sizes differ (7, 1000)." in found.paragraph
+    # Another rank may hear of the failure before it has called the operation: then it is one against one.
+    assert 1 in found.guilty
+    assert len(found.guilty) == (1 if "ranks 0 and 2 called" in found.paragraph else 2)
+    assert re.search(r"The sizes differ \((7, 1000|1000, 7)\)\.", found.paragraph)
 
 
 def test_a_death_leaves_dumps_of_the_others(start: Start) -> None:

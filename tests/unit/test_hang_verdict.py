@@ -146,6 +146,16 @@ def test_what_differs_between_the_ranks(tmp_path: Path, other: dict[str, Any], w
     assert words in found.paragraph
 
 
+def test_of_one_against_one_nobody_knows_who_is_right(tmp_path: Path) -> None:
+    """The third rank heard of the failure before it called the operation."""
+    for rank, count in ((0, 1000), (1, 7)):
+        write(tmp_path, rank, [operation(1, "7", 1), operation(2, "7", 2, "failed", count=count, call_site=0)])
+    write(tmp_path, 2, [operation(1, "7", 1)])
+    found = verdict(tmp_path)
+    assert found.guilty == (0, 1)
+    assert "The sizes differ (1000, 7)." in found.paragraph
+
+
 def test_who_died_first_and_left_no_dump(tmp_path: Path) -> None:
     lost = "rank 0 (host a) lost rank 2 (host a, pid 102) during all_reduce #2: Connection closed by peer: it died"
     later = failure("PeerLostError", 1, 9000, "rank 0 lost rank 1: it left the job")

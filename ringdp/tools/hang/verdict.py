@@ -98,7 +98,8 @@ def _disagreement(job: Job) -> Verdict | None:
         f"The ranks disagree about operation #{sequence} of {group_name(group, job)}: {words}. {what} "
         "All members of a group must call the same operations in the same order."
     )
-    guilty = parts[0][1]
+    # The fewest; of as many against as many nobody knows who is right.
+    guilty = sorted(rank for _, ranks in parts if len(ranks) == len(parts[0][1]) for rank in ranks)
     stacks = {ranks[0]: _called_at(here[ranks[0]]) for _, ranks in parts}
     return Verdict(paragraph, tuple(guilty), stacks)
 
