@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exact, exact_bytes = loss_on(network, unseen), options.steps * gradient_bytes(network)
 
     if options.sites:  # as if this rank were in another place than some others
-        os.environ["RINGDP_SITE"] = f"site {rank * options.sites // ranks}"
+        os.environ["RINGDP_SITE"] = f"site-{rank * options.sites // ranks}"
     inside, between = ringdp.levels()
     network = build(options.seed)
     site = network if inside is None else ringdp.RingDP(network, process_group=inside)

@@ -139,7 +139,9 @@ def test_the_memory_is_small_private_and_goes_with_its_ranks() -> None:
             assert len(files) == world * (world - 1) // 2
             # Each is mapped by both ranks, and its rings twice: a quarter is real, and half of that each rank's.
             assert sum(files.values()) / 4 / world <= 8 * 2**20
-            assert not [it for it in os.listdir("/proc/self/fd") if "memfd:ringdp" in link(it) and "stacks" not in link(it)]  # the descriptors are closed
+            assert not [
+                it for it in os.listdir("/proc/self/fd") if "memfd:ringdp" in link(it) and "stacks" not in link(it)
+            ]  # the descriptors are closed
             list(pool.map(lambda it: it.shut_down(), made))
         made.clear()
         gc.collect()
