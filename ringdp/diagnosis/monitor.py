@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringdp.ddp.words import format_time
 from ringdp.diagnosis.clocks import Clocks, Offset
 from ringdp.diagnosis.facts import FACTS_BYTES, FactCounters
 from ringdp.diagnosis.records import Record, StepRecords, now, step_records
@@ -155,11 +156,11 @@ class StepMonitor:
         self._told, self._told_at = verdict, time.monotonic()
         self._verdict = str(verdict)
         _log.warning(
-            "step %d: %.0f %% of a step (%.3g ms of %.3g ms) is not computing. %s",
+            "step %d: %.0f %% of a step (%s of %s) is not computing. %s",
             window.step,
             100 * parts.cost,
-            1e3 * parts.cost * step,
-            1e3 * step,
+            format_time(parts.cost * step),
+            format_time(step),
             verdict,
         )
 
