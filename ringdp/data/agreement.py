@@ -18,11 +18,9 @@ from ringdp.data.plans import Plan, Plans
 from ringdp.data.settings import Settings, why_no_split
 from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth_it
 from ringdp.data.split import Limits, Pace, split
-from ringdp.ddp.refusal import raise_refusal, report_refusal
-from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
-from ringdp.job.backend import named
+from ringdp.ddp.refusal import checked_alike
+from ringdp.errors import InvalidStateError, MismatchError
 from ringdp.job.background_gather import BackgroundGather, group_for_background
-from ringdp.job.byte_collectives import all_gather_where_different, device_for
 
 _log = logging.getLogger("ringdp.data")
 _COMPARING = "comparing samplers"
@@ -39,32 +37,21 @@ def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup |
         InvalidArgumentError: this rank's cannot be used; the others learn why.
         MismatchError: another rank's cannot be used, or differ; names the first difference.
     """
-    try:
-        settings = checked()
-    except InvalidArgumentError as error:
-        if group is not None:
-            report_refusal(error, group, device_for(group), _COMPARING)
-        raise
-    if group is None or group.size() == 1:
+    if group is None:
+        return checked()
+    settings, difference = checked_alike(
+        checked, Settings.lines, group, operation=_COMPARING, what="sampler", doing="make its BalancedSampler"
+    )
+    if difference is None:
         return settings
-    with named(_COMPARING):
-        told = all_gather_where_different("\n".join(settings.lines()).encode(), group, what="sampler")
-    if told is None:
-        return settings
-    me = group.rank()
-    raise_refusal(told, me, "make its BalancedSampler")
-    other = next(rank for rank, text in enumerate(told) if text != told[me])
-    for mine, theirs in zip(settings.lines(), told[other].decode().split("\n"), strict=True):
-        if mine != theirs:
-            name, _, value = theirs.partition(": ")
-            raise MismatchError(
-                f"the ranks' BalancedSamplers differ: {name} is {mine.partition(': ')[2]} on rank {me} and {value} on"
-                f" rank {other}. Give all ranks the same arguments.",
-                rank=me,
-                peer=other,
-                operation=_COMPARING,
-            )
-    raise MismatchError(f"the BalancedSampler of rank {other} differs from that of rank {me}", rank=me, peer=other)
+    name, _, mine = difference.mine.partition(": ")
+    raise MismatchError(
+        f"the ranks' BalancedSamplers differ: {name} is {mine} on rank {group.rank()} and"
+        f" {difference.theirs.partition(': ')[2]} on rank {difference.peer}. Give all ranks the same arguments.",
+        rank=group.rank(),
+        peer=difference.peer,
+        operation=_COMPARING,
+    )
 
 
 @dataclass(frozen=True)

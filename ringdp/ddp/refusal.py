@@ -8,20 +8,22 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, RingError
 from ringdp.job.backend import named
-from ringdp.job.byte_collectives import all_gather_where_different
+from ringdp.job.byte_collectives import all_gather_where_different, device_for
 
 _log = logging.getLogger("ringdp.refusal")
 _MARK = b"\0refused\0"
 _SILENT_S = 1.0
 COMPARING_MODELS = "comparing models"
 Construct = TypeVar("Construct", bound=Callable[..., None])
+Found = TypeVar("Found")
 
 
 def report_refusal(error: Exception, group: dist.ProcessGroup, device: torch.device, operation: str) -> None:
@@ -51,6 +53,54 @@ def raise_refusal(gathered: Sequence[bytes], rank: int, what: str) -> None:
         if text.startswith(_MARK):
             reason = text.removeprefix(_MARK).decode()
             raise MismatchError(f"rank {peer} cannot {what}: {reason}", rank=rank, peer=peer, cause=reason)
+
+
+class Difference(NamedTuple):
+    """The first rank that has something else, and the first line that differs: this rank's and its."""
+
+    peer: int
+    mine: str
+    theirs: str
+
+
+def checked_alike(
+    check: Callable[[], Found],
+    lines: Callable[[Found], Sequence[str]],
+    group: dist.ProcessGroup,
+    *,
+    operation: str,
+    what: str,
+    doing: str,
+) -> tuple[Found, Difference | None]:
+    """What `check` gives on this rank, and, where `lines` of it are not the same on all ranks, how they differ.
+
+    Args:
+        operation: the name under which the ranks compare.
+        what: of which the lines are, for the log.
+        doing: what a rank cannot do whose `check` raises.
+
+    Raises:
+        InvalidArgumentError: by `check`; the others learn why.
+        MismatchError: by another rank's.
+    """
+    try:
+        found = check()
+    except InvalidArgumentError as error:
+        report_refusal(error, group, device_for(group), operation)
+        raise
+    if group.size() == 1:
+        return found, None
+    own = "\n".join(lines(found))
+    with named(operation):
+        told = all_gather_where_different(own.encode(), group, what=what)
+    if told is None:
+        return found, None
+    me = group.rank()
+    raise_refusal(told, me, doing)
+    peer = next(rank for rank, text in enumerate(told) if text != told[me])
+    pairs = zip_longest(own.split("\n"), told[peer].decode().split("\n"), fillvalue="nothing")
+    mine, theirs = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
+    return found, Difference(peer, mine, theirs)
 
 
 def tells_refusal(construct: Construct) -> Construct:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
-from ringdp.job import stacks
 
 if TYPE_CHECKING:
     from ringdp import _C
@@ -175,6 +174,7 @@ class Traffic:
 def hear_extension() -> None:
     """Pass on what the extension logs, until the interpreter ends."""
     from ringdp import _C
+    from ringdp.job import stacks
 
     _C.set_log_sink(log_line)
     stacks.install()

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.compression.parameters import ModelParameter, model_parameters
-from ringdp.ddp.refusal import raise_refusal, report_refusal
+from ringdp.ddp.refusal import checked_alike
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named, reaches_core
-from ringdp.job.byte_collectives import all_gather_where_different, device_for
+from ringdp.job.byte_collectives import device_for
 from ringdp.rounds.fragments import is_dtensor, local_part
 from ringdp.rounds.settings import Settings
 
@@ -94,36 +94,25 @@ def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, gro
         InvalidArgumentError: this rank's cannot be used; the others learn why.
         MismatchError: another rank's cannot be used, or differ; names the first difference.
     """
-    try:
-        found = checked()
-    except InvalidArgumentError as error:
-        report_refusal(error, group, device_for(group), _COMPARING)
-        raise
-    settings, parameters, _ = found
-    lines = [f"class: {who}", *settings.lines()]
-    for one in parameters:
-        part = local_part(one.parameter)
-        lines.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
-    lines += [f"buffer {name}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in model.named_buffers()]
-    with named(_COMPARING):
-        told = all_gather_where_different("\n".join(lines).encode(), group, what=who)
-    if told is None:
+
+    def lines(found: Checked) -> list[str]:
+        settings, parameters, _ = found
+        told = [f"class: {who}", *settings.lines()]
+        for one in parameters:
+            part = local_part(one.parameter)
+            told.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
+        return told + [f"buffer {name}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in model.named_buffers()]
+
+    found, difference = checked_alike(checked, lines, group, operation=_COMPARING, what=who, doing=f"make its {who}")
+    if difference is None:
         return found
-    me = group.rank()
-    raise_refusal(told, me, f"make its {who}")
-    other = next(rank for rank, text in enumerate(told) if text != told[me])
-    theirs = told[other].decode().split("\n")
-    for place in range(max(len(lines), len(theirs))):
-        mine, its = (one[place] if place < len(one) else "nothing" for one in (lines, theirs))
-        if mine != its:
-            raise MismatchError(
-                f"the ranks' {who}s differ: rank {me} has {mine}, rank {other} has {its}. Give all ranks the same model"
-                " and arguments.",
-                rank=me,
-                peer=other,
-                operation=_COMPARING,
-            )
-    raise MismatchError(f"the {who} of rank {other} differs from that of rank {me}", rank=me, peer=other)
+    raise MismatchError(
+        f"the ranks' {who}s differ: rank {group.rank()} has {difference.mine}, rank {difference.peer} has"
+        f" {difference.theirs}. Give all ranks the same model and arguments.",
+        rank=group.rank(),
+        peer=difference.peer,
+        operation=_COMPARING,
+    )
 
 
 def frozen(model: torch.nn.Module) -> list[ModelParameter]:
