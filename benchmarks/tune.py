@@ -6,7 +6,8 @@
     ringrun --nproc-per-node 4 benchmarks/tune.py --output tuning.json        on a launcher's ranks, also several hosts
 
 The layout of the ranks over hosts says which section of the file is measured; what the file says of the others stays.
-Two ranks decide `fold_two_ranks_bytes`, more the other limits. For each size both algorithms run in the same processes;
+Two ranks decide `fold_two_ranks_bytes`, more the other limits; any number on several hosts `exact_bucket_bytes`, where
+`below` is an exact all-reduce and `above` one of int8 codes. For each size both algorithms run in the same processes;
 the limit is the size at which going over costs least, summed over all sizes measured. The constants of the cost model
 come from a message of 4 bytes, from 16 MiB, and from adding in the cache.
 """

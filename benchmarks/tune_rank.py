@@ -35,6 +35,7 @@ def measure(joined: session.Joined) -> None:
         "small": core.Group(runtime, "small", members, table=_table(ALWAYS)),
         "large": core.Group(runtime, "large", members, table=_table(NEVER)),
     }
+    built_in = core.Group(runtime, "built in", members)
     hosts: list[Any] = [None] * joined.world_size
     dist.all_gather_object(hosts, config.host_identity(config.RingConfig.from_environment().host_id))
 
@@ -64,6 +65,18 @@ def measure(joined: session.Joined) -> None:
             seconds.append(perf_counter() - start)
         return seconds
 
+    def exactly_or_as_codes(which: str, size: int, calls: int) -> list[float]:
+        x = numpy.zeros(size // 4, numpy.float32)
+        seconds = []
+        for _ in range(calls):
+            start = perf_counter()
+            if which == "small":
+                built_in.all_reduce(x, "float32").wait()
+            else:
+                built_in.all_reduce_compressed([x], [0], "int8")[0].wait()
+            seconds.append(perf_counter() - start)
+        return seconds
+
     of_limit: dict[str, Block] = {"fold_two_ranks_bytes": all_reduce}
     if joined.world_size > 2:
         of_limit = {
@@ -71,13 +84,15 @@ def measure(joined: session.Joined) -> None:
             "flat_broadcast_bytes": broadcast,
             "direct_gather_bytes": all_gather,
         }
+    if len(set(hosts)) > 1:
+        of_limit["exact_bucket_bytes"] = exactly_or_as_codes
     limits = {name: _ladder(joined, name, block) for name, block in of_limit.items()}
     costs = {
         "message_s": _medians(joined, all_reduce, ("small",), 4)[0],
         "large_s": _medians(joined, all_reduce, ("large",), LARGE_BYTES)[0],
         "add_s_per_byte": _add_s_per_byte(),
     }
-    for group in groups.values():
+    for group in (*groups.values(), built_in):
         group.close()
     joined.deliver({"hosts": hosts, "limits": limits, "costs": costs, "large_bytes": LARGE_BYTES})
     runtime.shut_down()

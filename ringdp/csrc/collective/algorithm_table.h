@@ -49,6 +49,9 @@ struct AlgorithmTable {
   std::size_t far_round_trip_us = 5000;
   // Largest all-reduce of types that are not half types that is exchanged in pairs, where a ring would do.
   std::size_t pairwise_bytes = 0;
+  // Largest bucket of gradients that is sent exactly where a codec was chosen for it: on a fast link the codec takes longer
+  // than the bytes that it saves. 0: who asks for codes gets them at any size.
+  std::size_t exact_bucket_bytes = 0;
 
   bool operator==(const AlgorithmTable&) const = default;
 };

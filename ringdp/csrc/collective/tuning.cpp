@@ -21,6 +21,7 @@ constexpr Limit kLimits[] = {
     {"direct_ranks", &AlgorithmTable::direct_ranks},
     {"far_round_trip_us", &AlgorithmTable::far_round_trip_us},
     {"pairwise_bytes", &AlgorithmTable::pairwise_bytes},
+    {"exact_bucket_bytes", &AlgorithmTable::exact_bucket_bytes},
 };
 
 std::string limit_name(Layout layout, const Limit& limit) {

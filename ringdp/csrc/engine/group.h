@@ -34,6 +34,8 @@ class GroupHandle : public OpenGroup {
   Algorithm algorithm_of_all_reduce(DType dtype, std::size_t bytes) const {
     return choose_all_reduce(table_, view().hosts, dtype, bytes);
   }
+  // Whether a bucket of so many bytes is sent as codes where a codec was chosen (AlgorithmTable::exact_bucket_bytes).
+  bool sends_codes(std::size_t bytes) const { return bytes > table_.exact_bucket_bytes; }
   std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
   // The mean of all ranks' sections, as codes on the wire; the same bits on all of them.
   std::shared_ptr<Work> all_reduce_compressed(std::vector<CompressedSection> sections, const Compression& compression,

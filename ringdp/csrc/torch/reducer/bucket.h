@@ -65,6 +65,7 @@ struct Bucket {
   double factor = 1;                   // by which `gradients` are still to be multiplied before they are reduced
   bool carries_marks = false;          // it has `marks`, unless it is sparse
   Reduction* reduction = nullptr;      // null: exactly
+  bool too_small = false;              // for the codec that `reduction` is: exactly, see ReductionAssignment::too_small
   c10::ScalarType dtype = at::kFloat;  // of the buffer; a gradient of another one is cast in, and the result back
   at::Tensor buffer;                   // [memory.numel + marks]: what is sent
   at::Tensor gradients;                // [memory.numel]: the same memory without the marks

@@ -15,7 +15,8 @@ ReductionStrategy& BucketReducer::strategy_of(const Bucket& bucket) {
   if (bucket.operation.hook != nullptr) return hook_;
   if (bucket.reduction == nullptr) return exact_;
   if (is_auto(bucket.reduction)) return residual_;
-  if (dynamic_cast<const CodecReduction*>(bucket.reduction) != nullptr && bucket.reduction->enabled()) return codec_;
+  if (dynamic_cast<const CodecReduction*>(bucket.reduction) != nullptr && bucket.reduction->enabled())
+    return bucket.too_small ? static_cast<ReductionStrategy&>(residual_) : codec_;
   return exact_;
 }
 

@@ -113,7 +113,10 @@ void GradientLayout::allocate() {
 }
 
 void GradientLayout::assign_reductions() {
-  for (std::size_t index = 0; index < store.size(); ++index) store[index].reduction = reductions.of_bucket(index);
+  for (std::size_t index = 0; index < store.size(); ++index) {
+    store[index].reduction = reductions.of_bucket(index);
+    store[index].too_small = reductions.too_small(index);
+  }
 }
 
 void GradientLayout::throw_if_group_failed() {

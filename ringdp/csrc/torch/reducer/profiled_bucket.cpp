@@ -15,7 +15,7 @@ constexpr std::size_t kMostPeers = 8;
 std::string algorithm_of(const Bucket& bucket, const GroupHandle& group) {
   if (bucket.operation.hook != nullptr) return "hook";
   const auto* native = dynamic_cast<const CodecReduction*>(bucket.reduction);
-  if (native != nullptr && native->enabled()) return std::string("compressed");
+  if (native != nullptr && native->enabled() && !bucket.too_small) return std::string("compressed");
   return std::string(
       algorithm_name(group.algorithm_of_all_reduce(dtype_of(bucket.buffer, "all_reduce"), bucket.buffer.nbytes())));
 }

@@ -59,7 +59,7 @@ std::vector<BucketRow> bucket_rows(const GradientLayout& layout, const ReducerSt
     row.reduction = layout.reductions.number_of_bucket(index);
     row.free = layout.reductions.free(index);
     const auto* native = dynamic_cast<const CodecReduction*>(layout.reductions.of_bucket(index));
-    const bool coded = native != nullptr && native->enabled();
+    const bool coded = native != nullptr && native->enabled() && !layout.reductions.too_small(index);
     for (std::size_t member : members) {
       const PlannedGradient& gradient = layout.plan.gradients()[member];
       row.parameters.push_back(layout.parameters.param_index(member));

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "codec/plugin.h"
+#include "torch/backend/process_group.h"
 #include "torch/device/device_codec.h"
 #include "torch/reducer/messages.h"
 
@@ -84,8 +85,15 @@ int ReductionAssignment::number_of_bucket(std::size_t bucket) const {
   const std::size_t first = parameters_.param_index(plan_.buckets()[bucket].front());
   const Reduction* reduction = of_parameter(first);
   if (reduction == nullptr) return -1;
-  if (!is_auto(reduction)) return reductions_.reduction_of[first];
+  if (!is_auto(reduction)) return too_small(bucket) ? -1 : reductions_.reduction_of[first];
   return chosen_.empty() ? -1 : chosen_[bucket];
+}
+
+bool ReductionAssignment::too_small(std::size_t bucket) const {
+  const Reduction* reduction = of_parameter(parameters_.param_index(plan_.buckets()[bucket].front()));
+  if (reductions_.exchange_codes || dynamic_cast<const CodecReduction*>(reduction) == nullptr) return false;
+  const ProcessGroupRing* ring = group_.ring(c10::kCPU);
+  return ring != nullptr && !ring->group()->sends_codes(plan_.dense_bytes(bucket));
 }
 
 Reduction* ReductionAssignment::of_bucket(std::size_t bucket) const {

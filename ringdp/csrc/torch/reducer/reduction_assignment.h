@@ -45,6 +45,9 @@ class ReductionAssignment {
   void forget_choice() { chosen_.clear(); }
   bool free(std::size_t bucket) const;             // `choose` may give it another
   int number_of_bucket(std::size_t bucket) const;  // -1: exact
+  // A codec has the bucket's parameters, and the bucket is too small for codes (AlgorithmTable::exact_bucket_bytes): it is
+  // exact, and sends what codes have left out before.
+  bool too_small(std::size_t bucket) const;
   Reduction* of_bucket(std::size_t bucket) const;  // an AutoReduction where nothing was chosen
 
   // Of those that are hooks. Whether they may still issue operations after the last bucket was launched.

@@ -1,6 +1,7 @@
 // ReductionStrategy: one way to reduce a bucket to its mean over the ranks.
 //   ExactStrategy     an all-reduce
-//   ResidualStrategy  the same, after what codes have left out before was added to the gradients (AutoReduction)
+//   ResidualStrategy  the same, after what codes have left out before was added to the gradients (AutoReduction,
+//                     Bucket::too_small)
 //   CodecStrategy     ring's compressed all-reduce, or C10dCompressedAllReduce
 //   HookStrategy      a communication hook: the user's, or a reduction's
 // Owned by the BucketReducer. `wait` and `finish` are called without the Reducer's lock, the others under it; by the threads
