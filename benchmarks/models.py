@@ -113,6 +113,7 @@ class Mode:
     hook: str = ""  # DDP's: fp16 and powersgd, torch's hooks; int8 and int4, ringdp.hooks.ddp_hook
     gradient_pool: bool = True  # RingDP's
     buckets: str = ""  # RingDP's bucket_cap_mb: a number, or `ends`; empty: its default
+    barrier: bool = False  # without a wrapper: the ranks wait for each other at the end of backward
     largest_error: float = 1e-2  # of a parameter's change in three steps, relative
 
     @property
@@ -142,6 +143,7 @@ class Mode:
 
 MODES = {
     "bare": Mode(),
+    "bare-barrier": Mode(backend="ring", barrier=True),
     "ddp-gloo": Mode("DDP", "gloo"),
     "ringdp": Mode("RingDP", "ring"),
     "ringdp-nopool": Mode("RingDP", "ring", gradient_pool=False),

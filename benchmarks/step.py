@@ -6,7 +6,8 @@
     sudo python benchmarks/step.py --hosts 2 --rate 1gbit --models mlp --json out.json
 
 Models: `mlp` (23.1 M parameters), `gpt` (10.8 M), `small` (300 linear layers, so 600 small parameters); plain SGD.
-Modes: `bare` (each rank for itself), `ddp-gloo`, `ringdp` (RingDP on ring), `ringdp-nopool` (with
+Modes: `bare` (each rank for itself), `bare-barrier` (for itself, but all wait for the slowest at the end of each
+backward, which a step with a mean cannot avoid), `ddp-gloo`, `ringdp` (RingDP on ring), `ringdp-nopool` (with
 gradient_pool=False), `ddp-ring` (torch's DDP on ring),
 `ddp-gloo-view` and `ddp-ring-view` (with gradient_as_bucket_view), `ringdp-gloo` (RingDP on gloo), `ringdp-int8`,
 `-int4`, `-topk` and so on (RingDP with that compressor, by its name), `ringdp-topk-dgc` (top-k 1 % with momentum on the

@@ -38,6 +38,7 @@ class Trainee:
     module: nn.Module
     group: dist.ProcessGroup | None
     set_to_none: bool
+    barrier: dist.ProcessGroup | None = None  # on which all ranks wait for each other after backward
     seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     block_medians_s: list[float] = field(default_factory=list)
     all_reduce_s: list[float] = field(default_factory=list)
@@ -59,6 +60,8 @@ class Trainee:
         loss = self.task.loss(self.module, self.task.batch)
         forward_end = perf_counter()
         loss.backward()
+        if self.barrier is not None:
+            dist.all_reduce(torch.zeros(1), group=self.barrier)
         backward_end = perf_counter()
         self.optimizer.step()
         end = perf_counter()
@@ -152,7 +155,13 @@ def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.Process
         mode, task = models.MODES[word], models.make(name, rank=joined.rank)
         group = groups.get(mode.backend)
         on_wire = wire_bytes(mode, task.module)
-        trainee = Trainee(task, wrap(mode, task.module, group), group, settings["set_to_none"])
+        trainee = Trainee(
+            task,
+            wrap(mode, task.module, group),
+            group if mode.wrapper else None,
+            settings["set_to_none"],
+            group if mode.barrier else None,
+        )
         trainee.largest_error, trainee.lossy = mode.largest_error, bool(mode.compression or mode.hook)
         trainee.wire_bytes = on_wire
         averaged = bool(mode.wrapper) or joined.world_size == 1

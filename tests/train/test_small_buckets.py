@@ -97,8 +97,8 @@ def owed(state: Any, name: str = "") -> set[str]:
 
 
 def paid(path: str, overflow: bool) -> list[dict[str, Tensor]]:
-    """An unlimited run's residuals, loaded where small buckets are exact. Gradients of one step: exact, and the first and
-    second after loading."""
+    """An unlimited run's residuals, loaded where small buckets are exact. Gradients of one step: exact, and the first
+    and second after loading."""
     model = wrap(None, "int4")
     for step in range(3):
         gradients(model, step)
@@ -143,7 +143,7 @@ def sums(path: str) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_nothing_is_lost(tmp_path: Path, world_size: int) -> None:
-    """Telescoping: codes, then exact with the residual, have the sum of exact steps; without the residual they have not."""
+    """Codes, then exact with the residual, have the sum of exact steps; without the residual they have not."""
     for exact, limited, without in run_ranks(sums, tuning(tmp_path, 4 * SMALL), world_size=world_size):
         torch.testing.assert_close(limited, exact, rtol=1e-4, atol=1e-6)
         assert (without - exact).abs().max() > 1e-3 * exact.abs().max()
