@@ -21,7 +21,7 @@ from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
 from ringdp.diagnosis.split import Split, split
 from ringdp.diagnosis.timeline_session import timelines
-from ringdp.diagnosis.verdict import COSTLY, Verdict, judge
+from ringdp.diagnosis.verdict import COSTLY, Verdict, judge, usual_rate
 from ringdp.diagnosis.window import FIELDS, Window
 
 _log = logging.getLogger("ringdp.report")
@@ -48,6 +48,7 @@ class StepMonitor:
         self._clocks = Clocks()
         self._window: Window | None = None
         self._parts: Split | None = None
+        self._judged_last: tuple[Window, Verdict] | None = None
         self._told: Verdict | None = None
         self._told_at = 0.0
         self._heard_at = 0.0
@@ -103,7 +104,7 @@ class StepMonitor:
         window, parts = self._window, self._parts
         if window is None or parts is None or window.rows.shape[1] == 0:
             return NOTHING_YET
-        verdict = judge(window, parts, self._sent(parts))
+        verdict = self._judged(window, parts)
         slow_links = _link_shares(window, parts, verdict)
         offsets = self._clocks.offsets()
         rows = []
@@ -148,9 +149,10 @@ class StepMonitor:
 
     def _tell(self, window: Window, parts: Split) -> None:
         step = float(parts.step.mean())
-        if parts.cost < COSTLY or parts.cost * step < _LEAST_LOST_S:
+        verdict = self._judged(window, parts)
+        lost = verdict.cost if verdict.kind == "host" else parts.cost
+        if lost < COSTLY or lost * step < _LEAST_LOST_S:
             return
-        verdict = judge(window, parts, self._sent(parts))
         if verdict.kind == "none" or (verdict.same_as(self._told) and time.monotonic() - self._told_at < _REPEAT_S):
             return
         self._told, self._told_at = verdict, time.monotonic()
@@ -158,11 +160,17 @@ class StepMonitor:
         _log.warning(
             "step %d: %.0f %% of a step (%s of %s) is not computing. %s",
             window.step,
-            100 * parts.cost,
-            format_time(parts.cost * step),
+            100 * lost,
+            format_time(lost * step),
             format_time(step),
             verdict,
         )
+
+    def _judged(self, window: Window, parts: Split) -> Verdict:
+        """Once for each window."""
+        if self._judged_last is None or self._judged_last[0] is not window:
+            self._judged_last = window, judge(window, parts, self._sent(parts))
+        return self._judged_last[1]
 
     def _sent(self, parts: Split) -> Sent:
         assert self._window is not None
@@ -255,8 +263,8 @@ def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
     """The share of communication that a slow link is the reason of: what the others' speed would have saved."""
     if verdict.kind != "link" or verdict.rank is None:
         return 0.0
-    rates = [facts.rate for facts in window.facts if facts.link_to >= 0]
-    return 1 - window.facts[verdict.rank].rate / max(rates)
+    usual = usual_rate([facts for facts in window.facts if facts.link_to >= 0])
+    return max(0.0, 1 - window.facts[verdict.rank].rate / usual) if usual > 0 else 0.0
 
 
 def _bytes_sent() -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringdp.diagnosis.facts import Facts
 
-FIELDS = ("between", "forward", "backward", "after", "other_wait", "exposed", "coding", "on_its_way")
+FIELDS = ("between", "forward", "backward", "after", "other_wait", "exposed", "coding", "on_its_way", "off_core")
 """What a row has of a step, in seconds; csrc/torch/reducer/step_phases.h says what each is."""
 
 OWN = FIELDS[:4]
