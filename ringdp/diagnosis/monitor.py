@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from ringdp.ddp.words import format_time
 from ringdp.diagnosis.clocks import Clocks, Offset
 from ringdp.diagnosis.facts import FACTS_BYTES, FactCounters
-from ringdp.diagnosis.records import Record, StepRecords, now, step_records
+from ringdp.diagnosis.records import StepRecords, StepTaken, now, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
 from ringdp.diagnosis.split import Split, split
@@ -57,7 +56,6 @@ class StepMonitor:
         self._number = next(_numbers)
         self._sent_before = _bytes_sent()
         self._ratio = 1.0
-        self._host = socket.gethostname()
         self._skipped = 0
         self._verdict: str | None = None
         self._timelines = timelines()
@@ -78,7 +76,7 @@ class StepMonitor:
     def record_last(self) -> None:
         """The last step, if it has ended and no forward has followed that recorded it. It is not recorded again."""
         self._step_ended()
-        self._recorded = self._reducer.stats()["steps"]
+        self._recorded = self._reducer.last_step()[0]
 
     def group_replaced(self, group: dist.ProcessGroup) -> None:
         """The reducer averages over another group from now on."""
@@ -88,15 +86,16 @@ class StepMonitor:
     def _step_ended(self) -> None:
         if self._records is None and not self._timelines.active:
             return
-        stats: Mapping[str, Any] = self._reducer.stats()
-        if stats["steps"] == self._recorded:
+        steps, gradient_bytes, finite, row = self._reducer.last_step()
+        if steps == self._recorded:
             return
-        self._recorded = stats["steps"]
+        self._recorded = steps
         if self._records is not None:
-            self._record(self._records, stats)
+            self._skipped += finite is False
+            self._record(self._records, steps, gradient_bytes, row)
         if self._timelines.active:
-            row = dict(zip(FIELDS, self._reducer.last_row(), strict=True))
-            self._timelines.add_step(stats["steps"], row, self._reducer.times(), self._clock())
+            named = dict(zip(FIELDS, row, strict=True))
+            self._timelines.add_step(steps, named, self._reducer.times(), self._clock())
 
     def report(self) -> Report:
         """Of what the ranks told last. Waits for nobody."""
@@ -204,35 +203,33 @@ class StepMonitor:
     def _clock(self) -> Offset:
         return clock_of(self._clocks.offsets(), self._group.rank())
 
-    def _record(self, records: StepRecords, stats: Mapping[str, Any]) -> None:
-        """The step that has ended."""
-        row: list[float] = self._reducer.last_row()
-        if stats["steps"] in (2, 12) or stats["steps"] % 200 == 0:  # it takes a while for many parameters
+    def _record(self, records: StepRecords, step: int, gradient_bytes: int, row: list[float]) -> None:
+        """The step that has ended. What takes time is done by the thread of the records."""
+        if step in (2, 12) or step % 200 == 0:  # it takes a while for many parameters
             rows = self._reducer.bucket_rows()
             coded = sum(one["bytes_after"] for one in rows)
             self._ratio = sum(one["bytes_before"] for one in rows) / coded if coded else 1.0
-        sent, rank, ranks = _bytes_sent(), self._group.rank(), self._group.size()
-        self._skipped += self._reducer.finite() is False
-        record: Record = {"time": now(), "rank": rank, "world": ranks, "host": self._host}
-        record |= {"model": self._number, "step": stats["steps"]}
-        record["step_s"] = round(sum(row[:6]), 7)
-        record |= {f"{name}_s": round(value, 7) for name, value in zip(FIELDS, row, strict=True)}
-        on_its_way = row[FIELDS.index("on_its_way")]
-        reduced = stats["bytes"] / self._ratio * 2 * (ranks - 1) / ranks
-        record |= {
-            "bytes": stats["bytes"],
-            "sent_bytes": max(sent - self._sent_before, 0),
-            "ratio": round(self._ratio, 3),
-            "busbw_bytes_per_s": round(reduced / on_its_way) if on_its_way > 0 else 0,
-            "skipped": self._skipped,
-        }
+        sent, rank = _bytes_sent(), self._group.rank()
+        waited = None
         if self._parts is not None:
-            record["slow_peer"] = int(self._parts.slowest[rank])
-            record["slow_peer_s"] = round(float(self._parts.peer_wait[rank]), 7)
-        if self._verdict is not None:
-            record["verdict"], self._verdict = self._verdict, None
+            waited = int(self._parts.slowest[rank]), float(self._parts.peer_wait[rank])
+        verdict, self._verdict = self._verdict, None
+        taken = StepTaken(
+            now(),
+            rank,
+            self._group.size(),
+            self._number,
+            step,
+            row,
+            gradient_bytes,
+            max(sent - self._sent_before, 0),
+            self._ratio,
+            self._skipped,
+            waited,
+            verdict,
+        )
         self._sent_before = sent
-        records.add(record)
+        records.add(taken.record)
 
     def _carried(self) -> Mapping[int, tuple[int, float, float, int]]:
         from ringdp import _C
