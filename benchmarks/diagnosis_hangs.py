@@ -24,7 +24,7 @@ WORDS = {
     "asleep": ("Rank 1 never called all_reduce #", "sleeps at diagnosis_hang_rank.py", "in main"),
     "lock": ("Rank 1 never called all_reduce #", "waits for a lock at diagnosis_hang_rank.py", "in wait_for_a_lock"),
     "other_group": ("rank 1 waits in barrier #1 of group", "for rank 0, which has not called it"),
-    "crossed": ("Deadlock of 2 groups that are taken in other orders", "rank 1 waits in all_reduce #1 of group"),
+    "crossed": ("Deadlock of 2 groups that are taken in other orders", "rank 1 waits in all_reduce #1"),
 }
 """What `explain` has to say, by the cause."""
 
