@@ -255,7 +255,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--causes", default=",".join(CAUSES), help=f"of {', '.join(CAUSES)}")
     parser.add_argument("--windows", type=int, default=50, help=f"of {QUIET_STEPS} steps, for quiet (default 50)")
-    parser.add_argument("--hosts", type=int, default=1, help="network namespaces, for quiet (default 1: two ranks of it)")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="network namespaces, for quiet (default 1: two ranks of it)"
+    )
     parser.add_argument("--load", type=int, default=5, help="processes, for loaded (default 5)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
     args = parser.parse_args(argv)

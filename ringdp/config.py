@@ -408,8 +408,9 @@ def _port_range(text: str) -> tuple[int, int]:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of ``1gbit``, ``900mbit`` or ``100MB/s``. Decimal, as for every network: 1 gbit is 10^9 bits, 1 MB/s
-    is 10^6 bytes a second.
+    """Bytes a second of ``1gbit``, ``900mbit`` or ``100MB/s``.
+
+    Decimal, as for every network: 1 gbit is 10^9 bits, 1 MB/s is 10^6 bytes a second.
 
     Raises:
         ValueError: it is not a rate; the message is the end of a sentence that begins with the text.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -26,6 +27,7 @@ from ringdp.diagnosis.window import FIELDS, Window
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
 _LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
+_PERIOD_OF_COST = 500  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
 _numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
@@ -50,7 +52,7 @@ class StepMonitor:
         self._judged_last: tuple[Window, Verdict] | None = None
         self._told: Verdict | None = None
         self._told_at = 0.0
-        self._heard_at = 0.0
+        self._hear_again_at = 0.0
         self._recorded = 0  # the last step that was
         self._records = step_records()
         self._number = next(_numbers)
@@ -70,8 +72,11 @@ class StepMonitor:
             self._step_ended()
         if bits & _FACTS_WANTED:
             self._reducer.set_facts(self._counters.since_last(self._carried()).packed())
-        if bits & _WINDOW_CAME and time.monotonic() - self._heard_at >= _LEAST_PERIOD_S:
+        if bits & _WINDOW_CAME and time.monotonic() >= self._hear_again_at:
+            began = time.monotonic()
             self._hear()
+            ended = time.monotonic()
+            self._hear_again_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
 
     def record_last(self) -> None:
         """The last step, if it has ended and no forward has followed that recorded it. It is not recorded again."""
@@ -137,7 +142,6 @@ class StepMonitor:
         messages = self._reducer.take_window()
         if messages is None:
             return
-        self._heard_at = time.monotonic()
         self._window = Window.unpacked(messages, FACTS_BYTES)
         self._clocks.hear(self._window.told, self._window.facts)
         if self._window.rows.shape[1] == 0:
@@ -168,7 +172,7 @@ class StepMonitor:
     def _judged(self, window: Window, parts: Split) -> Verdict:
         """Once for each window."""
         if self._judged_last is None or self._judged_last[0] is not window:
-            self._judged_last = window, judge(window, parts, self._sent(parts))
+            self._judged_last = window, judge(window, parts, functools.partial(self._sent, parts))
         return self._judged_last[1]
 
     def _sent(self, parts: Split) -> Sent:

@@ -167,13 +167,14 @@ class StepRecords:
         while not self._ended:
             self._wake.wait(_PERIOD_S)
             self._write()
+        self._write()  # what came during the last
 
     def _write(self) -> None:
         if not self._waiting:
             return
         memory = memory_bytes()
         records: list[Record] = []
-        while self._waiting:
+        for _ in range(len(self._waiting)):
             make, logged = self._waiting.popleft()
             record = make()
             for name, value in logged.items():

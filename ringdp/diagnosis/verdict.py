@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,8 @@ class Verdict:
         rank: the slow one, or the sender of the slow link; None where none is named.
         peer: the receiver of the slow link.
         phase: one of `OWN`, of a slow rank.
-        cause: what keeps a slow rank: "quota", "memory", "core", "data", "sleep" or "work"; of "host" the first or third.
+        cause: what keeps a slow rank: "quota", "memory", "core", "data", "sleep" or "work"; of "host" "quota" or
+            "core".
     """
 
     kind: str
@@ -67,8 +68,8 @@ class Verdict:
         return self.text + (f" Remedy: {self.remedy}." if self.remedy else "")
 
 
-def judge(window: Window, parts: Split, sent: Sent) -> Verdict:
-    """What cost most in the window. `sent`: of a step of one rank."""
+def judge(window: Window, parts: Split, sent: Callable[[], Sent]) -> Verdict:
+    """What cost most in the window. `sent`: of a step of one rank; it is called where it is needed."""
     if window.ranks == 1 or window.rows.shape[1] < 3:
         return Verdict("none", 0.0, "There is nothing to compare.")
     found = _slow_rank(window, parts)
@@ -82,7 +83,7 @@ def judge(window: Window, parts: Split, sent: Sent) -> Verdict:
     if kept is not None and kept.cost >= share:
         return kept
     if share >= COSTLY:
-        return remedy_verdict(parts, sent, share)
+        return remedy_verdict(parts, sent(), share)
     if parts.cost >= COSTLY:
         return Verdict(
             "uneven",
@@ -122,12 +123,26 @@ def _slow_rank(window: Window, parts: Split) -> Verdict | None:
     phase = OWN[int((parts.own - _others(parts.own))[slow.rank].argmax())]
     cause = _cause(window, parts, slow.rank, phase)
     if cause.name in _SLOWS_ALL:
-        return _describe_slow_rank(window, parts, slow, phase, cause)
+        return (
+            None
+            if _others_have_it(window, slow.rank, cause.name)
+            else _describe_slow_rank(window, parts, slow, phase, cause)
+        )
     # Is it slower by what it does, too, or only by the cores that it did not get? Then a phase is hit by chance.
     by_itself = _slowest(own - window.field("off_core"), step)
     if by_itself is not None and by_itself.rank == slow.rank:
         return _describe_slow_rank(window, parts, slow, phase, cause)
     return None
+
+
+def _others_have_it(window: Window, rank: int, cause: str) -> bool:
+    """Whether half of the other ranks are kept from computing nearly as much: then `_kept_ranks` names all."""
+    field = {"quota": "throttled_s", "core": "ready_s"}.get(cause)
+    if field is None:
+        return False
+    shares = [getattr(one, field) / one.period_s if one.period_s > 0 else 0.0 for one in window.facts]
+    others = sorted(shares[:rank] + shares[rank + 1 :])
+    return others[len(others) // 2] >= _MOST * shares[rank]
 
 
 def _slowest(own: Tensor, step: float) -> _Slow | None:

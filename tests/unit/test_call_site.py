@@ -30,7 +30,7 @@ static PyMethodDef methods[] = {{"site", site, METH_NOARGS, nullptr},
                                 {"unlocked_site", unlocked_site, METH_NOARGS, nullptr},
                                 {"text", text, METH_O, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "sites", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "sites", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit_sites() { return PyModule_Create(&definition); }
 """
 PROGRAM = """

@@ -59,7 +59,7 @@ def usual(**slower: float) -> dict[str, float]:
 
 
 def verdict(made: Window) -> Verdict:
-    return judge(made, split(made), SENT)
+    return judge(made, split(made), lambda: SENT)
 
 
 QUOTA, CORE, SLEEPS = {"throttled_s": 0.6, "quota_cores": 0.5}, {"ready_s": 0.6}, {"cpu_s": 0.1}
@@ -73,7 +73,13 @@ QUOTA, CORE, SLEEPS = {"throttled_s": 0.6, "quota_cores": 0.5}, {"ready_s": 0.6}
         ({"backward": 100 * MS}, {"cpu_s": 1.0}, "backward", "work", "it computes all that time"),
         ({"between": 50 * MS}, SLEEPS, "between", "data", "DataLoader"),
         ({"after": 50 * MS}, SLEEPS, "after", "sleep", "its optimizer takes"),
-        ({"forward": 25 * MS, "backward": 50 * MS}, QUOTA, "backward", "quota", "throttled 60% of the time: its quota is 0.5 CPUs"),
+        (
+            {"forward": 25 * MS, "backward": 50 * MS},
+            QUOTA,
+            "backward",
+            "quota",
+            "throttled 60% of the time: its quota is 0.5 CPUs",
+        ),
         ({"forward": 25 * MS, "backward": 50 * MS}, CORE, "backward", "core", "other threads had the core"),
         ({"forward": 60 * MS, "backward": 90 * MS}, {"page_waits": 20_000}, "backward", "memory", "memory.max"),
         # It waited for a core a little, which does not explain the rest.
@@ -132,7 +138,9 @@ def test_a_phase_that_was_hit_while_other_threads_had_the_core_is_not_blamed() -
     assert (verdict(made).kind, verdict(made).cause) == ("rank", "data")
 
 
-@pytest.mark.parametrize("kept, cause, words", [("throttled_s", "quota", "0.5 CPUs"), ("off_core", "core", "top shows")])
+@pytest.mark.parametrize(
+    "kept, cause, words", [("throttled_s", "quota", "0.5 CPUs"), ("off_core", "core", "top shows")]
+)
 def test_a_quota_or_a_busy_core_is_named_though_all_ranks_have_it(kept: str, cause: str, words: str) -> None:
     facts = [{"throttled_s": 0.48, "quota_cores": 0.5}] * 3 if kept == "throttled_s" else None
     made = window([usual()] * 3, facts=facts)
@@ -143,6 +151,18 @@ def test_a_quota_or_a_busy_core_is_named_though_all_ranks_have_it(kept: str, cau
     assert found.cost > 0.4
     assert "rank 2 for 4" in found.text
     assert words in str(found)
+
+
+def test_of_ranks_that_all_lack_cores_the_slowest_is_not_blamed_alone() -> None:
+    own = [usual(), usual(forward=20 * MS)]
+    made = window(own, facts=[{"ready_s": 0.66}, {"ready_s": 0.78}])
+    made.rows[:, :, FIELDS.index("off_core")] = 20 * MS
+    found = verdict(made)
+    assert (found.kind, found.cause) == ("host", "core"), found
+    assert "rank 0 for" in found.text
+    assert "rank 1 for" in found.text
+    made = window(own, facts=[{"ready_s": 0.05}, {"ready_s": 0.4}])
+    assert (verdict(made).kind, verdict(made).rank) == ("rank", 1)
 
 
 def link(to: int, rate: float, busy_s: float) -> dict[str, Any]:
@@ -260,7 +280,9 @@ def test_the_quota_of_its_cgroup_and_of_those_around_it_is_read_in_both_versions
     own = groups / ("cpu" if version == 1 else "") / "kubepods/pod7"
     own.mkdir(parents=True)
     (process / "self").mkdir(parents=True)
-    (process / "self/cgroup").write_text("4:memory:/elsewhere\n1:cpu:/kubepods/pod7\n0::/\n" if version == 1 else "0::/kubepods/pod7\n")
+    (process / "self/cgroup").write_text(
+        "4:memory:/elsewhere\n1:cpu:/kubepods/pod7\n0::/\n" if version == 1 else "0::/kubepods/pod7\n"
+    )
     stat = "throttled_time" if version == 1 else "throttled_usec"
     unit = 1e9 if version == 1 else 1e6
 
