@@ -83,8 +83,7 @@ def draw(answers: dict[str, list[dict[str, Any]]], path: str) -> None:
         axes = figure.add_axes((at["x"] / 24 + 0.04, bottom + 0.035, at["w"] / 24 - 0.06, at["h"] / height - 0.075))
         for target in panel["targets"]:
             for series in answers[target["expr"]]:
-                labels = series["metric"]
-                name = re.sub(r"\{\{(\w+)\}\}", lambda it, labels=labels: labels.get(it[1], ""), target["legendFormat"])
+                name = _named(target["legendFormat"], series["metric"])
                 begin = float(series["values"][0][0])
                 points = [(float(when) - begin, float(value)) for when, value in series["values"]]
                 axes.plot(*zip(*points, strict=True), label=name)
@@ -94,6 +93,10 @@ def draw(answers: dict[str, list[dict[str, Any]]], path: str) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=6, ncols=2, loc="upper right")
     figure.savefig(path)
+
+
+def _named(pattern: str, labels: dict[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), pattern)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ class StepPhases {
 
   void forward_began(Clock::time_point now, int64_t waited_ns);
   void backward_began(Clock::time_point now, int64_t waited_ns);
-  void gradient_arrived(Clock::time_point now) { last_gradient_ = now; }  // of a micro-batch that is not averaged
+  void gradient_arrived(Clock::time_point now) { last_gradient_ = now; }    // of a micro-batch that is not averaged
   void computed(Clock::time_point now, int64_t waited_ns, RunDelay delay);  // the last gradient of the step
   StepRow finished(Clock::time_point now, int64_t waited_ns, RunDelay delay);
 
