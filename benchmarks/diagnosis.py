@@ -10,10 +10,13 @@
     quota     rank 1's cgroup may use half a core (cgroups of version 1 or 2, root)
     memory    rank 1's cgroup has less memory than the file that every rank maps and reads in forward (root)
     link      one of four hosts, which are network namespaces, has a link of a tenth of the others' rate (root)
-    quiet     nothing: in how many of the windows a rank or link is named all the same
+    quiet     nothing: in how many of the windows a rank or link is named all the same, on --hosts hosts
+    loaded    the same beside --load processes that never rest: a busy core may be named, and nothing else
+    stuck, asleep, lock, other_group   rank 1 computes, sleeps, or waits for a lock or for a collective of another group
+    crossed   two groups are taken in other orders
 
 A cause counts as named if the first verdict after it began, within 20 steps, has its rank and phase or cause, and a
-remedy.
+remedy; of the jobs that hang, if the first notice has the rank, and `explain` what it does instead.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import command
+import diagnosis_hangs as hangs
 from diagnosis_rank import QUIET_STEPS
 from hosts import Hosts, HostsError, why_not
 from measure import machine, table
@@ -49,19 +54,22 @@ WANTED: dict[str, dict[str, Any]] = {
     "memory": {"kind": "rank", "rank": SLOW, "cause": "memory"},
     "link": {"kind": "link"},
     "quiet": {},
+    "loaded": {},
 }
+QUIET = ("quiet", "loaded")
+CAUSES = (*WANTED, *hangs.WORDS)
 
 
 class Unavailable(RuntimeError):
     """This machine cannot have that cause; the message says why."""
 
 
-def run_case(cause: str, windows: int) -> dict[str, Any]:
+def run_case(cause: str, windows: int, hosts: int, load: int) -> dict[str, Any]:
     """What rank 0 found. Raises Unavailable, RanksFailed."""
     with tempfile.TemporaryDirectory(prefix="ringdp-diagnosis-") as folder:
-        settings = {"cause": cause, "folder": folder, "slow": SLOW, "windows": windows}
-        if cause == "link":
-            return _on_hosts(settings)
+        settings = {"cause": cause, "folder": folder, "slow": SLOW, "windows": windows, "load": load}
+        if cause == "link" or (cause == "quiet" and hosts > 1):
+            return _on_hosts(settings, 4 if cause == "link" else hosts)
         with _prepared(cause, settings):
             _run_local(settings)
         return json.loads(Path(folder, "found.json").read_text())
@@ -88,16 +96,18 @@ def _echo(label: str, line: str) -> None:
     sys.stderr.write(f"[{label}] {line}")
 
 
-def _on_hosts(settings: dict[str, Any]) -> dict[str, Any]:
+def _on_hosts(settings: dict[str, Any], count: int) -> dict[str, Any]:
     if reason := why_not():
         raise Unavailable(reason)
-    with Hosts(4, rate=RATE) as hosts:
-        hosts.set_rate(SLOW_RATE, only=LINK_HOST)
+    slow = settings["cause"] == "link"
+    with Hosts(count, rate=RATE if slow else "1gbit") as hosts:
+        if slow:
+            hosts.set_rate(SLOW_RATE, only=LINK_HOST)
         words = [sys.executable, RANK, json.dumps(settings)]
         python_path = {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "OMP_NUM_THREADS": "1"}
         commands = [
             Command(hosts.command(rank, words), hosts.rank_env(rank=rank, per_host=1) | python_path, f"rank {rank}")
-            for rank in range(4)
+            for rank in range(count)
         ]
         run_commands(commands, timeout_s=300, echo=_echo)
     return json.loads(Path(settings["folder"], "found.json").read_text())
@@ -111,15 +121,11 @@ def _prepared(cause: str, settings: dict[str, Any]) -> Iterator[None]:
         if len(cores) < 2:
             raise Unavailable("two cores are needed")
         settings["cores"] = cores[:2]
-        busy = subprocess.Popen(
-            [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, [{cores[1]}])\nwhile True: pass"],
-            start_new_session=True,
-            text=True,
-        )
-        try:
+        with _busy(1, core=cores[1]):
             yield
-        finally:
-            stop_all([busy])
+    elif cause == "loaded":
+        with _busy(settings["load"]):
+            yield
     elif cause in ("quota", "memory"):
         with _group(cause) as group:
             settings["group"] = str(group)
@@ -128,6 +134,18 @@ def _prepared(cause: str, settings: dict[str, Any]) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@contextlib.contextmanager
+def _busy(count: int, core: int | None = None) -> Iterator[None]:
+    """Processes that never rest, on one core or wherever."""
+    pinned = "" if core is None else f"import os\nos.sched_setaffinity(0, [{core}])\n"
+    words = [sys.executable, "-c", f"{pinned}while True: pass"]
+    running = [subprocess.Popen(words, start_new_session=True, text=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        stop_all(running)
 
 
 @contextlib.contextmanager
@@ -169,21 +187,33 @@ def _data_file(path: Path) -> str:
 
 def right(cause: str, found: dict[str, Any]) -> bool:
     """Whether the first verdict says what was done."""
-    if cause == "quiet":
-        return all(one["kind"] not in ("rank", "link") for one in found["verdicts"])
+    if cause in hangs.WORDS:
+        return hangs.right(cause, found)
+    if cause in QUIET:
+        return len(found["verdicts"]) > 0 and not any(wrong(cause, one) for one in found["verdicts"])
     if not found["verdicts"]:
         return False
     first = found["verdicts"][0]
     if cause == "link":
         return first["kind"] == "link" and LINK_HOST in (first["rank"], first["peer"]) and bool(first["remedy"])
+    if cause in ("core", "quota") and first["kind"] == "host":  # where something else slows the other rank as much
+        return first["cause"] == cause and f"rank {SLOW} for" in first["text"] and bool(first["remedy"])
     return all(first[key] == value for key, value in WANTED[cause].items()) and bool(first["remedy"])
+
+
+def wrong(cause: str, verdict: dict[str, Any]) -> bool:
+    """Whether it names a rank or link of a job that has nothing. A core that other processes load is busy indeed."""
+    return verdict["kind"] in ("rank", "link") and not (cause == "loaded" and verdict["cause"] == "core")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for cause in args.cause_list:
         try:
-            found = run_case(cause, args.windows)
+            if cause in hangs.WORDS:
+                found = hangs.run_case(cause, SLOW)
+            else:
+                found = run_case(cause, args.windows, args.hosts, args.load)
         except Unavailable as error:
             rows.append({"cause": cause, "unavailable": str(error)})
             continue
@@ -197,19 +227,24 @@ def report(result: dict[str, Any]) -> str:
         if "unavailable" in row:
             lines.append([row["cause"], "not here", "", row["unavailable"]])
             continue
+        told = "right" if row["right"] else "WRONG"
+        if row["cause"] in hangs.WORDS:
+            lines.append([row["cause"], told, "", "by one notice and explain"])
+            texts.append(f"{row['cause']}: {row['text']}")
+            continue
         verdicts = row["verdicts"]
-        if row["cause"] == "quiet":
-            named = sum(one["kind"] in ("rank", "link") for one in verdicts)
-            lines.append(
-                ["quiet", "right" if row["right"] else "WRONG", "", f"{named} of {len(verdicts)} windows named one"]
-            )
-            texts += [f"quiet: {one['text']}" for one in verdicts if one["kind"] in ("rank", "link")]
+        if row["cause"] in QUIET:
+            named = [one for one in verdicts if wrong(row["cause"], one)]
+            kinds = Counter(one["kind"] for one in verdicts)
+            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            lines.append([row["cause"], told, "", f"{len(named)} of {len(verdicts)} windows named one ({counts})"])
+            texts += [f"{row['cause']}: {one['text']}" for one in named]
             continue
         first = verdicts[0] if verdicts else {"kind": "nothing", "rank": None, "phase": None, "cause": None, "text": ""}
         what = " ".join(
             str(part) for part in (first["kind"], first["rank"], first["phase"], first["cause"]) if part is not None
         )
-        lines.append([row["cause"], "right" if row["right"] else "WRONG", str(first.get("step", "")), what])
+        lines.append([row["cause"], told, str(first.get("step", "")), what])
         texts.append(f"{row['cause']}: {first['text']} Remedy: {first.get('remedy')}.")
     about = result["machine"]
     head = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}; load {result['load']:.1f}"
@@ -218,13 +253,17 @@ def report(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--causes", default=",".join(WANTED), help=f"of {', '.join(WANTED)}")
+    parser.add_argument("--causes", default=",".join(CAUSES), help=f"of {', '.join(CAUSES)}")
     parser.add_argument("--windows", type=int, default=50, help=f"of {QUIET_STEPS} steps, for quiet (default 50)")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="network namespaces, for quiet (default 1: two ranks of it)"
+    )
+    parser.add_argument("--load", type=int, default=5, help="processes, for loaded (default 5)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
     args = parser.parse_args(argv)
     args.cause_list = args.causes.split(",")
-    if unknown := [name for name in args.cause_list if name not in WANTED]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(WANTED)}")
+    if unknown := [name for name in args.cause_list if name not in CAUSES]:
+        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(CAUSES)}")
     if args.windows < 1:
         parser.error("at least one window is needed")
     return command.run(lambda: measure(args), report, json_path=args.json, cannot=(HostsError,), failed=(RanksFailed,))

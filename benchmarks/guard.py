@@ -23,7 +23,7 @@ import models
 import session
 import torch
 import torch.distributed as dist
-from measure import format_time, machine, table
+from measure import format_time, headline, machine, table
 
 
 def run_rank(path: str) -> None:
@@ -87,10 +87,7 @@ def report(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    about = result["machine"]
-    head = f"{result['ranks']} ranks; {about['processor']}, {about['cores']} cores, torch {about['torch']}"
-    head += f"; load {result['load']:.1f}"
-    return f"{head}\n\n{table(['model', 'guard_every', 'step', 'look', 'share'], rows)}"
+    return f"{headline(result)}\n\n{table(['model', 'guard_every', 'step', 'look', 'share'], rows)}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -103,8 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
     parser.add_argument("--as-rank", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.models.split(",") if name not in models.NAMES]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(models.NAMES)}")
+    models.check_names(parser, args.models)
     try:
         args.every_list = [int(one) for one in args.every.split(",")]
     except ValueError:

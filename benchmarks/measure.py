@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,13 @@ def _cpu_seconds() -> tuple[float, float, float, float]:
     user, nice, system, _idle, _iowait, _irq, _softirq, steal = ticks
     own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return time.monotonic(), (user + nice + system) * tick_s, steal * tick_s, own
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """Of a result with `ranks`, `machine` and `load`: what stands above its table."""
+    about = result["machine"]
+    place = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}"
+    return f"{result['ranks']} ranks; {place}; load {result['load']:.1f}"
 
 
 def machine() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -188,3 +189,9 @@ def make(name: str, *, rank: int) -> Task:
     """The task called `name`: the same parameters on every rank and every call, a batch of this rank's own."""
     torch.manual_seed(0)
     return _TASKS[name](torch.Generator().manual_seed(1 + rank))
+
+
+def check_names(parser: argparse.ArgumentParser, names: str) -> None:
+    """End the program with a message where one of the comma's list is not a model."""
+    if unknown := [name for name in names.split(",") if name not in NAMES]:
+        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(NAMES)}")

@@ -25,7 +25,7 @@ import models
 import session
 import torch
 import torch.distributed as dist
-from measure import format_time, machine, table
+from measure import format_time, headline, machine, table
 
 
 def run_rank(path: str) -> None:
@@ -107,10 +107,7 @@ def report(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    about = result["machine"]
-    head = f"{result['ranks']} ranks; {about['processor']}, {about['cores']} cores, torch {about['torch']}"
-    head += f"; load {result['load']:.1f}"
-    return f"{head}\n\n{table(['model', 'step without', 'ratio', 'spread', 'monitor', 'share'], rows)}"
+    return f"{headline(result)}\n\n{table(['model', 'step without', 'ratio', 'spread', 'monitor', 'share'], rows)}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -123,8 +120,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
     parser.add_argument("--as-rank", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.models.split(",") if name not in models.NAMES]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(models.NAMES)}")
+    models.check_names(parser, args.models)
     if args.ranks < 2 or args.steps < 1 or args.blocks < 2:
         parser.error("at least two ranks, two blocks and one step are needed")
     return args

@@ -407,16 +407,27 @@ def _port_range(text: str) -> tuple[int, int]:
     return (int(single), int(single)) if single else (int(low), int(high))
 
 
-def _rate(text: str) -> int:
-    """Bytes a second. Decimal, as for every network: 1 gbit is 10^9 bits, 1 MB/s is 10^6 bytes a second."""
+def parse_rate(text: str) -> float:
+    """Bytes a second of ``1gbit``, ``900mbit`` or ``100MB/s``.
+
+    Decimal, as for every network: 1 gbit is 10^9 bits, 1 MB/s is 10^6 bytes a second.
+
+    Raises:
+        ValueError: it is not a rate; the message is the end of a sentence that begins with the text.
+    """
     match = _RATE.fullmatch(text if text.endswith("B/s") else text.lower())
     if match is None:
-        raise InvalidArgumentError(
-            f"RINGDP_RATE={text} is not a rate: write 1gbit, 100mbit or 500kbit, or bytes a second as 125MB/s"
-        )
+        raise ValueError("is not a rate: write 1gbit, 100mbit or 500kbit, or bytes a second as 125MB/s")
     amount, bits, many = match.groups()
     per_s = float(amount) * 1000.0 ** " kmg".index((bits or (many or "").lower()) or " ")
-    rate = round(per_s if bits is None else per_s / 8)
+    return per_s if bits is None else per_s / 8
+
+
+def _rate(text: str) -> int:
+    try:
+        rate = round(parse_rate(text))
+    except ValueError as error:
+        raise InvalidArgumentError(f"RINGDP_RATE={text} {error}") from None
     if rate == 0:
         raise InvalidArgumentError(f"RINGDP_RATE={text} would send nothing; leave the variable out for no limit")
     return rate

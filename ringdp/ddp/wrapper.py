@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
-from ringdp.config import REPORT_EVERY, report_every
+from ringdp.config import report_every
 from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.arguments import (
     accepted,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from ringdp.compression.rules import Rule
     from ringdp.ddp.arguments import DDPArguments
     from ringdp.diagnosis.report import Report
+from ringdp.diagnosis.window import REPORT_FORM
 
 _log = logging.getLogger("ringdp.parallel")
 
@@ -242,8 +243,9 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         settings = {} if self._weight is None else {"weight": self._weight.mode}
         if self._guard_options.every:
             settings["guard"] = str(self._guard_options)
-        if report_every() != REPORT_EVERY:
-            settings["RINGDP_REPORT_EVERY"] = str(report_every())
+        if report_every():  # without it, builds of other releases can train together
+            about = f"every {report_every()} steps, form {REPORT_FORM}"
+            settings["step report"] = f"{about} (RINGDP_REPORT_EVERY=0 on all ranks turns it off)"
         if self._reproducible:
             settings["reproducible"] = "True"
         return settings

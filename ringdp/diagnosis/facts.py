@@ -12,10 +12,12 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-_PACKED = struct.Struct("<4d2qQi4d64s")
+_PACKED = struct.Struct("<4d2qQi5d64s")
 FACTS_BYTES = 256  # room for them in csrc/torch/reducer/step_report.h
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
+_MANY_BYTES = 4 << 20  # more than buffers on the way hold
+_LONG_S = 0.1
 
 Carried = Mapping[int, tuple[int, float, float, int]]
 """By peer: bytes that arrived there, seconds with something to carry, round trip, bytes a second lately."""
@@ -29,7 +31,7 @@ class Facts:
         period_s: how long that is; 0: nothing is known.
         cpu_s: of all threads of the process.
         ready_s: for which the training thread could have run, and other threads had its core.
-        throttled_s: for which the quota of its cgroup stopped it.
+        throttled_s: for which the quota of its cgroup stopped the training thread, at most.
         page_waits: faults for which a page had to be read from a disk.
         memory_bytes: resident now.
         kernel: a number of the running kernel: ranks with the same one share its clock.
@@ -38,6 +40,7 @@ class Facts:
         link_busy_s: in which there was something to carry on it.
         link_round_trip_s: of a packet.
         link_bytes_per_s: what the kernel measured lately, at its best.
+        quota_cores: what its cgroup may use, and those around it; 0: there is no quota.
         host: its name.
     """
 
@@ -53,6 +56,7 @@ class Facts:
     link_busy_s: float = 0.0
     link_round_trip_s: float = 0.0
     link_bytes_per_s: float = 0.0
+    quota_cores: float = 0.0
     host: str = ""
 
     def packed(self) -> bytes:
@@ -67,13 +71,22 @@ class Facts:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that the busiest link carried while it was busy, as far as that is known; else 0.
+        """Bytes a second that the busiest link carried while it was busy, at least; 0: not known.
 
-        Of few bytes the time is mostly the peer's, until it acknowledges the last of them: then the kernel knows
-        better.
+        Of short messages the time is mostly that of their acknowledgements, so the link can carry more.
         """
-        measured = self.link_bytes / self.link_busy_s if self.link_busy_s > 0 else 0.0
-        return max(measured, self.link_bytes_per_s)
+        return self.link_bytes / self.link_busy_s if self.link_busy_s > 0 else 0.0
+
+    @property
+    def rate_at_most(self) -> float:
+        """What the busiest link can carry at most, bytes a second.
+
+        Of many bytes that is what it carried. Of few the kernel's figure may be higher; it is of a burst, which
+        switches and socket buffers take faster than the link goes.
+        """
+        if self.link_bytes >= _MANY_BYTES and self.link_busy_s >= _LONG_S:
+            return self.rate
+        return max(self.rate, self.link_bytes_per_s)
 
 
 class FactCounters:
@@ -94,10 +107,11 @@ class FactCounters:
             period_s=period,
             cpu_s=cpu,
             ready_s=ready,
-            throttled_s=throttled,
+            throttled_s=min(throttled, ready if ready > 0 else period),  # of a group it is the sum of its threads
             page_waits=int(waits),
             memory_bytes=memory_bytes(),
             kernel=self._kernel,
+            quota_cores=min(filter(None, map(_quota_cores, self._groups)), default=0.0),
             host=socket.gethostname(),
             **link,
         )
@@ -122,7 +136,7 @@ class FactCounters:
 
     def _read(self) -> tuple[float, float, float, float, float]:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        throttled = sum(filter(None, (_throttled_s(group) for group in self._groups)))
+        throttled = sum(filter(None, (_throttled_s(group / "cpu.stat") for group in self._groups)))
         return time.monotonic(), used.ru_utime + used.ru_stime, _ready_s(), throttled, float(used.ru_majflt)
 
 
@@ -147,7 +161,7 @@ def _ready_s() -> float:
 
 
 def _cpu_groups() -> list[Path]:
-    """The files with the throttling of this process's cgroup and those around it, of either version of cgroups(7)."""
+    """The cgroup of this process and those around it that can have a CPU quota, of either version of cgroups(7)."""
     found: list[Path] = []
     with contextlib.suppress(OSError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
@@ -158,8 +172,8 @@ def _cpu_groups() -> list[Path]:
             for root in roots:
                 own = root / path.lstrip("/")
                 around = [own, *own.parents]
-                found += [one / "cpu.stat" for one in around if one.is_relative_to(root)]
-    return [file for file in dict.fromkeys(found) if _throttled_s(file) is not None]
+                found += [one for one in around if one.is_relative_to(root)]
+    return [group for group in dict.fromkeys(found) if _throttled_s(group / "cpu.stat") is not None]
 
 
 def _throttled_s(file: Path) -> float | None:
@@ -169,4 +183,14 @@ def _throttled_s(file: Path) -> float | None:
             return int(values["throttled_usec"]) * 1e-6
         if "throttled_time" in values:
             return int(values["throttled_time"]) * 1e-9
+    return None
+
+
+def _quota_cores(group: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError):  # version 2; "max" is not a number
+        quota, period = (group / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):  # version 1; -1: none
+        microseconds = int((group / "cpu.cfs_quota_us").read_text())
+        return microseconds / int((group / "cpu.cfs_period_us").read_text()) if microseconds > 0 else None
     return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -16,17 +16,18 @@ import torch.distributed as dist
 from ringdp.ddp.words import format_time
 from ringdp.diagnosis.clocks import Clocks, Offset
 from ringdp.diagnosis.facts import FACTS_BYTES, FactCounters
-from ringdp.diagnosis.records import Record, StepRecords, now, step_records
+from ringdp.diagnosis.records import StepRecords, StepTaken, now, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
 from ringdp.diagnosis.split import Split, split
 from ringdp.diagnosis.timeline_session import timelines
-from ringdp.diagnosis.verdict import COSTLY, Verdict, judge
+from ringdp.diagnosis.verdict import COSTLY, Verdict, judge, usual_rate
 from ringdp.diagnosis.window import FIELDS, Window
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
 _LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
+_PERIOD_OF_COST = 500  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
 _numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
@@ -48,15 +49,15 @@ class StepMonitor:
         self._clocks = Clocks()
         self._window: Window | None = None
         self._parts: Split | None = None
+        self._judged_last: tuple[Window, Verdict] | None = None
         self._told: Verdict | None = None
         self._told_at = 0.0
-        self._heard_at = 0.0
+        self._hear_again_at = 0.0
         self._recorded = 0  # the last step that was
         self._records = step_records()
         self._number = next(_numbers)
         self._sent_before = _bytes_sent()
         self._ratio = 1.0
-        self._host = socket.gethostname()
         self._skipped = 0
         self._verdict: str | None = None
         self._timelines = timelines()
@@ -71,13 +72,16 @@ class StepMonitor:
             self._step_ended()
         if bits & _FACTS_WANTED:
             self._reducer.set_facts(self._counters.since_last(self._carried()).packed())
-        if bits & _WINDOW_CAME and time.monotonic() - self._heard_at >= _LEAST_PERIOD_S:
+        if bits & _WINDOW_CAME and time.monotonic() >= self._hear_again_at:
+            began = time.monotonic()
             self._hear()
+            ended = time.monotonic()
+            self._hear_again_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
 
     def record_last(self) -> None:
         """The last step, if it has ended and no forward has followed that recorded it. It is not recorded again."""
         self._step_ended()
-        self._recorded = self._reducer.stats()["steps"]
+        self._recorded = self._reducer.last_step()[0]
 
     def group_replaced(self, group: dist.ProcessGroup) -> None:
         """The reducer averages over another group from now on."""
@@ -87,15 +91,16 @@ class StepMonitor:
     def _step_ended(self) -> None:
         if self._records is None and not self._timelines.active:
             return
-        stats: Mapping[str, Any] = self._reducer.stats()
-        if stats["steps"] == self._recorded:
+        steps, gradient_bytes, finite, row = self._reducer.last_step()
+        if steps == self._recorded:
             return
-        self._recorded = stats["steps"]
+        self._recorded = steps
         if self._records is not None:
-            self._record(self._records, stats)
+            self._skipped += finite is False
+            self._record(self._records, steps, gradient_bytes, row)
         if self._timelines.active:
-            row = dict(zip(FIELDS, self._reducer.last_row(), strict=True))
-            self._timelines.add_step(stats["steps"], row, self._reducer.times(), self._clock())
+            named = dict(zip(FIELDS, row, strict=True))
+            self._timelines.add_step(steps, named, self._reducer.times(), self._clock())
 
     def report(self) -> Report:
         """Of what the ranks told last. Waits for nobody."""
@@ -103,7 +108,7 @@ class StepMonitor:
         window, parts = self._window, self._parts
         if window is None or parts is None or window.rows.shape[1] == 0:
             return NOTHING_YET
-        verdict = judge(window, parts, self._sent(parts))
+        verdict = self._judged(window, parts)
         slow_links = _link_shares(window, parts, verdict)
         offsets = self._clocks.offsets()
         rows = []
@@ -137,7 +142,6 @@ class StepMonitor:
         messages = self._reducer.take_window()
         if messages is None:
             return
-        self._heard_at = time.monotonic()
         self._window = Window.unpacked(messages, FACTS_BYTES)
         self._clocks.hear(self._window.told, self._window.facts)
         if self._window.rows.shape[1] == 0:
@@ -148,9 +152,10 @@ class StepMonitor:
 
     def _tell(self, window: Window, parts: Split) -> None:
         step = float(parts.step.mean())
-        if parts.cost < COSTLY or parts.cost * step < _LEAST_LOST_S:
+        verdict = self._judged(window, parts)
+        lost = verdict.cost if verdict.kind == "host" else parts.cost
+        if lost < COSTLY or lost * step < _LEAST_LOST_S:
             return
-        verdict = judge(window, parts, self._sent(parts))
         if verdict.kind == "none" or (verdict.same_as(self._told) and time.monotonic() - self._told_at < _REPEAT_S):
             return
         self._told, self._told_at = verdict, time.monotonic()
@@ -158,11 +163,17 @@ class StepMonitor:
         _log.warning(
             "step %d: %.0f %% of a step (%s of %s) is not computing. %s",
             window.step,
-            100 * parts.cost,
-            format_time(parts.cost * step),
+            100 * lost,
+            format_time(lost * step),
             format_time(step),
             verdict,
         )
+
+    def _judged(self, window: Window, parts: Split) -> Verdict:
+        """Once for each window."""
+        if self._judged_last is None or self._judged_last[0] is not window:
+            self._judged_last = window, judge(window, parts, functools.partial(self._sent, parts))
+        return self._judged_last[1]
 
     def _sent(self, parts: Split) -> Sent:
         assert self._window is not None
@@ -196,35 +207,33 @@ class StepMonitor:
     def _clock(self) -> Offset:
         return clock_of(self._clocks.offsets(), self._group.rank())
 
-    def _record(self, records: StepRecords, stats: Mapping[str, Any]) -> None:
-        """The step that has ended."""
-        row: list[float] = self._reducer.last_row()
-        if stats["steps"] in (2, 12) or stats["steps"] % 200 == 0:  # it takes a while for many parameters
+    def _record(self, records: StepRecords, step: int, gradient_bytes: int, row: list[float]) -> None:
+        """The step that has ended. What takes time is done by the thread of the records."""
+        if step in (2, 12) or step % 200 == 0:  # it takes a while for many parameters
             rows = self._reducer.bucket_rows()
             coded = sum(one["bytes_after"] for one in rows)
             self._ratio = sum(one["bytes_before"] for one in rows) / coded if coded else 1.0
-        sent, rank, ranks = _bytes_sent(), self._group.rank(), self._group.size()
-        self._skipped += self._reducer.finite() is False
-        record: Record = {"time": now(), "rank": rank, "world": ranks, "host": self._host}
-        record |= {"model": self._number, "step": stats["steps"]}
-        record["step_s"] = round(sum(row[:6]), 7)
-        record |= {f"{name}_s": round(value, 7) for name, value in zip(FIELDS, row, strict=True)}
-        on_its_way = row[FIELDS.index("on_its_way")]
-        reduced = stats["bytes"] / self._ratio * 2 * (ranks - 1) / ranks
-        record |= {
-            "bytes": stats["bytes"],
-            "sent_bytes": max(sent - self._sent_before, 0),
-            "ratio": round(self._ratio, 3),
-            "busbw_bytes_per_s": round(reduced / on_its_way) if on_its_way > 0 else 0,
-            "skipped": self._skipped,
-        }
+        sent, rank = _bytes_sent(), self._group.rank()
+        waited = None
         if self._parts is not None:
-            record["slow_peer"] = int(self._parts.slowest[rank])
-            record["slow_peer_s"] = round(float(self._parts.peer_wait[rank]), 7)
-        if self._verdict is not None:
-            record["verdict"], self._verdict = self._verdict, None
+            waited = int(self._parts.slowest[rank]), float(self._parts.peer_wait[rank])
+        verdict, self._verdict = self._verdict, None
+        taken = StepTaken(
+            now(),
+            rank,
+            self._group.size(),
+            self._number,
+            step,
+            row,
+            gradient_bytes,
+            max(sent - self._sent_before, 0),
+            self._ratio,
+            self._skipped,
+            waited,
+            verdict,
+        )
         self._sent_before = sent
-        records.add(record)
+        records.add(taken.record)
 
     def _carried(self) -> Mapping[int, tuple[int, float, float, int]]:
         from ringdp import _C
@@ -255,8 +264,8 @@ def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
     """The share of communication that a slow link is the reason of: what the others' speed would have saved."""
     if verdict.kind != "link" or verdict.rank is None:
         return 0.0
-    rates = [facts.rate for facts in window.facts if facts.link_to >= 0]
-    return 1 - window.facts[verdict.rank].rate / max(rates)
+    usual = usual_rate([facts for facts in window.facts if facts.link_to >= 0])
+    return max(0.0, 1 - window.facts[verdict.rank].rate / usual) if usual > 0 else 0.0
 
 
 def _bytes_sent() -> int:

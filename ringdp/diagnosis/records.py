@@ -7,12 +7,14 @@ import functools
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ringdp import config
 from ringdp.diagnosis.facts import memory_bytes
@@ -33,6 +35,75 @@ OWN_NAMES = frozenset(
     )
 )
 """What a record has; `ringdp.metrics.log` takes other names."""
+
+
+_SECONDS = tuple(f"{name}_s" for name in FIELDS)
+_ON_ITS_WAY = FIELDS.index("on_its_way")
+_BLOCKED = FIELDS.index("exposed") + 1  # the first so many fields make a step
+
+
+class StepTaken(NamedTuple):
+    """A step as the training thread hands it on.
+
+    Attributes:
+        time: see `now`.
+        rank, world: of the group that averages.
+        model: its number in this process.
+        step: its number.
+        row: of `FIELDS`.
+        bytes: of gradients.
+        sent: bytes of this process, since the step before.
+        ratio: of compression.
+        skipped: steps so far whose gradients were not finite.
+        waited: for which rank in the last window, and how long a step; None: not known yet.
+        verdict: what was logged since the step before.
+    """
+
+    time: float
+    rank: int
+    world: int
+    model: int
+    step: int
+    row: list[float]
+    bytes: int
+    sent: int
+    ratio: float
+    skipped: int
+    waited: tuple[int, float] | None
+    verdict: str | None
+
+    def record(self) -> Record:
+        on_its_way = self.row[_ON_ITS_WAY]
+        reduced = self.bytes / self.ratio * 2 * (self.world - 1) / self.world
+        record: Record = {
+            "time": self.time,
+            "rank": self.rank,
+            "world": self.world,
+            "host": _host_name(),
+            "model": self.model,
+            "step": self.step,
+            "step_s": round(sum(self.row[:_BLOCKED]), 7),
+            **_seconds(self.row),
+            "bytes": self.bytes,
+            "sent_bytes": self.sent,
+            "ratio": round(self.ratio, 3),
+            "busbw_bytes_per_s": round(reduced / on_its_way) if on_its_way > 0 else 0,
+            "skipped": self.skipped,
+        }
+        if self.waited is not None:
+            record["slow_peer"], record["slow_peer_s"] = self.waited[0], round(self.waited[1], 7)
+        if self.verdict is not None:
+            record["verdict"] = self.verdict
+        return record
+
+
+def _seconds(row: list[float]) -> Record:
+    return dict(zip(_SECONDS, [round(value, 7) for value in row], strict=True))
+
+
+@functools.cache
+def _host_name() -> str:
+    return socket.gethostname()
 
 
 class Source(Protocol):
@@ -58,7 +129,7 @@ class StepRecords:
     def __init__(self, sinks: list[Sink], rank: int) -> None:
         self.rank = rank
         self._sinks = sinks
-        self._waiting: deque[Record] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[Callable[[], Record], Record]] = deque(maxlen=_MOST_WAITING)
         self._logged: Record = {}
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._failed: set[str] = set()
@@ -77,9 +148,10 @@ class StepRecords:
         """Values that go with the next record."""
         self._logged.update(values)
 
-    def add(self, record: Record) -> None:
+    def add(self, make: Callable[[], Record]) -> None:
+        """The record is made by the thread that writes."""
         logged, self._logged = self._logged, {}
-        self._waiting.append(record | logged)
+        self._waiting.append((make, logged))
 
     def close(self) -> None:
         """Write what waits, for some seconds at most."""
@@ -95,15 +167,20 @@ class StepRecords:
         while not self._ended:
             self._wake.wait(_PERIOD_S)
             self._write()
+        self._write()  # what came during the last
 
     def _write(self) -> None:
-        records: list[Record] = []
-        while self._waiting:
-            records.append(self._waiting.popleft())
-        if not records:
+        if not self._waiting:
             return
         memory = memory_bytes()
-        records = [{**{key: _number(value) for key, value in one.items()}, "memory_bytes": memory} for one in records]
+        records: list[Record] = []
+        for _ in range(len(self._waiting)):
+            make, logged = self._waiting.popleft()
+            record = make()
+            for name, value in logged.items():
+                record[name] = _number(value)
+            record["memory_bytes"] = memory
+            records.append(record)
         for sink in self._sinks:
             try:
                 sink.write(records)

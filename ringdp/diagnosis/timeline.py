@@ -7,6 +7,7 @@ of torch.profiler.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import deque
@@ -120,7 +121,7 @@ class Timeline:
                 continue
             number = seen[flow.peer, flow.sends] = seen.get((flow.peer, flow.sends), -1) + 1
             ends = (self.rank, flow.peer) if flow.sends else (flow.peer, self.rank)
-            arrow = f"{group}:{record.sequence}:{ends[0]}:{ends[1]}:{number}"
+            arrow = _arrow_id(f"{group}:{record.sequence}:{ends[0]}:{ends[1]}:{number}")
             kind = (_TO if flow.sends else _FROM) + 100 * flow.peer
             verb = f"{'send to' if flow.sends else 'receive from'} rank {flow.peer}: {name}"
             end_ns = max(flow.last_ns, flow.first_ns + 1)  # one frame comes in no time, and its arrow needs a slice
@@ -166,6 +167,11 @@ def track_name(track: int) -> str:
     if track < _TO:
         return "operations" if track < _OPERATIONS + 500 else "last bytes"
     return f"{'to' if track < _FROM else 'from'} rank {track % 1_000_000 // 100}"
+
+
+def _arrow_id(what: str) -> int:
+    """The same on both ranks. Perfetto takes numbers only, and JavaScript's have 53 bits."""
+    return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=6).digest(), "little")
 
 
 def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from ringdp.diagnosis.facts import Facts
 
-FIELDS = ("between", "forward", "backward", "after", "other_wait", "exposed", "coding", "on_its_way")
+FIELDS = ("between", "forward", "backward", "after", "other_wait", "exposed", "coding", "on_its_way", "off_core")
 """What a row has of a step, in seconds; csrc/torch/reducer/step_phases.h says what each is."""
+
+REPORT_FORM = 2
+"""Of what the ranks tell each other; another number whenever a field is added to it."""
 
 OWN = FIELDS[:4]
 _WARM_UP = 2  # steps at the beginning that are left out

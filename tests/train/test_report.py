@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from tests.train.harness import default_group, ring_is_built, run_ranks
+from tests.train.harness import RankFailed, default_group, ring_is_built, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 SLEEP_S = 0.03
@@ -170,7 +170,7 @@ def test_the_timeline_has_all_ranks_on_one_clock_with_arrows_from_senders_to_rec
     names = {event["name"] for event in events}
     assert {"forward", "backward", "optimizer", "between steps (data loading)", "bucket 0 ready"} <= names
     slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    arrows: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    arrows: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for event in events:
         if event["ph"] == "X":
             slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
@@ -181,6 +181,7 @@ def test_the_timeline_has_all_ranks_on_one_clock_with_arrows_from_senders_to_rec
         track.sort()
         assert all(before[1] <= after[0] + 1e-3 for before, after in itertools.pairwise(track))
     assert sum(event["name"] == "backward" for event in events) == 3 * 5
+    assert all(isinstance(arrow, int) and 0 <= arrow < 1 << 53 for arrow in arrows)  # Perfetto drops all others
     both = [pair for pair in arrows.values() if len(pair) == 2]
     assert len(both) >= 0.9 * len(arrows) > 0
     assert all(pair["s"]["ts"] <= pair["f"]["ts"] + 1 and pair["s"]["pid"] != pair["f"]["pid"] for pair in both)
@@ -208,3 +209,16 @@ def test_torchs_profiler_shows_bucket_algorithm_and_peers_waiting_apart_from_mov
         for verb in ("move", "wait"):
             [name] = [name for name in names if name.startswith(f"ringdp {verb} bucket 0: ")]
             assert f"(fold, 64 KiB, rank {1 - rank})" in name
+
+
+def tell_in_another_form() -> None:
+    import ringdp.ddp.wrapper as wrapper
+
+    if default_group().rank() == 1:
+        wrapper.REPORT_FORM -= 1  # type: ignore[attr-defined]  # as a build of another release has it
+    made()
+
+
+def test_builds_whose_reports_differ_are_refused_before_the_first_step() -> None:
+    with pytest.raises(RankFailed, match=r"step report is every 20 steps, form .*RINGDP_REPORT_EVERY=0 on all ranks"):
+        run_ranks(tell_in_another_form, world_size=2, backend="ring")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,10 +59,10 @@ def usual(**slower: float) -> dict[str, float]:
 
 
 def verdict(made: Window) -> Verdict:
-    return judge(made, split(made), SENT)
+    return judge(made, split(made), lambda: SENT)
 
 
-QUOTA, CORE, SLEEPS = {"throttled_s": 0.6}, {"ready_s": 0.6}, {"cpu_s": 0.1}
+QUOTA, CORE, SLEEPS = {"throttled_s": 0.6, "quota_cores": 0.5}, {"ready_s": 0.6}, {"cpu_s": 0.1}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -71,7 +73,13 @@ QUOTA, CORE, SLEEPS = {"throttled_s": 0.6}, {"ready_s": 0.6}, {"cpu_s": 0.1}
         ({"backward": 100 * MS}, {"cpu_s": 1.0}, "backward", "work", "it computes all that time"),
         ({"between": 50 * MS}, SLEEPS, "between", "data", "DataLoader"),
         ({"after": 50 * MS}, SLEEPS, "after", "sleep", "its optimizer takes"),
-        ({"forward": 25 * MS, "backward": 50 * MS}, QUOTA, "backward", "quota", "cpu.max"),
+        (
+            {"forward": 25 * MS, "backward": 50 * MS},
+            QUOTA,
+            "backward",
+            "quota",
+            "throttled 60% of the time: its quota is 0.5 CPUs",
+        ),
         ({"forward": 25 * MS, "backward": 50 * MS}, CORE, "backward", "core", "other threads had the core"),
         ({"forward": 60 * MS, "backward": 90 * MS}, {"page_waits": 20_000}, "backward", "memory", "memory.max"),
         # It waited for a core a little, which does not explain the rest.
@@ -115,6 +123,48 @@ def test_ranks_that_take_turns_are_not_blamed(ranks: int) -> None:
         assert verdict(made).kind in ("uneven", "none"), (seed, verdict(made))
 
 
+def test_a_phase_that_was_hit_while_other_threads_had_the_core_is_not_blamed() -> None:
+    """A busy machine takes the core from one rank more than from the other, in whatever phase it is."""
+    for seed in range(20):
+        made = window([usual()] * 2, seed=seed, facts=[{"ready_s": 0.28}, {"ready_s": 0.2}])
+        chance = random.Random(seed)
+        for step in range(STEPS):
+            late = torch.tensor([0.0, chance.uniform(5 * MS, 7 * MS)])
+            made.rows[:, step, FIELDS.index("between")] += late
+            made.rows[:, step, FIELDS.index("off_core")] += late
+            made.rows[:, step, FIELDS.index("exposed")] += late.max() - late
+        assert verdict(made).kind not in ("rank", "link"), (seed, verdict(made))
+    made.rows[:, :, FIELDS.index("off_core")] = 0  # it had its core, and spent the time there
+    assert (verdict(made).kind, verdict(made).cause) == ("rank", "data")
+
+
+@pytest.mark.parametrize(
+    "kept, cause, words", [("throttled_s", "quota", "0.5 CPUs"), ("off_core", "core", "top shows")]
+)
+def test_a_quota_or_a_busy_core_is_named_though_all_ranks_have_it(kept: str, cause: str, words: str) -> None:
+    facts = [{"throttled_s": 0.48, "quota_cores": 0.5}] * 3 if kept == "throttled_s" else None
+    made = window([usual()] * 3, facts=facts)
+    if kept == "off_core":
+        made.rows[:, :, FIELDS.index("off_core")] = 15 * MS
+    found = verdict(made)
+    assert (found.kind, found.cause) == ("host", cause)
+    assert found.cost > 0.4
+    assert "rank 2 for 4" in found.text
+    assert words in str(found)
+
+
+def test_of_ranks_that_all_lack_cores_the_slowest_is_not_blamed_alone() -> None:
+    own = [usual(), usual(forward=20 * MS)]
+    made = window(own, facts=[{"ready_s": 0.66}, {"ready_s": 0.78}])
+    made.rows[:, :, FIELDS.index("off_core")] = 20 * MS
+    found = verdict(made)
+    assert (found.kind, found.cause) == ("host", "core"), found
+    assert "rank 0 for" in found.text
+    assert "rank 1 for" in found.text
+    made = window(own, facts=[{"ready_s": 0.05}, {"ready_s": 0.4}])
+    assert (verdict(made).kind, verdict(made).rank) == ("rank", 1)
+
+
 def link(to: int, rate: float, busy_s: float) -> dict[str, Any]:
     return {"link_to": to, "link_bytes": rate * busy_s, "link_busy_s": busy_s, "link_bytes_per_s": rate}
 
@@ -138,6 +188,18 @@ def test_links_of_one_speed_are_not_blamed_but_communication_is() -> None:
     found = verdict(window([usual()] * 3, communication=100 * MS, facts=facts))
     assert (found.kind, found.rank) == ("communication", None)
     assert "compression='int8'" in found.remedy
+
+
+def test_a_burst_that_a_buffer_took_is_not_the_speed_of_a_link() -> None:
+    """What was once said: 117 MB/s, the others' 591 MB/s, of links of one speed."""
+    facts = [link(to, 117e6, 0.5) for to in (1, 2, 3, 0)]
+    for burst in facts[1:]:
+        burst["link_bytes_per_s"] = 591e6
+    assert verdict(window([usual()] * 4, communication=100 * MS, facts=facts)).kind == "communication"
+    # Short messages: what they carried says little, and the kernel saw more.
+    facts = [link(to, 117e6, 0.02) for to in (1, 2, 3, 0)]
+    facts[0] |= {"link_bytes": 0.5e6, "link_busy_s": 0.02}
+    assert verdict(window([usual()] * 4, communication=100 * MS, facts=facts)).kind != "link"
 
 
 def test_a_slow_link_that_carries_little_is_not_blamed() -> None:
@@ -203,6 +265,43 @@ def test_ranks_of_one_kernel_share_a_clock_and_before_an_exchange_nothing_is_kno
 
 
 def test_facts_come_back_as_they_were_sent() -> None:
-    facts = Facts(1.5, 1.25, 0.5, 0.25, 7, 1 << 33, 2**64 - 1, 3, 1e9, 2.5, 1e-4, 1e8, "a-host.example")
+    facts = Facts(1.5, 1.25, 0.5, 0.25, 7, 1 << 33, 2**64 - 1, 3, 1e9, 2.5, 1e-4, 1e8, 0.5, "a-host.example")
     assert Facts.unpacked(facts.packed() + bytes(20)) == facts
     assert Facts.unpacked(bytes(256)) == Facts(link_to=0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_quota_of_its_cgroup_and_of_those_around_it_is_read_in_both_versions(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ringdp.diagnosis import facts
+
+    process, groups = tmp_path / "proc", tmp_path / "cgroup"
+    own = groups / ("cpu" if version == 1 else "") / "kubepods/pod7"
+    own.mkdir(parents=True)
+    (process / "self").mkdir(parents=True)
+    (process / "self/cgroup").write_text(
+        "4:memory:/elsewhere\n1:cpu:/kubepods/pod7\n0::/\n" if version == 1 else "0::/kubepods/pod7\n"
+    )
+    stat = "throttled_time" if version == 1 else "throttled_usec"
+    unit = 1e9 if version == 1 else 1e6
+
+    def throttle(group: Path, seconds: float, cores: float) -> None:
+        (group / "cpu.stat").write_text(f"nr_periods 9\nnr_throttled 4\n{stat} {int(seconds * unit)}\n")
+        if version == 1:
+            (group / "cpu.cfs_quota_us").write_text(str(int(cores * 100_000)))
+            (group / "cpu.cfs_period_us").write_text("100000")
+        else:
+            (group / "cpu.max").write_text(f"{int(cores * 100_000) if cores > 0 else 'max'} 100000\n")
+
+    throttle(own, 1.0, -1e-5)
+    throttle(own.parent, 2.0, 0.5)
+    monkeypatch.setattr(facts, "_PROC", process)
+    monkeypatch.setattr(facts, "_CGROUPS", groups)
+    counters = facts.FactCounters()
+    time.sleep(0.01)
+    throttle(own, 1.5, -1e-5)
+    throttle(own.parent, 2.5, 0.5)
+    told = counters.since_last({})
+    assert told.quota_cores == 0.5
+    assert told.throttled_s == told.period_s  # more than one thread of the group was stopped

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,15 @@ def record(step: int, **more: Any) -> Record:
     return base | phases | {"sent_bytes": 1 << 20, "memory_bytes": 2 << 30} | more
 
 
+def made(step: int) -> Callable[[], Record]:
+    return functools.partial(record, step)
+
+
 def test_records_are_written_with_what_was_logged_and_a_tensor_is_read_later(tmp_path: Path) -> None:
     records = StepRecords([JsonLines(tmp_path / "new" / "folder", 3)], 3)
     records.log({"loss": torch.tensor(0.5)})
-    records.add(record(1))
-    records.add(record(2))
+    records.add(made(1))
+    records.add(made(2))
     records.close()
     [file] = (tmp_path / "new" / "folder").iterdir()
     first, second = map(json.loads, file.read_text().splitlines())
@@ -54,10 +60,10 @@ def test_a_disk_that_takes_nothing_is_told_once_and_no_step_waits(
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, "ringdp.metrics"):
         for step in range(20_000):
-            records.add(record(step))
+            records.add(made(step))
         assert time.monotonic() - began < 2
         records._write()
-        records.add(record(1))
+        records.add(made(1))
         records.close()
     [line] = caplog.messages
     assert "metrics of rank 0 are lost: " in line
@@ -82,7 +88,7 @@ def test_waiting_records_are_bounded() -> None:
     sink = Slow()
     records = StepRecords([sink], 0)
     for step in range(50_000):
-        records.add(record(step))
+        records.add(made(step))
     assert len(records._waiting) <= 10_000
     records.close()
     assert sink.written >= 10_000

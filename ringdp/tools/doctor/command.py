@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from ringdp.config import LaunchEnvironment
+from ringdp.config import LaunchEnvironment, parse_rate
 from ringdp.ddp.words import parse_size
 from ringdp.errors import RingError
 from ringdp.tools import starting
@@ -30,8 +30,6 @@ Look whether ringdp can work here, what it would use, and what would make it fas
 Each finding is ok, a note (works, and could be better) or a problem, with what to do. The exit code is 0 without a
 problem, 1 with one, 2 for a command line that cannot be used. Nothing is changed on any host.
 """
-_BITS = re.compile(r"(\d+(?:\.\d+)?) ?([kmgKMG]?)bit(?:/s)?")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([kmgKMG]?)B/s")
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)")
 
 
@@ -118,11 +116,13 @@ def _print(
 
 
 def rate(text: str) -> float:
-    """Bytes a second of ``1gbit``, ``900mbit`` (10^6 bits) or ``100MB/s``."""
-    found = _BITS.fullmatch(text) or _BYTES.fullmatch(text)
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: write 1gbit, 900mbit or 100MB/s")
-    return float(float(found[1]) * 1000.0 ** " kmg".index(found[2].lower() or " ")) / (8 if "bit" in text else 1)
+    """Bytes a second, above 0."""
+    try:
+        if found := parse_rate(text):
+            return found
+        raise ValueError("is not a rate: it is 0")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
 
 def duration(text: str) -> float:

@@ -155,9 +155,22 @@ py::dict times_as_dict(Reducer& reducer) {
 // See StepReport.
 int note_forward(Reducer& reducer) { return reducer.report()->note_forward(); }
 
-std::vector<float> last_row(Reducer& reducer) {
-  const StepRow row = reducer.report()->last_row();
-  return {row.begin(), row.end()};
+// Of the last step, in one call: how many there were, bytes of gradients, whether all of them were finite, and the row.
+py::tuple last_step(Reducer& reducer) {
+  StepRow row;
+  int64_t steps = 0, bytes = 0;
+  std::optional<bool> finite;
+  {
+    py::gil_scoped_release no_gil;
+    {
+      const auto report = reducer.report();
+      row = report->last_row();
+      steps = report->stats().steps;
+      bytes = report->stats().bytes;
+    }
+    finite = reducer.layout()->overflow.finite();
+  }
+  return py::make_tuple(steps, bytes, finite, std::vector<float>(row.begin(), row.end()));
 }
 
 void set_facts(Reducer& reducer, const py::bytes& facts) {
@@ -384,7 +397,7 @@ void bind_reducer(py::module_& module) {
       .def("note_forward", &note_forward, NoGil())
       .def("set_facts", &set_facts, py::arg("facts"))
       .def("take_window", &take_window)
-      .def("last_row", &last_row, NoGil())
+      .def("last_step", &last_step)
       .def(
           "steps", [](Reducer& reducer) { return reducer.report()->stats().steps; }, NoGil(),
           "How many backwards have synchronised.")

@@ -46,13 +46,18 @@ void StepPhases::backward_began(Clock::time_point now, int64_t waited_ns) {
   if (phase_ != kBackward) enter(kBackward, now, waited_ns);
 }
 
-void StepPhases::computed(Clock::time_point now, int64_t waited_ns) { enter(kExposed, now, waited_ns); }
+void StepPhases::computed(Clock::time_point now, int64_t waited_ns, RunDelay delay) {
+  enter(kExposed, now, waited_ns);
+  const float own = row_[kBetween] + row_[kForward] + row_[kBackward] + row_[kAfter];
+  row_[kOffCore] = std::min(own, static_cast<float>(delay.since(delay_)) * 1e-9F);
+}
 
-StepRow StepPhases::finished(Clock::time_point now, int64_t waited_ns) {
+StepRow StepPhases::finished(Clock::time_point now, int64_t waited_ns, RunDelay delay) {
   row_[kExposed] = seconds_between(since_, now);
   phase_ = kAfter;
   since_ = now;
   waited_ns_ = waited_ns;
+  delay_ = delay;
   const StepRow row = row_;
   row_ = {};
   return row;

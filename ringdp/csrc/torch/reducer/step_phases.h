@@ -8,6 +8,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "base/run_delay.h"
+
 namespace ringdp {
 
 // What is measured of each step, in seconds.
@@ -20,6 +22,7 @@ enum StepField : std::size_t {
   kExposed,    // the end of backward waited for the buckets
   kCoding,     // spent on encoding and decoding, beside the above
   kOnItsWay,   // from the first bucket's launch to the end
+  kOffCore,    // of the first four, for which the thread had no core though it could have run
   kStepFields
 };
 using StepRow = std::array<float, kStepFields>;
@@ -30,9 +33,9 @@ class StepPhases {
 
   void forward_began(Clock::time_point now, int64_t waited_ns);
   void backward_began(Clock::time_point now, int64_t waited_ns);
-  void gradient_arrived(Clock::time_point now) { last_gradient_ = now; }  // of a micro-batch that is not averaged
-  void computed(Clock::time_point now, int64_t waited_ns);                // the last gradient of the step
-  StepRow finished(Clock::time_point now, int64_t waited_ns);
+  void gradient_arrived(Clock::time_point now) { last_gradient_ = now; }    // of a micro-batch that is not averaged
+  void computed(Clock::time_point now, int64_t waited_ns, RunDelay delay);  // the last gradient of the step
+  StepRow finished(Clock::time_point now, int64_t waited_ns, RunDelay delay);
 
   // An optimizer of this process has ended its step. Any thread.
   static void note_optimizer();
@@ -46,6 +49,7 @@ class StepPhases {
   Clock::time_point since_;
   Clock::time_point last_gradient_;
   int64_t waited_ns_ = 0;
+  RunDelay delay_;  // when the step before was finished
 };
 
 }  // namespace ringdp

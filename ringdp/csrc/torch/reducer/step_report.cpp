@@ -40,11 +40,13 @@ int StepReport::note_forward() {
 
 void StepReport::backward_began() { phases_.backward_began(Clock::now(), RingWork::waited_ns()); }
 
-void StepReport::computed(Clock::time_point now) { phases_.computed(now, RingWork::waited_ns()); }
+void StepReport::computed(Clock::time_point now) {
+  phases_.computed(now, RingWork::waited_ns(), RunDelay::of_this_thread());
+}
 
 void StepReport::finished(bool joining) {
   const ReducerStats& stats = times_.stats();
-  last_ = phases_.finished(Clock::now(), RingWork::waited_ns());
+  last_ = phases_.finished(Clock::now(), RingWork::waited_ns(), RunDelay::of_this_thread());
   step_ended_ = true;
   if (stats.launched_ns > 0) last_[kOnItsWay] = static_cast<float>(stats.finished_ns - stats.launched_ns) * 1e-9F;
   for (std::size_t index = 0; index < layout_.store.size(); ++index)
