@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from measure import format_time, machine, table
 
-
 _WARM_UP = 15  # steps: the first look lists all tensors
 
 

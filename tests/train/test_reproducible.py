@@ -255,7 +255,11 @@ def sharded(folder: str, layouts: Sequence[Layout]) -> list[list[str]]:
         style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         parallelize_module(module, mesh["tensor"], {"0": style})
         model = RingDP(
-            module, device_mesh=mesh["replicate"], bucket_cap_mb=layout.bucket_cap_mb, reproducible=True, weight="samples"
+            module,
+            device_mesh=mesh["replicate"],
+            bucket_cap_mb=layout.bucket_cap_mb,
+            reproducible=True,
+            weight="samples",
         )
         replica, digests = mesh.get_local_rank("replicate"), []
         for step in range(STEPS):

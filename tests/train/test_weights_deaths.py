@@ -185,7 +185,9 @@ def check(plan: Plan, after: Plan) -> None:
     again: list[Story] = run_ranks(
         train, after, stories[0].states[done], world_size=len(after.shares), backend="ring", timeout_s=50
     )
-    together = [[sample for part in parts for sample in part] for parts in zip(*(one.taken for one in again), strict=True)]
+    together = [
+        [sample for part in parts for sample in part] for parts in zip(*(one.taken for one in again), strict=True)
+    ]
     assert together == taken[done:]
     for story in again:
         assert story.lost is None
