@@ -434,7 +434,7 @@ def refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"guard_every": -1}, "guard_every must be a number of steps from 0 on, not -1"),
+        ({"guard_every": -1}, "guard_every must be a number of steps from 0 on, or None, not -1"),
         ({"guard_every": True}, "guard_every must be"),
         ({"guard_every": 1.5}, "guard_every must be"),
         ({"on_divergence": "stop"}, "on_divergence must be one of 'raise', 'warn', 'sync', not 'stop'"),

@@ -1,8 +1,9 @@
-"""A rank is killed in the middle of training with unequal batches: no step counts twice, none is lost, none is wrong."""
+"""A rank is killed in the middle of training with unequal batches: no step counts twice or is lost."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 from dataclasses import dataclass, field
@@ -130,7 +131,7 @@ def step(model: Any, x: Tensor, y: Tensor, cuts: tuple[float, ...], dies: str) -
     if dies == "before forward":
         die()
     places = [0, *sorted(int(cut * len(x)) for cut in cuts), len(x)]
-    for number, (begin, end) in enumerate(zip(places, places[1:], strict=False)):
+    for number, (begin, end) in enumerate(itertools.pairwise(places)):
         last = number == len(cuts)
         model.module.dies = dies == "in forward" and last
         with contextlib.nullcontext() if last else model.no_sync():
