@@ -73,9 +73,14 @@ def refuse_rules(rules: Rules) -> None:
             )
 
 
+def averages_elements(hook: Callable[..., Any]) -> bool:
+    """Whether the hook is known to give all ranks the same mean, of each element by itself."""
+    return hook in _HOOKS or bool(getattr(hook, "per_parameter", False))
+
+
 def refuse_hook(hook: Callable[..., Any]) -> None:
     """Raise InvalidArgumentError where the hook is not known to treat elements one by one."""
-    if hook in _HOOKS or getattr(hook, "per_parameter", False):
+    if averages_elements(hook):
         return
     name = getattr(hook, "__qualname__", repr(hook))
     raise InvalidArgumentError(

@@ -30,8 +30,9 @@ from ringdp.ddp.arguments import (
     shows_all_arguments,
 )
 from ringdp.ddp.batch_weight import BatchWeight, WeightedModule
-from ringdp.ddp.divergence.guard import GuardOptions
+from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.mixin import GuardedModule
+from ringdp.ddp.divergence.options import GuardOptions
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.exit_report import report_at_exit
 from ringdp.ddp.finalization import AutomaticFinalization
@@ -113,9 +114,10 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             the kernel anew in every backward; see `gradient_memory`. False leaves torch's CPU allocator as it is, and
             so does RINGDP_GRADIENT_POOL=0.
         guard_every: steps within which a parameter, or a buffer that is not broadcast, is found that ranks do not have
-            alike to the bit, such as 100; on the CPU. 0, the default: nothing is compared.
-        on_divergence: what is done then: "raise" (the default), "warn" once for each tensor, or "sync": copy it from
-            the majority of the ranks.
+            alike to the bit, such as 100; on the CPU. 0: nothing is compared. None, the default: parameters alone,
+            within 500 steps, over ring, unless ``init_sync=False`` or a communication hook lets them differ.
+        on_divergence: what is done then: "raise", the default where guard_every is a number; "warn" once for each
+            tensor, the default otherwise; or "sync": copy it from the majority of the ranks.
         guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
         reproducible: every element's mean has the same bits for any size and order of buckets, transport and number of
             hosts, and any placement of the ranks on them, at one number of ranks: all-reduces of `process_group` add
@@ -157,8 +159,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         reduce_dtype: torch.dtype | None = None,
         weight: str | None = None,
         gradient_pool: bool = True,
-        guard_every: int = 0,
-        on_divergence: str = "raise",
+        guard_every: int | None = None,
+        on_divergence: str | None = None,
         guard_ignore: Iterable[str] = (),
         reproducible: bool = False,
         **named: Unpack[DDPArguments],
@@ -241,7 +243,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     def _settings_to_agree_on(self) -> dict[str, str]:
         """By the name of the argument, as far as it is not the default."""
         settings = {} if self._weight is None else {"weight": self._weight.mode}
-        if self._guard_options.every:
+        if self._guard_options != GuardOptions():
             settings["guard"] = str(self._guard_options)
         if report_every():  # without it, builds of other releases can train together
             about = f"every {report_every()} steps, form {REPORT_FORM}"
@@ -301,7 +303,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             self._sharded.watch(self.reducer, parameters, weighted=self._weight is not None)
             self._sharded.put_back()
         self._snapshot = _C.ModuleSnapshot(self.module)
-        self._guard = self._guard_options.guard(self)
+        self._guard = self._guard_options.guard(self, starts_alike=self._broadcast_new)
+        self._monitor.attached = self._guard if isinstance(self._guard, AttachedGuard) else None
         if self._precision is not None:
             hook = reduction_hook(self, self._precision)
             if hook is not None:
@@ -446,6 +449,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         self.reducer.register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
+        self._guard_beside(hook)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         """torch's check, which would refuse annotations that are text (``from __future__ import annotations``)."""

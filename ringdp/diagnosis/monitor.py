@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import struct
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ringdp.ddp.words import format_time
 from ringdp.diagnosis.clocks import Clocks, Offset
-from ringdp.diagnosis.facts import FACTS_BYTES, FactCounters
+from ringdp.diagnosis.facts import ATTACHED_BYTES, FACTS_BYTES, FactCounters
 from ringdp.diagnosis.records import StepRecords, StepTaken, now, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
@@ -29,8 +30,19 @@ _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step
 _LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
 _PERIOD_OF_COST = 500  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
+_STEP = struct.Struct("<q")  # the second number of a message
 _numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
+
+
+class Attached(Protocol):
+    """What else travels with what the ranks tell each other."""
+
+    def message(self) -> bytes:
+        """This rank's, of `ATTACHED_BYTES`, in the forward before the backward that carries it."""
+
+    def hear(self, step: int, told: list[bytes]) -> None:
+        """By rank; zeros of one that gave none. In the backward after step `step`."""
 
 
 class StepMonitor:
@@ -44,6 +56,8 @@ class StepMonitor:
     def __init__(self, reducer: Any, group: dist.ProcessGroup) -> None:
         note_optimizers()
         self._reducer, self._group = reducer, group
+        self.attached: Attached | None = None
+        self._messages: list[bytes] | None = None
         self._counters = FactCounters()
         self._counters.since_last(self._carried())
         self._clocks = Clocks()
@@ -71,8 +85,13 @@ class StepMonitor:
         if bits & _STEP_ENDED:
             self._step_ended()
         if bits & _FACTS_WANTED:
-            self._reducer.set_facts(self._counters.since_last(self._carried()).packed())
-        if bits & _WINDOW_CAME and time.monotonic() >= self._hear_again_at:
+            facts = self._counters.since_last(self._carried()).packed()
+            if self.attached is not None:
+                facts = facts.ljust(FACTS_BYTES - ATTACHED_BYTES, b"\0") + self.attached.message()
+            self._reducer.set_facts(facts)
+        if bits & _WINDOW_CAME:
+            self._take()
+        if self._messages is not None and time.monotonic() >= self._hear_again_at:
             began = time.monotonic()
             self._hear()
             ended = time.monotonic()
@@ -86,7 +105,7 @@ class StepMonitor:
     def group_replaced(self, group: dist.ProcessGroup) -> None:
         """The reducer averages over another group from now on."""
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
-        self._told = None
+        self._told = self._messages = None
 
     def _step_ended(self) -> None:
         if self._records is None and not self._timelines.active:
@@ -138,8 +157,18 @@ class StepMonitor:
             )
         return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)
 
-    def _hear(self) -> None:
+    def _take(self) -> None:
         messages = self._reducer.take_window()
+        if messages is None:
+            return
+        self._messages = messages
+        if self.attached is not None:
+            (step,) = _STEP.unpack_from(messages[self._group.rank()], _STEP.size)
+            self.attached.hear(step, [one[-ATTACHED_BYTES:] for one in messages])
+
+    def _hear(self) -> None:
+        self._take()
+        messages, self._messages = self._messages, None
         if messages is None:
             return
         self._window = Window.unpacked(messages, FACTS_BYTES)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ringdp.data import sampler as sampler_module
 from tests.train.harness import RankFailed, backends, default_group, ring_is_built, run_outcomes, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -26,18 +30,36 @@ def data() -> TensorDataset:
     return TensorDataset(torch.arange(SAMPLES), inputs, inputs.square().sum(1, keepdim=True).tanh())
 
 
-class Sleeper(nn.Module):
-    """Waits for each sample."""
+class Net(nn.Module):
+    """Remembers how many samples its last forward got."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        self.seconds = seconds
+        self.samples = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds * len(x))
+        self.samples = len(x)
         return self.layers(x)
+
+
+@contextlib.contextmanager
+def steps_take(net: Net, seconds: float) -> Iterator[None]:
+    """The sampler hears of so many seconds for each sample, and of 0.1 ms for each step, whatever a step takes here.
+
+    What it measures has to be a time within this block all the same.
+    """
+    began = time.monotonic()
+    measure = sampler_module._Watched.seconds
+
+    def told(watched: Any) -> float | None:
+        measured = measure(watched)
+        assert measured is None or 0 < measured < time.monotonic() - began
+        return None if measured is None else 1e-4 + seconds * net.samples
+
+    with mock.patch.object(sampler_module._Watched, "seconds", told):
+        yield
 
 
 def train(
@@ -56,7 +78,8 @@ def train(
     group = default_group()
     dataset = data()
     sampler = ringdp.data.BalancedSampler(dataset, BATCH, **options)
-    model = ringdp.RingDP(Sleeper(seconds[group.rank()]))
+    net = Net()
+    model = ringdp.RingDP(net)
     sampler.watch(model)
     if state is not None:
         sampler.load_state_dict(state["sampler"])
@@ -65,19 +88,20 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     taken: list[list[int]] = []
     losses: list[float] = []
-    while sampler.epoch < epochs and len(taken) != stop:
-        for indices, x, y in loader:
-            total = BATCH  # what weight="samples" does: the sum over ranks, and not the mean of means
-            loss = (model(x) - y).square().sum() * group.size() / total
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            taken.append(indices.tolist())
-            losses.append(float(loss.detach()) / group.size())
-            if len(taken) == stop:
+    with steps_take(net, seconds[group.rank()]):
+        while sampler.epoch < epochs and len(taken) != stop:
+            for indices, x, y in loader:
+                total = BATCH  # what weight="samples" does: the sum over ranks, and not the mean of means
+                loss = (model(x) - y).square().sum() * group.size() / total
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                taken.append(indices.tolist())
+                losses.append(float(loss.detach()) / group.size())
+                if len(taken) == stop:
+                    break
+            if sampler.state_dict()["epoch"] >= epochs:
                 break
-        if sampler.state_dict()["epoch"] >= epochs:
-            break
     return {
         "taken": taken,
         "losses": losses,
@@ -96,7 +120,7 @@ def alone(epochs: int) -> tuple[list[list[int]], list[float]]:
     """One process, without RingDP: the batches and losses."""
     from ringdp.data.order import GlobalBatches
 
-    dataset, model, batches = data(), Sleeper(0.0), GlobalBatches(SAMPLES, BATCH)
+    dataset, model, batches = data(), Net(), GlobalBatches(SAMPLES, BATCH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     taken, losses = [], []
     for epoch in range(epochs):
@@ -123,7 +147,7 @@ class Small(nn.Module):
 
     def __init__(self, most: int) -> None:
         super().__init__()
-        self.layers = Sleeper(0.0)
+        self.layers = Net()
         self.register_buffer("calls", torch.zeros(1))
         self.most = most
 
@@ -186,8 +210,7 @@ def test_losses_are_those_of_one_process_while_the_split_changes(backend: str, l
     parts = {tuple(map(len, step)) for step in zip(*(one["taken"] for one in results), strict=True)}
     assert (10, 10) in parts
     assert len(parts) > 1
-    first, second = results[0]["counts"]
-    assert first < second
+    assert results[0]["counts"] == results[1]["counts"] == (4, 16)  # by 1e-4 + 4e-4 * 4 and 1e-4 + 1e-4 * 16 seconds
 
 
 def test_a_state_goes_on_at_another_number_of_ranks() -> None:
@@ -228,7 +251,7 @@ def test_ranks_with_other_arguments_are_told(backend: str, options: dict[str, An
 def one_forgets() -> None:
     import ringdp
 
-    model = ringdp.RingDP(Sleeper(0.0))
+    model = ringdp.RingDP(Net())
     sampler = ringdp.data.BalancedSampler(SAMPLES, BATCH)
     if default_group().rank() == 0:
         sampler.watch(model)
@@ -248,7 +271,7 @@ def other_group() -> str:
     import ringdp
 
     groups = [dist.new_group([rank]) for rank in range(2)]
-    model = ringdp.RingDP(Sleeper(0.0), process_group=groups[default_group().rank()])
+    model = ringdp.RingDP(Net(), process_group=groups[default_group().rank()])
     with pytest.raises(ValueError, match=r"averages over 1 ranks.* splits batches over 2"):
         ringdp.data.BalancedSampler(SAMPLES, BATCH).watch(model)
     ringdp.data.BalancedSampler(SAMPLES, BATCH, group=groups[default_group().rank()]).watch(model)

@@ -434,8 +434,8 @@ def refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"guard_every": -1}, "guard_every must be a number of steps from 0 on, not -1"),
-        ({"guard_every": None}, "guard_every must be"),
+        ({"guard_every": -1}, "guard_every must be a number of steps from 0 on, or None, not -1"),
+        ({"guard_every": True}, "guard_every must be"),
         ({"guard_every": 1.5}, "guard_every must be"),
         ({"on_divergence": "stop"}, "on_divergence must be one of 'raise', 'warn', 'sync', not 'stop'"),
         ({"guard_ignore": "0.weight"}, "guard_ignore must be a list of names or patterns"),
@@ -449,7 +449,6 @@ def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], word
 
 
 def copied() -> bool:
-    assert wrapped(mlp())._guard is None  # by default
     model = wrapped(mlp(), guard_every=10)
     again = copy.deepcopy(model)
     optimizer = torch.optim.SGD(again.parameters(), 0.1)
@@ -497,3 +496,120 @@ def test_the_hash_of_parts_adds_up_over_any_cut() -> None:
     )
     with pytest.raises(ValueError, match="tensor 0 is Sparse"):
         _C.ReplicaHash([torch.eye(3).to_sparse()])
+
+
+def by_default(options: dict[str, Any], guilty: int, when: int, steps: int) -> tuple[list[str], int]:
+    """What the guard that nobody asked for logs, and the step after which it did."""
+    model = wrapped(mlp(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    found = 0
+    with logged() as lines:
+        for number in range(steps):
+            if number == when and default_group().rank() == guilty:
+                flip(model.module[2].weight, 5)
+            step(model, optimizer, number)
+            if lines and not found:
+                found = number - when
+    return lines, found
+
+
+def test_by_default_a_flipped_bit_is_told_once_and_training_goes_on() -> None:
+    for when in (0, 35, 700):
+        results = run_ranks(by_default, {}, 2, when, when + 540, world_size=3, backend="ring")
+        assert [len(lines) for lines, _ in results] == [1, 0, 1]
+        for rank in (0, 2):
+            (line,), steps = results[rank]
+            assert "parameter '2.weight' on rank 2 differs from that on ranks 0, 1 (of 6 tensors)" in line
+            assert steps <= 500
+
+
+def test_by_default_it_can_raise() -> None:
+    outcomes = run_outcomes(by_default, {"on_divergence": "raise"}, 1, 20, 540, world_size=2, backend="ring")
+    for outcome in outcomes:
+        assert isinstance(outcome.error, MismatchError)
+        assert "parameter '2.weight' differs between rank 0 and rank 1" in str(outcome.error)
+
+
+@pytest.mark.parametrize("options", [{"guard_every": 0}, {"init_sync": False}, {"guard_ignore": ["2.*"]}])
+def test_it_can_be_left_out(options: dict[str, Any]) -> None:
+    assert run_ranks(by_default, options, 1, 20, 540, world_size=2, backend="ring") == [([], 0)] * 2
+
+
+def hooked(name: str) -> tuple[bool, list[str]]:
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+
+    model = wrapped(mlp())
+    state: Any = None
+    hook: Any = default_hooks.allreduce_hook
+    if name == "half":
+        hook = default_hooks.bf16_compress_hook
+    elif name == "none":
+        hook = debugging_hooks.noop_hook
+    elif name == "local SGD":
+        hook = local_sgd.post_localSGD_hook
+        alone = [dist.new_group([rank]) for rank in range(2)][default_group().rank()]
+        state = local_sgd.PostLocalSGDState(None, alone, start_localSGD_iter=5)
+    model.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with logged() as lines:
+        for number in range(60):
+            step(model, optimizer, number)
+        different = len({float(one) for one in _sums(model)}) > 1
+    assert different == (name in ("none", "local SGD"))
+    return model._guard is not None, lines
+
+
+def _sums(model: Any) -> list[Tensor]:
+    import torch.distributed as dist
+
+    mine = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()]).sum().reshape(1)
+    sums = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sums, mine)
+    return sums
+
+
+@pytest.mark.parametrize(("name", "guarded"), [("mean", True), ("half", True), ("none", False), ("local SGD", False)])
+def test_a_hook_that_lets_replicas_differ_is_left_alone(name: str, guarded: bool) -> None:
+    assert run_ranks(hooked, name, world_size=2, backend="ring") == [(guarded, [])] * 2
+
+
+def normal_by_default(case: str) -> list[str]:
+    """Programs in which ranks differ on purpose, or call forward on one rank alone."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.join import Join
+
+    rank = default_group().rank()
+    module: nn.Module = WithBuffers() if case == "buffers" else mlp()
+    model = wrapped(module, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    with logged() as lines:
+        for number in range(130):
+            if case == "one rank looks" and rank == 0:
+                model(batch(0, number))  # records gradients, and has no backward
+            if case == "one rank looks":
+                dist.barrier()
+            if case == "micro-batches" and rank == 1:
+                with model.no_sync():
+                    model(batch(rank, 1000 + number)).square().mean().backward()
+            if case == "two backwards":
+                loss = model(batch(rank, number)).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            if case == "join" and number == 60:
+                with Join([model]):
+                    for again in range(3 + 4 * rank):
+                        step(model, torch.optim.SGD(model.parameters(), 0.05), again)
+            step(model, torch.optim.SGD(model.parameters(), 0.05) if case == "join" else optimizer, number)
+    assert model._guard is not None
+    assert model._guard._number > 3
+    return lines
+
+
+@pytest.mark.parametrize("case", ["buffers", "one rank looks", "micro-batches", "two backwards", "join"])
+def test_by_default_programs_that_run_without_it_run_with_it(case: str) -> None:
+    assert run_ranks(normal_by_default, case, world_size=2, backend="ring") == [[], []]

@@ -103,11 +103,24 @@ def joined(model: RingDP, step: int, dtype: torch.dtype) -> list[Tensor]:
     return losses
 
 
+def compiled(model: RingDP, step: int, dtype: torch.dtype) -> list[Tensor]:
+    """One graph, whatever the buckets are (docs/how-to/reproducible.md)."""
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        return plain(torch.compile(model, backend="aot_eager"), step, dtype)  # type: ignore[arg-type]
+
+
+def autocast(model: RingDP, step: int, dtype: torch.dtype) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return plain(model, step, dtype)
+
+
 STEP_OF: dict[str, Callable[[RingDP, int, torch.dtype], list[Tensor]]] = {
     "plain": plain,
     "weighted": weighted,
     "scaled": scaled,
     "joined": joined,
+    "compiled": compiled,
+    "autocast": autocast,
 }
 
 
@@ -196,6 +209,9 @@ def test_compressors_in_python(tmp_path: Path, compression: Any) -> None:
         ("plain", {"reduce_dtype": torch.float64, "guard_every": 1}),
         ("plain", {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
         ("plain", {"rules": [("0.*", "int8"), ("2.*", "bf16")]}),
+        ("compiled", {}),
+        ("compiled", {"compression": "int8"}),
+        ("autocast", {}),
     ],
     ids=str,
 )
@@ -217,11 +233,57 @@ def test_any_layouts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObje
     )
     layouts = data.draw(st.lists(layout, min_size=2, max_size=3))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
-    kind = data.draw(st.sampled_from(sorted(STEP_OF)))
+    kind = data.draw(st.sampled_from(["joined", "plain", "scaled", "weighted"]))
     options = {"weight": "samples"} if kind == "weighted" else {}
     if dtype == torch.float32 and data.draw(st.booleans()):
         options["compression"] = "int8"
     assert differing(tmp_path_factory.mktemp("jobs"), layouts, dtype, kind, **options) == []
+
+
+def sharded(folder: str, layouts: Sequence[Layout]) -> list[list[str]]:
+    """Three replicas of two ranks each, which share the first layer (DTensor): the digests of one for each layout."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    rank, found = int(os.environ["RANK"]), []
+    for number, layout in enumerate(layouts):
+        with mock.patch.dict(os.environ, RINGDP_HOST_ID=layout.hosts[rank], RINGDP_TRANSPORT=layout.transport):
+            dist.init_process_group("ring", init_method=f"file://{folder}/job{number}", rank=rank, world_size=6)
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("replicate", "tensor"))
+        module = net(torch.float32)
+        style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        parallelize_module(module, mesh["tensor"], {"0": style})
+        model = RingDP(
+            module,
+            device_mesh=mesh["replicate"],
+            bucket_cap_mb=layout.bucket_cap_mb,
+            reproducible=True,
+            weight="samples",
+        )
+        replica, digests = mesh.get_local_rank("replicate"), []
+        for step in range(STEPS):
+            model.zero_grad()
+            x = torch.randn(3 + 2 * replica, 64, generator=torch.Generator().manual_seed(10 * step + replica))
+            model(x).square().mean().backward()
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            digests.append(digest([g.to_local() if isinstance(g, DTensor) else g for g in gradients]))
+        found.append(digests)
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.ci
+def test_parameters_that_are_sharded_within_a_replica(tmp_path: Path) -> None:
+    layouts = [
+        Layout(hosts="aabbcc"),
+        Layout(hosts="aaaaaa", bucket_cap_mb=0.05),
+        Layout(hosts="ababab", transport="tcp", bucket_cap_mb=0.001),
+    ]
+    for found in run_ranks(sharded, str(tmp_path), layouts, world_size=6, backend=None, timeout_s=120):
+        assert len(found) == 3
+        assert all(one == found[0] for one in found)
 
 
 def hooks_of_torch(folder: str) -> None:

@@ -89,7 +89,7 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("startup.py", "--ranks 2,0", "at least one is needed"),
         ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
         ("kvstore.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt, small"),
-        ("guard.py", "--every x", "a list of numbers like 100,500"),
+        ("guard.py", "--every x", "a list of numbers like default,100,500"),
         ("unequal.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt"),
         ("rounds.py", "loss --runs nonsense", "'nonsense' is not known: choose from RingDP"),
         ("unequal.py", "--ranks 1", "at least two ranks"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
-from ringdp.ddp.divergence.guard import DivergenceGuard, GuardOptions, check_now
+from ringdp.ddp.divergence.attached import AttachedGuard
+from ringdp.ddp.divergence.guard import DivergenceGuard, check_now
+from ringdp.ddp.divergence.options import GuardOptions
+from ringdp.ddp.reproducible import averages_elements
+from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.errors import InvalidArgumentError
 
 
@@ -23,7 +28,8 @@ class GuardedModule:
 
     process_group: dist.ProcessGroup
     _guard_options: GuardOptions
-    _guard: DivergenceGuard | None
+    _guard: DivergenceGuard | AttachedGuard | None
+    _monitor: StepMonitor
     _has_joined: bool = False
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -37,7 +43,7 @@ class GuardedModule:
                 f"guard_optimizer needs a torch.optim.Optimizer, not a {type(optimizer).__name__}"
             )
         if self._guard is not None:
-            self._guard.add_optimizer(optimizer)
+            self._guard.comparison.add_optimizer(optimizer)
 
     def check_replicas(self) -> None:
         """Compare all parameters and buffers between the ranks now, to the bit. All ranks call it, between two steps.
@@ -47,7 +53,12 @@ class GuardedModule:
         Raises:
             MismatchError: they differ; names the first tensor and the ranks.
         """
-        check_now(self, self._guard)
+        check_now(self, self._guard_options.comparison() if self._guard is None else self._guard.comparison)
+
+    def _guard_beside(self, hook: Callable[..., Any]) -> None:
+        """A guard that nobody asked for rests beside a hook that may let replicas drift apart on purpose."""
+        if self._guard_options.every is None and not averages_elements(hook):
+            self._guard = self._monitor.attached = None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""

@@ -1,0 +1,81 @@
+"""The guard that nobody asked for: its hash travels with what the ranks tell each other about their steps anyway.
+
+Every RINGDP_REPORT_EVERY steps `diagnosis.monitor.StepMonitor` asks for a message and hears what all ranks gave. That
+adds no operation, so a script that runs without the guard runs with it, and the hash of a part costs what is left.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from typing import Any
+
+from ringdp.ddp.divergence.comparison import Comparison
+from ringdp.diagnosis.facts import ATTACHED_BYTES
+
+EVERY = 500  # steps within which a difference is found
+_PACKED = struct.Struct("<qQ")  # the window's number from 1 on, and the part's hash
+NOTHING = bytes(_PACKED.size)
+assert _PACKED.size == ATTACHED_BYTES
+
+
+class AttachedGuard:
+    """Used by the thread that runs forward, between steps.
+
+    Args:
+        wrapper: the RingDP, which owns this.
+        comparison: what is compared.
+        window: steps between two messages.
+    """
+
+    def __init__(self, wrapper: Any, comparison: Comparison, window: int) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self.comparison = comparison
+        self._parts = parts_of(window)
+        self._number = 0  # of the window whose message is sent
+        self._steps = -1  # the reducer's, when it was made
+        self._message = NOTHING
+        self._told: tuple[int, list[bytes]] | None = None
+
+    def message(self) -> bytes:
+        """This rank's, in a forward before the backward that carries it. Micro-batches of one step have one."""
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        steps = wrapper.reducer.steps()
+        if steps != self._steps:
+            self._steps = steps
+            self._number += 1
+            self._message = _PACKED.pack(
+                self._number, self.comparison.hash(wrapper, self._number % self._parts, self._parts)
+            )
+        return self._message
+
+    def hear(self, step: int, told: list[bytes]) -> None:
+        """What all ranks gave, by rank, in the backward after step `step`. Judged in the next forward."""
+        self._told = step, told
+
+    def look(self) -> None:
+        """In a forward. Raises MismatchError where replicas differ and that is to raise."""
+        if self._told is None:
+            return
+        (step, messages), self._told = self._told, None
+        told = [_PACKED.unpack(one) for one in messages]
+        numbers = [number for number, _ in told]
+        if len(set(numbers)) > 1:  # a rank is new, or had no forward in time: they hashed different parts
+            self._number = max(numbers)
+            self.comparison.forget_differences()
+        elif numbers[0] and any(one != told[0] for one in told):
+            wrapper = self._wrapper()
+            assert wrapper is not None
+            part = numbers[0] % self._parts
+            self.comparison.act(wrapper, wrapper.process_group, step, part=part, parts=self._parts)
+
+    def start_again(self) -> None:
+        """The wrapper has another group, or a join is over."""
+        self._told = None
+        self.comparison.forget_differences()
+
+
+def parts_of(window: int) -> int:
+    """In how many parts the replica is hashed, one in each window, so that a difference is found within `EVERY`."""
+    return max(1, (EVERY - 1) // window - 1)
