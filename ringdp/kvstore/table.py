@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import device_for
-from ringdp.kvstore.agreement import NAMED_KEYS, Operations, compare_tables, words_for
+from ringdp.kvstore.agreement import NAMED_KEYS, Operations, compare_settings, words_for
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
 from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
 from ringdp.kvstore.transfer import Transfer, reducing
@@ -138,7 +138,7 @@ class Table:
         """
         if not self._stale:
             return
-        compare_tables(self._lines(), self.group)
+        compare_settings(self._lines, lambda lines: lines, self.group, doing="use its key-value store")
         if isinstance(self.update, Optimizer):
             for name, value in (self._new | self.slices).items():
                 if not (value.is_floating_point() or value.is_complex()):
