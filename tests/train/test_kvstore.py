@@ -98,6 +98,7 @@ def test_an_updater_gets_the_owners_slices() -> None:
         ("pushed", ["push 'first'", "push 'w'"]),
         ("priority", ["push"]),
         ("value", ["cannot take 'w' float32 [4]"]),
+        ("small", ["pushpull: key 'first'", "cannot take 'first' float32 [4]"]),
         ("barrier", ["barrier", "push"]),
     ],
 )
@@ -105,7 +106,7 @@ def test_ranks_that_differ_all_get_an_error(how: str, words: list[str]) -> None:
     outcomes = run_outcomes(cases.outcome_of_disagreement, how, world_size=2, backend="ring", timeout_s=30)
     for outcome in outcomes:
         kind, text = ast.literal_eval(str(outcome.error))
-        expected = "InvalidArgumentError" if how == "value" and outcome.rank == 1 else "MismatchError"
+        expected = "InvalidArgumentError" if how in ("value", "small") and outcome.rank == 1 else "MismatchError"
         assert kind == expected, text
         for word in words:
             assert word in text
