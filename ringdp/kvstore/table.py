@@ -188,7 +188,15 @@ class Table:
             if scale != 1.0:
                 torch._foreach_mul_(targets, scale)
             sums |= zip(lot.names, targets, strict=True)
-        self.update.apply(self.slices, sums)
+        self.apply(sums)
+
+    def apply(self, sums: Mapping[str, Tensor]) -> None:
+        """Let this rank update its slices of these keys; the ranks that come to the next operation hear if it raises."""
+        try:
+            self.update.apply(self.slices, sums)
+        except Exception as error:
+            self.operations.refuse(error)
+            raise
 
     def pushpull(
         self, inputs: Mapping[str, Sequence[Tensor]], outputs: Mapping[str, Sequence[Tensor]], scale: float

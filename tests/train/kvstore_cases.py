@@ -125,6 +125,8 @@ def sums() -> dict[str, Any]:
     pushed = {name: it.clone() for name, it in out.items()}
     transposed = torch.empty(77, 123).t()
     store.pushpull("odd", mine["odd"].t().contiguous().t(), transposed)
+    store.init("empty", torch.empty(0, 4))
+    store.pushpull("empty", torch.empty(0, 4))
     store.init([3], [torch.full((5,), float(store.rank))])
     number = torch.empty(5)
     store.push(3, torch.ones(5))
@@ -200,10 +202,17 @@ def disagree(how: str) -> None:
         for _ in range(2):
             store.pushpull("first", torch.ones(3))
         store.pushpull("first", torch.ones(3), *([torch.ones(4)] if other else []))
+    if how == "updater":
+        store.set_updater(_fail_on_rank_1)
     if how == "barrier" and other:
         store.barrier()
     store.push("w", wrong)
     store.pull("w", out)
+
+
+def _fail_on_rank_1(key: str, total: Tensor, value: Tensor) -> None:
+    if dist.get_rank() == 1:
+        raise OverflowError("the updater cannot")
 
 
 def outcome_of(case: Callable[..., Any], *arguments: Any) -> tuple[str, str]:

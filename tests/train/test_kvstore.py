@@ -100,6 +100,7 @@ def test_an_updater_gets_the_owners_slices() -> None:
         ("value", ["cannot take 'w' float32 [4]"]),
         ("small", ["pushpull: key 'first'", "cannot take 'first' float32 [4]"]),
         ("barrier", ["barrier", "push"]),
+        ("updater", ["the updater cannot"]),
     ],
 )
 def test_ranks_that_differ_all_get_an_error(how: str, words: list[str]) -> None:
@@ -107,6 +108,8 @@ def test_ranks_that_differ_all_get_an_error(how: str, words: list[str]) -> None:
     for outcome in outcomes:
         kind, text = ast.literal_eval(str(outcome.error))
         expected = "InvalidArgumentError" if how in ("value", "small") and outcome.rank == 1 else "MismatchError"
+        if how == "updater" and outcome.rank == 1:
+            expected = "OverflowError"
         assert kind == expected, text
         for word in words:
             assert word in text
