@@ -9,12 +9,12 @@ number; all is trained with SGD. The ways:
 
     sharded        ringdp.nn.ShardedEmbedding, the dense part in RingDP; with prefetch, and rows as bfloat16 and int8
     DDP on gloo    nn.EmbeddingBag(sparse=True) and the dense part, whole on each rank, in torch's DDP; also on ring
-    RPC            nn.EmbeddingBag(sparse=True) as a RemoteModule on rank 0, distributed autograd and optimizer, the dense
-                   part in DDP on gloo: torch's tutorial "Combining DDP with the RPC framework"
+    RPC            nn.EmbeddingBag(sparse=True) as a RemoteModule on rank 0, distributed autograd and optimizer, the
+                   dense part in DDP on gloo: torch's tutorial "Combining DDP with the RPC framework"
 
-First all train a small table, and must give the same rows. Then they are timed one after the other, because each copy of the
-table fills memory, `--turns` times over. Times are medians of blocks, of the slowest rank; memory is a rank's part of the
-table.
+First all train a small table, and must give the same rows. Then they are timed one after the other, because each copy
+of the table fills memory, `--turns` times over. Times are medians of blocks, of the slowest rank; memory is a rank's
+part of the table.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Whole(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.bags = nn.EmbeddingBag(*weight.shape, mode="sum", sparse=True, _weight=weight)
-        self.dense = make_dense(weight.shape[1])
+        rows, dim = weight.shape
+        self.bags = nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=weight)
+        self.dense = make_dense(dim)
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         return self.dense(self.bags(ids, offsets))
@@ -158,7 +159,7 @@ class Trainee:
 
     def _remote(self, rows: int, dim: int, group: dist.ProcessGroup) -> None:
         from torch.distributed import autograd, rpc
-        from torch.distributed.nn import RemoteModule
+        from torch.distributed.nn.api.remote_module import RemoteModule
         from torch.distributed.optim import DistributedOptimizer
 
         if dist.get_rank() == 0:
@@ -174,7 +175,7 @@ class Trainee:
         def step(batch: Batch, following: Batch) -> None:
             with autograd.context() as context:
                 loss = dense(remote.forward(*batch)).square().mean()
-                autograd.backward(context, [loss])
+                autograd.backward(context, [loss])  # type: ignore[attr-defined]
                 if small:  # only there have all ranks to use the same rows
                     dist.barrier()
                 of_table.step(context)
@@ -200,7 +201,9 @@ def check(ways: Sequence[str], dim: int, groups: dict[str, dist.ProcessGroup]) -
             continue
         found = trainee.rows(torch.arange(_SMALL_ROWS))
         first = found if first is None else first
-        assert torch.allclose(found, first, atol=1e-5), f"{way} trains otherwise, by {float((found - first).abs().max())}"
+        assert torch.allclose(found, first, atol=1e-5), (
+            f"{way} trains otherwise, by {float((found - first).abs().max())}"
+        )
 
 
 def block(trainee: Trainee, batches: list[Batch], number: int, steps: int) -> float:
@@ -289,7 +292,7 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         f"sharded embedding, {result['place']['words']}",
         f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
-        f"each rank {given['samples']} samples of {given['ids']} ids a step, {result['distinct']:,.0f} of them distinct",
+        f"each rank {given['samples']} samples of {given['ids']} ids a step, {result['distinct']:,.0f} ids distinct",
         "",
         table([size, "step", "samples/s", "it / the first", "table, most on a rank"], cells),
         "",

@@ -340,7 +340,7 @@ class RowDirectory:
     def entries(self, clock: int) -> torch.Tensor:
         """int64 [n, 4], by id: id, step of its last occurrence, how often it occurred, its row or -1."""
 
-    def look_up(self, pairs: torch.Tensor, clock: int) -> tuple:
+    def look_up(self, pairs: torch.Tensor, clock: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rows, new ids, new rows) of pairs of an id and how often it occurs now; a row of -1: there is none."""
 
     @property

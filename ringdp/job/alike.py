@@ -1,5 +1,5 @@
-"""What all ranks must have alike before they begin, compared; and what one rank cannot use, told to the ranks that wait for it
-in the place where they compare."""
+"""What all ranks must have alike before they begin, compared; and what one rank cannot use, told to the ranks that wait
+for it in the place where they compare."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ class _Leaving:
 
 
 class Operations:
-    """Runs the operations of a store, or of `who`, under names, so that ranks with other keys or another optimizer fail instead of mixing.
+    """Runs the operations of a store, or of `who`, under names: ranks with other keys or another optimizer fail instead
+    of mixing.
 
     Over `ring` the frames of an operation carry its name. Other backends match operations by their order alone: there
     the ranks compare the names first.

@@ -357,7 +357,7 @@ class KVStore:
     # Inside.
 
     def _sum_small(self, key: Any, value: Values, out: Values) -> bool:
-        """A pushpull of one small key without an optimizer by its short way, where that is known; whether it was done."""
+        """A pushpull of one small key without an optimizer by its short way, if that is known; whether it was done."""
         if type(key) is list and type(value) is list and len(key) == len(value) == 1:
             key, value = key[0], value[0]
             if type(out) is list and len(out) == 1:

@@ -191,7 +191,7 @@ class Table:
         self.apply(sums)
 
     def apply(self, sums: Mapping[str, Tensor]) -> None:
-        """Let this rank update its slices of these keys; the ranks that come to the next operation hear if it raises."""
+        """Let this rank update its slices of these keys; if that raises, the ranks at the next operation hear of it."""
         try:
             self.update.apply(self.slices, sums)
         except Exception as error:

@@ -121,9 +121,7 @@ class RowExchange:
                 )
         message = self._shard.room(sum(answer))
         with self._operations.named("ids of a sharded embedding"):
-            work = dist.all_to_all_single(
-                message, asked.message, answer, asked.per_owner, group=group, async_op=True
-            )
+            work = dist.all_to_all_single(message, asked.message, answer, asked.per_owner, group=group, async_op=True)
         return Lookup(asked.inverse, asked.per_owner, answer, message, work, asked.message)
 
     def _count(self, told: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -95,7 +95,11 @@ class ShardedEmbedding(nn.Module):
         self._rank, self._ranks = rank, ranks
 
         def check() -> SparseUpdate:
-            for name, value, known in (("mode", mode, _MODES), ("reduce", reduce, ("mean", "sum")), ("wire", wire, _WIRES)):
+            for name, value, known in (
+                ("mode", mode, _MODES),
+                ("reduce", reduce, ("mean", "sum")),
+                ("wire", wire, _WIRES),
+            ):
                 if value not in known:
                     raise InvalidArgumentError(f"{name} must be one of {', '.join(known)}, not {value!r}")
             if dtype not in (torch.float32, torch.float64):
@@ -196,7 +200,7 @@ class ShardedEmbedding(nn.Module):
             for lookup, rows in used
         ]
         codes = [pending.wait() for pending in on_their_way]
-        wanted = [lookup.wanted for lookup, _ in used]
+        wanted = [lookup.wanted for lookup, _ in used if lookup.wanted is not None]  # all of them
         shard = self._shard
         rows, sums = _C.sum_rows(shard.table, codes, wanted, self._exchange.wire, self._divisor)
         self._update.apply(shard.table, shard.state, rows, sums)

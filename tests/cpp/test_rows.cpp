@@ -56,8 +56,7 @@ std::vector<T> arrived(const T* row, std::size_t dim, Wire wire) {
     float largest = 0;
     for (const T it : out) largest = std::max(largest, std::fabs(static_cast<float>(it)));
     const float scale = largest / 127.0f;
-    for (T& it : out)
-      it = scale > 0 ? static_cast<float>(std::lrint(static_cast<float>(it) / scale)) * scale : 0.0f;
+    for (T& it : out) it = scale > 0 ? static_cast<float>(std::lrint(static_cast<float>(it) / scale)) * scale : 0.0f;
   }
   return out;
 }
@@ -266,9 +265,8 @@ CASE("a list asks for each row once, at its owner") {
       });
       auto wild = list;
       for (int64_t& it : wild) it = (it - 150) * 0x123456789ABLL;  // any 64 bits
-      check_asked(rows::ask_hashed(wild, ranks), wild, [&](int64_t id) {
-        return std::make_pair(static_cast<int64_t>(rows::hash_of(id) % ranks), id);
-      });
+      check_asked(rows::ask_hashed(wild, ranks), wild,
+                  [&](int64_t id) { return std::make_pair(static_cast<int64_t>(rows::hash_of(id) % ranks), id); });
     }
 }
 

@@ -140,7 +140,7 @@ def beside_ringdp() -> tuple[float, float]:
 
 
 def grow(optimizer: str, prefetch: bool, folder: str = "", ranks_of_batch: int = 4) -> dict[str, Any]:
-    """A growing table over batches that are dealt to the ranks: what it has at the end, which no number of ranks changes.
+    """A growing table over batches that are dealt to the ranks: what it has at the end, at any number of ranks.
 
     With `folder` it is saved half way, and a new table that loads it goes on.
     """

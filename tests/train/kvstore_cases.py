@@ -145,7 +145,9 @@ def sums() -> dict[str, Any]:
     assert torch.equal(again, small)
     for turn in (1.0, 2.0):  # now by the short way: into another tensor, in place, and without an optimizer no longer
         gradient_of_turn = torch.full((1100,), turn)
-        store.pushpull(["small"], [gradient_of_turn], [small]) if turn == 1.0 else store.pushpull("small", gradient_of_turn)
+        store.pushpull(["small"], [gradient_of_turn], [small]) if turn == 1.0 else store.pushpull(
+            "small", gradient_of_turn
+        )
         store.pull("small", again)
         assert torch.equal(again, small if turn == 1.0 else gradient_of_turn)
         assert torch.equal(again, torch.full((1100,), store.num_workers * turn))
@@ -201,7 +203,7 @@ def disagree(how: str) -> None:
     if how == "small":
         for _ in range(2):
             store.pushpull("first", torch.ones(3))
-        store.pushpull("first", torch.ones(3), *([torch.ones(4)] if other else []))
+        store.pushpull("first", torch.ones(3), torch.ones(4) if other else None)
     if how == "updater":
         store.set_updater(_fail_on_rank_1)
     if how == "barrier" and other:

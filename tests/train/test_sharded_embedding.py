@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ringdp.nn.owners import RowOwners
 from ringdp import _C
+from ringdp.nn.owners import RowOwners
 from tests.train import embedding_cases as cases
 from tests.train.harness import run_outcomes, run_ranks
 
@@ -115,8 +115,8 @@ def test_files_of_three_ranks_load_at_two_and_one(tmp_path: Path) -> None:
 
 
 class PlainTable:
-    """A growing table in one process, from its definition: an id that occurs often enough gets a row, one that stays away
-    for too long loses it."""
+    """A growing table in one process, from its definition: an id that occurs often enough gets a row, one that stays
+    away for too long loses it."""
 
     def __init__(self, admit_after: int, evict_after: int) -> None:
         self.limits = admit_after, evict_after

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ringdp.data import BalancedSampler, agreement, sampler
 from ringdp.data.order import GlobalBatches
-from ringdp.job import alike
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp.job import alike
 
 Times = Callable[[int, int, float], float]  # rank, step and samples to seconds
 

@@ -95,8 +95,7 @@ Asked distinct(std::span<const Index> rows) { return find_distinct(rows); }
 RowDirectory::RowDirectory(uint64_t admit_after, uint64_t evict_after)
     : admit_after_(admit_after), evict_after_(evict_after), slots_(kLeastSlots) {}
 
-RowDirectory::Found RowDirectory::look_up(std::span<const int64_t> ids, std::span<const int64_t> times,
-                                          int64_t clock) {
+RowDirectory::Found RowDirectory::look_up(std::span<const int64_t> ids, std::span<const int64_t> times, int64_t clock) {
   Found out;
   out.rows.resize(ids.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {

@@ -30,8 +30,9 @@ struct Asked {
 };
 
 // Stateless, any thread. At most 2^30 numbers.
-Asked ask(std::span<const int64_t> ids, const Deal& deal);          // ids are rows of the owner; the list's have to be below deal.rows
-Asked ask_hashed(std::span<const int64_t> ids, uint64_t ranks);     // any numbers
+Asked ask(std::span<const int64_t> ids,
+          const Deal& deal);  // ids are rows of the owner; the list's have to be below deal.rows
+Asked ask_hashed(std::span<const int64_t> ids, uint64_t ranks);  // any numbers
 // The distinct rows of a list, in the order in which they come first; a negative one is none, and its inverse is -1.
 Asked distinct(std::span<const Index> rows);
 
@@ -45,9 +46,9 @@ class RowDirectory {
   RowDirectory(uint64_t admit_after, uint64_t evict_after);
 
   struct Found {
-    std::vector<Index> rows;          // of each id; -1: it has none
-    std::vector<int64_t> new_ids;     // those that have got a row now,
-    std::vector<Index> new_rows;      // which has to be filled
+    std::vector<Index> rows;       // of each id; -1: it has none
+    std::vector<int64_t> new_ids;  // those that have got a row now,
+    std::vector<Index> new_rows;   // which has to be filled
   };
 
   // Rows of `ids`, which may come several times. Id i occurs times[i] times at step `clock`, 0: it is only looked up.

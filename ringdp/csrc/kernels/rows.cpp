@@ -174,13 +174,13 @@ void update(const Update& how, T* table, Memory<T> memory, std::span<const Index
   loops<T>().update(Numbers<T>(how), table, memory, which, sums, dim);
 }
 
-#define RINGDP_ROWS_OF(T)                                                                           \
-  template void gather<T>(std::byte*, const T*, std::span<const Index>, std::size_t, Wire);         \
-  template void encode<T>(std::byte*, const T*, std::size_t, std::size_t, Wire);                    \
-  template void decode<T>(T*, const std::byte*, std::size_t, std::size_t, Wire);                    \
-  template void sum_bags<T>(T*, const T*, const Bags&, std::size_t);                                \
-  template void spread_bags<T>(T*, const T*, const Bags&, std::size_t);                             \
-  template void add_encoded<T>(T*, const std::byte*, std::span<const Index>, std::size_t, Wire);    \
+#define RINGDP_ROWS_OF(T)                                                                        \
+  template void gather<T>(std::byte*, const T*, std::span<const Index>, std::size_t, Wire);      \
+  template void encode<T>(std::byte*, const T*, std::size_t, std::size_t, Wire);                 \
+  template void decode<T>(T*, const std::byte*, std::size_t, std::size_t, Wire);                 \
+  template void sum_bags<T>(T*, const T*, const Bags&, std::size_t);                             \
+  template void spread_bags<T>(T*, const T*, const Bags&, std::size_t);                          \
+  template void add_encoded<T>(T*, const std::byte*, std::span<const Index>, std::size_t, Wire); \
   template void update<T>(const Update&, T*, Memory<T>, std::span<const Index>, const T*, std::size_t);
 RINGDP_ROWS_OF(float)
 RINGDP_ROWS_OF(double)

@@ -67,7 +67,8 @@ AskedTensors ask_hashed(const at::Tensor& ids, uint64_t ranks, bool count) {
   return {pairs, found.per_owner, tensor_of(found.inverse)};
 }
 
-py::tuple look_up(RowDirectory& directory, const at::Tensor& pairs, int64_t clock) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> look_up(RowDirectory& directory, const at::Tensor& pairs,
+                                                       int64_t clock) {
   const auto list = numbers(pairs, "ids with their numbers");
   if (pairs.dim() != 2 || pairs.size(1) != 2) throw Error(ErrorKind::kValue, "pairs of an id and a number are needed");
   std::vector<int64_t> ids(list.size() / 2), times(list.size() / 2);
@@ -80,7 +81,7 @@ py::tuple look_up(RowDirectory& directory, const at::Tensor& pairs, int64_t cloc
     }
     found = directory.look_up(ids, times, clock);
   }
-  return py::make_tuple(tensor_of(found.rows), tensor_of(found.new_ids), tensor_of(found.new_rows));
+  return {tensor_of(found.rows), tensor_of(found.new_ids), tensor_of(found.new_rows)};
 }
 
 // int64 [n, 4]: id, step of its last occurrence, how often it occurred, its row or -1.

@@ -1,4 +1,6 @@
 // Rows of tables for Python, over tensors on the CPU. See kernels/rows.h and kernels/row_index.h.
+#include "kernels/rows.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <pybind11/stl.h>
@@ -12,7 +14,6 @@
 #include "base/error.h"
 #include "kernels/float_mode.h"
 #include "kernels/row_index.h"
-#include "kernels/rows.h"
 #include "torch/bindings/bindings.h"
 #include "torch/bindings/flat_tensors.h"
 
@@ -93,9 +94,8 @@ at::Tensor gather(const at::Tensor& table, const at::Tensor& which, const std::s
   const FloatModeScope mode;
   const auto wanted = indices(which, size_of(table, 0));
   at::Tensor out = room_for(table, wanted.size(), wire);
-  with_type(table, [&]<class T>(T) {
-    rows::gather(bytes(out), table.const_data_ptr<T>(), wanted, size_of(table, 1), wire);
-  });
+  with_type(table,
+            [&]<class T>(T) { rows::gather(bytes(out), table.const_data_ptr<T>(), wanted, size_of(table, 1), wire); });
   return out;
 }
 
@@ -224,7 +224,8 @@ void update_rows(const std::string& name, at::Tensor& table, std::vector<at::Ten
   if (states.size() != kept) refuse(name + " keeps " + std::to_string(kept) + " tensors");
   for (const at::Tensor& state : states) {
     require_matrix(state, table.scalar_type(), "a state");
-    if (state.size(0) != table.size(0) || state.size(1) != (how.rule == rows::Rule::kRowwiseAdagrad ? 1 : table.size(1)))
+    if (state.size(0) != table.size(0) ||
+        state.size(1) != (how.rule == rows::Rule::kRowwiseAdagrad ? 1 : table.size(1)))
       refuse("a state does not fit the table");
   }
   const py::gil_scoped_release no_gil;
@@ -256,9 +257,10 @@ void bind_rows(py::module_& module) {
              py::arg("divisor"),
              "(rows, sums): of encoded gradients of rows of a table, list by list in order, the sum for each distinct\n"
              "row, by `divisor`; int32 [n] and [n, dim].");
-  module.def("update_rows", &update_rows, py::arg("rule"), py::arg("table"), py::arg("states"), py::arg("which"),
-             py::arg("sums"), py::arg("rate"), py::arg("eps"), py::arg("betas"),
-             "Update rows `which`, each given once, in place by \"sgd\", \"adagrad\", \"rowwise_adagrad\" or \"adam\".");
+  module.def(
+      "update_rows", &update_rows, py::arg("rule"), py::arg("table"), py::arg("states"), py::arg("which"),
+      py::arg("sums"), py::arg("rate"), py::arg("eps"), py::arg("betas"),
+      "Update rows `which`, each given once, in place by \"sgd\", \"adagrad\", \"rowwise_adagrad\" or \"adam\".");
 }
 
 }  // namespace ringdp
