@@ -52,7 +52,7 @@ def raise_refusal(gathered: Sequence[bytes], rank: int, what: str) -> None:
 
 
 class Difference(NamedTuple):
-    """The first rank that has something else, and the first line that differs: this rank's and its, or "no" and a name."""
+    """The first rank that has something else, and the first line that differs: this rank's and its."""
 
     peer: int
     mine: str
