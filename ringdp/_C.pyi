@@ -327,6 +327,26 @@ class CodecLibrary:
     @property
     def sha256(self) -> str: ...
 
+class RowDirectory:
+    """Which ids of a growing table have a row on this rank."""
+
+    def __init__(self, admit_after: int, evict_after: int) -> None: ...
+    def add(self, entries: torch.Tensor) -> torch.Tensor:
+        """Take over such entries; the rows they get here, int32."""
+
+    def count(self, clock: int) -> int:
+        """How many ids have a row."""
+
+    def entries(self, clock: int) -> torch.Tensor:
+        """int64 [n, 4], by id: id, step of its last occurrence, how often it occurred, its row or -1."""
+
+    def look_up(self, pairs: torch.Tensor, clock: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(rows, new ids, new rows) of pairs of an id and how often it occurs now; a row of -1: there is none."""
+
+    @property
+    def capacity(self) -> int:
+        """One above the largest row there ever was."""
+
 class GradientMarks:
     """Which gradients are still what a backward left."""
 
@@ -385,6 +405,16 @@ def all_reduce_compressed(
     name. residuals, new_residuals: float32 [counts[i]], or None in both for no error feedback. The buffer is
     `loss_scale` times larger than residuals; the sum is divided by `divisor`. `exchange`: the
     codes go by the group's all-to-all and all-gather, whatever its backend. Raises ValueError.
+    """
+
+def ask_hashed(ids: torch.Tensor, ranks: int, count: bool) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """(asked, per owner, inverse): the distinct `ids`, any int64, as pairs [n, 2] of an id and how often it
+    occurs, 0 with count=False; owner by owner.
+    """
+
+def ask_rows(ids: torch.Tensor, rows: int, factor: int, ranks: int) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """(asked, per owner, inverse): the distinct `ids`, int64, of a table whose row id * factor % rows = place
+    is row place // ranks of rank place % ranks, as int32 rows of their owners, owner by owner.
     """
 
 def call_site_text(number: int) -> str:
@@ -490,14 +520,29 @@ def cuda_select_scratch_bytes(count: int) -> int: ...
 def cuda_unscale(x: torch.Tensor, inverse_scale: torch.Tensor, divisor: float, found_inf: torch.Tensor) -> None:
     """x = x * inverse_scale / divisor in place; found_inf (float32 [1]) becomes 1 where x was not finite."""
 
+def decode_rows(code: torch.Tensor, out: torch.Tensor, wire: str) -> None:
+    """Put encoded rows into `out`, float32 or float64 [rows, dim]."""
+
+def encode_rows(rows: torch.Tensor, wire: str) -> torch.Tensor:
+    """All rows, encoded."""
+
+def encoded_rows(table: torch.Tensor, count: int, wire: str) -> torch.Tensor:
+    """Room for so many rows of a table as they travel: [count, dim], for int8 uint8 [count, dim + 4]."""
+
 def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> None:
     """Complete the future with the exception, which is raised where the future is waited for, in C++ too."""
+
+def fill_rows(table: torch.Tensor, which: torch.Tensor, ids: torch.Tensor, seed: int, size: float) -> None:
+    """Nearly normal numbers times `size` for rows `which`, of their ids and the seed alone."""
 
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
 
 def forget_stack_source() -> None:
     """Before the interpreter ends."""
+
+def gather_rows(table: torch.Tensor, which: torch.Tensor, wire: str) -> torch.Tensor:
+    """Rows `which` (int32) of a table, float32 or float64 [rows, dim], encoded; a negative number is zeros."""
 
 def gradient_memory() -> tuple[bool, int, int]:
     """Whether the pool for gradients is installed, its bytes in use, and its idle bytes."""
@@ -571,6 +616,9 @@ def owned_elements(process_group: ProcessGroup, count: int, owner_offset: int) -
     compressed.
     """
 
+def owner_of_ids(ids: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Which rank owns each id of a growing table, int64."""
+
 def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
     codes are exchanged and every rank is a host of its own.
@@ -641,14 +689,41 @@ def sparse_select(
 def sparse_threshold(x: torch.Tensor, residual: torch.Tensor | None, factor: float, wanted: int) -> float:
     """A magnitude that about `wanted` elements of x + factor * residual reach, by a sample; 0 where none is."""
 
+def spread_bags(
+    gradients: torch.Tensor, which: torch.Tensor, begins: torch.Tensor | None, mean: bool, count: int
+) -> torch.Tensor:
+    """The derivative of sum_bags: gradients [bags, dim] to gradients of rows [count, dim]."""
+
 def stage_cpu_tensors(seed: int | None) -> None:
     """For tests: treat CPU tensors as if they were on a device whose copies are late and out of order."""
+
+def sum_bags(rows: torch.Tensor, which: torch.Tensor, begins: torch.Tensor | None, mean: bool) -> torch.Tensor:
+    """[bags, dim]: the sums, or means, of rows `which` (int32), from begins[b] (int64) on; None: bags of one."""
+
+def sum_rows(
+    table: torch.Tensor, codes: Sequence[torch.Tensor], which: Sequence[torch.Tensor], wire: str, divisor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, sums): of encoded gradients of rows of a table, list by list in order, the sum for each distinct
+    row, by `divisor`; int32 [n] and [n, dim].
+    """
 
 def traffic() -> tuple[int, int]:
     """Bytes (sent, received) by this process over ring, all groups; (0, 0) without one."""
 
 def transports() -> dict[int, str]:
     """What carries bytes to each other rank of the default group, {rank: name}; {} without one."""
+
+def update_rows(
+    rule: str,
+    table: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    which: torch.Tensor,
+    sums: torch.Tensor,
+    rate: float,
+    eps: float,
+    betas: tuple[float, float],
+) -> None:
+    """Update rows `which`, each given once, in place by "sgd", "adagrad", "rowwise_adagrad" or "adam"."""
 
 def watch_backend(ring: Backend, foreign: Backend) -> BackendWatchdog:
     """The watchdog of one backend, beside another that is ring."""

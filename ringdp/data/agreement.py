@@ -18,8 +18,8 @@ from ringdp.data.plans import Plan, Plans
 from ringdp.data.settings import Settings, why_no_split
 from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth_it
 from ringdp.data.split import Limits, Pace, split
-from ringdp.ddp.refusal import checked_alike
 from ringdp.errors import InvalidStateError, MismatchError
+from ringdp.job.alike import checked_alike
 from ringdp.job.background_gather import BackgroundGather, group_for_background
 
 _log = logging.getLogger("ringdp.data")

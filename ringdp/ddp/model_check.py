@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ringdp.compression.parameters import clean_name
-from ringdp.ddp.refusal import COMPARING_MODELS, raise_refusal
+from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.errors import MismatchError
+from ringdp.job.alike import raise_refusal
 from ringdp.job.byte_collectives import all_gather_where_different
 
 _SETTING = "setting"

@@ -19,9 +19,10 @@ from ringdp.ddp.compression.mixin import CompressedModule
 from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.optimizer_in_backward import has_optimizers
 from ringdp.ddp.overflow import ReducedGradients
-from ringdp.ddp.refusal import COMPARING_MODELS, raise_refusal, report_refusal
+from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, RingError
 from ringdp.hooks.names import remember_names
+from ringdp.job.alike import raise_refusal, report_refusal
 from ringdp.job.backend import backend_name, named
 from ringdp.job.byte_collectives import all_gather_where_different
 

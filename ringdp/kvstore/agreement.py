@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ringdp.ddp.refusal import report_refusal
 from ringdp.errors import MismatchError
-from ringdp.job.backend import hear_extension, named, reaches_core
+from ringdp.job.alike import checked_alike, report_refusal
+from ringdp.job.backend import hear_extension, reaches_core
 from ringdp.job.byte_collectives import all_gather_where_different, device_for
 
+Found = TypeVar("Found")
 COMPARING = "comparing what all ranks must have alike"
 NAMED_KEYS = 3
 _ADVICE = (
@@ -23,40 +24,36 @@ _ADVICE = (
 )
 
 
-def compare_tables(lines: Sequence[str], group: dist.ProcessGroup | None, advice: str = "") -> None:
-    """All ranks have the same lines.
+def compare_settings(
+    check: Callable[[], Found],
+    lines: Callable[[Found], Sequence[str]],
+    group: dist.ProcessGroup | None,
+    *,
+    doing: str,
+    advice: str = _ADVICE,
+) -> Found:
+    """What `check` gives on this rank, of which all ranks have the same `lines`, "name: value".
 
     Args:
-        advice: what to do where they differ; a store's if empty.
+        doing: what a rank cannot do whose `check` raises.
+        advice: what to do where the lines differ.
 
     Raises:
-        MismatchError: they have not; names the first line that a rank has otherwise, and what both have.
+        InvalidArgumentError: by `check`; the others learn why.
+        MismatchError: they differ, or another rank's `check` raises; names the first difference.
     """
     if group is None:
-        return
-    with _named(COMPARING, group):
-        told = all_gather_where_different("\n".join(lines).encode(), group, what="store")
-    if told is None:
-        return
-    me = group.rank()
-    tables = [text.decode(errors="replace").split("\n") for text in told]
-    first = 0 if tables[me] != tables[0] else next(r for r, table in enumerate(tables) if table != tables[me])
-    mine, theirs = _first_difference(tables[me], tables[first])
-    raise MismatchError(
-        f"the ranks differ: rank {me} has {mine}; rank {first} has {theirs}. {advice or _ADVICE}",
-        rank=me,
-        peer=first,
-        operation=COMPARING,
-    )
-
-
-def _first_difference(mine: list[str], theirs: list[str]) -> tuple[str, str]:
-    """The words of both sides for the first thing that one has otherwise or lacks."""
-    ours, others = (dict(line.partition(": ")[::2] for line in lines) for lines in (mine, theirs))
-    for name in sorted(ours.keys() | others.keys()):
-        if ours.get(name) != others.get(name):
-            return tuple(f"{name} {table[name]}" if name in table else f"no {name}" for table in (ours, others))  # type: ignore[return-value]
-    return "the same in another order", "the same"
+        return check()
+    found, difference = checked_alike(check, lines, group, operation=COMPARING, what="store", doing=doing)
+    if difference is not None:
+        raise MismatchError(
+            f"the ranks differ: rank {group.rank()} has {difference.mine}; rank {difference.peer} has"
+            f" {difference.theirs}. {advice}",
+            rank=group.rank(),
+            peer=difference.peer,
+            operation=COMPARING,
+        )
+    return found
 
 
 def words_for(keys: Sequence[str]) -> str:
@@ -82,14 +79,15 @@ class _Leaving:
 
 
 class Operations:
-    """Runs a store's operations under names, so that ranks with other keys or another optimizer fail instead of mixing.
+    """Runs the operations of a store, or of `who`, under names: ranks with other keys or another optimizer fail instead
+    of mixing.
 
     Over `ring` the frames of an operation carry its name. Other backends match operations by their order alone: there
     the ranks compare the names first.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, who: str = "a key-value store") -> None:
+        self._group, self._who = group, who
         self._scope: Any = None
         self._leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if group is not None and reaches_core(group):
@@ -106,7 +104,7 @@ class Operations:
         """
         if self._group is None:
             return
-        words = f"a key-value store refuses: {error}"
+        words = f"{self._who} refuses: {error}"
         if self._scope is None:
             with contextlib.suppress(Exception):
                 compare_names(words, self._group)
@@ -136,12 +134,3 @@ def compare_names(words: str, group: dist.ProcessGroup) -> None:
         peer=other,
         operation=words,
     )
-
-
-@contextlib.contextmanager
-def _named(words: str, group: dist.ProcessGroup) -> Iterator[None]:
-    if not reaches_core(group):
-        yield
-        return
-    with named(words):
-        yield

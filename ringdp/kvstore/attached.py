@@ -97,7 +97,7 @@ class Attached:
                 bundle.lot.transfer.unpack(bundle.sums)
             if scale != 1.0:
                 torch._foreach_mul_(bundle.sums, scale)
-            self._table.update.apply(self._table.slices, dict(zip(bundle.lot.names, bundle.sums, strict=True)))
+            self._table.apply(dict(zip(bundle.lot.names, bundle.sums, strict=True)))
             slices = [self._table.slices[name] for name in bundle.lot.names]
             targets = [_flat_or_new(parameter) for parameter in bundle.parameters]
             with self._table.operations.named(f"pull {bundle.lot.words}, after times {scale}"):

@@ -51,7 +51,7 @@ def load_state_dict(table: Table, state: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not table.knows(name):
             table.add(name, value)
-    table.tell("the loaded state", f"with checksum {_checksum(state):08x}")
+    table.tell("the loaded state", f"checksum {_checksum(state):08x}")
     table.settle()
     for name, value in values.items():
         key = table.keys[name]

@@ -155,7 +155,6 @@ class KVStore:
                 for tensor in tensors:
                     tensor.copy_(value.view(tensor.shape))
 
-    @_tells_others
     def pushpull(
         self,
         key: KeyName | Sequence[KeyName],
@@ -174,7 +173,12 @@ class KVStore:
         Raises:
             InvalidArgumentError, MismatchError: as `push` and `pull`.
         """
-        del priority
+        if not self._pushed and scale == 1.0 and self._sum_small(key, value, out):
+            return
+        self._pushpull(key, value, out, scale)
+
+    @_tells_others
+    def _pushpull(self, key: KeyName | Sequence[KeyName], value: Values, out: Values, scale: float) -> None:
         inputs = by_key("pushpull", key, value)
         outputs = inputs if out is None else by_key("pushpull", key, out)
         for name in inputs:
@@ -351,6 +355,19 @@ class KVStore:
         saved.load_optimizer(self._table, path)
 
     # Inside.
+
+    def _sum_small(self, key: Any, value: Values, out: Values) -> bool:
+        """A pushpull of one small key without an optimizer by its short way, if that is known; whether it was done."""
+        if type(key) is list and type(value) is list and len(key) == len(value) == 1:
+            key, value = key[0], value[0]
+            if type(out) is list and len(out) == 1:
+                out = out[0]
+        small = self._table.small_sum(key) if type(key) is str else None
+        if small is None or not small.takes(value) or not (out is None or small.takes(out)):
+            return False
+        self._values.pop(key, None)
+        small.run(value, value if out is None else out)
+        return True
 
     def _flush(self) -> set[str]:
         """Exchange what was pushed; the keys that this was."""

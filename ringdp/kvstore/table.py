@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import device_for
-from ringdp.kvstore.agreement import NAMED_KEYS, Operations, compare_tables, words_for
+from ringdp.kvstore.agreement import NAMED_KEYS, Operations, compare_settings, words_for
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
 from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
-from ringdp.kvstore.transfer import Transfer, reducing
+from ringdp.kvstore.small_sum import SmallSum
+from ringdp.kvstore.transfer import Transfer
 from ringdp.kvstore.updates import Assign, Optimizer, Update
 
 _SMALL_BYTES = 64 << 10
@@ -60,6 +61,7 @@ class Table:
         self._stale = True  # the ranks have not compared since something changed
         self._plans: dict[tuple[str, ...], list[Lot]] = {}
         self._extra: dict[str, str] = {}
+        self._small_sums: dict[str, SmallSum] = {}
 
     # Keys and settings.
 
@@ -138,12 +140,13 @@ class Table:
         """
         if not self._stale:
             return
-        compare_tables(self._lines(), self.group)
+        compare_settings(self._lines, lambda lines: lines, self.group, doing="use its key-value store")
         if isinstance(self.update, Optimizer):
             for name, value in (self._new | self.slices).items():
                 if not (value.is_floating_point() or value.is_complex()):
                     raise InvalidArgumentError(f"{self.update.name} cannot update key {name!r} of {value.dtype}")
         self._stale = False
+        self._small_sums.clear()
         if not self._new:
             return
         new = {name: self._new[name] for name in sorted(self._new)}
@@ -185,7 +188,15 @@ class Table:
             if scale != 1.0:
                 torch._foreach_mul_(targets, scale)
             sums |= zip(lot.names, targets, strict=True)
-        self.update.apply(self.slices, sums)
+        self.apply(sums)
+
+    def apply(self, sums: Mapping[str, Tensor]) -> None:
+        """Let this rank update its slices of these keys; if that raises, the ranks at the next operation hear of it."""
+        try:
+            self.update.apply(self.slices, sums)
+        except Exception as error:
+            self.operations.refuse(error)
+            raise
 
     def pushpull(
         self, inputs: Mapping[str, Sequence[Tensor]], outputs: Mapping[str, Sequence[Tensor]], scale: float
@@ -195,10 +206,14 @@ class Table:
             (name,) = inputs
             key = self.keys[name]
             if self.group is not None and 0 < key.numel * key.dtype.itemsize <= _SMALL_BYTES:
-                self._all_reduce(key, self.group, inputs[name], outputs[name])
+                self._sum_small(key, self.group, inputs[name], outputs[name])
                 return
         self.push(inputs, scale)
         self.pull(outputs)
+
+    def small_sum(self, name: Any) -> SmallSum | None:
+        """For a key whose last pushpull was a small one, while nothing is to be compared."""
+        return None if self._stale else self._small_sums.get(name)
 
     def pull(self, outputs: Mapping[str, Sequence[Tensor]]) -> None:
         """Copy the values into tensors of this rank, by name in the order that all ranks have."""
@@ -243,22 +258,20 @@ class Table:
 
     # Inside.
 
-    def _all_reduce(
+    def _sum_small(
         self, key: Key, group: dist.ProcessGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         """A small sum at once: one message each way in place of two."""
-        (lot,) = self.lots((key.name,))
+        if key.name not in self._small_sums:
+            words = f"pushpull {self.lot([key.name]).words}{self.purpose(1.0)}"
+            self._small_sums[key.name] = SmallSum(
+                key, self.slices[key.name], group, self.average, self.operations, words
+            )
         target = self._target(key.name, outputs)
         mine = summed(inputs, key.device)
         if mine.data_ptr() != target.data_ptr():
             target.copy_(mine)
-        with self.operations.named(f"pushpull {lot.words}{self.purpose(1.0)}"):
-            group.allreduce([target], reducing(self.average)).wait()
-        own = key.cut.slices(target, self.rank)
-        if len(own) == 1:
-            self.slices[key.name].copy_(own[0])
-        elif own:
-            torch._foreach_copy_(list(self.slices[key.name].split([it.numel() for it in own])), own)
+        self._small_sums[key.name].run(target, target)
         for tensor in outputs:
             if tensor.data_ptr() != target.data_ptr():
                 tensor.copy_(target.view(key.shape))

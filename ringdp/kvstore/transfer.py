@@ -97,6 +97,8 @@ class Transfer:
         if self._chunk:
             sources.append(self._buffer)
             targets.append(self._mine)
+        if not targets:  # keys without elements
+            return []
         works = [self._group.reduce_scatter_tensor_coalesced(targets, sources, _scattering(average, wait))]
         if wait:
             works[0].wait()
@@ -128,6 +130,8 @@ class Transfer:
         if self._chunk:
             targets.append(self._buffer)
             sources.append(self._mine)
+        if not targets:
+            return []
         works = [self._group.allgather_into_tensor_coalesced(targets, sources, _gathering(wait))]
         if wait:
             works[0].wait()

@@ -22,7 +22,7 @@ class RowOwners:
         factor = max(1, round(rows * _GOLDEN))
         while math.gcd(factor, rows) != 1:
             factor += 1
-        self._factor = factor
+        self.factor = factor
         self._inverse = pow(factor, -1, rows) if rows > 1 else 0
 
     @property
@@ -32,7 +32,7 @@ class RowOwners:
 
     def places(self, ids: Tensor) -> Tensor:
         """int64, as `ids`."""
-        return ids * self._factor % self.rows
+        return ids * self.factor % self.rows
 
     def ids(self, places: Tensor) -> Tensor:
         """The rows that have these places."""

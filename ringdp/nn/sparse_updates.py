@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ringdp import _C
 from ringdp.errors import InvalidArgumentError
 
 NAMES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -51,26 +52,11 @@ class SparseUpdate:
         return {name: torch.zeros(rows, width, dtype=dtype) for name, width in widths[self.name].items()}
 
     def apply(self, table: Tensor, state: Mapping[str, Tensor], rows: Tensor, sums: Tensor) -> None:
-        """Change the `rows` of the table, each given once, by their gradients ``[rows, dim]``."""
+        """Change the `rows` (int32) of the table, each given once, by their gradients ``[rows, dim]``."""
         self.step += 1
-        if not rows.numel():
-            return
-        if self.name == "sgd":
-            table.index_add_(0, rows, sums, alpha=-self.lr)
-            return
+        rate = self.lr
         if self.name == "adam":
-            self._adam(table, state, rows, sums)
-            return
-        squares = sums.square() if self.name == "adagrad" else sums.square().mean(1, keepdim=True)
-        total = state["sum"].index_select(0, rows).add_(squares)
-        state["sum"].index_copy_(0, rows, total)
-        table.index_add_(0, rows, sums / total.sqrt().add_(self.eps), alpha=-self.lr)
-
-    def _adam(self, table: Tensor, state: Mapping[str, Tensor], rows: Tensor, sums: Tensor) -> None:
-        beta1, beta2 = self.betas
-        first = state["exp_avg"].index_select(0, rows).lerp_(sums, 1 - beta1)
-        second = state["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(sums, sums, value=1 - beta2)
-        state["exp_avg"].index_copy_(0, rows, first)
-        state["exp_avg_sq"].index_copy_(0, rows, second)
-        rate = self.lr * (1 - beta2**self.step) ** 0.5 / (1 - beta1**self.step)
-        table.index_add_(0, rows, first / second.sqrt().add_(self.eps), alpha=-rate)
+            beta1, beta2 = self.betas
+            rate *= (1 - beta2**self.step) ** 0.5 / (1 - beta1**self.step)
+        if len(rows):
+            _C.update_rows(self.name, table, list(state.values()), rows, sums, rate, self.eps, self.betas)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.compression.parameters import ModelParameter, model_parameters
-from ringdp.ddp.refusal import checked_alike
 from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.job.alike import checked_alike
 from ringdp.job.backend import named, reaches_core
 from ringdp.job.byte_collectives import device_for
 from ringdp.rounds.fragments import is_dtensor, local_part

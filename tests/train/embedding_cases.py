@@ -90,11 +90,18 @@ def _more(table: ShardedEmbedding) -> None:
 def refuse(how: str) -> None:
     """Rank 1 does something else than rank 0."""
     other = dist.get_rank() == 1
-    table = ShardedEmbedding(ROWS, DIM + (how == "shape" and other), lr=0.5 if how == "lr" and other else 0.1)
+    table = ShardedEmbedding(
+        ROWS,
+        DIM + (how == "shape" and other),
+        lr=0.5 if how == "lr" and other else 0.1,
+        mode="sums" if how == "kind" and other else "sum",
+    )
     ids = torch.tensor([3, ROWS if how == "id" and other else 5])
     if how == "step" and other:
         table(ids, torch.tensor([0]))
-    table(ids, torch.tensor([0])).sum().backward()
+    if how == "float ids" and other:
+        table(ids.float(), torch.tensor([0]))
+    table(ids, torch.tensor([1 if how == "offsets" and other else 0])).sum().backward()
     table.step()
 
 
@@ -130,3 +137,70 @@ def beside_ringdp() -> tuple[float, float]:
         table.step()
         losses.append(float(loss))
     return losses[0], sum(losses[-5:]) / 5
+
+
+def grow(optimizer: str, prefetch: bool, folder: str = "", ranks_of_batch: int = 4) -> dict[str, Any]:
+    """A growing table over batches that are dealt to the ranks: what it has at the end, at any number of ranks.
+
+    With `folder` it is saved half way, and a new table that loads it goes on.
+    """
+    rank, ranks, steps = dist.get_rank(), dist.get_world_size(), 14
+
+    def make() -> ShardedEmbedding:
+        return ShardedEmbedding(
+            None,
+            DIM,
+            optimizer=optimizer,
+            lr=0.1,
+            eps=1e-8,
+            reduce="sum",
+            dtype=torch.float64,
+            admit_after=3,
+            evict_after=4,
+            seed=2,
+        )
+
+    def mine(step: int) -> tuple[Tensor, Tensor]:
+        parts = [growing_batch(step, part) for part in range(rank, ranks_of_batch, ranks)]
+        ids = torch.cat([part[0] for part in parts]) if parts else torch.empty(0, dtype=torch.int64)
+        lengths = [torch.diff(offsets, append=torch.tensor([len(ids)])) for ids, offsets in parts]
+        together = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(lengths).cumsum(0)[:-1]])
+        return ids, together
+
+    table, rows_by_step = make(), []
+    for step in range(steps):
+        vectors = table(*mine(step))
+        last = step + 1 == steps or (folder and step == steps // 2)
+        if prefetch and not last:
+            table.prefetch(mine(step + 1)[0])
+        loss_of(vectors).backward()
+        table.step()
+        rows_by_step.append(_rows_of_all(table))
+        if folder and step == steps // 2:
+            table.save(folder)
+            table = make()
+            table.load(folder)
+    everything = torch.cat([growing_batch(step, part)[0] for step in range(steps) for part in range(ranks_of_batch)])
+    ids = everything.unique()
+    return {"ids": ids, "rows": table.rows(ids), "count": rows_by_step}
+
+
+def _rows_of_all(table: ShardedEmbedding) -> int:
+    return round(ringdp.metrics.mean(float(table.local_rows)) * dist.get_world_size())
+
+
+def growing_batch(step: int, part: int) -> tuple[Tensor, Tensor]:
+    """Ids of which others are popular as time goes by; any int64, in three bags."""
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    ids = torch.randint(0, 12, (8,), generator=generator) + 3 * (step // 3)
+    return (ids - 5) * 0x0123456789ABCDEF, torch.tensor([0, 2, 2])
+
+
+def reload(folder: str) -> dict[str, Any]:
+    """What `grow` has saved, at this number of ranks, some steps later without training."""
+    table = ShardedEmbedding(
+        None, DIM, optimizer="adam", dtype=torch.float64, admit_after=3, evict_after=4, reduce="sum", seed=2
+    )
+    table.load(folder)
+    ids = torch.cat([growing_batch(step, part)[0] for step in range(14) for part in range(4)]).unique()
+    return {"rows": table.rows(ids), "count": _rows_of_all(table)}

@@ -125,6 +125,8 @@ def sums() -> dict[str, Any]:
     pushed = {name: it.clone() for name, it in out.items()}
     transposed = torch.empty(77, 123).t()
     store.pushpull("odd", mine["odd"].t().contiguous().t(), transposed)
+    store.init("empty", torch.empty(0, 4))
+    store.pushpull("empty", torch.empty(0, 4))
     store.init([3], [torch.full((5,), float(store.rank))])
     number = torch.empty(5)
     store.push(3, torch.ones(5))
@@ -141,6 +143,16 @@ def sums() -> dict[str, Any]:
     store.pull("small", again)
     assert torch.equal(small, torch.full((1100,), store.num_workers * (store.num_workers + 1) / 2))
     assert torch.equal(again, small)
+    for turn in (1.0, 2.0):  # now by the short way: into another tensor, in place, and without an optimizer no longer
+        gradient_of_turn = torch.full((1100,), turn)
+        store.pushpull(["small"], [gradient_of_turn], [small]) if turn == 1.0 else store.pushpull(
+            "small", gradient_of_turn
+        )
+        store.pull("small", again)
+        assert torch.equal(again, small if turn == 1.0 else gradient_of_turn)
+        assert torch.equal(again, torch.full((1100,), store.num_workers * turn))
+    store.pushpull("small", torch.ones(1100, requires_grad=True), again.t())
+    assert torch.equal(again, torch.full((1100,), float(store.num_workers)))
     rows = torch.empty(store.rank + 1, 77)
     store.row_sparse_pull("odd", rows, row_ids=torch.arange(store.rank + 1) * 3)
     store.barrier()
@@ -166,7 +178,8 @@ def disagree(how: str) -> None:
     other = dist.get_rank() == 1
     store = kvstore.create("dist_device_sync" if how == "type" and other else "dist_sync")
     numbers: dict[str, Any] = {"lr": 0.5 if how == "numbers" and other else 0.1}
-    store.set_optimizer(torch.optim.Adam if how == "optimizer" and other else torch.optim.SGD, **numbers)
+    if how != "small":
+        store.set_optimizer(torch.optim.Adam if how == "optimizer" and other else torch.optim.SGD, **numbers)
     if how == "compression" and other:
         store.set_gradient_compression("int8")
     shape = (30, 41) if how == "shape" and other else (30, 40)
@@ -187,10 +200,21 @@ def disagree(how: str) -> None:
         store.push("w", out, priority=5 if other else -5)
         store.push("first", torch.ones(3))
     wrong = torch.empty(4) if how == "value" and other else out
+    if how == "small":
+        for _ in range(2):
+            store.pushpull("first", torch.ones(3))
+        store.pushpull("first", torch.ones(3), torch.ones(4) if other else None)
+    if how == "updater":
+        store.set_updater(_fail_on_rank_1)
     if how == "barrier" and other:
         store.barrier()
     store.push("w", wrong)
     store.pull("w", out)
+
+
+def _fail_on_rank_1(key: str, total: Tensor, value: Tensor) -> None:
+    if dist.get_rank() == 1:
+        raise OverflowError("the updater cannot")
 
 
 def outcome_of(case: Callable[..., Any], *arguments: Any) -> tuple[str, str]:

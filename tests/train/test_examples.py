@@ -97,11 +97,26 @@ def run_main(name: str, arguments: list[str], port: int = 0, *, silent: bool = F
     return code, out.getvalue(), err.getvalue()
 
 
-def on_two_ranks(name: str, arguments: list[str], *, silent: bool = False) -> list[tuple[int, str, str]]:
+def on_two_ranks(
+    name: str, arguments: list[str], *, silent: bool = False, ranks: int = 2
+) -> list[tuple[int, str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return run_ranks(run_main, name, arguments, port, silent=silent, world_size=2, backend=None)
+    return run_ranks(run_main, name, arguments, port, silent=silent, world_size=ranks, backend=None)
+
+
+def test_the_recommender_comes_to_one_error_on_any_number_of_ranks() -> None:
+    arguments = ["--steps=150", "--users=100", "--films=60", "--max-error=0.9"]
+    errors = []
+    for ranks in (1, 2, 4):
+        code, out, err = on_two_ranks("recommender", arguments, ranks=ranks)[0]
+        assert code == 0, err
+        found = re.search(r"unseen ratings: (\d\.\d+)", out)
+        assert found
+        errors.append(float(found[1]))
+    assert max(errors) - min(errors) < 2e-3, errors
+    assert 0.6 < errors[0] < 0.9
 
 
 @pytest.fixture

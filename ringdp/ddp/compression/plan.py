@@ -21,10 +21,10 @@ from ringdp.compression.partition import owner_offset_of
 from ringdp.compression.rule_use import RuleUse
 from ringdp.ddp.compression.auto import AutoCompression, Decision, crosses_network
 from ringdp.ddp.compression.tuner import EXACT
-from ringdp.ddp.refusal import raise_refusal, report_refusal
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
 from ringdp.hooks.parameters import Parameters
+from ringdp.job.alike import raise_refusal, report_refusal
 from ringdp.job.backend import named, traffic
 from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.job.placement import Placement

@@ -16,6 +16,8 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_compression(module);
   ringdp::bind_sparse_codes(module);
   ringdp::bind_rotation(module);
+  ringdp::bind_rows(module);
+  ringdp::bind_row_index(module);
   ringdp::bind_low_rank(module);
   ringdp::bind_cuda_kernels(module);
   ringdp::bind_loss_scale(module);
