@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     session.add_place_options(parser)
     args = parser.parse_args(argv)
     args.mode_names = list(RESNET_MODES) if args.modes == "all" else args.modes.split(",")
-    known = [name for name in models.MODES if name != "bare"]  # which does not train together
+    known = [name for name in models.MODES if not name.startswith("bare")]  # which does not train together
     if unknown := [name for name in args.mode_names if name not in known]:
         parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(known)}, or all")
     if args.model == "gpt" and any(models.MODES[name].momentum_on_ranks for name in args.mode_names):

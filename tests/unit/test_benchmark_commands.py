@@ -22,6 +22,7 @@ import auto_compression  # noqa: E402
 import checksum  # noqa: E402
 import compression_plots  # noqa: E402
 import compression_quality  # noqa: E402
+import embedding  # noqa: E402
 import guard  # noqa: E402
 import hosts  # noqa: E402
 import kernels  # noqa: E402
@@ -45,6 +46,7 @@ TOOLS = (
     checksum,
     compression_plots,
     compression_quality,
+    embedding,
     guard,
     hosts,
     kernels,

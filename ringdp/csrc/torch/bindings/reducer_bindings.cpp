@@ -9,6 +9,7 @@
 #include <optional>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+#include <tuple>
 #include <vector>
 
 #include "torch/bindings/bindings.h"
@@ -156,7 +157,7 @@ py::dict times_as_dict(Reducer& reducer) {
 int note_forward(Reducer& reducer) { return reducer.report()->note_forward(); }
 
 // Of the last step, in one call: how many there were, bytes of gradients, whether all of them were finite, and the row.
-py::tuple last_step(Reducer& reducer) {
+std::tuple<int64_t, int64_t, std::optional<bool>, std::vector<float>> last_step(Reducer& reducer) {
   StepRow row;
   int64_t steps = 0, bytes = 0;
   std::optional<bool> finite;
@@ -170,7 +171,7 @@ py::tuple last_step(Reducer& reducer) {
     }
     finite = reducer.layout()->overflow.finite();
   }
-  return py::make_tuple(steps, bytes, finite, std::vector<float>(row.begin(), row.end()));
+  return {steps, bytes, finite, std::vector<float>(row.begin(), row.end())};
 }
 
 void set_facts(Reducer& reducer, const py::bytes& facts) {
