@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         args.size_bytes = [parse_size(word) for word in args.sizes.split(",")]
-        args.place = session.place_of(args)
+        args.place = session.place_of(parser, args)
         args.shares = {word: float(word) / 100 for word in args.percentiles.split(",") if word}
         args.core_numbers = [int(word) for word in args.busy_cores.split(",") if word]
     except ValueError as error:

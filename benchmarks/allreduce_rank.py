@@ -294,9 +294,7 @@ def check(name: str, x: Tensor, expected: Tensor, *, rank: int, exact: bool, ran
 
 
 def agree_on_calls(seconds: float, block_s: float) -> int:
-    slowest = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return max(MIN_CALLS, min(MAX_CALLS, int(block_s / slowest.item())))
+    return max(MIN_CALLS, min(MAX_CALLS, int(block_s / session.slowest(seconds))))
 
 
 def _counters(interface: str | None) -> tuple[int, int]:

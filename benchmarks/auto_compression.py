@@ -46,10 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.what == "follow":
         args.rate = args.rate_words[0]
         args.hosts = args.hosts or 2
-    try:
-        args.place = session.place_of(args)
-    except ValueError as error:
-        parser.error(str(error))
+    args.place = session.place_of(parser, args)
     return args
 
 

@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         args.size_bytes = [parse_size(word) for word in args.sizes.split(",")]
-        args.place = session.place_of(args)
+        args.place = session.place_of(parser, args)
     except ValueError as error:
         parser.error(str(error))
     if any(size < 4 or size % 4 for size in args.size_bytes):

@@ -212,9 +212,7 @@ def block(trainee: Trainee, batches: list[Batch], number: int, steps: int) -> fl
     began = time.perf_counter()
     for step in range(number, number + steps):
         trainee.step(batches[step % _POOL], batches[(step + 1) % _POOL])
-    seconds = torch.tensor([(time.perf_counter() - began) / steps], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
+    return session.slowest((time.perf_counter() - began) / steps)
 
 
 def run_rank(path: str) -> None:
@@ -323,10 +321,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("one of the ways must be sharded: the others are compared with it")
     if min(args.rows, args.dim, args.samples, args.ids, args.turns, args.blocks, args.steps) < 1 or args.zipf == 1:
         parser.error("sizes must be at least 1, and the exponent must not be 1")
-    try:
-        args.place = session.place_of(args)
-    except ValueError as error:
-        parser.error(str(error))
+    args.place = session.place_of(parser, args)
     return args
 
 

@@ -86,9 +86,7 @@ def block(call: Callable[[], object], repeats: int) -> float:
     began = time.perf_counter()
     for _ in range(repeats):
         call()
-    seconds = torch.tensor([(time.perf_counter() - began) / repeats], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
+    return session.slowest((time.perf_counter() - began) / repeats)
 
 
 def alternate(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
@@ -289,10 +287,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(models.NAMES)}")
     if min(args.rounds, args.steps) < 1:
         parser.error("at least one round of one step is needed")
-    try:
-        args.place = session.place_of(args)
-    except ValueError as error:
-        parser.error(str(error))
+    args.place = session.place_of(parser, args)
     return args
 
 

@@ -49,10 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(known)}")
     if args.repeats < 1:
         parser.error("at least one repeat is needed")
-    try:
-        args.place = session.place_of(args)
-    except ValueError as error:
-        parser.error(str(error))
+    args.place = session.place_of(parser, args)
     return args
 
 

@@ -76,10 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
     session.add_place_options(parser)
     args = parser.parse_args(argv)
-    try:
-        args.place = session.place_of(args)
-    except ValueError as error:
-        parser.error(str(error))
+    args.place = session.place_of(parser, args)
     if args.minutes <= 0:
         parser.error("--minutes must be above 0")
     args.timeout = max(args.timeout, 2 * 60 * args.minutes + 120)

@@ -71,9 +71,9 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--as-rank", metavar="FILE", help=argparse.SUPPRESS)
 
 
-def place_of(args: argparse.Namespace) -> Place:
+def place_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Place:
     if args.ranks_per_host is not None and (args.ranks is not None or not args.hosts):
-        raise ValueError("--ranks-per-host goes with --hosts, and without --ranks")
+        parser.error("--ranks-per-host goes with --hosts, and without --ranks")
     ranks = args.ranks or args.hosts * (args.ranks_per_host or 1) or 2
     return Place(ranks=ranks, hosts=args.hosts, rate=args.rate)
 
@@ -253,3 +253,13 @@ def join(path: str) -> Joined:
         local_rank=int(os.environ["LOCAL_RANK"]),
         deliver=deliver,
     )
+
+
+def slowest(seconds: float) -> float:
+    """The most of what the ranks give; all of them call it, after `join`."""
+    import torch
+    import torch.distributed as dist
+
+    most = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.item()

@@ -264,9 +264,8 @@ def check_training(what: str, trainee: Trainee, reference: tuple[float, list[Ten
 
 def _agree_on_steps(one: Trainee, block_s: float) -> int:
     dist.barrier()
-    slowest = torch.tensor([min(one.step()[1][0] for _ in range(MIN_STEPS))], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return max(MIN_STEPS, min(MAX_STEPS, int(block_s / slowest.item())))
+    step = session.slowest(min(one.step()[1][0] for _ in range(MIN_STEPS)))
+    return max(MIN_STEPS, min(MAX_STEPS, int(block_s / step)))
 
 
 def _over_ranks(joined: session.Joined, one: Trainee) -> dict[str, Any]:

@@ -65,10 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("the GPT is trained by AdamW: momentum on the ranks is for --model resnet")
     if not 0 < args.window <= args.steps:
         parser.error(f"at least {args.window} steps are needed, and one")
-    try:
-        args.place = session.place_of(args)
-    except ValueError as error:
-        parser.error(str(error))
+    args.place = session.place_of(parser, args)
     return args
 
 

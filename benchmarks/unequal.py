@@ -136,9 +136,7 @@ class Trainee:
             loss = functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
             (loss * ranks / (self.batch * y[0].numel())).backward()
             self.optimizer.step()
-        seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds)
+        return session.slowest(time.perf_counter() - began)
 
 
 def run_rank(path: str) -> None:

@@ -45,12 +45,9 @@ def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup |
     if difference is None:
         return settings
     name, _, mine = difference.mine.partition(": ")
-    raise MismatchError(
-        f"the ranks' BalancedSamplers differ: {name} is {mine} on rank {group.rank()} and"
-        f" {difference.theirs.partition(': ')[2]} on rank {difference.peer}. Give all ranks the same arguments.",
-        rank=group.rank(),
-        peer=difference.peer,
-        operation=_COMPARING,
+    raise difference.error(
+        f"the ranks' BalancedSamplers differ: {name} is {mine} on rank {difference.rank} and"
+        f" {difference.theirs.partition(': ')[2]} on rank {difference.peer}. Give all ranks the same arguments."
     )
 
 

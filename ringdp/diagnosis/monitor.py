@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import struct
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -23,14 +22,13 @@ from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, c
 from ringdp.diagnosis.split import Split, split
 from ringdp.diagnosis.timeline_session import timelines
 from ringdp.diagnosis.verdict import COSTLY, Verdict, judge, usual_rate
-from ringdp.diagnosis.window import FIELDS, Window
+from ringdp.diagnosis.window import FIELDS, Window, step_of
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
 _LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
 _PERIOD_OF_COST = 500  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
-_STEP = struct.Struct("<q")  # the second number of a message
 _numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
 
@@ -163,7 +161,7 @@ class StepMonitor:
             return
         self._messages = messages
         if self.attached is not None:
-            (step,) = _STEP.unpack_from(messages[self._group.rank()], _STEP.size)
+            step = step_of(messages[self._group.rank()])
             self.attached.hear(step, [one[-ATTACHED_BYTES:] for one in messages])
 
     def _hear(self) -> None:

@@ -22,6 +22,12 @@ _WARM_UP = 2  # steps at the beginning that are left out
 _HEAD = struct.Struct("<5q")
 
 
+def step_of(message: bytes) -> int:
+    """The last step that a rank's message is of."""
+    step: int = _HEAD.unpack_from(message)[1]
+    return step
+
+
 @dataclass(frozen=True)
 class Told:
     """When, by its own clock, a rank did what the others' clocks are compared by; ns, 0 where it has not.

@@ -54,9 +54,14 @@ def raise_refusal(gathered: Sequence[bytes], rank: int, what: str) -> None:
 class Difference(NamedTuple):
     """The first rank that has something else, and the first line that differs: this rank's and its."""
 
+    rank: int
     peer: int
     mine: str
     theirs: str
+    operation: str
+
+    def error(self, words: str) -> MismatchError:
+        return MismatchError(words, rank=self.rank, peer=self.peer, operation=self.operation)
 
 
 def checked_alike(
@@ -95,7 +100,8 @@ def checked_alike(
     me = group.rank()
     raise_refusal(told, me, doing)
     peer = next(rank for rank, text in enumerate(told) if text != told[me])
-    return found, Difference(peer, *_first_difference(own.split("\n"), told[peer].decode().split("\n")))
+    mine, theirs = _first_difference(own.split("\n"), told[peer].decode().split("\n"))
+    return found, Difference(me, peer, mine, theirs, operation)
 
 
 def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:

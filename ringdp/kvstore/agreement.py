@@ -46,12 +46,9 @@ def compare_settings(
         return check()
     found, difference = checked_alike(check, lines, group, operation=COMPARING, what="store", doing=doing)
     if difference is not None:
-        raise MismatchError(
-            f"the ranks differ: rank {group.rank()} has {difference.mine}; rank {difference.peer} has"
-            f" {difference.theirs}. {advice}",
-            rank=group.rank(),
-            peer=difference.peer,
-            operation=COMPARING,
+        raise difference.error(
+            f"the ranks differ: rank {difference.rank} has {difference.mine}; rank {difference.peer} has"
+            f" {difference.theirs}. {advice}"
         )
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError, SystemResourceError
 from ringdp.job.byte_collectives import all_gather_bytes, as_bytes, broadcast_bytes, together
+from ringdp.job.whole_file import whole_file
 from ringdp.kvstore.keys import Key, flat, words_of
 from ringdp.kvstore.table import Table
 from ringdp.kvstore.updates import Optimizer
@@ -135,7 +135,8 @@ def save_optimizer(table: Table, path: str | os.PathLike[str]) -> None:
 
     def write() -> None:
         if table.rank == 0:
-            _write(Path(path), content)
+            with whole_file(Path(path), f"the optimizer's state could not be written to {path}") as file:
+                torch.save(content, file)
 
     if table.group is None:
         write()
@@ -184,21 +185,6 @@ def _require_optimizer(table: Table, saved: Mapping[str, Any]) -> Optimizer:
                     f"the state's {field} of key {words_of(name, whole.shape, whole.dtype)} does not fit {key.words()}"
                 )
     return update
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        with open(unfinished, "xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # torch.save hides what the system said
-        raise SystemResourceError(f"the optimizer's state could not be written to {path}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
 
 
 def _checksum(state: Any, before: int = 0) -> int:

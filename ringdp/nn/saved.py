@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ringdp.errors import InvalidArgumentError, SystemResourceError
+from ringdp.errors import InvalidArgumentError
+from ringdp.job.whole_file import whole_file
 from ringdp.nn.shards import Shard
 from ringdp.nn.sparse_updates import SparseUpdate
 
@@ -65,19 +64,5 @@ def _file(folder: Path, step: int, rank: int, ranks: int) -> Path:
     return folder / f"rows-step-{step}-rank-{rank}-of-{ranks}.pt"
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[Any]:
-    """A file that gets its name when it is whole and on the disk."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(unfinished, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # torch.save hides what the system said
-        raise SystemResourceError(f"{path} could not be written: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+def _writing(path: Path) -> contextlib.AbstractContextManager[Any]:
+    return whole_file(path, f"{path} could not be written", make_folder=True)

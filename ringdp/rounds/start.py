@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.compression.parameters import ModelParameter, model_parameters
-from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.errors import InvalidArgumentError
 from ringdp.job.alike import checked_alike
 from ringdp.job.backend import named, reaches_core
 from ringdp.job.byte_collectives import device_for
@@ -106,12 +106,9 @@ def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, gro
     found, difference = checked_alike(checked, lines, group, operation=_COMPARING, what=who, doing=f"make its {who}")
     if difference is None:
         return found
-    raise MismatchError(
-        f"the ranks' {who}s differ: rank {group.rank()} has {difference.mine}, rank {difference.peer} has"
-        f" {difference.theirs}. Give all ranks the same model and arguments.",
-        rank=group.rank(),
-        peer=difference.peer,
-        operation=_COMPARING,
+    raise difference.error(
+        f"the ranks' {who}s differ: rank {difference.rank} has {difference.mine}, rank {difference.peer} has"
+        f" {difference.theirs}. Give all ranks the same model and arguments."
     )
 
 

@@ -97,17 +97,8 @@ RINGDP_ROWS_TARGET inline void roots(double* x, std::size_t count) {
 }  // namespace avx2
 
 namespace avx512 {
+using avx2::roots;
 #define RINGDP_ROWS_TARGET RINGDP_TARGET_AVX512
-RINGDP_ROWS_TARGET inline void roots(float* x, std::size_t count) {
-  std::size_t i = 0;
-  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(x + i, _mm256_sqrt_ps(_mm256_loadu_ps(x + i)));
-  for (; i < count; ++i) x[i] = std::sqrt(x[i]);
-}
-RINGDP_ROWS_TARGET inline void roots(double* x, std::size_t count) {
-  std::size_t i = 0;
-  for (; i + 4 <= count; i += 4) _mm256_storeu_pd(x + i, _mm256_sqrt_pd(_mm256_loadu_pd(x + i)));
-  for (; i < count; ++i) x[i] = std::sqrt(x[i]);
-}
 #include "kernels/rows_loops.inc"
 #undef RINGDP_ROWS_TARGET
 #undef RINGDP_ROWS_INLINE
