@@ -15,7 +15,6 @@ import argparse
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ranks import stop_all
+from ranks import start, stop_all
 
 DASHBOARD = Path(__file__).resolve().parents[1] / "examples/grafana_dashboard.json"
 _CONFIG = """\
@@ -49,7 +48,7 @@ def scrape(port: int, own_port: int, seconds: float) -> dict[str, list[dict[str,
         words = [program, f"--config.file={config}", f"--storage.tsdb.path={folder}/data"]
         words.append(f"--web.listen-address=127.0.0.1:{own_port}")
         with open(Path(folder, "log"), "w") as log:
-            server = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, text=True)
+            server = start(words, stdout=log, stderr=log)
         try:
             time.sleep(seconds + 3)
             expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -38,7 +38,7 @@ import diagnosis_hangs as hangs
 from diagnosis_rank import QUIET_STEPS
 from hosts import Hosts, HostsError, why_not
 from measure import machine, table
-from ranks import Command, RanksFailed, run_commands, stop_all, torchrun_env
+from ranks import Command, RanksFailed, run_commands, signals_unwind, start, stop_all, torchrun_env
 
 RANK = str(Path(__file__).with_name("diagnosis_rank.py"))
 SLOW = 1
@@ -141,8 +141,10 @@ def _busy(count: int, core: int | None = None) -> Iterator[None]:
     """Processes that never rest, on one core or wherever."""
     pinned = "" if core is None else f"import os\nos.sched_setaffinity(0, [{core}])\n"
     words = [sys.executable, "-c", f"{pinned}while True: pass"]
-    running = [subprocess.Popen(words, start_new_session=True, text=True) for _ in range(count)]
+    running: list[subprocess.Popen[Any]] = []
     try:
+        for _ in range(count):
+            running.append(start(words))
         yield
     finally:
         stop_all(running)
@@ -155,6 +157,9 @@ def _group(cause: str) -> Iterator[Path]:
     first = Path("/sys/fs/cgroup", controller)
     second = Path("/sys/fs/cgroup")
     root = first if first.is_dir() else second
+    for left in root.glob("ringdp-diagnosis-*"):  # by a run that was killed
+        with contextlib.suppress(OSError):  # another run's, with processes in it
+            left.rmdir()
     group = root / f"ringdp-diagnosis-{os.getpid()}"
     try:
         group.mkdir()
@@ -266,7 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(CAUSES)}")
     if args.windows < 1:
         parser.error("at least one window is needed")
-    return command.run(lambda: measure(args), report, json_path=args.json, cannot=(HostsError,), failed=(RanksFailed,))
+    with signals_unwind():
+        return command.run(
+            lambda: measure(args), report, json_path=args.json, cannot=(HostsError,), failed=(RanksFailed,)
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ranks import RanksFailed, stop_all, torchrun_env
+from ranks import RanksFailed, start, stop_all, torchrun_env
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = str(Path(__file__).with_name("diagnosis_hang_rank.py"))
@@ -37,7 +37,7 @@ def run_case(cause: str, slow: int) -> dict[str, Any]:
         own = {"RINGDP_STALL_NOTICE": str(NOTICE_S), "RINGDP_DUMP_DIR": str(dumps), "OMP_NUM_THREADS": "1"}
         env = {**os.environ, **own, "PYTHONPATH": str(ROOT)}
         ranks, logs = 2, []
-        running: list[subprocess.Popen[str]] = []
+        running: list[subprocess.Popen[Any]] = []
         try:
             for rank in range(ranks):
                 logs.append(Path(folder, f"log_{rank}"))
@@ -52,14 +52,7 @@ def run_case(cause: str, slow: int) -> dict[str, Any]:
                 )
                 with open(logs[-1], "w") as log:
                     running.append(
-                        subprocess.Popen(
-                            [sys.executable, RANK, settings],
-                            env=env | place,
-                            stdout=log,
-                            stderr=log,
-                            start_new_session=True,
-                            text=True,
-                        )
+                        start([sys.executable, RANK, settings], env=env | place, stdout=log, stderr=log)
                     )
             began, notice = time.monotonic(), ""
             while not notice:

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from failures_rank import INJURIES, ONE_CALL, VICTIM
 from hosts import Hosts, set_link, why_not
+from ranks import start, stop_all
 
 WORLD_SIZE = 3
 TIMEOUT_S = 12.0  # of the process group, where the fault is one that only the timeout ends
@@ -112,15 +113,10 @@ def started(backend: str, fault: str, folder: Path, hosts: Hosts | None) -> Iter
             env |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "OMP_NUM_THREADS": "1"}
             env |= {"RINGDP_STALL_NOTICE": "2", "PYTHONPATH": str(script.parents[1])}
             with open(folder / f"said-{rank}", "wb") as said:
-                ranks.append(
-                    subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
-                )
+                ranks.append(start(command, env=env, stdout=said, stderr=subprocess.STDOUT))
         yield ranks
     finally:
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        stop_all(ranks)
 
 
 def fault_time(fault: str, folder: Path, ranks: list[subprocess.Popen[bytes]]) -> float:

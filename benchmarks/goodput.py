@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hosts import Hosts
-from ranks import stop_all
+from ranks import start, stop_all
 
 PORT = 5201
 
@@ -31,13 +31,11 @@ def measure(hosts: Hosts, *, seconds: float) -> Goodput | None:
     """Goodput between host 0 and host 1; None where iperf3 is not installed. Raises NoGoodput."""
     if shutil.which("iperf3") is None or hosts.count < 2:
         return None
-    server = subprocess.Popen(
+    server = start(
         hosts.command(0, ["iperf3", "--server", "--port", str(PORT)]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
     )
     try:
         one = _client(hosts, seconds, [])["end"]["sum_received"]["bits_per_second"] / 8

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401  # before ringdp
+from ranks import start, stop_all
 
 from ringdp.ddp.words import format_size as format_size
 from ringdp.ddp.words import parse_size as parse_size
@@ -112,16 +113,14 @@ class Summary:
 def busy_processes(count: int, *, cores: Sequence[int] = ()) -> Iterator[None]:
     """`count` processes that do nothing but compute, for as long as the `with` lasts; pinned to `cores` in turn."""
     loop = "import os, sys\nif sys.argv[1:]: os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[Any]] = []
     try:
         for i in range(count):
             pinned = [str(cores[i % len(cores)])] if cores else []
-            running.append(subprocess.Popen([sys.executable, "-c", loop, *pinned]))
+            running.append(start([sys.executable, "-c", loop, *pinned]))
         yield
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        stop_all(running)
 
 
 @dataclass

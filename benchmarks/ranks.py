@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,9 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 TAIL_LINES = 30
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: little may be done between fork and exec
 
 
 class RanksFailed(RuntimeError):
@@ -28,6 +31,22 @@ class Command:
     words: Sequence[str]
     env: Mapping[str, str]
     label: str
+
+
+def start(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """A process in a session of its own, which Ctrl-C does not reach, for the caller to end with `stop_all`.
+
+    The kernel ends it if this thread ends first, however that happens. Its own children end with it if they are
+    started like this, too. `options` are those of Popen.
+    """
+    parent = os.getpid()
+
+    def end_with_the_parent() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
+
+    return subprocess.Popen(list(words), start_new_session=True, preexec_fn=end_with_the_parent, **options)
 
 
 @dataclass
@@ -57,15 +76,14 @@ def run_commands(
     running: list[_Running] = []
     try:
         for command in commands:
-            process = subprocess.Popen(
-                list(command.words),
+            process = start(
+                command.words,
                 env=dict(command.env),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C reaches us alone, and we end the others in order
             )
             one = _Running(command, process)
             one.pump = threading.Thread(target=one.read, args=(echo,), daemon=True)
@@ -112,7 +130,7 @@ def _ended(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def stop_all(processes: Sequence[subprocess.Popen[str]], *, patience_s: float = 2.0) -> None:
+def stop_all(processes: Sequence[subprocess.Popen[Any]], *, patience_s: float = 2.0) -> None:
     """End each process and its session: asked first (mpirun then ends its ranks), killed after `patience_s`."""
     alive = [process for process in processes if process.poll() is None]
     for number in (signal.SIGTERM, signal.SIGKILL):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -199,6 +200,45 @@ def test_ranks_that_hang_are_given_up() -> None:
     command = ranks.Command(["sleep", "60"], os.environ, "rank 0")
     with pytest.raises(ranks.RanksFailed, match="not finished after 0 s: rank 0"):
         ranks.run_commands([command], timeout_s=0.2, echo=lambda label, line: None)
+
+
+_BUSY = "measure.busy_processes(2)", "diagnosis._busy(2)"
+_RANKS = "ranks.run_commands([ranks.Command(['sleep', '60'], {}, str(i)) for i in (0, 1)], timeout_s=60, echo=print)"
+_HANG = "diagnosis_hangs.run_case('stuck', 1)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("body", [*(f"with {busy}: time.sleep(60)" for busy in _BUSY), _RANKS, _HANG])
+def test_what_a_tool_started_ends_with_it(body: str, number: signal.Signals) -> None:
+    words = [sys.executable, "-c", f"import time, diagnosis, diagnosis_hangs, measure, ranks\n{body}"]
+    run = subprocess.Popen(words, cwd=FOLDER)
+    try:
+        _until(lambda: len(_children(run.pid)) == 2)
+        started = _children(run.pid)
+        run.send_signal(number)
+        run.wait(10)
+        _until(lambda: not any(_runs(pid) for pid in started))
+    finally:
+        run.kill()
+        run.wait()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 # --- allreduce.py and step.py
