@@ -32,7 +32,7 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
              [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
       failures_(
-          role_, groups_, links_,
+          role_, groups_, links_, options_.listen_ms,
           [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
             progress_.end_operations(group, failure, cause);
           },

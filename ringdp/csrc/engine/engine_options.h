@@ -21,6 +21,7 @@ struct EngineOptions {
   std::function<void(int peer)> want_connection = {};  // to a peer without one; by any thread, must not block
   std::function<void()> check_interrupt;      // called about ten times a second by threads that wait; may throw
   std::size_t segment_bytes = kSegmentBytes;  // longest payload of a frame sent; for tests
+  int64_t listen_ms = 20;                     // for an earlier cause of a failure, from another rank; the same
   std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel;  // the same
 };
 

@@ -8,7 +8,6 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kListenMs = 20;            // for an earlier cause from another rank
 constexpr int64_t kListenForReasonMs = 100;  // why a connection ended
 constexpr int64_t kNameMs = 1000;            // for the other side's name of an operation
 
@@ -34,11 +33,12 @@ AbortNotice notice_of(const Error& error) {
 }  // namespace
 
 FailureAgreement::FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links,
-                                   EndOperations end_operations, Noticed noticed)
+                                   int64_t listen_ms, EndOperations end_operations, Noticed noticed)
     : role_(role),
       groups_(groups),
       links_(links),
       peers_(links.peers()),
+      listen_ms_(listen_ms),
       end_operations_(std::move(end_operations)),
       noticed_(std::move(noticed)),
       farewells_(links.peers().world()),
@@ -166,7 +166,7 @@ void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
     if (!named && !earlier(failure.notice, pending->failure.notice)) return;
     noticed_(*group, failure.error, failure.notice.sequence);
     pending->failure = std::move(failure);
-    if (std::exchange(pending->unnamed, std::nullopt)) pending->end = Deadline::after_ms(kListenMs);
+    if (std::exchange(pending->unnamed, std::nullopt)) pending->end = Deadline::after_ms(listen_ms_);
     return notify_members(*group, pending->failure.notice);
   }
   noticed_(*group, failure.error, failure.notice.sequence);
@@ -176,7 +176,7 @@ void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
     if (Link* link = links_[member]; link != nullptr && link->usable() && link->connected()) ++listening;
   bool both_know = group->view.size == 2 && (failure.told || failure.notice.kind == ErrorKind::kMismatch);
   if (listening == 0 || both_know) return fail_quietly(*group, failure.error, failure.notice);
-  const int64_t listen_ms = failure.notice.unexplained ? kListenForReasonMs : kListenMs;
+  const int64_t listen_ms = failure.notice.unexplained ? std::max(kListenForReasonMs, listen_ms_) : listen_ms_;
   make_pending(group, std::move(failure), listen_ms, std::nullopt);
 }
 

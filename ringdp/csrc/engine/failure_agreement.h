@@ -32,8 +32,9 @@ class FailureAgreement {
   // A rank has found or heard of a cause, before it is agreed on: this process may be ended at any moment.
   using Noticed = std::function<void(const GroupState&, const Error&, uint64_t cause)>;
 
-  FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, EndOperations end_operations,
-                   Noticed noticed);
+  // `listen_ms`: for an earlier cause from another rank.
+  FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, int64_t listen_ms,
+                   EndOperations end_operations, Noticed noticed);
 
   void queue(uint64_t group, Error error);
   void report();
@@ -86,6 +87,7 @@ class FailureAgreement {
   GroupTable& groups_;
   PeerLinks& links_;
   const PeerTable& peers_;
+  const int64_t listen_ms_;
   const EndOperations end_operations_;
   const Noticed noticed_;
   std::vector<Failure> queued_ RINGDP_GUARDED_BY(role_);
