@@ -24,7 +24,7 @@ _MOST_TOLD = 4  # ranks
 _MOST = 0.5  # of what a rank takes longer, that its cause explains
 _PAGE_WAITS = 1.0  # per step
 _IDLE = 0.7  # of a core, below which a rank does not compute all the time that it takes
-_SLOWS_ALL = ("quota", "memory", "core")  # causes outside the program: all phases are slower
+_SLOWS_ALL = ("quota", "memory", "core", "speed")  # causes outside the program: all phases are slower
 _SLOW_LINK = 0.5  # of the other links' rate
 _LEAST_BUSY = 0.3  # of the communication's time that the slow link was busy
 _LEAST_LINK_BYTES = 100_000
@@ -46,8 +46,8 @@ class Verdict:
         rank: the slow one, or the sender of the slow link; None where none is named.
         peer: the receiver of the slow link.
         phase: one of `OWN`, of a slow rank.
-        cause: what keeps a slow rank: "quota", "memory", "core", "data", "sleep" or "work"; of "host" "quota" or
-            "core".
+        cause: what keeps a slow rank: "quota", "memory", "core", "speed", "data", "sleep" or "work"; of "host"
+            "quota" or "core".
     """
 
     kind: str
@@ -241,6 +241,15 @@ def _cause(window: Window, parts: Split, rank: int, phase: str) -> _Cause:
             f"for {ready:.0%} of the time other threads had the core that it wanted",
             f"end what else computes on {host} (top shows it), or lower OMP_NUM_THREADS where ranks share cores",
         )
+    speed = _core_speed(window, rank)
+    computed = min(float(parts.own[rank].sum()) / step, cpu)
+    if computed * (1 - speed) >= max(_KEPT_OFF / 2, _MOST * excess):
+        return _Cause(
+            "speed",
+            f"its core computes at {speed:.0%} of the others' speed now, by a loop that all ranks run",
+            f"look for what slows that core of {host} (another virtual machine on it, heat, a slower processor), or"
+            f" {_less_work(host)}",
+        )
     if phase == "between":
         return _Cause(
             "data",
@@ -255,6 +264,13 @@ def _cause(window: Window, parts: Split, rank: int, phase: str) -> _Cause:
             f"look for what it waits for there: a lock, a file, a request (py-spy dump --pid on {host} shows it)",
         )
     return _Cause("work", "it computes all that time", _less_work(host))
+
+
+def _core_speed(window: Window, rank: int) -> float:
+    """Of this rank's core, as a share of the median of the others'; 1 where it is not known."""
+    took = window.field("probe").mean(1)
+    others = _others(took[:, None])[rank, 0]
+    return float(others / took[rank]) if float(took[rank]) > 0 and float(others) > 0 else 1.0
 
 
 def _less_work(host: str) -> str:

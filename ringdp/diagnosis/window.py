@@ -11,10 +11,13 @@ from torch import Tensor
 
 from ringdp.diagnosis.facts import Facts
 
-FIELDS = ("between", "forward", "backward", "after", "other_wait", "exposed", "coding", "on_its_way", "off_core")
+FIELDS = (
+    *("between", "forward", "backward", "after", "other_wait", "exposed"),
+    *("coding", "on_its_way", "off_core", "probe"),
+)
 """What a row has of a step, in seconds; csrc/torch/reducer/step_phases.h says what each is."""
 
-REPORT_FORM = 2
+REPORT_FORM = 3
 """Of what the ranks tell each other; another number whenever a field is added to it."""
 
 OWN = FIELDS[:4]

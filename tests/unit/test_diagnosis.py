@@ -138,6 +138,27 @@ def test_a_phase_that_was_hit_while_other_threads_had_the_core_is_not_blamed() -
     assert (verdict(made).kind, verdict(made).cause) == ("rank", "data")
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "longer, slower, facts, cause",
+    [
+        (1.35, {"forward": 13.5 * MS, "backward": 27 * MS, "after": 2.7 * MS}, {"cpu_s": 1.0}, "speed"),
+        (1.03, {"forward": 13.5 * MS, "backward": 27 * MS, "after": 2.7 * MS}, {"cpu_s": 1.0}, "work"),
+        (1.35, {"backward": 80 * MS}, {"cpu_s": 1.0}, "work"),  # the core explains a part of it
+        (1.35, {"forward": 100 * MS}, SLEEPS, "sleep"),
+    ],
+)
+def test_a_slow_core_is_told_from_more_work(
+    ranks: int, longer: float, slower: dict[str, float], facts: dict[str, float], cause: str
+) -> None:
+    made = window([usual(**slower)] + [usual()] * (ranks - 1), facts=[facts] + [{}] * (ranks - 1))
+    made.rows[:, :, FIELDS.index("probe")] = 1e-6
+    made.rows[0, :, FIELDS.index("probe")] *= longer
+    found = verdict(made)
+    assert (found.kind, found.rank, found.cause) == ("rank", 0, cause), found
+    assert ("computes at 74% of the others' speed" in found.text) == (cause == "speed")
+
+
 @pytest.mark.parametrize(
     "kept, cause, words", [("throttled_s", "quota", "0.5 CPUs"), ("off_core", "core", "top shows")]
 )

@@ -26,6 +26,7 @@ void StepPhases::enter(StepField next, Clock::time_point now, int64_t waited_ns)
   began_ = true;
   phase_ = next;
   since_ = now;
+  probe_.sample();
   waited_ns_ = waited_ns;
 }
 
@@ -54,6 +55,7 @@ void StepPhases::computed(Clock::time_point now, int64_t waited_ns, RunDelay del
 
 StepRow StepPhases::finished(Clock::time_point now, int64_t waited_ns, RunDelay delay) {
   row_[kExposed] = seconds_between(since_, now);
+  row_[kProbe] = probe_.take_mean();
   phase_ = kAfter;
   since_ = now;
   waited_ns_ = waited_ns;

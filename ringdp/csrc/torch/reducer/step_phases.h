@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 
+#include "base/core_probe.h"
 #include "base/run_delay.h"
 
 namespace ringdp {
@@ -23,6 +24,7 @@ enum StepField : std::size_t {
   kCoding,     // spent on encoding and decoding, beside the above
   kOnItsWay,   // from the first bucket's launch to the end
   kOffCore,    // of the first four, for which the thread had no core though it could have run
+  kProbe,      // what CoreProbe's loop took, on average, when the forward, the backward and the wait for the buckets began
   kStepFields
 };
 using StepRow = std::array<float, kStepFields>;
@@ -49,6 +51,7 @@ class StepPhases {
   Clock::time_point since_;
   Clock::time_point last_gradient_;
   int64_t waited_ns_ = 0;
+  CoreProbe probe_;
   RunDelay delay_;  // when the step before was finished
 };
 
