@@ -1,0 +1,44 @@
+#include "base/core_probe.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+
+namespace ringdp {
+namespace {
+
+volatile float start = 1.0F;  // not known to the compiler, which would compute the loop's result otherwise
+thread_local volatile float result;
+
+// Independent sums, more than the processor can work on at once.
+void compute() noexcept {
+  constexpr int kRounds = 400;
+  std::array<float, 48> sums;
+  for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = start + static_cast<float>(i);
+  for (int round = 0; round < kRounds; ++round)
+    for (float& sum : sums) sum = sum * 0.9999F + 0.001F;
+  float all = 0.0F;
+  for (float sum : sums) all += sum;
+  result = all;
+}
+
+}  // namespace
+
+void CoreProbe::sample() noexcept {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point began = Clock::now();
+  compute();
+  const float seconds = std::chrono::duration<float>(Clock::now() - began).count();
+  shortest_ = shortest_ == 0.0F ? seconds : std::min(shortest_, seconds);
+  sum_ += std::min(seconds, kMost * shortest_);
+  ++samples_;
+}
+
+float CoreProbe::take_mean() noexcept {
+  const float mean = samples_ > 0 ? sum_ / static_cast<float>(samples_) : 0.0F;
+  sum_ = 0.0F;
+  samples_ = 0;
+  return mean;
+}
+
+}  // namespace ringdp
