@@ -47,6 +47,18 @@ class FlowTimes:
     def total(self) -> int:
         """Bytes in all."""
 
+    @property
+    def work_first_ns(self) -> int:
+        """Work on its bytes began: encoding, adding, decoding, copying; 0: none was noted."""
+
+    @property
+    def work_last_ns(self) -> int:
+        """And ended so far."""
+
+    @property
+    def work_ns(self) -> int:
+        """Spent on it."""
+
 class OperationRecord:
     """One operation of this rank. Times: time.monotonic_ns(); 0: that has not happened."""
 

@@ -29,7 +29,11 @@ inline void bind_records(pybind11::module_& module) {
       .def_readonly("first_ns", &FlowTimes::first_ns)
       .def_readonly("last_ns", &FlowTimes::last_ns, "The last byte so far.")
       .def_readonly("moved", &FlowTimes::moved, "Bytes so far.")
-      .def_readonly("total", &FlowTimes::total, "Bytes in all.");
+      .def_readonly("total", &FlowTimes::total, "Bytes in all.")
+      .def_readonly("work_first_ns", &FlowTimes::work_first_ns,
+                    "Work on its bytes began: encoding, adding, decoding, copying; 0: none was noted.")
+      .def_readonly("work_last_ns", &FlowTimes::work_last_ns, "And ended so far.")
+      .def_readonly("work_ns", &FlowTimes::work_ns, "Spent on it.");
   py::class_<OperationRecord>(module, "OperationRecord", py::module_local(),
                               "One operation of this rank. Times: time.monotonic_ns(); 0: that has not happened.")
       .def_readonly("number", &OperationRecord::number, "Counts the operations of all groups as they were called.")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -95,7 +97,9 @@ class FactCounters:
 
     def __init__(self) -> None:
         self._groups = _cpu_groups()
-        self._kernel = _kernel()
+        self._throttles = [_KeptFile(group / "cpu.stat") for group in self._groups]
+        self._quota_cores = self._least_quota()
+        self._kernel, self._host = _kernel(), socket.gethostname()
         self._before = self._read()
         self._links: dict[int, tuple[int, float, float, int]] = {}
 
@@ -104,6 +108,8 @@ class FactCounters:
         before, self._before = self._before, self._read()
         period, cpu, ready, throttled, waits = (now - then for now, then in zip(self._before, before, strict=True))
         link = self._busiest(carried)
+        if throttled > 0:  # it may have changed, and matters
+            self._quota_cores = self._least_quota()
         return Facts(
             period_s=period,
             cpu_s=cpu,
@@ -112,8 +118,8 @@ class FactCounters:
             page_waits=int(waits),
             memory_bytes=memory_bytes(),
             kernel=self._kernel,
-            quota_cores=min(filter(None, map(_quota_cores, self._groups)), default=0.0),
-            host=socket.gethostname(),
+            quota_cores=self._quota_cores,
+            host=self._host,
             **link,
         )
 
@@ -137,8 +143,30 @@ class FactCounters:
 
     def _read(self) -> tuple[float, float, float, float, float]:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        throttled = sum(filter(None, (_throttled_s(group / "cpu.stat") for group in self._groups)))
+        throttled = sum(filter(None, (_throttled_s(file.text()) for file in self._throttles)))
         return time.monotonic(), used.ru_utime + used.ru_stime, _ready_s(), throttled, float(used.ru_majflt)
+
+
+    def _least_quota(self) -> float:
+        return min(filter(None, map(_quota_cores, self._groups)), default=0.0)
+
+
+class _KeptFile:
+    """A file of the kernel that is read often: opening it is most of the work."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor).atexit = False
+
+    def text(self) -> str:
+        """Empty where it cannot be read (any more)."""
+        if self._descriptor is None:
+            return ""
+        with contextlib.suppress(OSError):
+            return os.pread(self._descriptor, 4096, 0).decode()
+        return ""
 
 
 def memory_bytes() -> int:
@@ -174,12 +202,13 @@ def _cpu_groups() -> list[Path]:
                 own = root / path.lstrip("/")
                 around = [own, *own.parents]
                 found += [one for one in around if one.is_relative_to(root)]
-    return [group for group in dict.fromkeys(found) if _throttled_s(group / "cpu.stat") is not None]
+    return [group for group in dict.fromkeys(found) if _throttled_s(_KeptFile(group / "cpu.stat").text()) is not None]
 
 
-def _throttled_s(file: Path) -> float | None:
-    with contextlib.suppress(OSError, ValueError):
-        values = dict(line.split() for line in file.read_text().splitlines())
+def _throttled_s(stat: str) -> float | None:
+    """Of a cpu.stat."""
+    with contextlib.suppress(ValueError):
+        values = dict(line.split() for line in stat.splitlines())
         if "throttled_usec" in values:
             return int(values["throttled_usec"]) * 1e-6
         if "throttled_time" in values:

@@ -61,6 +61,7 @@ class StepMonitor:
         self._clocks = Clocks()
         self._window: Window | None = None
         self._parts: Split | None = None
+        self._waited: tuple[int, float] | None = None  # for whom this rank waited in the window, and how long a step
         self._judged_last: tuple[Window, Verdict] | None = None
         self._told: Verdict | None = None
         self._told_at = 0.0
@@ -103,7 +104,7 @@ class StepMonitor:
     def group_replaced(self, group: dist.ProcessGroup) -> None:
         """The reducer averages over another group from now on."""
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
-        self._told = self._messages = None
+        self._told = self._messages = self._waited = None
 
     def _step_ended(self) -> None:
         if self._records is None and not self._timelines.active:
@@ -174,7 +175,9 @@ class StepMonitor:
         if self._window.rows.shape[1] == 0:
             return
         self._parts = split(self._window)
-        if self._group.rank() == 0:
+        rank = self._group.rank()
+        self._waited = int(self._parts.slowest[rank]), float(self._parts.peer_wait[rank])
+        if rank == 0:
             self._tell(self._window, self._parts)
 
     def _tell(self, window: Window, parts: Split) -> None:
@@ -240,14 +243,11 @@ class StepMonitor:
             rows = self._reducer.bucket_rows()
             coded = sum(one["bytes_after"] for one in rows)
             self._ratio = sum(one["bytes_before"] for one in rows) / coded if coded else 1.0
-        sent, rank = _bytes_sent(), self._group.rank()
-        waited = None
-        if self._parts is not None:
-            waited = int(self._parts.slowest[rank]), float(self._parts.peer_wait[rank])
+        sent = _bytes_sent()
         verdict, self._verdict = self._verdict, None
         taken = StepTaken(
             now(),
-            rank,
+            self._group.rank(),
             self._group.size(),
             self._number,
             step,
@@ -256,7 +256,7 @@ class StepMonitor:
             max(sent - self._sent_before, 0),
             self._ratio,
             self._skipped,
-            waited,
+            self._waited,
             verdict,
         )
         self._sent_before = sent

@@ -22,6 +22,7 @@ Event = dict[str, Any]
 _MOST_EVENTS = 200_000  # of a rank; about 40 MB
 _QUARTER_S = 7_889_238  # of a year: torch.profiler's timestamps count from the last multiple of it (libkineto)
 _TRAINING, _OPERATIONS, _TO, _FROM = 0, 1_000, 1_000_000, 2_000_000  # numbers of tracks, of which there may be several
+_LAST_BYTES, _ENCODE, _REDUCE = 500, 600, 700  # of the tracks of operations
 _PHASES = {"after": "optimizer", "between": "between steps (data loading)", "forward": "forward"}
 
 
@@ -133,6 +134,7 @@ class Timeline:
                 self._slice(track, f"wait for rank {flow.peer}", begin_ns, flow.first_ns, operation=name)
                 last_byte = max(last_byte, flow.last_ns)
             self._slice(track, verb, flow.first_ns, end_ns, bytes=flow.moved)
+            self._add_work(flow, name, coded=about["algorithm"] == "compressed")
             at = (
                 flow.first_ns if flow.sends else max(flow.first_ns, flow.last_ns - 1000)
             )  # inside its slice, rounded too
@@ -146,8 +148,20 @@ class Timeline:
             }
             self._events.append(end if flow.sends else {**end, "bp": "e"})
         if any(not flow.sends for flow in record.flows) and last_byte > record.started_ns:
-            own = self._lanes.take(_OPERATIONS + 500, last_byte, record.ended_ns)
+            own = self._lanes.take(_OPERATIONS + _LAST_BYTES, last_byte, record.ended_ns)
             self._slice(own, f"reduce the last bytes: {name}", last_byte, record.ended_ns)
+
+    def _add_work(self, flow: Any, name: str, coded: bool) -> None:
+        """From the first piece of what was computed on a flow's bytes to the last."""
+        if not flow.work_ns:
+            return
+        if flow.sends:
+            words = f"{'encode' if coded else 'prepare'} for rank {flow.peer}"
+        else:
+            words = f"{'decode' if coded else 'reduce'} what came from rank {flow.peer}"
+        track = self._lanes.take(_OPERATIONS + (_ENCODE if flow.sends else _REDUCE), flow.work_first_ns, flow.work_last_ns)
+        working_us = flow.work_ns / 1e3
+        self._slice(track, f"{words}: {name}", flow.work_first_ns, flow.work_last_ns, working_us=working_us)
 
     def _slice(self, track: int, name: str, begin_ns: int, end_ns: int, **about: Any) -> None:
         if end_ns <= begin_ns:
@@ -165,7 +179,8 @@ def track_name(track: int) -> str:
     if track < _OPERATIONS:
         return "training"
     if track < _TO:
-        return "operations" if track < _OPERATIONS + 500 else "last bytes"
+        kind = (track - _OPERATIONS) // 100 * 100
+        return {_LAST_BYTES: "last bytes", _ENCODE: "encode", _REDUCE: "reduce"}.get(kind, "operations")
     return f"{'to' if track < _FROM else 'from'} rank {track % 1_000_000 // 100}"
 
 

@@ -6,14 +6,17 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
@@ -132,9 +135,36 @@ def test_a_job_may_end_after_any_step(count: int) -> None:
         run_ranks(end_at, count, world_size=3, backend="ring")
 
 
-def train_on(backend_every: str) -> tuple[int, bool]:
-    import os
+def tell_ahead_of_buckets() -> list[tuple[str, int, list[tuple[int, int]]]]:
+    """Of each backward that told: the algorithm, how many flows, and how much later its buckets began and ended, ns."""
+    from ringdp import _C, _core
 
+    model, optimizer, _ = made()
+    before = max((one.number for one in _C.operations()), default=0)
+    steps(model, optimizer, 52)
+    names = {one["number"]: one["name"] for one in _core.algorithms()}
+    ran = [one for one in _C.operations() if one.number > before and one.ended_ns]
+    found = []
+    for at, one in enumerate(ran):
+        if one.name.startswith("step report"):
+            buckets = itertools.takewhile(lambda after: after.name.startswith("bucket "), ran[at + 1 :])
+            behind = [(after.queued_ns - one.queued_ns, after.ended_ns - one.ended_ns) for after in buckets]
+            found.append((names[one.algorithm], len(one.flows), behind))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_ranks_tell_each_other_leaves_before_the_buckets_and_is_over_before_them(ranks: int) -> None:
+    """A message straight to each rank, so no bucket, whose bytes come behind it on the same links, is later for it."""
+    for told in run_ranks(tell_ahead_of_buckets, world_size=ranks, backend="ring"):
+        assert len(told) == 3  # at steps 11, 31, 51
+        for algorithm, flows, buckets in told:
+            assert (algorithm, flows) == ("exchange", 2 * (ranks - 1))
+            assert buckets
+            assert all(queued > 0 and ended >= 0 for queued, ended in buckets), buckets
+
+
+def train_on(backend_every: str) -> tuple[int, bool]:
     os.environ["RINGDP_REPORT_EVERY"] = backend_every
     try:
         model, optimizer, _ = made()
@@ -192,6 +222,33 @@ def test_the_timeline_has_all_ranks_on_one_clock_with_arrows_from_senders_to_rec
     assert max(event["dur"] for event in waits) > 0.5e6 * SLEEP_S
     now_us = time.time() * 1e6 - trace["baseTimeNanoseconds"] / 1e3
     assert 0 < now_us - max(last for track in slices.values() for _, last in track) < 60e6
+
+
+def time_coding(path: str, transport: str) -> None:
+    import ringdp
+
+    rank = int(os.environ["RANK"])
+    with mock.patch.dict(os.environ, RINGDP_TRANSPORT=transport):
+        dist.init_process_group("ring", init_method=f"file://{path}/store", rank=rank, world_size=3)
+    for number, compression in enumerate((None, "int8")):
+        model = ringdp.RingDP(nn.Linear(512, 512), compression=compression)
+        with ringdp.timeline(f"{path}/{number}.json"):
+            for _ in range(3):
+                model(torch.randn(4, 512)).square().mean().backward()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_timeline_has_what_is_computed_on_the_bytes(transport: str, tmp_path: Path) -> None:
+    run_ranks(time_coding, str(tmp_path), transport, world_size=3, backend=None)
+    for number, words in enumerate((("reduce",), ("encode", "decode"))):
+        events = json.loads((tmp_path / f"{number}.json").read_text())["traceEvents"]
+        for word in words:
+            found = [one for one in events if one["ph"] == "X" and one["name"].startswith(f"{word} ")]
+            found = [one for one in found if "last bytes" not in one["name"]]
+            assert {one["pid"] for one in found} == {0, 1, 2}, word
+            for one in found:
+                assert 2 <= one["args"]["working_us"] <= one["dur"] + 1, one
 
 
 def profile_steps() -> list[str]:

@@ -172,6 +172,27 @@ def test_the_dashboard_shows_what_is_served_and_nothing_else(tmp_path: Path) -> 
     assert served - shown == {"ringdp_last_step_timestamp_seconds"}
 
 
+def test_grafanas_schema_knows_every_field_of_the_dashboard() -> None:
+    """Read by Grafana's own types and written again: what they do not know would be lost."""
+    need("grafana_foundation_sdk", "grafana-foundation-sdk")
+    from grafana_foundation_sdk.cog import encoder, plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    plugins.register_default_plugins()
+    given = json.loads((Path(__file__).parents[2] / "examples" / "grafana_dashboard.json").read_text())
+    got = json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(given)))
+    assert _fields(given) <= _fields(got)
+
+
+def _fields(value: Any, path: str = "") -> set[str]:
+    """All that is in it, as path = value."""
+    if isinstance(value, dict):
+        return {one for key, item in value.items() for one in _fields(item, f"{path}/{key}")}
+    if isinstance(value, list):
+        return {one for at, item in enumerate(value) for one in _fields(item, f"{path}/{at}")}
+    return {f"{path} = {value!r}"}
+
+
 @pytest.mark.parametrize("value", ["three", None, torch.zeros(2), 1j])
 def test_what_is_not_a_number_cannot_be_logged(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="loss must be a number"):

@@ -73,7 +73,9 @@ void CompressedAllReduce::add_flows() {
     stream_of_[static_cast<std::size_t>(stream.member)] = out_.size();
     for (const Piece& piece : stream.pieces)
       if (piece.kind == Kind::kResult) ++states_[piece.segment].sends;
-    out_.push_back({.stream = &stream, .flow = &add_send(stream.member, stream.total(), 0)});
+    SendFlow& flow = add_send(stream.member, stream.total(), 0);
+    flow.encodes = true;
+    out_.push_back({.stream = &stream, .flow = &flow});
   }
   for (const Stream& stream : plan_->incoming()) {
     in_.push_back({.stream = &stream});

@@ -177,7 +177,10 @@ bool OperationRecorder::read(const Entry& entry, OperationRecord& out) const {
                            .first_ns = flow.first_ns.load(kRelaxed),
                            .last_ns = flow.last_ns.load(kRelaxed),
                            .moved = flow.moved.load(kRelaxed),
-                           .total = flow.total.load(kRelaxed)});
+                           .total = flow.total.load(kRelaxed),
+                           .work_first_ns = flow.work_first_ns.load(kRelaxed),
+                           .work_last_ns = flow.work_last_ns.load(kRelaxed),
+                           .work_ns = flow.work_ns.load(kRelaxed)});
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     if (entry.number.load(kRelaxed) == number) return true;

@@ -30,6 +30,9 @@ struct FlowTimes {
   int64_t last_ns = 0;
   uint64_t moved = 0;
   uint64_t total = 0;
+  int64_t work_first_ns = 0;
+  int64_t work_last_ns = 0;
+  int64_t work_ns = 0;
 };
 
 enum class OperationState : uint8_t { kQueued = 0, kStarted = 1, kDone = 2, kFailed = 3 };

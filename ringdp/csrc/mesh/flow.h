@@ -78,6 +78,7 @@ class SendFlow {
   uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
   bool opened = false;   // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
+  bool encodes = false;          // `outgoing` computes its bytes
   FlowRecord* record = nullptr;  // when its bytes went; may be null
 
   bool complete() const { return opened && sent == total; }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 #include "base/deadline.h"
@@ -21,6 +22,9 @@ struct FlowRecord {
   std::atomic<int64_t> last_ns{0};   // the last one so far
   std::atomic<uint64_t> moved{0};    // bytes
   std::atomic<uint64_t> total{0};
+  std::atomic<int64_t> work_first_ns{0};  // work on its bytes began: encoding, adding, decoding, copying; 0: none was noted
+  std::atomic<int64_t> work_last_ns{0};   // and ended so far
+  std::atomic<int64_t> work_ns{0};        // spent on it, between these
 
   void begin(int to_or_from, bool sending, uint64_t bytes) {
     peer.store(to_or_from, std::memory_order_relaxed);
@@ -29,6 +33,9 @@ struct FlowRecord {
     last_ns.store(0, std::memory_order_relaxed);
     moved.store(0, std::memory_order_relaxed);
     total.store(bytes, std::memory_order_relaxed);
+    work_first_ns.store(0, std::memory_order_relaxed);
+    work_last_ns.store(0, std::memory_order_relaxed);
+    work_ns.store(0, std::memory_order_relaxed);
   }
   // A long frame begins: its bytes take a while.
   void note_begin() {
@@ -41,6 +48,18 @@ struct FlowRecord {
     last_ns.store(now, std::memory_order_relaxed);
     moved.store(bytes_so_far, std::memory_order_relaxed);
   }
+  // Work on bytes of the flow that began at `begin_ns` and has ended now. Of few bytes nothing is noted: the clock would cost
+  // more than that tells.
+  void note_work(int64_t begin_ns) {
+    const int64_t end_ns = nanoseconds_of(Clock::now());
+    if (end_ns - begin_ns < kLeastWorkNs) return;
+    if (work_first_ns.load(std::memory_order_relaxed) == 0) work_first_ns.store(begin_ns, std::memory_order_relaxed);
+    work_last_ns.store(end_ns, std::memory_order_relaxed);
+    work_ns.store(work_ns.load(std::memory_order_relaxed) + end_ns - begin_ns, std::memory_order_relaxed);
+  }
+
+  static constexpr std::size_t kLeastWorkBytes = 16 * 1024;
+  static constexpr int64_t kLeastWorkNs = 2000;
 };
 
 }  // namespace ringdp

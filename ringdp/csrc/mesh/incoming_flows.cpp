@@ -125,10 +125,12 @@ void IncomingFlows::advance(RecvFlow& flow, std::size_t bytes, bool last) {
 
 // In as many parts as the operation has blocks for them.
 void IncomingFlows::hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes) const {
+  FlowRecord* const record = bytes.size() >= FlowRecord::kLeastWorkBytes ? flow.record : nullptr;
   if (bytes.empty())
     flow.handler->arrived(flow, offset, {});
   else if (!flow.handler->take(flow, offset, bytes))
     connection_.fail(ErrorKind::kPeerLost, "it sent a segment that crosses a block's end", kReportBug);
+  if (record != nullptr) record->note_work(record->last_ns.load(std::memory_order_relaxed));
 }
 
 void IncomingFlows::deliver(RecvFlow& flow, const FrameHeader& header, std::span<const std::byte> bytes) {

@@ -137,7 +137,12 @@ bool LinkSender::stage_next() {
     limit = std::min(limit, kBulkFrameBytes);
     if (!std::exchange(unsent_is_limited_, true)) connection_.channel().limit_unsent(kBulkUnsentBytes);
   }
-  if (flow.total > 0) payload_ = flow.handler->outgoing(flow, flow.sent, limit);
+  if (flow.total > 0) {
+    const bool timed = flow.encodes && flow.record != nullptr;
+    const Clock::time_point began = timed ? Clock::now() : Clock::time_point{};
+    payload_ = flow.handler->outgoing(flow, flow.sent, limit);
+    if (timed) flow.record->note_work(nanoseconds_of(began));
+  }
   if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
   payload_flow_ = &flow;
   if (flow.record != nullptr && payload_.size() > kSmallPayloadBytes) flow.record->note_begin();
