@@ -9,6 +9,7 @@
     core      a process that never rests shares rank 1's core (2 cores)
     quota     rank 1's cgroup may use half a core (cgroups of version 1 or 2, root)
     memory    rank 1's cgroup has less memory than the file that every rank maps and reads in forward (root)
+    swap      rank 1's cgroup has less memory than what every rank keeps and reads in forward, and swaps to a file (root)
     link      one of four hosts, which are network namespaces, has a link of a tenth of the others' rate (root)
     quiet     nothing: in how many of the windows a rank or link is named all the same, on --hosts hosts; a rank whose
               core is slower than the others' by a loop that all run (a virtual machine's) is no wrong verdict
@@ -53,6 +54,7 @@ WANTED: dict[str, dict[str, Any]] = {
     "core": {"kind": "rank", "rank": SLOW, "cause": "core"},
     "quota": {"kind": "rank", "rank": SLOW, "cause": "quota"},
     "memory": {"kind": "rank", "rank": SLOW, "cause": "memory"},
+    "swap": {"kind": "rank", "rank": SLOW, "cause": "memory"},
     "link": {"kind": "link"},
     "quiet": {},
     "loaded": {},
@@ -127,9 +129,12 @@ def _prepared(cause: str, settings: dict[str, Any]) -> Iterator[None]:
     elif cause == "loaded":
         with _busy(settings["load"]):
             yield
-    elif cause in ("quota", "memory"):
-        with _group(cause) as group:
-            settings["group"] = str(group)
+    elif cause in ("quota", "memory", "swap"):
+        with contextlib.ExitStack() as stack:
+            if cause == "swap":
+                stack.enter_context(_swap_file(Path(settings["folder"], "swap")))
+                settings["kept_bytes"] = 2 * MEMORY_BYTES
+            settings["group"] = str(stack.enter_context(_group(cause)))
             if cause == "memory":
                 settings["files"] = [_data_file(Path(settings["folder"], f"data_{rank}")) for rank in range(2)]
             yield
@@ -153,7 +158,7 @@ def _busy(count: int, core: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _group(cause: str) -> Iterator[Path]:
-    """A cgroup with half a core, or with little memory; ranks join it by its cgroup.procs."""
+    """A cgroup with half a core, or (for the other causes) with little memory; ranks join it by its cgroup.procs."""
     controller = "cpu" if cause == "quota" else "memory"
     first = Path("/sys/fs/cgroup", controller)
     second = Path("/sys/fs/cgroup")
@@ -178,6 +183,25 @@ def _group(cause: str) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             group.rmdir()
+
+
+@contextlib.contextmanager
+def _swap_file(path: Path) -> Iterator[None]:
+    """The kernel swaps to that file, too."""
+    with open(path, "wb") as file:
+        path.chmod(0o600)
+        os.posix_fallocate(file.fileno(), 0, 4 * MEMORY_BYTES)
+    for words in (["mkswap", str(path)], ["swapon", str(path)]):
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise Unavailable(f"{words[0]} cannot be run: {error.strerror}") from error
+        if done.returncode:
+            raise Unavailable(f"{words[0]}: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["swapoff", str(path)], check=False)
 
 
 def _data_file(path: Path) -> str:

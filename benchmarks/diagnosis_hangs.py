@@ -51,9 +51,7 @@ def run_case(cause: str, slow: int) -> dict[str, Any]:
                     port=1,
                 )
                 with open(logs[-1], "w") as log:
-                    running.append(
-                        start([sys.executable, RANK, settings], env=env | place, stdout=log, stderr=log)
-                    )
+                    running.append(start([sys.executable, RANK, settings], env=env | place, stdout=log, stderr=log))
             began, notice = time.monotonic(), ""
             while not notice:
                 if time.monotonic() - began > _PATIENCE_S or any(one.poll() is not None for one in running):

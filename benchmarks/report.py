@@ -5,9 +5,9 @@
     python benchmarks/report.py --models mlp --blocks 40
 
 Both have the same module; one has RINGDP_REPORT_EVERY=0 and no metrics, the other tells every 20 steps, as by default,
-and writes a line of metrics for each step. `ratio` is the median over neighbouring blocks of the time with them over
-the time without, on the slowest rank; `spread` is the distance of its quartiles. `monitor` is the CPU time of the
-training thread in Python beside.
+and writes a line of metrics for each step; a block is as long as that. `ratio` is the median over neighbouring blocks
+of the time with them over the time without, on the slowest rank; `spread` is the distance of its quartiles, `error` the
+standard error of that median. `monitor` is the CPU time of the training thread in Python beside.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def run_rank(path: str) -> None:
                 "step_s": float(slowest[0].median()),
                 "ratio": statistics.median(ratios),
                 "spread": quartiles[2] - quartiles[0],
+                "error": 1.253 * (quartiles[2] - quartiles[0]) / 1.349 / len(ratios) ** 0.5,
                 "monitor_s": statistics.mean(monitors[given["steps"] :]),
             }
         )
@@ -102,20 +103,22 @@ def report(result: dict[str, Any]) -> str:
             format_time(row["step_s"]),
             f"{row['ratio']:.4f}",
             f"{row['spread']:.4f}",
+            f"{row['error']:.4f}",
             format_time(row["monitor_s"]),
             f"{row['monitor_s'] / row['step_s']:.3%}",
         ]
         for row in result["rows"]
     ]
-    return f"{headline(result)}\n\n{table(['model', 'step without', 'ratio', 'spread', 'monitor', 'share'], rows)}"
+    columns = ["model", "step without", "ratio", "spread", "error", "monitor", "share"]
+    return f"{headline(result)}\n\n{table(columns, rows)}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="(default 2)")
     parser.add_argument("--models", default=",".join(models.NAMES), help=f"of {', '.join(models.NAMES)}")
-    parser.add_argument("--blocks", type=int, default=24, help="pairs of blocks of each model (default 24)")
-    parser.add_argument("--steps", type=int, default=5, help="in a block (default 5)")
+    parser.add_argument("--blocks", type=int, default=16, help="pairs of blocks of each model (default 16)")
+    parser.add_argument("--steps", type=int, default=20, help="in a block (default 20)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds before the run is given up")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
     parser.add_argument("--as-rank", metavar="FILE", help=argparse.SUPPRESS)

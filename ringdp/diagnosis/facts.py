@@ -146,7 +146,6 @@ class FactCounters:
         throttled = sum(filter(None, (_throttled_s(file.text()) for file in self._throttles)))
         return time.monotonic(), used.ru_utime + used.ru_stime, _ready_s(), throttled, float(used.ru_majflt)
 
-
     def _least_quota(self) -> float:
         return min(filter(None, map(_quota_cores, self._groups)), default=0.0)
 

@@ -159,7 +159,9 @@ class Timeline:
             words = f"{'encode' if coded else 'prepare'} for rank {flow.peer}"
         else:
             words = f"{'decode' if coded else 'reduce'} what came from rank {flow.peer}"
-        track = self._lanes.take(_OPERATIONS + (_ENCODE if flow.sends else _REDUCE), flow.work_first_ns, flow.work_last_ns)
+        track = self._lanes.take(
+            _OPERATIONS + (_ENCODE if flow.sends else _REDUCE), flow.work_first_ns, flow.work_last_ns
+        )
         working_us = flow.work_ns / 1e3
         self._slice(track, f"{words}: {name}", flow.work_first_ns, flow.work_last_ns, working_us=working_us)
 

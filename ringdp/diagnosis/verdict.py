@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringdp.ddp.words import format_size, format_time
+from ringdp.diagnosis.causes import KEPT_OFF, MOST, SLOWS_ALL, Cause, cause_of, others_of, quota_in_words
 from ringdp.diagnosis.facts import Facts
 from ringdp.diagnosis.remedies import Sent, remedy_for_communication
 from ringdp.diagnosis.split import Split
@@ -18,13 +19,8 @@ COSTLY = 0.2  # of a step: from here on communication is worth a line
 _LEAST_LOSS = 0.1  # of the steps that a rank must cost to be named
 _ERRORS = 4.0  # standard errors of the mean by which a slow rank differs from chance
 _ALMOST_ALL = 0.95  # of the loss that a rank causes which is slow now and then
-_KEPT_OFF = 0.1  # of the time that the kernel kept a rank from computing, to be called the cause
 _SHARES_CORE = 0.25  # of its steps that a rank was without a core, from which its host is named
 _MOST_TOLD = 4  # ranks
-_MOST = 0.5  # of what a rank takes longer, that its cause explains
-_PAGE_WAITS = 1.0  # per step
-_IDLE = 0.7  # of a core, below which a rank does not compute all the time that it takes
-_SLOWS_ALL = ("quota", "memory", "core", "speed")  # causes outside the program: all phases are slower
 _SLOW_LINK = 0.5  # of the other links' rate
 _LEAST_BUSY = 0.3  # of the communication's time that the slow link was busy
 _LEAST_LINK_BYTES = 100_000
@@ -120,9 +116,9 @@ def _slow_rank(window: Window, parts: Split) -> Verdict | None:
     slow = _slowest(own, step)
     if slow is None:
         return None
-    phase = OWN[int((parts.own - _others(parts.own))[slow.rank].argmax())]
-    cause = _cause(window, parts, slow.rank, phase)
-    if cause.name in _SLOWS_ALL:
+    phase = OWN[int((parts.own - others_of(parts.own))[slow.rank].argmax())]
+    cause = cause_of(window, parts, slow.rank, phase)
+    if cause.name in SLOWS_ALL:
         return (
             None
             if _others_have_it(window, slow.rank, cause.name)
@@ -142,12 +138,12 @@ def _others_have_it(window: Window, rank: int, cause: str) -> bool:
         return False
     shares = [getattr(one, field) / one.period_s if one.period_s > 0 else 0.0 for one in window.facts]
     others = sorted(shares[:rank] + shares[rank + 1 :])
-    return others[len(others) // 2] >= _MOST * shares[rank]
+    return others[len(others) // 2] >= MOST * shares[rank]
 
 
 def _slowest(own: Tensor, step: float) -> _Slow | None:
     """Of the ranks' work in each step ``[ranks, steps]``, and a step's time."""
-    excess = own - _others(own)
+    excess = own - others_of(own)
     lost = own.amax(0) - own.median(0).values
     kept = lost != lost.max() if lost.numel() > 3 else torch.ones_like(lost, dtype=torch.bool)
     excess, slowest, lost = excess[:, kept], own.argmax(0)[kept], lost[kept]  # one step alone says nothing
@@ -165,33 +161,17 @@ def _slowest(own: Tensor, step: float) -> _Slow | None:
     return _Slow(rank, loss)
 
 
-def _others(values: Tensor) -> Tensor:
-    """``[ranks, steps]``: the median over all other ranks."""
-    ranks = values.shape[0]
-    rest = [[other for other in range(ranks) if other != rank] for rank in range(ranks)]
-    return torch.stack([values[others].median(0).values for others in rest])
-
-
-@dataclass(frozen=True)
-class _Cause:
-    """What keeps a slow rank: a name of `Verdict.cause`, why that is said, and the remedy."""
-
-    name: str
-    why: str
-    remedy: str
-
-
-def _describe_slow_rank(window: Window, parts: Split, slow: _Slow, phase: str, cause: _Cause) -> Verdict:
+def _describe_slow_rank(window: Window, parts: Split, slow: _Slow, phase: str, cause: Cause) -> Verdict:
     rank = slow.rank
-    if cause.name in _SLOWS_ALL:
+    if cause.name in SLOWS_ALL:
         its, others, what = (
             parts.own[rank].sum(),
-            _others(parts.own.sum(1, keepdim=True))[rank, 0],
+            others_of(parts.own.sum(1, keepdim=True))[rank, 0],
             "a step of its own work",
         )
     else:
         column = OWN.index(phase)
-        its, others, what = parts.own[rank, column], _others(parts.own)[rank, column], PHASES[phase]
+        its, others, what = parts.own[rank, column], others_of(parts.own)[rank, column], PHASES[phase]
     text = (
         f"{_name(window, rank)} is slow: {what} takes {format_time(float(its))},"
         f" the others' {format_time(float(others))}; {cause.why}."
@@ -200,90 +180,9 @@ def _describe_slow_rank(window: Window, parts: Split, slow: _Slow, phase: str, c
     return Verdict("rank", slow.loss, text, cause.remedy, rank=rank, phase=phase, cause=cause.name)
 
 
-def _cause(window: Window, parts: Split, rank: int, phase: str) -> _Cause:
-    facts = window.facts[rank]
-    rest = [one for other, one in enumerate(window.facts) if other != rank and one.period_s > 0]
-    period, host = facts.period_s, facts.host or "its host"
-    if period <= 0 or not rest:
-        return _Cause("work", "what keeps it is not known", _less_work(host))
-
-    def share(name: str) -> tuple[float, float]:
-        """Of the time, of this rank and of the median of the others."""
-        values = sorted(getattr(one, name) / one.period_s for one in rest)
-        return getattr(facts, name) / period, values[len(values) // 2]
-
-    step = float(parts.step[rank])
-    excess = float(parts.own[rank].sum() - _others(parts.own.sum(1, keepdim=True))[rank, 0]) / step
-
-    def explains(name: str) -> bool:
-        """Most of what the rank takes longer."""
-        its, others = share(name)
-        return its - others >= max(_KEPT_OFF, _MOST * excess)
-
-    steps = max(period / step, 1.0)
-    (throttled, _), (ready, _), (cpu, others_cpu) = share("throttled_s"), share("ready_s"), share("cpu_s")
-    waits, others_waits = share("page_waits")
-    if explains("throttled_s"):
-        return _Cause(
-            "quota",
-            f"its cgroup was throttled {throttled:.0%} of the time: {_quota_in_words(facts)}",
-            f"raise that quota (cpu.max, or limits.cpu of its pod), or {_less_work(host)}",
-        )
-    if facts.page_waits / steps >= _PAGE_WAITS and waits > 5 * others_waits:
-        return _Cause(
-            "memory",
-            f"it waited for a disk {facts.page_waits / steps:.0f} times a step, for pages: its memory is too small",
-            f"give it more memory on {host} (memory.max, or limits.memory of its pod), or let it have smaller batches",
-        )
-    if explains("ready_s"):
-        return _Cause(
-            "core",
-            f"for {ready:.0%} of the time other threads had the core that it wanted",
-            f"end what else computes on {host} (top shows it), or lower OMP_NUM_THREADS where ranks share cores",
-        )
-    speed = _core_speed(window, rank)
-    computed = min(float(parts.own[rank].sum()) / step, cpu)
-    if computed * (1 - speed) >= max(_KEPT_OFF / 2, _MOST * excess):
-        return _Cause(
-            "speed",
-            f"its core computes at {speed:.0%} of the others' speed now, by a loop that all ranks run",
-            f"look for what slows that core of {host} (another virtual machine on it, heat, a slower processor), or"
-            f" {_less_work(host)}",
-        )
-    if phase == "between":
-        return _Cause(
-            "data",
-            "that is data loading, evaluation or logging",
-            f"give its DataLoader more workers, or put the data on a faster disk of {host}",
-        )
-    own = float(parts.own[rank].sum()) / step
-    if cpu < _IDLE * own and cpu <= 1.5 * others_cpu:
-        return _Cause(
-            "sleep",
-            f"it used a core for {cpu:.0%} of the time, so it waits or sleeps for the rest",
-            f"look for what it waits for there: a lock, a file, a request (py-spy dump --pid on {host} shows it)",
-        )
-    return _Cause("work", "it computes all that time", _less_work(host))
-
-
-def _core_speed(window: Window, rank: int) -> float:
-    """Of this rank's core, as a share of the median of the others'; 1 where it is not known."""
-    took = window.field("probe").mean(1)
-    others = _others(took[:, None])[rank, 0]
-    return float(others / took[rank]) if float(took[rank]) > 0 and float(others) > 0 else 1.0
-
-
-def _less_work(host: str) -> str:
-    return f"give it less work, by ringdp.data.BalancedSampler, or run it elsewhere than on {host}"
-
-
 def _name(window: Window, rank: int) -> str:
     host = window.facts[rank].host
     return f"Rank {rank} (host {host})" if host else f"Rank {rank}"
-
-
-def _quota_in_words(facts: Facts) -> str:
-    return f"its quota is {facts.quota_cores:.3g} CPUs" if facts.quota_cores > 0 else "its CPU quota is too small"
 
 
 # Ranks that do not get the cores that they want, though none is slower than the others.
@@ -292,12 +191,12 @@ def _quota_in_words(facts: Facts) -> str:
 def _kept_ranks(window: Window) -> Verdict | None:
     known = {rank: facts for rank, facts in enumerate(window.facts) if facts.period_s > 0}
     throttled = {rank: facts.throttled_s / facts.period_s for rank, facts in known.items()}
-    throttled = {rank: share for rank, share in throttled.items() if share >= _KEPT_OFF}
+    throttled = {rank: share for rank, share in throttled.items() if share >= KEPT_OFF}
     if throttled:
         most = max(throttled, key=lambda rank: throttled[rank])
         text = (
             f"Ranks are throttled by the CPU quota of their cgroup: {_ranks_in_words(throttled)} of the time"
-            f" ({_name(window, most)}: {_quota_in_words(window.facts[most])}). No rank is slower than the others."
+            f" ({_name(window, most)}: {quota_in_words(window.facts[most])}). No rank is slower than the others."
         )
         remedy = "raise the quota (cpu.max, or limits.cpu of the pods), or start fewer ranks in it"
         return Verdict("host", throttled[most], text, remedy, cause="quota")

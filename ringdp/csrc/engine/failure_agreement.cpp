@@ -32,8 +32,8 @@ AbortNotice notice_of(const Error& error) {
 
 }  // namespace
 
-FailureAgreement::FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links,
-                                   int64_t listen_ms, EndOperations end_operations, Noticed noticed)
+FailureAgreement::FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, int64_t listen_ms,
+                                   EndOperations end_operations, Noticed noticed)
     : role_(role),
       groups_(groups),
       links_(links),

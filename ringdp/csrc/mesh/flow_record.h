@@ -22,9 +22,10 @@ struct FlowRecord {
   std::atomic<int64_t> last_ns{0};   // the last one so far
   std::atomic<uint64_t> moved{0};    // bytes
   std::atomic<uint64_t> total{0};
-  std::atomic<int64_t> work_first_ns{0};  // work on its bytes began: encoding, adding, decoding, copying; 0: none was noted
-  std::atomic<int64_t> work_last_ns{0};   // and ended so far
-  std::atomic<int64_t> work_ns{0};        // spent on it, between these
+  std::atomic<int64_t> work_first_ns{
+      0};  // work on its bytes began: encoding, adding, decoding, copying; 0: none was noted
+  std::atomic<int64_t> work_last_ns{0};  // and ended so far
+  std::atomic<int64_t> work_ns{0};       // spent on it, between these
 
   void begin(int to_or_from, bool sending, uint64_t bytes) {
     peer.store(to_or_from, std::memory_order_relaxed);

@@ -24,7 +24,7 @@ enum StepField : std::size_t {
   kCoding,     // spent on encoding and decoding, beside the above
   kOnItsWay,   // from the first bucket's launch to the end
   kOffCore,    // of the first four, for which the thread had no core though it could have run
-  kProbe,      // what CoreProbe's loop took, on average, when the forward, the backward and the wait for the buckets began
+  kProbe,  // what CoreProbe's loop took, on average, when the forward, the backward and the wait for the buckets began
   kStepFields
 };
 using StepRow = std::array<float, kStepFields>;
