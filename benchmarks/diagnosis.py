@@ -9,7 +9,7 @@
     core      a process that never rests shares rank 1's core (2 cores)
     quota     rank 1's cgroup may use half a core (cgroups of version 1 or 2, root)
     memory    rank 1's cgroup has less memory than the file that every rank maps and reads in forward (root)
-    swap      rank 1's cgroup has less memory than what every rank keeps and reads in forward, and swaps to a file (root)
+    swap      rank 1's cgroup has less memory than every rank keeps and reads in forward; it swaps to a file (root)
     link      one of four hosts, which are network namespaces, has a link of a tenth of the others' rate (root)
     quiet     nothing: in how many of the windows a rank or link is named all the same, on --hosts hosts; a rank whose
               core is slower than the others' by a loop that all run (a virtual machine's) is no wrong verdict

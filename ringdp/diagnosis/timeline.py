@@ -156,7 +156,7 @@ class Timeline:
         if not flow.work_ns:
             return
         if flow.sends:
-            words = f"{'encode' if coded else 'prepare'} for rank {flow.peer}"
+            words = f"encode for rank {flow.peer}"
         else:
             words = f"{'decode' if coded else 'reduce'} what came from rank {flow.peer}"
         track = self._lanes.take(
