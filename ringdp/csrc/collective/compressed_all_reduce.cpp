@@ -80,6 +80,7 @@ void CompressedAllReduce::add_flows() {
   for (const Stream& stream : plan_->incoming()) {
     in_.push_back({.stream = &stream});
     in_.back().flow = &add_receive(stream.member, stream.total(), widened(in_.back()));
+    in_.back().flow->decodes = true;
   }
   for (Outgoing& out : out_) make_ready(out);
 }

@@ -95,9 +95,14 @@ class RecvFlow {
   uint64_t window = 0;   // how far the operation can take bytes now (total, if it never needs to hold the peer back)
   uint64_t granted = 0;  // bytes granted to the peer
   bool opened = false;
+  bool decodes = false;          // `arrived` computes much with the last bytes of a piece, which may be few
   FlowRecord* record = nullptr;  // when its bytes came; may be null
 
   bool complete() const { return opened && received == total; }
+  // Where work on these bytes is noted; null: it is not.
+  FlowRecord* work_record(std::size_t bytes) const {
+    return decodes || bytes >= FlowRecord::kLeastWorkBytes ? record : nullptr;
+  }
 };
 
 }  // namespace ringdp

@@ -125,7 +125,7 @@ void IncomingFlows::advance(RecvFlow& flow, std::size_t bytes, bool last) {
 
 // In as many parts as the operation has blocks for them.
 void IncomingFlows::hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes) const {
-  FlowRecord* const record = bytes.size() >= FlowRecord::kLeastWorkBytes ? flow.record : nullptr;
+  FlowRecord* const record = flow.work_record(bytes.size());
   if (bytes.empty())
     flow.handler->arrived(flow, offset, {});
   else if (!flow.handler->take(flow, offset, bytes))

@@ -228,7 +228,7 @@ void LinkReceiver::finish_payload() {
   if (flow != nullptr) {
     flows_.advance(*flow, filled.size(), true);
     flows_.consume(header);
-    FlowRecord* const record = filled.size() >= FlowRecord::kLeastWorkBytes ? flow->record : nullptr;
+    FlowRecord* const record = flow->work_record(filled.size());
     flow->handler->arrived(*flow, header.offset, filled);
     if (record != nullptr) record->note_work(record->last_ns.load(std::memory_order_relaxed));
   } else if (dropping_) {
