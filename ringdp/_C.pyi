@@ -669,9 +669,9 @@ def sparse_cut(x: torch.Tensor, residual: torch.Tensor | None, factor: float, wa
     many of those that equal it.
     """
 
-def sparse_decode(code: torch.Tensor, numel: int) -> torch.Tensor:
-    """float32 [numel]. Raises ValueError for bytes that are not a code of so many elements, an index out of
-    range.
+def sparse_decode(code: torch.Tensor, numel: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """float32 [numel], which is `out` where that is given. Raises ValueError for bytes that are not a code of so many
+    elements, an index out of range.
     """
 
 def sparse_entries(code: torch.Tensor, numel: int) -> int:

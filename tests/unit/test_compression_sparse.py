@@ -55,6 +55,10 @@ def test_the_core_and_torch_write_the_same_bytes(count: int, threshold: float) -
         assert found == its_found
         assert torch.equal(bits(left), bits(its_left))
         assert torch.equal(sparse.decode(code, count), decoded)
+        there = torch.full((count + 2,), 7.0)
+        assert sparse.decode(code, count, there[1:-1]).data_ptr() == there[1:-1].data_ptr()
+        assert torch.equal(there[1:-1], decoded)
+        assert there[0] == there[-1] == 7.0
 
 
 @needs_core

@@ -77,8 +77,12 @@ def from_owners(plan: Plan, bucket: Tensor, coder: Coder, answer: Outgoing, flag
                 payload, at = read(results[part], at, forms)
                 if coder.tally is not None:
                     coder.tally.joined(section, payload)
-                mean = coder.decode(section, payload, "owner", part)
-                section.of(bucket, part).copy_(coder.result(section, mean, part))
+                place = section.of(bucket, part)
+                # A section's `result` may keep what it gets.
+                mean = coder.decode(section, payload, "owner", part, out=place if section.result is None else None)
+                result = coder.result(section, mean, part)
+                if result.data_ptr() != place.data_ptr():
+                    place.copy_(result)
     write_nan(plan, bucket, flags)
 
 

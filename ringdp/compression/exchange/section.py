@@ -205,14 +205,18 @@ class Coder:
         self.states.keep(key, state, self.loss_scale)
         return fed
 
-    def decode(self, section: Section, payload: Payload, phase: Phase, part: int) -> Tensor:
-        """float32 ``[numel]`` of the part.
+    def decode(
+        self, section: Section, payload: Payload, phase: Phase, part: int, out: Tensor | None = None
+    ) -> Tensor:
+        """float32 ``[numel]`` of the part; in the flat `out`, where the compressor can write there.
 
         Raises:
             InvalidArgumentError: the compressor gave something else.
         """
         info = self._info(section, phase, part, {})
-        return _checked(section, "decompress", section.compressor.decompress(payload, info), info.numel)
+        into = getattr(section.compressor, "decompress_into", None) if out is not None else None
+        decoded = section.compressor.decompress(payload, info) if into is None else into(payload, info, out)
+        return _checked(section, "decompress", decoded, info.numel)
 
     def average(self, sections: Sequence[Section], xs: Sequence[Tensor], *, in_place: bool = False) -> Rounds:
         """The rounds of sections of one compressor, whose elements are `xs`; returns the means.

@@ -107,12 +107,15 @@ def _magnitude(bits: int) -> float:
     return float(torch.tensor(min(bits, _LARGEST_FINITE), dtype=torch.int32).view(torch.float32))
 
 
-def decode(code: Tensor, numel: int) -> Tensor:
-    """float32 ``[numel]``. Raises ValueError where `code` is none of so many elements, or an index is out of range."""
+def decode(code: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+    """float32 ``[numel]``, in `out` (flat, float32) where that is given and can be used.
+
+    Raises ValueError where `code` is none of so many elements, or an index is out of range.
+    """
     if native.serves(code):
         from ringdp import _C
 
-        return _C.sparse_decode(code, numel)
+        return _C.sparse_decode(code, numel, out if out is not None and native.serves(out) else None)
     x = torch.zeros(numel, device=code.device)
     index, values = _entries(code, numel)
     if values is None:

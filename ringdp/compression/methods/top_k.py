@@ -101,7 +101,11 @@ class TopK:
         return (code,), left
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
-        return sparse.decode(check_payload("TopK", payload), info.numel)
+        return self.decompress_into(payload, info, None)
+
+    def decompress_into(self, payload: Payload, info: Info, out: Tensor | None) -> Tensor:
+        """As `decompress`, in the flat `out` where that can be: a pass over memory less than a copy there."""
+        return sparse.decode(check_payload("TopK", payload), info.numel, out)
 
     def entries(self, payload: Payload) -> int:
         """How many elements it holds."""

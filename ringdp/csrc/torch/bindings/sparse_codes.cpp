@@ -82,10 +82,14 @@ std::tuple<float, std::size_t> sparse_cut(const at::Tensor& x, const MaybeTensor
   return {found.threshold, found.equals};
 }
 
-at::Tensor sparse_decode(const at::Tensor& code, std::size_t numel) {
+at::Tensor sparse_decode(const at::Tensor& code, std::size_t numel, const MaybeTensor& into) {
   const auto bytes = checked(code, numel);
+  if (into) require_flat(*into, at::kFloat, "where to decode to");
+  if (into && static_cast<std::size_t>(into->numel()) != numel)
+    throw Error(ErrorKind::kValue,
+                "room for " + std::to_string(into->numel()) + " of " + std::to_string(numel) + " elements");
   py::gil_scoped_release no_gil;
-  at::Tensor out = at::empty(static_cast<int64_t>(numel), at::kFloat);
+  at::Tensor out = into ? *into : at::empty(static_cast<int64_t>(numel), at::kFloat);
   sparse::decode_set(out.mutable_data_ptr<float>(), bytes, numel);
   return out;
 }
@@ -118,8 +122,9 @@ void bind_sparse_codes(py::module_& module) {
              "(threshold, equals): the `wanted` largest of x + factor * residual are those above the threshold and so\n"
              "many of those that equal it.");
   module.def(
-      "sparse_decode", &sparse_decode, py::arg("code"), py::arg("numel"),
-      "float32 [numel]. Raises ValueError for bytes that are not a code of so many elements, an index out of range.");
+      "sparse_decode", &sparse_decode, py::arg("code"), py::arg("numel"), py::arg("out") = py::none(),
+      "float32 [numel], which is `out` where that is given. Raises ValueError for bytes that are not a code of so many\n"
+      "elements, an index out of range.");
   module.def(
       "sparse_merge", &sparse_merge, py::arg("codes"), py::arg("numel"), py::arg("divisor"),
       py::arg("lost") = py::none(), py::arg("back") = 1.0F,
