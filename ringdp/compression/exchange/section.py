@@ -205,9 +205,7 @@ class Coder:
         self.states.keep(key, state, self.loss_scale)
         return fed
 
-    def decode(
-        self, section: Section, payload: Payload, phase: Phase, part: int, out: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, section: Section, payload: Payload, phase: Phase, part: int, out: Tensor | None = None) -> Tensor:
         """float32 ``[numel]`` of the part; in the flat `out`, where the compressor can write there.
 
         Raises:

@@ -121,10 +121,10 @@ void bind_sparse_codes(py::module_& module) {
   module.def("sparse_cut", &sparse_cut, py::arg("x"), py::arg("residual"), py::arg("factor"), py::arg("wanted"),
              "(threshold, equals): the `wanted` largest of x + factor * residual are those above the threshold and so\n"
              "many of those that equal it.");
-  module.def(
-      "sparse_decode", &sparse_decode, py::arg("code"), py::arg("numel"), py::arg("out") = py::none(),
-      "float32 [numel], which is `out` where that is given. Raises ValueError for bytes that are not a code of so many\n"
-      "elements, an index out of range.");
+  module.def("sparse_decode", &sparse_decode, py::arg("code"), py::arg("numel"), py::arg("out") = py::none(),
+             "float32 [numel], which is `out` where that is given. Raises ValueError for bytes that are not a code of "
+             "so many\n"
+             "elements, an index out of range.");
   module.def(
       "sparse_merge", &sparse_merge, py::arg("codes"), py::arg("numel"), py::arg("divisor"),
       py::arg("lost") = py::none(), py::arg("back") = 1.0F,
