@@ -249,8 +249,10 @@ class Group:
     def all_gather(
         self, input: Buffer | NDArray[Any], outputs: Sequence[Buffer | NDArray[Any]], dtype: str
     ) -> Work: ...
-    def all_reduce(self, buffer: Buffer | NDArray[Any], dtype: str, op: str = "SUM", *, factor: float = 1.0) -> Work:
-        """`factor`: by which this rank's float32 or float64 input is multiplied first."""
+    def all_reduce(
+        self, buffer: Buffer | NDArray[Any], dtype: str, op: str = "SUM", *, factors: Sequence[float] = ...
+    ) -> Work:
+        """`factors`: of each rank, by which its float32 or float64 input is multiplied first; the same on all ranks."""
 
     def all_reduce_compressed(
         self,

@@ -175,10 +175,11 @@ class PythonGroup {
     group_.reset();
   }
 
-  PythonWork all_reduce(const py::buffer& buffer, const std::string& dtype, const std::string& op, double factor) {
+  PythonWork all_reduce(const py::buffer& buffer, const std::string& dtype, const std::string& op,
+                        std::vector<double> factors) {
     View view(buffer);
     return issue({view}, [&](CallOptions options) {
-      options.factor = factor;
+      options.factors = std::move(factors);
       return group_->all_reduce(view.bytes(), dtype_from(dtype), op_from(op), std::move(options));
     });
   }
@@ -429,8 +430,8 @@ PYBIND11_MODULE(_core, module) {
            py::arg("runtime"), py::arg("name"), py::arg("members"), py::kw_only(), py::arg("timeout_ms") = 30'000,
            py::arg("table") = py::none(), "`table`: the Runtime's, unless another is given.")
       .def("all_reduce", &PythonGroup::all_reduce, py::arg("buffer"), py::arg("dtype"), py::arg("op") = "SUM",
-           py::kw_only(), py::arg("factor") = 1.0,
-           "`factor`: by which this rank's float32 or float64 input is multiplied first.")
+           py::kw_only(), py::arg("factors") = std::vector<double>(),
+           "`factors`: of each rank, by which its float32 or float64 input is multiplied first; the same on all ranks.")
       .def("all_reduce_watched", &PythonGroup::all_reduce_watched, py::arg("buffer"), py::arg("dtype"),
            py::arg("op") = "SUM", "As all_reduce: (Work, FiniteReport).")
       .def(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ringdp.data.plans import Plan, Plans
 from ringdp.data.settings import Settings, why_no_split
 from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth_it
-from ringdp.data.split import Limits, Pace, split
+from ringdp.data.split import Limits, Pace, shares, split
 from ringdp.errors import InvalidStateError, MismatchError
 from ringdp.job.alike import checked_alike
 from ringdp.job.background_gather import BackgroundGather, group_for_background
@@ -213,9 +213,13 @@ def _faster(
     if changed_step is not None and reports[0].step - changed_step < STEPS_BETWEEN_CHANGES:
         return None
     measured, work = [one.measured for one in reports], reports[0].work
-    none = [0.0] * settings.ranks
-    limits = current.limits
-    low, high = (none, [work] * settings.ranks) if settings.has_cost else (limits.least, limits.most)
-    if sum(high) < work or not worth_it(measured, current.paces, work, low, high):
+    size, limits = settings.batches.size, current.limits
+
+    def parts(paces: Sequence[Pace]) -> Sequence[float]:
+        if settings.has_cost:
+            return shares(paces, work, [0.0] * settings.ranks, [work] * settings.ranks)
+        return split(paces, size, limits, None, size)
+
+    if why_no_split(size, limits) is not None or not worth_it(measured, current.paces, parts):
         return None
     return tuple(one.pace for one in measured)

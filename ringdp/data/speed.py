@@ -1,7 +1,7 @@
 """How fast this rank is, from the times of its steps, and when other paces are worth another split.
 
 Times have outliers and noise, so a pace is a median with its uncertainty, and a split changes only where the gain is
-larger than both 3 % and what noise could pretend. A rank may also be slow by pauses: a cgroup's quota lets it run at
+larger than 1.5 % and what noise could pretend. A rank may also be slow by pauses: a cgroup's quota lets it run at
 full speed and then stops it for the rest of a period. Then it is the median over stretches of time. Pure: no clock is
 read here.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ringdp.data.split import Pace, shares
+from ringdp.data.split import Pace
 from ringdp.errors import InvalidArgumentError
 
 _REMEMBERED = 1000  # steps
@@ -23,7 +23,7 @@ _STRETCH_S = 0.1  # then this much time counts as one; the usual period of a quo
 _RECENT = 8  # steps that tell a jump from noise
 _LEAST_JUMP = 0.1
 _ERRORS = 4.0  # standard errors by which a jump differs from noise
-_LEAST_GAIN = 0.03
+_LEAST_GAIN = 0.015
 _GAIN_ERRORS = 5.0
 _LEAST_CHANGE = 0.1  # of the work by which two splits differ where overhead can be told from work
 _MOST_OVERHEAD = 4.0  # batches
@@ -120,24 +120,19 @@ class SpeedModel:
 
 
 def worth_it(
-    measured: Sequence[Measured], current: Sequence[Pace], work: float, low: Sequence[float], high: Sequence[float]
+    measured: Sequence[Measured], current: Sequence[Pace], parts: Callable[[Sequence[Pace]], Sequence[float]]
 ) -> bool:
     """Whether the measured paces give a split that is enough faster than the one by the `current` paces.
 
     Args:
         measured: by rank.
         current: by rank, those that the batches are split by.
-        work: of a usual batch.
-        low: the least work of each rank.
-        high: the most work of each rank.
+        parts: the work of each rank in a usual batch, split by these paces.
     """
     if not all(one.known for one in measured):
         return False
     paces = [one.pace for one in measured]
-    now, then = (
-        max(pace.time(part) for pace, part in zip(paces, shares(by, work, low, high), strict=True))
-        for by in (current, paces)
-    )
+    now, then = (max(pace.time(part) for pace, part in zip(paces, parts(by), strict=True)) for by in (current, paces))
     noise = max(one.error for one in measured)
     return now > then * (1 + _LEAST_GAIN + _GAIN_ERRORS * noise)
 

@@ -14,10 +14,11 @@ from ringdp.errors import MismatchError
 from ringdp.job.alike import checked_alike, report_refusal
 from ringdp.job.backend import hear_extension, reaches_core
 from ringdp.job.byte_collectives import all_gather_where_different, device_for
+from ringdp.kvstore.keys import Key
 
 Found = TypeVar("Found")
 COMPARING = "comparing what all ranks must have alike"
-NAMED_KEYS = 3
+_NAMED_KEYS = 3
 _ADVICE = (
     "All ranks have to create the key-value store alike, to init the same keys with the same shapes and types, and to"
     " set the same optimizer"
@@ -55,11 +56,15 @@ def compare_settings(
 
 def words_for(keys: Sequence[str]) -> str:
     """Keys for the name of an operation, which tells all of them by a hash and some by their words."""
-    some = ", ".join(keys[:NAMED_KEYS])
-    more = (
-        f" and {len(keys) - NAMED_KEYS} more (#{zlib.crc32(repr(keys).encode()):08x})" if len(keys) > NAMED_KEYS else ""
-    )
-    return f"{some}{more}"
+    named = ", ".join(keys[:_NAMED_KEYS])
+    if len(keys) <= _NAMED_KEYS:
+        return named
+    return f"{named} and {len(keys) - _NAMED_KEYS} more (#{zlib.crc32(repr(keys).encode()):08x})"
+
+
+def words_of_keys(keys: Sequence[Key]) -> str:
+    """As `words_for`, with the shapes and types of those that are named."""
+    return words_for([key.words() for key in keys[:_NAMED_KEYS]] + [key.name for key in keys[_NAMED_KEYS:]])
 
 
 class _Leaving:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
-from ringdp.kvstore.keys import flat
+from ringdp.kvstore.keys import check_scale, flat
 
 if TYPE_CHECKING:
     from ringdp.kvstore.store import KVStore
@@ -82,8 +82,14 @@ class Attached:
             scale: the sums of the gradients are multiplied by it; the same on all ranks.
 
         Raises:
+            InvalidArgumentError: the scale is not a finite number.
             MismatchError: the ranks differ in their models, optimizers or settings.
         """
+        try:
+            scale = check_scale("step", scale)
+        except InvalidArgumentError as error:
+            self._table.operations.refuse(error)
+            raise
         self._warn_of_missing()
         if self._table.compression is not None:
             self._step_by_codes(scale)

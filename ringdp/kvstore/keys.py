@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -160,9 +161,20 @@ def check(what: str, key: Key, tensors: Sequence[Tensor]) -> None:
             )
 
 
+def check_scale(what: str, scale: float) -> float:
+    """As a float. Raises InvalidArgumentError for what is not a finite number; `what` was called."""
+    try:
+        number = float(scale)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidArgumentError(f"{what}: scale must be a finite number, not {scale!r}")
+    return number
+
+
 def flat(tensor: Tensor) -> Tensor:
     """Its elements in one dimension: a view where it is contiguous, else a copy."""
-    return tensor.reshape(-1)
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
 
 
 def summed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

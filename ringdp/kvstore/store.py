@@ -16,7 +16,7 @@ from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import alone, require_member
 from ringdp.kvstore import saved
 from ringdp.kvstore.compressed import compressor_of
-from ringdp.kvstore.keys import KeyName, Values, by_key, summed
+from ringdp.kvstore.keys import KeyName, Values, by_key, check_scale, summed
 from ringdp.kvstore.table import Table
 from ringdp.kvstore.updates import Callback, Optimizer, Updater, resolve
 
@@ -179,12 +179,12 @@ class KVStore:
 
     @_tells_others
     def _pushpull(self, key: KeyName | Sequence[KeyName], value: Values, out: Values, scale: float) -> None:
+        scale = check_scale("pushpull", scale)
         inputs = by_key("pushpull", key, value)
         outputs = inputs if out is None else by_key("pushpull", key, out)
-        for name in inputs:
-            self._table.check("pushpull", name, inputs[name])
-            if out is not None:
-                self._table.check("pushpull", name, outputs[name])
+        self._table.check_all("pushpull", inputs)
+        if out is not None:
+            self._table.check_all("pushpull", outputs)
         self._flush()
         if len(inputs) > 1:
             order = sorted(inputs)
@@ -284,8 +284,11 @@ class KVStore:
         """Raises InvalidStateError where no optimizer was set."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    @_tells_others
     def set_learning_rate(self, learning_rate: float) -> None:
-        """For the updates that follow; the same on all ranks."""
+        """For the updates that follow; the same on all ranks. Raises InvalidArgumentError for what cannot be one."""
+        if not 0 <= learning_rate < float("inf"):
+            raise InvalidArgumentError(f"a learning rate is a finite number from 0 on, not {learning_rate!r}")
         self._flush_if_pushed()
         self.optimizer.param_groups[0]["lr"] = float(learning_rate)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import device_for
-from ringdp.kvstore.agreement import NAMED_KEYS, Operations, compare_settings, words_for
+from ringdp.kvstore.agreement import Operations, compare_settings, words_for, words_of_keys
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
 from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
 from ringdp.kvstore.small_sum import SmallSum
@@ -132,6 +132,13 @@ class Table:
             return
         check(what, self.key(what, name), tensors)
 
+    def check_all(self, what: str, values: Mapping[str, Sequence[Tensor]]) -> None:
+        """As `check`, of some keys."""
+        for name, tensors in values.items():
+            key, first = self.keys.get(name), tensors[0]
+            if key is None or len(tensors) > 1 or first.dtype is not key.dtype or first.shape != key.shape:
+                self.check(what, name, tensors)
+
     def settle(self) -> None:
         """Compare keys and settings with the other ranks, if they changed, and take rank 0's values of new keys.
 
@@ -154,8 +161,9 @@ class Table:
         by_type: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, value in new.items():
             cut = self._owners.cut(value.numel(), value.dtype.itemsize)
-            self.keys[name] = Key(name, tuple(value.shape), value.dtype, self._place(value), cut)
-            by_type.setdefault((value.dtype, self.keys[name].device), []).append(name)
+            device = value.device if self.group is None else device_for(self.group, value.device)
+            self.keys[name] = Key(name, tuple(value.shape), value.dtype, device, cut)
+            by_type.setdefault((value.dtype, device), []).append(name)
         for (_, device), names in by_type.items():
             together = torch.cat([flat(new[name]).to(device) for name in names])
             if self.group is not None and together.numel():
@@ -222,9 +230,7 @@ class Table:
             with self.operations.named(f"pull {lot.words}"):
                 lot.transfer.all_gather([self.slices[name] for name in lot.names], targets)
             for name, target in zip(lot.names, targets, strict=True):
-                for tensor in outputs[name]:
-                    if tensor.data_ptr() != target.data_ptr():
-                        tensor.copy_(target.view(self.keys[name].shape))
+                _hand_out(target, outputs[name])
 
     def gather(self, what: str, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors of what each rank has of its slices, of one dtype: for saved states. On all ranks."""
@@ -253,8 +259,7 @@ class Table:
     def lot(self, names: Sequence[str]) -> Lot:
         """Keys of one dtype and device."""
         keys = [self.keys[name] for name in names]
-        words = words_for([key.words() for key in keys[:NAMED_KEYS]] + list(names[NAMED_KEYS:]))
-        return Lot(tuple(names), Transfer(keys, self.group), words)
+        return Lot(tuple(names), Transfer(keys, self.group), words_of_keys(keys))
 
     # Inside.
 
@@ -272,9 +277,7 @@ class Table:
         if mine.data_ptr() != target.data_ptr():
             target.copy_(mine)
         self._small_sums[key.name].run(target, target)
-        for tensor in outputs:
-            if tensor.data_ptr() != target.data_ptr():
-                tensor.copy_(target.view(key.shape))
+        _hand_out(target, outputs)
 
     def _push_codes(self, inputs: Mapping[str, Sequence[Tensor]], scale: float) -> dict[str, Tensor]:
         assert self.compression is not None
@@ -283,8 +286,7 @@ class Table:
             return {}
         keys = [self.keys[name] for name in names]
         flats = [summed(inputs[name], key.device) for name, key in zip(names, keys, strict=True)]
-        words = words_for([key.words() for key in keys[:NAMED_KEYS]] + names[NAMED_KEYS:])
-        with self.operations.named(f"push of codes {words}{self.purpose(scale)}"):
+        with self.operations.named(f"push of codes {words_of_keys(keys)}{self.purpose(scale)}"):
             means = self.compression.average(keys, flats)
         return means_to_slices(keys, means, self.rank, scale if self.average else scale * self.ranks)
 
@@ -303,8 +305,11 @@ class Table:
         key = self.keys[name]
         first = tensors[0]
         if first.is_contiguous() and first.device == key.device:
-            return first.view(-1)
+            return flat(first)
         return torch.empty(key.numel, dtype=key.dtype, device=key.device)
 
-    def _place(self, value: Tensor) -> torch.device:
-        return value.device if self.group is None else device_for(self.group, value.device)
+
+def _hand_out(value: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.data_ptr() != value.data_ptr():
+            tensor.copy_(value.view(tensor.shape))

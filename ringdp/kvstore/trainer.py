@@ -91,7 +91,7 @@ class Trainer:
             InvalidStateError: a parameter has no gradient.
             MismatchError: the ranks do not push the same.
         """
-        scale = _scale(batch_size)
+        scale = self._scale(batch_size)
         if self._on_store:
             fresh = self._fresh(ignore_stale_grad)
             grads = [it.grad for it in fresh.values()]
@@ -112,7 +112,7 @@ class Trainer:
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Divide the gradients by ``batch_size``, in place, and update; with ``update_on_kvstore=False`` only."""
         optimizer = self._require_local("update")
-        scale = _scale(batch_size)
+        scale = self._scale(batch_size)
         if scale != 1.0:
             torch._foreach_mul_(
                 [it.grad for it in self._fresh(ignore_stale_grad).values() if it.grad is not None], scale
@@ -144,6 +144,13 @@ class Trainer:
             raise error
         return {name: it for name, it in self._parameters.items() if it.grad is not None}
 
+    def _scale(self, batch_size: float) -> float:
+        if 0 < batch_size < float("inf"):
+            return 1.0 / batch_size
+        error = InvalidArgumentError(f"batch_size must be a finite number above 0, not {batch_size!r}")
+        self.kvstore._table.operations.refuse(error)
+        raise error
+
     def _require_local(self, what: str) -> torch.optim.Optimizer:
         if self._local is None:
             raise InvalidStateError(
@@ -165,9 +172,3 @@ def _named(params: Parameters) -> dict[str, Tensor]:
             raise InvalidArgumentError(f"Trainer: params must hold tensors, not {type(tensor).__name__}")
         named[name] = tensor
     return named
-
-
-def _scale(batch_size: float) -> float:
-    if not batch_size > 0:
-        raise InvalidArgumentError(f"batch_size must be above 0, not {batch_size!r}")
-    return 1.0 / batch_size

@@ -92,8 +92,8 @@ class Transfer:
             self._mine.copy_(self._buffer)
             self.unpack(slices)
             return []
-        sources = [inputs[i][: self.keys[i].cut.part * self._group.size()] for i in self._direct]
-        targets = [slices[i][: self.keys[i].cut.part] for i in self._direct]
+        sources = self._parts_of_all(inputs)
+        targets = self._own_parts(slices)
         if self._chunk:
             sources.append(self._buffer)
             targets.append(self._mine)
@@ -125,8 +125,8 @@ class Transfer:
             self._buffer.copy_(self._mine)
             self.spread(outputs)
             return []
-        targets = [outputs[i][: self.keys[i].cut.part * self._group.size()] for i in self._direct]
-        sources = [slices[i][: self.keys[i].cut.part] for i in self._direct]
+        targets = self._parts_of_all(outputs)
+        sources = self._own_parts(slices)
         if self._chunk:
             targets.append(self._buffer)
             sources.append(self._mine)
@@ -142,6 +142,15 @@ class Transfer:
         """The end of an all-gather: what came packed goes into the outputs."""
         if self._chunk:
             torch._foreach_copy_([view for views in self._views(outputs) for view in views], self._all_chunks)
+
+    def _parts_of_all(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Of the keys that go as they are, all ranks' parts; without a view where nothing is left over."""
+        cuts = ((i, self.keys[i].cut) for i in self._direct)
+        return [wholes[i][: cut.part * cut.ranks] if cut.rest else wholes[i] for i, cut in cuts]
+
+    def _own_parts(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        cuts = ((i, self.keys[i].cut) for i in self._direct)
+        return [slices[i][: cut.part] if cut.rest else slices[i] for i, cut in cuts]
 
     def _pack(self, inputs: Sequence[Tensor]) -> None:
         for chunk, views in zip(self._chunks, self._views(inputs), strict=True):

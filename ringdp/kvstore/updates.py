@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -147,6 +148,8 @@ def require_elementwise(kind: Callable[..., torch.optim.Optimizer], numbers: Map
     if not callable(kind):
         raise InvalidArgumentError(f"an optimizer is a class of torch.optim or one of its names, not {kind!r}")
     for key, value in numbers.items():
+        if any(isinstance(it, float) and math.isnan(it) for it in (value if isinstance(value, tuple) else (value,))):
+            raise InvalidArgumentError(f"{name}: {key} must be a number, not {value!r}")
         if callable(value) or isinstance(value, list | dict | Tensor):
             raise InvalidArgumentError(f"{name}: {key} must be a number, a text or a tuple of them, not {value!r}")
     generator = torch.Generator().manual_seed(0)
@@ -162,7 +165,7 @@ def require_elementwise(kind: Callable[..., torch.optim.Optimizer], numbers: Map
                 optimizer.step()
     except Exception as error:
         raise InvalidArgumentError(f"the store cannot use {name}: {type(error).__name__}: {error}") from error
-    if not torch.equal(whole[0], torch.cat(halves)):
+    if not torch.equal(whole[0].view(torch.int32), torch.cat(halves).view(torch.int32)):
         raise InvalidArgumentError(
             f"the store cannot use {name}: each rank updates its slices of the tensors, and {name} does not treat each"
             " element by itself (norms, matrices): use RingDP with it instead"

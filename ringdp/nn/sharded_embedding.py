@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from ringdp.nn.owners import RowOwners
 from ringdp.nn.shards import FixedShard, GrowingShard, Shard
 from ringdp.nn.sparse_updates import SparseUpdate
 
+_log = logging.getLogger("ringdp.nn")
 _MODES = ("sum", "mean", "none")
 _WIRES = ("exact", "bfloat16", "int8")
 _MOST_ROWS = 3_000_000_000
@@ -104,6 +107,8 @@ class ShardedEmbedding(nn.Module):
                     raise InvalidArgumentError(f"{name} must be one of {', '.join(known)}, not {value!r}")
             if dtype not in (torch.float32, torch.float64):
                 raise InvalidArgumentError(f"rows are float32 or float64, not {dtype}")
+            if not 0 <= std < float("inf"):
+                raise InvalidArgumentError(f"std must be a finite number from 0 on, not {std!r}")
             _check_size(num_embeddings, embedding_dim, ranks)
             if num_embeddings is None:
                 _check_growing(weight, admit_after, evict_after)
@@ -142,6 +147,7 @@ class ShardedEmbedding(nn.Module):
         self._used: list[tuple[Lookup, Tensor]] = []  # since the last step
         self._ahead: tuple[Tensor, Lookup] | None = None
         self._rows_ahead: Pending | None = None
+        self._told = False  # that rows are not in state_dict()
 
     @property
     def local_rows(self) -> int:
@@ -243,6 +249,13 @@ class ShardedEmbedding(nn.Module):
         return f"{size}, {self.embedding_dim}, mode={self.mode}, {self._update.words()}"
 
     # Inside.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._told:
+            self._told = True
+            name = prefix.rstrip(".") or "a ShardedEmbedding"
+            _log.warning("the rows of %s are not in state_dict(): save(folder) writes them, on all ranks", name)
 
     def _flat(self, ids: Tensor) -> Tensor:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

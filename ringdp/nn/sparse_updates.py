@@ -35,8 +35,9 @@ class SparseUpdate:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise InvalidArgumentError(f"optimizer must be one of {', '.join(NAMES)}, not {self.name!r}")
-        if not (self.lr >= 0 and self.eps >= 0 and all(0 <= beta < 1 for beta in self.betas)):
-            raise InvalidArgumentError(f"lr and eps must be at least 0, betas from 0 to below 1, not {self}")
+        limit = float("inf")
+        if not (0 <= self.lr < limit and 0 <= self.eps < limit and all(0 <= beta < 1 for beta in self.betas)):
+            raise InvalidArgumentError(f"lr and eps must be finite and at least 0, betas from 0 to below 1, not {self}")
 
     def words(self) -> str:
         return f"{self.name}(lr={self.lr}, eps={self.eps}, betas={self.betas})"

@@ -1,4 +1,4 @@
-"""An all-reduce that multiplies its input gives the bits of one whose input was multiplied before: every algorithm."""
+"""An all-reduce that multiplies its inputs gives the bits of one of multiplied inputs: every algorithm."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def _end_worlds() -> Iterator[None]:
 
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("float32", "AVG"), ("float64", "AVG"), ("float32", "SUM"), ("float32", "MAX")]
+)
 def test_the_bits_of_an_input_that_was_multiplied_before(
-    hosts: tuple[int, ...], table: Mapping[str, int], dtype: str
+    hosts: tuple[int, ...], table: Mapping[str, int], dtype: str, op: str
 ) -> None:
     size, item = len(hosts), np.dtype(dtype).itemsize
     factors = [1 / 3 + rank for rank in range(size - 1)] + [1.0]
@@ -36,8 +38,8 @@ def test_the_bits_of_an_input_that_was_multiplied_before(
         def body(
             rank: int, group: core.Group, inputs: list[Array] = inputs, multiplied: list[Array] = multiplied
         ) -> None:
-            ours = group.all_reduce(inputs[rank].view(np.uint8), dtype, "AVG", factor=factors[rank])
-            group.all_reduce(multiplied[rank].view(np.uint8), dtype, "AVG").wait()
+            ours = group.all_reduce(inputs[rank].view(np.uint8), dtype, op, factors=factors)
+            group.all_reduce(multiplied[rank].view(np.uint8), dtype, op).wait()
             ours.wait()
 
         world(size, None if len(set(hosts)) == 1 else hosts).run(body, table)
@@ -45,9 +47,20 @@ def test_the_bits_of_an_input_that_was_multiplied_before(
             assert same_bits(ours, theirs), count
 
 
-def test_other_types_are_refused() -> None:
+def test_an_input_of_factor_zero_counts_nothing() -> None:
+    def body(rank: int, group: core.Group) -> None:
+        x = np.full(70_000, 3.0 + rank, np.float32)
+        group.all_reduce(x.view(np.uint8), "float32", factors=[0.0, 2.0, 0.0]).wait()
+        assert (x == 8.0).all()
+
+    world(3).run(body, NEVER_SMALL)
+
+
+def test_other_types_and_other_numbers_of_factors_are_refused() -> None:
     def body(_rank: int, group: core.Group) -> None:
         with pytest.raises(ValueError, match="float32 and float64"):
-            group.all_reduce(np.ones(4, np.int32).view(np.uint8), "int32", factor=0.5)
+            group.all_reduce(np.ones(4, np.int32).view(np.uint8), "int32", factors=[0.5, 0.5])
+        with pytest.raises(ValueError, match="each of the 2 ranks, not 3"):
+            group.all_reduce(np.ones(4, np.float32).view(np.uint8), "float32", factors=[0.5] * 3)
 
     world(2).run(body, NEVER_SMALL)

@@ -527,6 +527,40 @@ CASE("elements are multiplied to the reference's bits") {
   });
 }
 
+CASE("two operands are weighed, and a mean is taken in one pass, to the reference's bits") {
+  on_every_isa([](const std::string& isa) {
+    for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kComplex64, DType::kComplex128}) {
+      const bool real = weigh(dtype) != nullptr;
+      CHECK_EQ(real, dtype == DType::kFloat32 || dtype == DType::kFloat64);
+      for (const int size : {0, 1, 7, 64, 1025}) {
+        const auto count = static_cast<std::size_t>(size);
+        for (const std::size_t divisor : {std::size_t{1}, std::size_t{2}, std::size_t{3}}) {
+          Buffer a(dtype_size(dtype), count, 0), ours(dtype_size(dtype), count, 1), theirs(dtype_size(dtype), count, 1);
+          fill(a, dtype, 3);
+          const auto same = [&](const std::string& what) {
+            EXPECT(
+                count == 0 || std::memcmp(ours.data(), theirs.data(), ours.bytes()) == 0,
+                what + " " + isa + " " + std::string(dtype_name(dtype)) + " of " + std::to_string(count) + " elements");
+          };
+          fill(ours, dtype, 4);
+          fill(theirs, dtype, 4);
+          const ReduceKernels& kernels = reduce_kernels(dtype, ReduceOp::kAvg);
+          kernels.mean(ours.data(), a.data(), ours.data(), divisor, count);
+          kernels.combine(theirs.data(), a.data(), theirs.data(), count);
+          kernels.divide(theirs.data(), divisor, count);
+          same("mean");
+          if (!real) continue;
+          fill(ours, dtype, 4);
+          fill(theirs, dtype, 4);
+          weigh(dtype)(ours.data(), a.data(), 1.0 / 3, ours.data(), 7.1, divisor, count);
+          weigh_reference(dtype)(theirs.data(), a.data(), 1.0 / 3, theirs.data(), 7.1, divisor, count);
+          same("weigh");
+        }
+      }
+    }
+  });
+}
+
 CASE("the first infinity or NaN is found where the reference finds it, and nowhere else") {
   on_every_isa([](const std::string& isa) {
     for (const DType dtype :

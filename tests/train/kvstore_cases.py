@@ -106,6 +106,45 @@ def compressed(spec: Any, steps: int) -> list[Tensor]:
     return results
 
 
+def large_sums(reduce: str) -> None:
+    """Keys of which each is an all-reduce, and small ones beside them; results in memory of all kinds."""
+    store = kvstore.create(reduce=reduce)
+    shapes = {"huge": (333, 401), "small": (7,), "double": (200, 101), "long": (20_001,)}
+    names = list(shapes)
+
+    def pushed(rank: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        made = {name: torch.randint(-99, 99, shape, generator=generator).float() for name, shape in shapes.items()}
+        return made | {"double": made["double"].double()}
+
+    everyone = [pushed(rank) for rank in range(store.num_workers)]
+    by = store.num_workers if reduce == "mean" else 1
+    wanted = {name: torch.stack([one[name] for one in everyone]).sum(0) / by for name in names}
+    mine, out = pushed(store.rank), {name: torch.zeros_like(it) for name, it in wanted.items()}
+
+    def check(found: Mapping[str, Tensor], what: str) -> None:
+        for name in found:
+            assert torch.allclose(found[name], wanted[name].to(found[name].dtype), rtol=1e-6), (what, name)
+
+    store.init(names, [torch.zeros_like(it) for it in mine.values()])
+    store.pushpull(names, list(mine.values()), list(out.values()))
+    check(out, "out")
+    assert all(torch.equal(mine[name], it) for name, it in pushed(store.rank).items())  # nothing was written there
+    pulled = {name: torch.zeros_like(it) for name, it in wanted.items()}
+    store.pull(names, list(pulled.values()))
+    check(pulled, "pulled")
+    across = {name: torch.zeros(shape[::-1], dtype=mine[name].dtype).T for name, shape in shapes.items()}
+    store.pushpull(names, [[it, it] for it in mine.values()], [[it] for it in across.values()])
+    check({name: it / 2 for name, it in across.items()}, "two devices, not contiguous")
+    store.init("other", torch.zeros(333, 401))
+    first, second = pushed(store.rank)["huge"], -pushed(store.rank)["huge"]
+    store.pushpull(["huge", "other"], [first, second], [second, first])  # each result where the other's input is
+    check({"huge": second}, "crossed")
+    check({"huge": -first}, "crossed")
+    store.pushpull(names, list(mine.values()))
+    check(mine, "in place")
+
+
 def gradient(step: int, rank: int) -> Tensor:
     return torch.randn(70, 50, generator=torch.Generator().manual_seed(1000 * step + rank))
 
@@ -204,12 +243,27 @@ def disagree(how: str) -> None:
         for _ in range(2):
             store.pushpull("first", torch.ones(3))
         store.pushpull("first", torch.ones(3), torch.ones(4) if other else None)
+    if how == "scale":
+        store.pushpull("w", out, scale=float("nan") if other else 1.0)
+    if how in ("step", "batch size"):
+        step_with(how, store, (float("inf") if how == "step" else float("nan")) if other else 1.0)
     if how == "updater":
         store.set_updater(_fail_on_rank_1)
     if how == "barrier" and other:
         store.barrier()
     store.push("w", wrong)
     store.pull("w", out)
+
+
+def step_with(how: str, store: kvstore.KVStore, number: float) -> None:
+    model = nn.Linear(9, 9)
+    update: Callable[..., None]
+    if how == "step":
+        update = store.attach(model).step
+    else:
+        update = kvstore.Trainer(model, "sgd", {"learning_rate": 0.1}, store).step
+    model(torch.ones(9)).sum().backward()
+    update(number)
 
 
 def _fail_on_rank_1(key: str, total: Tensor, value: Tensor) -> None:

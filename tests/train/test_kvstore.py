@@ -79,6 +79,12 @@ def test_pushes_are_added_up(ranks: int, backend: str) -> None:
         assert torch.equal(result["rows"], result["odd"][torch.arange(rank + 1) * 3])
 
 
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "ring"), (2, "ring"), (3, "ring"), (3, "gloo")])
+def test_large_keys_are_added_up_wherever_they_lie(ranks: int, backend: str) -> None:
+    for reduce in ("sum", "mean"):
+        run_ranks(cases.large_sums, reduce, world_size=ranks, backend=backend)
+
+
 def test_an_updater_gets_the_owners_slices() -> None:
     for result in run_ranks(cases.updater, world_size=3, backend="ring"):
         assert torch.equal(result, torch.full((90, 90), 13.0))
@@ -98,6 +104,9 @@ def test_an_updater_gets_the_owners_slices() -> None:
         ("pushed", ["push 'first'", "push 'w'"]),
         ("priority", ["push"]),
         ("value", ["cannot take 'w' float32 [4]"]),
+        ("scale", ["pushpull: scale must be a finite number, not nan"]),
+        ("step", ["step: scale must be a finite number, not inf"]),
+        ("batch size", ["batch_size must be a finite number above 0, not nan"]),
         ("small", ["pushpull: key 'first'", "cannot take 'first' float32 [4]"]),
         ("barrier", ["barrier", "push"]),
         ("updater", ["the updater cannot"]),
@@ -107,7 +116,11 @@ def test_ranks_that_differ_all_get_an_error(how: str, words: list[str]) -> None:
     outcomes = run_outcomes(cases.outcome_of_disagreement, how, world_size=2, backend="ring", timeout_s=30)
     for outcome in outcomes:
         kind, text = ast.literal_eval(str(outcome.error))
-        expected = "InvalidArgumentError" if how in ("value", "small") and outcome.rank == 1 else "MismatchError"
+        expected = (
+            "InvalidArgumentError"
+            if how in ("value", "small", "scale", "step", "batch size") and outcome.rank == 1
+            else "MismatchError"
+        )
         if how == "updater" and outcome.rank == 1:
             expected = "OverflowError"
         assert kind == expected, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ringdp import _C
+from ringdp.errors import InvalidArgumentError
+from ringdp.nn import ShardedEmbedding
 from ringdp.nn.owners import RowOwners
 from tests.train import embedding_cases as cases
 from tests.train.harness import run_outcomes, run_ranks
@@ -184,3 +187,25 @@ def test_it_learns_beside_ringdp() -> None:
     for before, after in run_ranks(cases.beside_ringdp, world_size=2, backend="ring"):
         assert before > 0.6
         assert after < 0.45
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"std": float("nan")}, "std must be a finite number from 0 on, not nan"),
+        ({"lr": float("inf")}, "lr and eps must be finite"),
+        ({"eps": float("nan")}, "lr and eps must be finite"),
+        ({"betas": (0.9, float("nan"))}, "betas from 0 to below 1"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(words)):
+        ShardedEmbedding(10, 4, **options)
+
+
+def test_a_state_without_the_rows_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"table": ShardedEmbedding(10, 4)})
+    assert len(model.state_dict()) == len(model.state_dict()) == 0
+    assert [it.getMessage() for it in caplog.records] == [
+        "the rows of table are not in state_dict(): save(folder) writes them, on all ranks"
+    ]

@@ -157,12 +157,54 @@ def large_gradients(split: Split, tolerance: float, options: dict[str, Any], hoo
 
 @pytest.mark.parametrize(
     ("tolerance", "options", "hooked"),
-    [(1e-5, {}, False), (1e-5, {}, True), (2e-2, {"compression": "int8"}, False)],
-    ids=["exact", "hook", "int8"],
+    [
+        (1e-5, {}, False),
+        (1e-5, {}, True),
+        (2e-2, {"compression": "int8"}, False),
+        (1e-5, {"find_unused_parameters": True}, False),
+        (1e-5, {"reproducible": True}, False),
+    ],
+    ids=["exact", "hook", "int8", "unused", "reproducible"],
 )
-@pytest.mark.parametrize("split", [[[6], [2]], [[3, 1], [4]], [[0], [8]]])
+@pytest.mark.parametrize("split", [[[6], [2]], [[3, 1], [4]], [[0], [8]], [[2], [1, 0], [3]]])
 def test_large_gradients(split: Split, tolerance: float, options: dict[str, Any], hooked: bool) -> None:
-    run_ranks(large_gradients, split, tolerance, options, hooked, backend="ring")
+    run_ranks(large_gradients, split, tolerance, options, hooked, world_size=len(split), backend="ring")
+
+
+def test_large_gradients_over_another_backend() -> None:
+    run_ranks(large_gradients, [[3, 1], [0]], 1e-5, {}, False, backend="gloo")
+
+
+class TwoParts(nn.Module):
+    """The second part is used where the input is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(1_100_000)), nn.Parameter(torch.ones(1_200_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first.mean() * x.mean() + (self.second.mean() * x.sum() if len(x) > 2 else 0.0)
+
+
+def large_gradients_join(divide_by_initial: bool) -> None:
+    """Large parameters that one rank uses, while ranks run out of input."""
+    sizes = [[3, 1, 4], [2], [1, 2]]
+    model = RingDP(TwoParts(), weight="samples", find_unused_parameters=True)
+    with Join([model], divide_by_initial_world_size=divide_by_initial):
+        for step, size in enumerate(sizes[dist.get_rank()]):
+            model.zero_grad()
+            model(torch.full((size,), float(size))).backward()
+            there = [one[step] for one in sizes if step < len(one)]
+            first = sum(one * one for one in there) / sum(there) / 1_100_000
+            second = sum(one * one * one for one in there if one > 2) / sum(there) / 1_200_000
+            for parameter, wanted in ((model.module.first, first), (model.module.second, second)):
+                grad = torch.zeros(1) if parameter.grad is None else parameter.grad
+                torch.testing.assert_close(grad, torch.full_like(grad, wanted), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+def test_large_gradients_while_ranks_join(divide_by_initial: bool) -> None:
+    run_ranks(large_gradients_join, divide_by_initial, world_size=3, backend="ring")
 
 
 class Dot(nn.Module):

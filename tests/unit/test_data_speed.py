@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringdp.data.speed import UNKNOWN, Measured, SpeedModel, worth_it
-from ringdp.data.split import Pace
+from ringdp.data.split import Limits, Pace, split
 from ringdp.errors import InvalidArgumentError
 
 
@@ -72,16 +73,29 @@ def test_times_that_cannot_be_are_refused(work: float, seconds: float) -> None:
         SpeedModel().add(work, seconds)
 
 
+_LIMITS = Limits((1, 1), (64, 64))
+
+
+def _of_64(paces: Sequence[Pace]) -> list[int]:
+    return split(paces, 64, _LIMITS, None, 64)
+
+
 def test_no_split_comes_of_a_rank_that_is_not_known() -> None:
     slow, fast = Measured(Pace(3.0)), Measured(Pace(1.0))
-    limits = ([1.0, 1.0], [64.0, 64.0])
     now = (Pace(), Pace())
-    assert worth_it([slow, fast], now, 64, *limits)
+    assert worth_it([slow, fast], now, _of_64)
     nan = Measured(Pace(float("nan")))
     for unknown in (UNKNOWN, nan, Measured(Pace(1.0), float("nan")), Measured(Pace(1.0, float("nan")))):
-        assert not worth_it([slow, unknown], now, 64, *limits)
-    assert not worth_it([Measured(Pace(1.02)), fast], now, 64, *limits)  # 1 % to gain
-    assert not worth_it([Measured(Pace(1.4), 0.1), fast], now, 64, *limits)  # within the noise
+        assert not worth_it([slow, unknown], now, _of_64)
+    assert not worth_it([Measured(Pace(1.02)), fast], now, _of_64)  # 1 % to gain
+    assert not worth_it([Measured(Pace(1.4), 0.1), fast], now, _of_64)  # within the noise
+
+
+def test_a_split_is_left_for_whole_samples_that_are_gained() -> None:
+    measured = [Measured(Pace(2.15, 2.0)), Measured(Pace(1.15, 4.0))]
+    assert _of_64([one.pace for one in measured]) == [22, 42]
+    assert worth_it(measured, (Pace(1.78), Pace(1.0)), _of_64)  # 23 and 41: 2 % slower
+    assert not worth_it(measured, (Pace(1.88), Pace(0.99)), _of_64)  # 22 and 42, too
 
 
 @settings(deadline=None)
@@ -89,4 +103,5 @@ def test_no_split_comes_of_a_rank_that_is_not_known() -> None:
 def test_the_split_that_was_chosen_is_not_left_again(seconds: list[float]) -> None:
     measured = [Measured(Pace(it)) for it in seconds]
     n = len(seconds)
-    assert not worth_it(measured, tuple(one.pace for one in measured), 256, [1.0] * n, [256.0] * n)
+    limits = Limits((1,) * n, (256,) * n)
+    assert not worth_it(measured, tuple(one.pace for one in measured), lambda by: split(by, 256, limits, None, 256))

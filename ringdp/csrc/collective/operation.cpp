@@ -56,7 +56,8 @@ FlowRecord* Operation::record_of(int peer, bool sends, uint64_t total) {
 
 bool Operation::can_start() const {
   if (!staging_ || staging_->all_there()) return true;
-  return !before_ && copies_.empty() && only_looked_at_.empty() && !input_factor_.on() && starts_early();
+  const bool multiplied_first = input_factors_.on() && !multiplies_as_it_goes();
+  return !before_ && copies_.empty() && only_looked_at_.empty() && !multiplied_first && starts_early();
 }
 
 void Operation::start(const OperationContext& context) {
@@ -66,7 +67,7 @@ void Operation::start(const OperationContext& context) {
   started_ = true;
   if (before_) before_();
   for (auto& [to, from] : copies_) std::memmove(to.data(), from.data(), from.size());
-  if (!multiplies_as_it_goes()) input_factor_.apply(input_);
+  if (!multiplies_as_it_goes()) input_factors_.multiply_own(input_);
   watch_.own(only_looked_at_);
   watch_.result(only_looked_at_);
   prepare();

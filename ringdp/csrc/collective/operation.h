@@ -9,10 +9,11 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collective/finite.h"
-#include "collective/input_factor.h"
+#include "collective/input_factors.h"
 #include "collective/scratch.h"
 #include "device/staging.h"
 #include "mesh/link.h"
@@ -65,10 +66,10 @@ class Operation : public FlowHandler {
     watch_ = FiniteWatch(identity_.shape.dtype, std::move(report));
     watch_.hand_on(staging_.get());
   }
-  // Of an all-reduce in place: its input is multiplied before it is reduced.
-  void multiply(std::span<std::byte> input, const InputFactor& factor) {
+  // Of an all-reduce in place: the ranks' inputs are multiplied before they are reduced.
+  void multiply(std::span<std::byte> input, InputFactors factors) {
     input_ = input;
-    input_factor_ = factor;
+    input_factors_ = std::move(factors);
   }
   // Single-rank case: the buffer is input and result; it is only scanned for non-finite values.
   void look_at_start(std::span<const std::byte> memory) { only_looked_at_ = memory; }
@@ -127,7 +128,7 @@ class Operation : public FlowHandler {
   virtual bool finished() const { return true; }  // anything to do besides the flows?
   // It can start with a part of its input; only for algorithms that use `there`.
   virtual bool starts_early() const { return false; }
-  // It passes each element of its input through `input_factor_` itself; otherwise that is done when it starts.
+  // It applies `input_factors_` itself; otherwise its own input is multiplied when it starts.
   virtual bool multiplies_as_it_goes() const { return false; }
   // How many bytes of its memory, from the start, have come from the device; all of them where there is none.
   std::size_t there(std::span<const std::byte> memory) const {
@@ -146,7 +147,7 @@ class Operation : public FlowHandler {
   std::deque<SendFlow> sends_;  // deques: links hold pointers
   std::deque<RecvFlow> receives_;
   FiniteWatch watch_;
-  InputFactor input_factor_;
+  InputFactors input_factors_;
 
  private:
   std::vector<int> uninformed_neighbours() const;

@@ -85,14 +85,17 @@ uint64_t RankOrderFold::advance(uint64_t limit) {
 void RankOrderFold::fold_wide(uint64_t begin, std::size_t bytes) {
   std::size_t count = bytes / element_bytes_;
   std::byte* out = out_.data() + begin;
+  const bool divides = divisor_ > 1 && kernels_.divide != nullptr;
   // The running sum may not overwrite this rank's own input before its turn: it lives in `sum_` until the last step.
   const std::byte* left = source(0, begin);
   for (int member = 1; member < size_; ++member) {
     std::byte* to = member == size_ - 1 ? out : sum_.get();
+    if (member == size_ - 1 && divides && kernels_.mean != nullptr)
+      return kernels_.mean(to, left, source(member, begin), divisor_, count);
     kernels_.combine(to, left, source(member, begin), count);
     left = to;
   }
-  if (divisor_ > 1 && kernels_.divide != nullptr) kernels_.divide(out, divisor_, count);
+  if (divides) kernels_.divide(out, divisor_, count);
 }
 
 void RankOrderFold::fold_half(uint64_t begin, std::size_t bytes) {

@@ -98,10 +98,7 @@ std::span<const std::byte> Ring::outgoing(SendFlow&, uint64_t offset, std::size_
   const Leg& leg = legs_[out_leg_];
   std::span<std::byte> next = out_block(leg).subspan(offset - leg.out_begin);
   if (next.size() > max) next = next.first(max - max % kGranuleBytes);
-  if (leg.step == 0) {
-    input_factor_.apply(next);
-    watch_.own(next);
-  }
+  if (leg.step == 0) watch_.own(next);
   return next;
 }
 
@@ -148,14 +145,29 @@ void Ring::add(const Leg& leg, std::size_t at, std::span<const std::byte> data) 
   for (std::size_t done = 0; done < data.size(); done += kPieceBytes) {
     const std::span<const std::byte> piece = data.subspan(done, std::min(kPieceBytes, data.size() - done));
     std::byte* own = block.data() + at + done;
-    std::size_t count = piece.size() / element_bytes_;
-    input_factor_.apply({own, piece.size()});
     watch_.own({own, piece.size()});
-    kernels_->combine(own, piece.data(), own, count);
-    if (last && kernels_->divide != nullptr && identity().shape.op == ReduceOp::kAvg)
-      kernels_->divide(own, static_cast<std::size_t>(group_.size), count);
+    combine(leg, own, piece.data(), piece.size() / element_bytes_);
     if (last) watch_.result(block, at + done, at + done + piece.size());
   }
+}
+
+// own = data + own, and in the last step of an average their mean.
+void Ring::combine(const Leg& leg, std::byte* own, const std::byte* data, std::size_t count) const {
+  const bool divides = leg.step == reduce_steps_ - 1 && identity().shape.op == ReduceOp::kAvg;
+  const auto divisor = static_cast<std::size_t>(divides ? group_.size : 1);
+  if (input_factors_.on() && multiplies_as_it_goes()) {
+    const int left = (group_.rank + group_.size - 1) % group_.size;
+    return input_factors_.combine(own, data, leg.step == 0 ? left : -1, own, group_.rank, divisor, count);
+  }
+  if (divides && kernels_->mean != nullptr) return kernels_->mean(own, data, own, divisor, count);
+  kernels_->combine(own, data, own, count);
+  if (divides && kernels_->divide != nullptr) kernels_->divide(own, divisor, count);
+}
+
+// A factor passes through sums, not through a maximum.
+bool Ring::multiplies_as_it_goes() const {
+  const ReduceOp op = identity().shape.op;
+  return op == ReduceOp::kSum || op == ReduceOp::kAvg;
 }
 
 namespace {

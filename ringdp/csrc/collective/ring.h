@@ -28,7 +28,7 @@ class Ring final : public Operation {
  protected:
   void prepare() override;
   bool starts_early() const override;
-  bool multiplies_as_it_goes() const override { return true; }
+  bool multiplies_as_it_goes() const override;
 
  private:
   // Both directions carry the same sequence of (slab, step); the blocks differ.
@@ -44,6 +44,7 @@ class Ring final : public Operation {
   std::span<std::byte> in_block(const Leg& leg) const;
   const Leg& leg_in(uint64_t offset);  // offsets only grow
   void add(const Leg& leg, std::size_t at, std::span<const std::byte> data);
+  void combine(const Leg& leg, std::byte* own, const std::byte* data, std::size_t count) const;
   void lay_out();
   void make_ready(SendFlow& send, uint64_t received);
   uint64_t window() const;  // how far the stream from the left may come: the operand of each sum must be there

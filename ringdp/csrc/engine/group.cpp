@@ -26,9 +26,11 @@ std::shared_ptr<Work> GroupHandle::announce(const Announcement& what, CallOption
 
 std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op,
                                               CallOptions options) {
-  auto operation = make_all_reduce(table_, all_reduce_view(), memory, dtype, op, current_name());
+  const GroupView group = all_reduce_view();
+  InputFactors factors(dtype, std::move(options.factors), group.rank, group.size);
+  auto operation = make_all_reduce(table_, group, memory, dtype, op, current_name());
   operation->watch(options.finite);
-  operation->multiply(memory, InputFactor(dtype, options.factor));
+  operation->multiply(memory, std::move(factors));
   return submit(std::move(operation), std::move(options));
 }
 

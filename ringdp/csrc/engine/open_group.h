@@ -28,7 +28,8 @@ struct CallOptions {
   std::shared_ptr<Staging> staging;      // the buffers mirror a device's memory; null: they do not
   int32_t call_site = -1;                // see OperationRecord
   std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
-  double factor = 1;  // of an all-reduce in place of float32 or float64: its input is multiplied by that
+  // Of an all-reduce in place of float32 or float64: by what the ranks' inputs are multiplied, the same on all; empty: nothing.
+  std::vector<double> factors;
 };
 
 class OpenGroup {

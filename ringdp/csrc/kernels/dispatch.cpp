@@ -127,6 +127,10 @@ Multiply multiply(DType dtype) {
   return selection().table.load(std::memory_order_relaxed)->multiply[static_cast<std::size_t>(dtype)];
 }
 
+Weigh weigh(DType dtype) {
+  return selection().table.load(std::memory_order_relaxed)->weigh[static_cast<std::size_t>(dtype)];
+}
+
 const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op) {
   return find(kernels::reference_table(), dtype, op);
 }
@@ -138,5 +142,7 @@ FirstNonFinite first_non_finite_reference(DType dtype) {
 Multiply multiply_reference(DType dtype) {
   return kernels::reference_table().multiply[static_cast<std::size_t>(dtype)];
 }
+
+Weigh weigh_reference(DType dtype) { return kernels::reference_table().weigh[static_cast<std::size_t>(dtype)]; }
 
 }  // namespace ringdp

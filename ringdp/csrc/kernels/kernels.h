@@ -21,7 +21,8 @@ Isa current_isa();
 void select_isa(Isa isa);  // for tests; throws Error if the CPU lacks it
 
 // What one (dtype, op) needs. `combine`: dst[i] = a[i] op b[i]; dst may be a, b or neither (no partial overlap).
-// SUM and AVG have the same combine; AVG is finished by `divide`.
+// SUM and AVG have the same combine; AVG is finished by `divide`, or its last combine and `divide` are one pass of `mean`,
+// with the same bits (float and complex types only).
 // Half types add in float32: `load` acc = x, `accumulate` acc = acc op x, `store` dst = round(acc / divisor); for other
 // types these three are null, and for half types `combine` rounds after every step (use the accumulator instead).
 // Integers wrap; BAND/BOR/BXOR exist for integers and bool only; bool SUM and MAX are "or", PRODUCT and MIN "and", bool
@@ -30,6 +31,7 @@ struct ReduceKernels {
   void (*combine)(void* dst, const void* a, const void* b, std::size_t count) = nullptr;
   void (*divide)(void* x, std::size_t divisor,
                  std::size_t count) = nullptr;  // AVG only; integers truncate towards zero
+  void (*mean)(void* dst, const void* a, const void* b, std::size_t divisor, std::size_t count) = nullptr;
   void (*load)(float* acc, const void* x, std::size_t count) = nullptr;
   void (*accumulate)(float* acc, const void* x, std::size_t count) = nullptr;
   void (*store)(void* dst, const float* acc, float divisor, std::size_t count) = nullptr;
@@ -43,13 +45,18 @@ const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op);  // throws Error(
 using FirstNonFinite = std::size_t (*)(const void* x, std::size_t count);
 FirstNonFinite first_non_finite(DType dtype);  // null for types that have neither
 
-// x[i] *= factor, in the type of x.
-using Multiply = void (*)(void* x, double factor, std::size_t count);
-Multiply multiply(DType dtype);  // null for types other than float32 and float64
+// Null for types other than float32 and float64, in which they compute.
+using Multiply = void (*)(void* x, double factor, std::size_t count);  // x[i] *= factor
+Multiply multiply(DType dtype);
+// dst[i] = (a[i] * by_a + b[i] * by_b) / divisor, each product rounded: the bits of two `multiply`, `combine` and `divide`.
+using Weigh = void (*)(void* dst, const void* a, double by_a, const void* b, double by_b, std::size_t divisor,
+                       std::size_t count);
+Weigh weigh(DType dtype);
 
 // The plain loops the vectorised ones are compared with, to the bit.
 const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op);
 FirstNonFinite first_non_finite_reference(DType dtype);
 Multiply multiply_reference(DType dtype);
+Weigh weigh_reference(DType dtype);
 
 }  // namespace ringdp

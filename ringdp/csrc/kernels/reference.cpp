@@ -19,6 +19,12 @@ struct ReferenceLoops {
       static_cast<T*>(x)[i] = divided(static_cast<T*>(x)[i], static_cast<Divisor<T>>(divisor));
   }
 
+  template <class T, std::size_t kParts>
+  static void mean(void* dst, const void* a, const void* b, std::size_t divisor, std::size_t count) {
+    combine<T, Sum, kParts>(dst, a, b, count);
+    divide<T, kParts>(dst, divisor, count);
+  }
+
   template <class Format, class Op>
   static void half_combine(void* dst, const void* a, const void* b, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
@@ -38,6 +44,18 @@ struct ReferenceLoops {
   template <class T>
   static void multiply(void* x, double factor, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) static_cast<T*>(x)[i] *= static_cast<T>(factor);
+  }
+
+  template <class T>
+  static void weigh(void* dst, const void* a, double by_a, const void* b, double by_b, std::size_t divisor,
+                    std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      T x = static_cast<const T*>(a)[i];
+      T y = static_cast<const T*>(b)[i];
+      multiply<T>(&x, by_a, 1);
+      multiply<T>(&y, by_b, 1);
+      mean<T, 1>(static_cast<T*>(dst) + i, &x, &y, divisor, 1);
+    }
   }
 
   template <class T, std::size_t kParts>

@@ -16,6 +16,7 @@ struct KernelTable {
   std::array<std::array<ReduceKernels, kReduceOpCount>, kDTypeCount> reduce{};
   std::array<FirstNonFinite, kDTypeCount> first_non_finite{};
   std::array<Multiply, kDTypeCount> multiply{};
+  std::array<Weigh, kDTypeCount> weigh{};
 };
 
 const KernelTable& reference_table();
@@ -24,10 +25,10 @@ const KernelTable* avx2_table();  // null where the compiler does not target x86
 const KernelTable* avx512_table();
 
 // `Loops` has static member templates
-//   combine<T, Op, kParts>, divide<T, kParts>                  kParts: Ts per element, 2 for complex
+//   combine<T, Op, kParts>, divide<T, kParts>, mean<T, kParts>     kParts: Ts per element, 2 for complex
 //   half_combine<Format, Op>, half_divide<Format>, half_load<Format>, half_accumulate<Format, Op>, half_store<Format>
 //   first_non_finite<T, kParts>                            T: Float16 and Bfloat16 for half types
-//   multiply<T>
+//   multiply<T>, weigh<T>
 template <class Loops>
 class TableBuilder {
  public:
@@ -56,6 +57,8 @@ class TableBuilder {
     builder.find_in(DType::kComplex128) = Loops::template first_non_finite<double, 2>;
     builder.table_.multiply[static_cast<std::size_t>(DType::kFloat32)] = Loops::template multiply<float>;
     builder.table_.multiply[static_cast<std::size_t>(DType::kFloat64)] = Loops::template multiply<double>;
+    builder.table_.weigh[static_cast<std::size_t>(DType::kFloat32)] = Loops::template weigh<float>;
+    builder.table_.weigh[static_cast<std::size_t>(DType::kFloat64)] = Loops::template weigh<double>;
     return builder.table_;
   }
 
@@ -69,6 +72,7 @@ class TableBuilder {
   constexpr void add_number(DType dtype) {
     at(dtype, ReduceOp::kSum).combine = Loops::template combine<T, Sum, 1>;
     at(dtype, ReduceOp::kAvg) = {.combine = Loops::template combine<T, Sum, 1>, .divide = Loops::template divide<T, 1>};
+    if constexpr (std::is_floating_point_v<T>) at(dtype, ReduceOp::kAvg).mean = Loops::template mean<T, 1>;
     at(dtype, ReduceOp::kProduct).combine = Loops::template combine<T, Product, 1>;
     at(dtype, ReduceOp::kMin).combine = Loops::template combine<T, Min, 1>;
     at(dtype, ReduceOp::kMax).combine = Loops::template combine<T, Max, 1>;
@@ -97,7 +101,9 @@ class TableBuilder {
   template <class T>
   constexpr void add_complex(DType dtype) {
     at(dtype, ReduceOp::kSum).combine = Loops::template combine<T, Sum, 2>;
-    at(dtype, ReduceOp::kAvg) = {.combine = Loops::template combine<T, Sum, 2>, .divide = Loops::template divide<T, 2>};
+    at(dtype, ReduceOp::kAvg) = {.combine = Loops::template combine<T, Sum, 2>,
+                                 .divide = Loops::template divide<T, 2>,
+                                 .mean = Loops::template mean<T, 2>};
     at(dtype, ReduceOp::kProduct).combine = Loops::template combine<Complex<T>, ComplexProduct, 1>;
   }
 

@@ -198,7 +198,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
                                                                     std::shared_ptr<FiniteReport> report,
-                                                                    double factor) {
+                                                                    std::vector<double> factors) {
   const ReduceOp how = reduce_op_of(op, "all_reduce");
   const DType dtype = dtype_of(buffer, "all_reduce");
   require_reduction("allreduce", dtype, how);
@@ -208,7 +208,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
   Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer},
             {buffer});
   CallOptions options = call.options(std::move(buffers));
-  options.factor = factor;
+  options.factors = std::move(factors);
   if (options.staging && report)
     options.after = [after = std::move(options.after), staging = options.staging, report] {
       if (after) after();

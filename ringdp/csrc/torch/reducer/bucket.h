@@ -62,7 +62,7 @@ struct Bucket {
   std::string name;                    // "bucket 3: layer1.weight, layer1.bias"
   bool sparse = false;                 // one sparse gradient, which is then `buffer` itself
   bool direct = false;                 // one large gradient, reduced where autograd left it: no memory between steps
-  double factor = 1;                   // by which `gradients` are still to be multiplied before they are reduced
+  std::vector<double> factors;         // of each rank, by which its `gradients` are still to be multiplied; empty: none
   bool carries_marks = false;          // it has `marks`, unless it is sparse
   Reduction* reduction = nullptr;      // null: exactly
   bool too_small = false;              // for the codec that `reduction` is: exactly, see ReductionAssignment::too_small

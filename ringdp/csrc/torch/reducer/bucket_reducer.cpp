@@ -27,13 +27,23 @@ ReductionStrategy& BucketReducer::begin(Bucket& bucket, const at::Tensor& buffer
   bucket.sent_in = step;
   bucket.codes = {};
   bucket.report = nullptr;
-  if (shadowing) bucket.factor = 1;
-  if (bucket.factor != 1 && !strategy.multiplies(bucket))
-    multiply_gradient(bucket.gradients, std::exchange(bucket.factor, 1));
+  if (shadowing) bucket.factors.clear();
+  if (!bucket.factors.empty()) multiply(bucket, strategy);
   strategy.prepare(bucket, buffer, shadowing);
   if (!shadowing && !bucket.sparse) wait_for_streams(bucket);
   if (ReductionStrategy* before = std::exchange(last_, &strategy)) before->wait_until_issued(buffer);
   return strategy;
+}
+
+// Zeros are written here in any case: what they take the place of may not be finite.
+void BucketReducer::multiply(Bucket& bucket, const ReductionStrategy& strategy) const {
+  const double own = bucket.factors[static_cast<std::size_t>(group_.rank())];
+  const bool later = strategy.multiplies(bucket);
+  if (!later || own == 0) {
+    wait_for_streams(bucket);
+    multiply_gradient(bucket.gradients, own);
+  }
+  if (!later) bucket.factors.clear();
 }
 
 void BucketReducer::launch(Bucket& bucket, int64_t step, std::size_t bucket_count) {

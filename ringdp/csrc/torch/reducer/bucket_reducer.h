@@ -57,6 +57,7 @@ class BucketReducer {
 
  private:
   ReductionStrategy& strategy_of(const Bucket& bucket);
+  void multiply(Bucket& bucket, const ReductionStrategy& strategy) const;
   ReductionStrategy& begin(Bucket& bucket, const at::Tensor& buffer, int64_t step, bool shadowing);
 
   const ReducerGroup& group_;

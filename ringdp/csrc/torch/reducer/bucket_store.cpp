@@ -154,10 +154,10 @@ void BucketStore::write(std::size_t parameter) {
   } else if (grad.unsafeGetTensorImpl() != slot.view.unsafeGetTensorImpl() || owns_gradient(parameter)) {
     adopt(parameter, grad);
   }
-  if (!slot.weighted && bucket.direct && bucket.gradients.is_cpu())
-    bucket.factor = factors_.outgoing;  // on the CPU the all-reduce can do it
+  if (bucket.direct)
+    bucket.factors = factors_.of_ranks;  // the all-reduce can do it
   else if (!slot.weighted)
-    multiply_gradient(bucket.direct ? bucket.gradients : slot.view, factors_.outgoing);
+    multiply_gradient(slot.view, factors_.outgoing);
   slot.weighted = true;
   remember_stream(bucket);
 }

@@ -1,11 +1,10 @@
 #include "torch/reducer/gradient_weights.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <limits>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -39,20 +38,23 @@ void GradientWeights::announce(double weight, bool sync, bool discarded) {
   const bool sends = sync && !announced_;
   of_forward_ = weight;
   if (!MicroBatches::valid(weight)) {
-    if (sends) finish(begin_sum(weight));  // throws on all ranks
+    if (sends) finish(begin_exchange({weight, weight}));  // throws on all ranks
     throw Error(ErrorKind::kValue, invalid_text(weight));
   }
-  if (sends) announced_ = begin_sum(done_.total() + weight);
+  if (!sends) return;
+  MicroBatches with_this = done_;
+  with_this.add(weight);
+  announced_ = begin_exchange({with_this.total(), with_this.reference()});
 }
 
-void GradientWeights::shadow() { finish(begin_sum(0)); }
+void GradientWeights::shadow() { finish(begin_exchange({})); }
 
 void GradientWeights::accumulate(int task, double weight) {
   if (!on_) return;
   if (task == task_) return check_same(weight);
   task_ = task;
   current_ = weight;
-  factors_ = {done_.add(weight), 1};
+  factors_ = {done_.add(weight), 1, {}};
 }
 
 void GradientWeights::check_same(double weight) const {
@@ -64,16 +66,21 @@ void GradientWeights::check_same(double weight) const {
 void GradientWeights::begin(int task, double weight, int64_t step) {
   if (!on_) return;
   accumulate(task, weight);
-  // A backward that averages on demand has a forward that did not know of it.
-  Sum sum = announced_ ? std::move(*announced_) : begin_sum(done_.total());
+  // A backward that averages on demand has a forward that did not know of it. A group may have got other ranks since.
+  if (announced_ && announced_->shares.size(0) != group_.ranks()) announced_.reset();
+  Exchange exchange = announced_ ? std::move(*announced_) : begin_exchange(done());
   announced_.reset();
-  if (sum.own != done_.total()) throw Error(ErrorKind::kState, kOrder);
-  const double all = finish(std::move(sum));
-  if (all == 0 && !std::exchange(warned_, true)) {
+  if (exchange.own != done()) throw Error(ErrorKind::kState, kOrder);
+  factors_.of_ranks = finish(std::move(exchange));
+  const auto is = [this](double value) {
+    return std::all_of(factors_.of_ranks.begin(), factors_.of_ranks.end(), [=](double one) { return one == value; });
+  };
+  if (is(0) && !std::exchange(warned_, true)) {
     TORCH_WARN("RingDP: the batches of all ranks weigh nothing in step ", step,
                ": its gradients are zeros. This warning appears once.");
   }
-  factors_.outgoing = done_.factor(all, static_cast<double>(group_.ranks_with_input()));
+  factors_.outgoing = factors_.of_ranks[static_cast<std::size_t>(group_.rank())];
+  if (is(1)) factors_.of_ranks.clear();
 }
 
 void GradientWeights::end() {
@@ -91,53 +98,50 @@ void GradientWeights::check_announced(const std::string& parameter) const {
 }
 
 double GradientWeights::factor_of_left_over() {
-  return on_ ? done_.factor(finish(begin_sum(done_.total())), group_.ranks()) : 1;
+  return on_ ? finish(begin_exchange(done()))[static_cast<std::size_t>(group_.rank())] : 1;
 }
 
-GradientWeights::Sum GradientWeights::begin_sum(double own) {
-  Sum sum;
-  sum.own = own;
-  if (group_.ranks() == 1) return sum;
-  const double sent = MicroBatches::valid(own) ? own : std::numeric_limits<double>::quiet_NaN();
+GradientWeights::Exchange GradientWeights::begin_exchange(Share own) {
+  Exchange exchange;
+  exchange.own = own;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  sum.total =
-      at::scalar_tensor(sent, at::kDouble).reshape({1}).to(group_.control_device(parameters_.tensors().front()));
-  std::vector<at::Tensor> tensors{sum.total};
+  exchange.shares = at::zeros({group_.ranks(), 2}, at::kDouble);
+  auto* mine = exchange.shares.mutable_data_ptr<double>() + 2 * group_.rank();
+  mine[0] = own.total;
+  mine[1] = own.reference;
+  if (group_.ranks() == 1) return exchange;
+  exchange.shares = exchange.shares.to(group_.control_device(parameters_.tensors().front()));
+  std::vector<at::Tensor> tensors{exchange.shares};
   const NamedScope scope("weights");
-  sum.work = group_.process_group()->allreduce(tensors);
-  return sum;
+  exchange.work = group_.process_group()->allreduce(tensors);  // a sum: each row is one rank's and zeros
+  return exchange;
 }
 
-// Throws on all ranks, if the weight of one of them is not valid.
-double GradientWeights::finish(Sum sum) {
-  if (sum.work) {
-    sum.work->wait();
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const double all = sum.total.item<double>();
-    if (!MicroBatches::valid(all) || !MicroBatches::valid(sum.own)) throw_invalid(sum.own);
-    return all;
+std::vector<double> GradientWeights::finish(Exchange exchange) {
+  if (exchange.work) exchange.work->wait();
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor shares = exchange.shares.cpu();
+  const auto* all = shares.const_data_ptr<double>();
+  if (!MicroBatches::valid(exchange.own.total)) throw Error(ErrorKind::kValue, invalid_text(exchange.own.total));
+  double sum = 0;
+  for (int rank = 0; rank < group_.ranks(); ++rank) {
+    if (!MicroBatches::valid(all[2 * rank])) throw_invalid(rank, all[2 * rank]);
+    sum += all[2 * rank];
   }
-  if (!MicroBatches::valid(sum.own)) throw Error(ErrorKind::kValue, invalid_text(sum.own));
-  return sum.own;
+  if (!MicroBatches::valid(sum))
+    throw Error(ErrorKind::kValue, "the sum of the ranks' weights is not a finite number: give smaller ones");
+  std::vector<double> factors;
+  for (int rank = 0; rank < group_.ranks(); ++rank)
+    factors.push_back(MicroBatches::factor(all[2 * rank + 1], sum, static_cast<double>(group_.ranks_with_input())));
+  return factors;
 }
 
-void GradientWeights::throw_invalid(double own) {
-  std::vector<uint8_t> mine(sizeof own);
-  std::memcpy(mine.data(), &own, sizeof own);
-  const auto all =
-      group_.gather(mine, group_.control_device(parameters_.tensors().front()), "weights that cannot be used");
-  if (!MicroBatches::valid(own)) throw Error(ErrorKind::kValue, invalid_text(own));
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    double weight = 0;
-    std::memcpy(&weight, all[rank].data(), sizeof weight);
-    if (MicroBatches::valid(weight)) continue;
-    ErrorContext context;
-    context.rank = group_.rank();
-    context.peer = static_cast<int>(rank);
-    context.name = "weights";
-    throw Error(ErrorKind::kMismatch, "rank " + std::to_string(rank) + ": " + invalid_text(weight), context);
-  }
-  throw Error(ErrorKind::kValue, "the sum of the ranks' weights is not a finite number: give smaller ones");
+void GradientWeights::throw_invalid(int rank, double weight) const {
+  ErrorContext context;
+  context.rank = group_.rank();
+  context.peer = rank;
+  context.name = "weights";
+  throw Error(ErrorKind::kMismatch, "rank " + std::to_string(rank) + ": " + invalid_text(weight), context);
 }
 
 }  // namespace ringdp

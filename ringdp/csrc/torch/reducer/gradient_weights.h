@@ -1,6 +1,6 @@
 // GradientWeights: gradients are averaged over samples, not over ranks: each rank's counts as often as its batch weighs
-// (MicroBatches has the formula). The ranks add up their weights in an operation of 8 bytes, which begins in the forward and is
-// read when the backward begins.
+// (MicroBatches has the formula). The ranks tell each other their weights in an operation of 16 bytes for each, which begins in the
+// forward and is read when the backward begins.
 // Owned by the Reducer's GradientLayout, used under the Reducer's lock by the forward's thread and the threads that run
 // backward.
 #pragma once
@@ -22,8 +22,9 @@ namespace ringdp {
 
 // By what gradients are multiplied; 1: they stay as they are, 0: they become zeros, whatever they are.
 struct GradientFactors {
-  double incoming = 1;  // a gradient of the backward under way, before it is added to .grad
-  double outgoing = 1;  // the .grad that is sent; with one rank, the .grad that stays
+  double incoming = 1;           // a gradient of the backward under way, before it is added to .grad
+  double outgoing = 1;           // the .grad that is sent; with one rank, the .grad that stays
+  std::vector<double> of_ranks;  // `outgoing` of each rank; empty: all are 1
 };
 
 class GradientWeights {
@@ -34,7 +35,7 @@ class GradientWeights {
   bool on() const { return on_; }
 
   // ---- Forward.
-  // The weight of this forward's backward. `sync`: that backward averages, and the ranks begin to add up what they have. A weight
+  // The weight of this forward's backward. `sync`: that backward averages, and the ranks begin to tell each other what they have. A weight
   // that is negative or not finite is an error on all ranks. `discarded`: no .grad has anything of earlier backwards.
   void announce(double weight, bool sync, bool discarded);
   // The forwards up to the end of the step are of the batch whose forward has failed: what it announced stands.
@@ -49,7 +50,7 @@ class GradientWeights {
   // One that does not average. Throws where it also goes through a forward of another weight.
   void accumulate(int task, double weight);
   void check_same(double weight) const;
-  // One that averages: waits for the sum.
+  // One that averages: waits for the other ranks' weights.
   void begin(int task, double weight, int64_t step);
   void end();
   bool accumulated() const { return done_.total() > 0; }  // backwards that did not average have weighed something
@@ -59,21 +60,28 @@ class GradientWeights {
   double factor_of_left_over();
 
  private:
-  struct Sum {
-    at::Tensor total;  // float64 [1]: this rank's, and the sum as soon as `work` has ended
-    double own = 0;
+  struct Share {  // of a rank, as MicroBatches has it
+    double total = 0;
+    double reference = 0;
+    bool operator==(const Share&) const = default;
+  };
+  struct Exchange {
+    Share own;
+    at::Tensor shares;  // float64 [ranks, 2]: zeros but for this rank's, and all ranks' as soon as `work` has ended
     c10::intrusive_ptr<c10d::Work> work;
   };
 
-  Sum begin_sum(double own);
-  double finish(Sum sum);
-  [[noreturn]] void throw_invalid(double own);
+  Share done() const { return {done_.total(), done_.reference()}; }
+  Exchange begin_exchange(Share own);
+  // The factors of all ranks, by rank. Throws on all ranks, if the weight of one of them is not valid.
+  std::vector<double> finish(Exchange exchange);
+  [[noreturn]] void throw_invalid(int rank, double weight) const;
 
   ReducerGroup& group_;
   const TrainableParameters& parameters_;
   const bool on_;
   double of_forward_ = 1;
-  std::optional<Sum> announced_;
+  std::optional<Exchange> announced_;
   bool repeats_ = false;
   MicroBatches done_;
   double current_ = 1;  // the weight of the backward under way, or of the last one

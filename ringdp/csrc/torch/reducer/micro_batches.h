@@ -22,14 +22,15 @@ class MicroBatches {
     return reference_ == 0 ? 0.0 : weight / reference_;
   }
   double total() const { return total_; }
+  double reference() const { return reference_; }
   void clear() { total_ = reference_ = 0; }
 
-  // By what this rank's accumulated gradient is multiplied, so that the sum over the ranks divided by `divisor` is the mean.
-  // `sum`: of the totals of all ranks. Exactly 1 where all ranks have the same total and the weights are equal; 0 if
-  // nothing weighs anything.
-  double factor(double sum, double divisor) const {
-    if (sum == 0 || reference_ == 0) return 0.0;
-    const double factor = divisor * reference_ / sum;
+  // By what a rank's accumulated gradient is multiplied, so that the sum over the ranks divided by `divisor` is the mean.
+  // `reference`: that rank's, `sum`: of the totals of all ranks. Exactly 1 where all ranks have the same total and the weights
+  // are equal; 0 if nothing weighs anything.
+  static double factor(double reference, double sum, double divisor) {
+    if (sum == 0 || reference == 0) return 0.0;
+    const double factor = divisor * reference / sum;
     // The sum of equal numbers that are no integers may be rounded.
     const double rounding = 2 * (divisor + 1) * std::numeric_limits<double>::epsilon();
     return std::abs(factor - 1) <= rounding ? 1.0 : factor;

@@ -110,16 +110,16 @@ OpType ExactStrategy::operation(const at::Tensor& buffer) const {
   return group_.averages(buffer) ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
 }
 
-// In an all-reduce of ring, which takes no extra pass over memory for it.
+// In an all-reduce of ring: a large one takes no extra pass over memory for it.
 bool ExactStrategy::multiplies(const Bucket& bucket) const {
   const c10::ScalarType type = bucket.gradients.scalar_type();
-  return bucket.factor != 0 && (type == at::kFloat || type == at::kDouble) &&
-         operation(bucket.gradients) == c10d::ReduceOp::AVG && group_.ring(bucket.gradients.device().type()) != nullptr;
+  return (type == at::kFloat || type == at::kDouble) && operation(bucket.gradients) == c10d::ReduceOp::AVG &&
+         group_.ring(bucket.gradients.device().type()) != nullptr;
 }
 
 void ExactStrategy::launch(Bucket& bucket, std::size_t /*bucket_count*/) {
   bucket.report = report_for(bucket.buffer);
-  bucket.operation.work = mean(bucket.buffer, bucket.report, std::exchange(bucket.factor, 1));
+  bucket.operation.work = mean(bucket.buffer, bucket.report, std::exchange(bucket.factors, {}));
 }
 
 FuturePointer ExactStrategy::shadow(Bucket& bucket, c10d::GradBucket& zeros) {
@@ -136,20 +136,21 @@ FuturePointer ExactStrategy::sum(const c10d::GradBucket& bucket) {
   return all_reduce(bucket.getBuffer(), c10d::ReduceOp::SUM, nullptr)->getFuture();
 }
 
-WorkPointer ExactStrategy::mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report, double factor) {
+WorkPointer ExactStrategy::mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report,
+                                std::vector<double> factors) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const OpType op = operation(buffer);
   // Before the sum, as torch's DDP does it, and for the same bits.
   const int64_t divisor = op == c10d::ReduceOp::AVG ? 1 : group_.ranks_with_input();
   if (divisor != 1) buffer.mul_(1.0 / static_cast<double>(divisor));
-  return all_reduce(buffer, op, report, factor);
+  return all_reduce(buffer, op, report, std::move(factors));
 }
 
 WorkPointer ExactStrategy::all_reduce(const at::Tensor& buffer, OpType op, const std::shared_ptr<FiniteReport>& report,
-                                      double factor) {
+                                      std::vector<double> factors) {
   std::vector<at::Tensor> tensors{as_real(buffer)};
-  if (report || factor != 1)
-    return group_.ring(buffer.device().type())->all_reduce_watched(tensors[0], op, report, factor);
+  if (report || !factors.empty())
+    return group_.ring(buffer.device().type())->all_reduce_watched(tensors[0], op, report, std::move(factors));
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   return group_.process_group()->allreduce(tensors, options);

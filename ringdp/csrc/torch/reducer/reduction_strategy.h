@@ -36,7 +36,8 @@ class ReductionStrategy {
 
   // Before the bucket is announced. `buffer` is the bucket's, or takes its place (`shadowing`: zeros of a rank without input).
   virtual void prepare(Bucket& /*bucket*/, const at::Tensor& /*buffer*/, bool /*shadowing*/) {}
-  // Whether `launch` multiplies by bucket.factor, while it reduces; otherwise the gradients are multiplied before `prepare`.
+  // Whether `launch` multiplies by bucket.factors, while it reduces, which is the same on all ranks; otherwise the gradients are
+  // multiplied before `prepare`.
   virtual bool multiplies(const Bucket& /*bucket*/) const { return false; }
   // What is announced of it beside its name and type.
   virtual c10d::ReduceOp::RedOpType operation(const at::Tensor& buffer) const = 0;
@@ -72,9 +73,10 @@ class ExactStrategy : public ReductionStrategy {
 
  private:
   c10::intrusive_ptr<c10d::Work> mean(at::Tensor buffer, const std::shared_ptr<FiniteReport>& report,
-                                      double factor = 1);
+                                      std::vector<double> factors = {});
   c10::intrusive_ptr<c10d::Work> all_reduce(const at::Tensor& buffer, c10d::ReduceOp::RedOpType op,
-                                            const std::shared_ptr<FiniteReport>& report, double factor = 1);
+                                            const std::shared_ptr<FiniteReport>& report,
+                                            std::vector<double> factors = {});
   std::shared_ptr<FiniteReport> report_for(const at::Tensor& buffer) const;
 
   ReducerGroup& group_;
