@@ -34,13 +34,13 @@ ViewMessage message_of(ViewMessage::Type type, Ballot ballot = {}, uint64_t view
 }
 
 std::vector<ViewMessage> all_kinds() {
-  const ViewDecision decision{2, {0, 3, 7}, {{5, false}, {6, true}}, true};
+  const ViewDecision decision{2, {0, 3, 7}, {{5, false}, {6, true}}, true, "it was killed"};
   std::vector<ViewMessage> all{
       message_of(ViewMessage::Type::kSuspect),          message_of(ViewMessage::Type::kPrepare, {3, 1}),
       message_of(ViewMessage::Type::kState, {3, 1}),    message_of(ViewMessage::Type::kAccept, {3, 1}),
       message_of(ViewMessage::Type::kAccepted, {3, 1}), message_of(ViewMessage::Type::kDecide),
       message_of(ViewMessage::Type::kRefused, {3, 1}),  message_of(ViewMessage::Type::kState, {3, 1})};
-  all[2].state = {set_of({0, 255}), set_of({0, 1, 2}), {7, {{5, true}, {6, false}}, 12, 11}, {2, 0}, decision};
+  all[2].state = {set_of({0, 255}), set_of({0, 1, 2}), {7, {{5, true}, {6, false}}, 12, 11}, {2, 0}, decision, "rank 3 is lost"};
   all[3].decision = all[5].decision = decision;
   all[4].votes = set_of({1, 2, 64});
   all[6].promised = {4, 0};
@@ -72,7 +72,7 @@ CASE("what members tell each other survives the wire; half of it, more of it and
 }
 
 CASE("the largest message and the largest page have room") {
-  ViewDecision decision{2, {}, {}, false};
+  ViewDecision decision{2, {}, {}, false, std::string(kCauseBytes, 'x')};
   for (int place = 0; place < static_cast<int>(kMaxMembers); ++place) decision.places.push_back(place);
   for (uint64_t unit = 1; unit <= kMaxOutcomes; ++unit) decision.units.push_back({unit, true});
   ViewMessage message = message_of(ViewMessage::Type::kState, {1, 0});
@@ -80,6 +80,7 @@ CASE("the largest message and the largest page have room") {
   message.state.accepted = decision;
   for (uint64_t unit = 1; unit <= kMaxOpenUnits; ++unit) message.state.units.open.push_back({unit, true});
   message.state.units.next = kMaxOpenUnits + 1;
+  message.state.cause = decision.cause;
   CHECK(ViewMessage::decode(message.encode()) == message);
   const VoteRecord record{2, {1, 0}, {1, 0}, decision, decision};
   CHECK(VoteRecord::decode(record.encode()) == record);
@@ -97,9 +98,9 @@ CASE("what no member of the view sends is refused, and changes nothing") {
   refused(0, message_of(ViewMessage::Type::kPrepare, {1, 2}));   // another's ballot
   refused(0, message_of(ViewMessage::Type::kAccepted, {1, 3}));  // a member that the view has not
   ViewMessage accept = message_of(ViewMessage::Type::kAccept, {1, 0});
-  accept.decision = ViewDecision{2, {0, 5}, {}, false};
+  accept.decision = ViewDecision{2, {0, 5}, {}, false, {}};
   refused(0, accept);
-  accept.decision = ViewDecision{3, {0, 3}, {}, false};
+  accept.decision = ViewDecision{3, {0, 3}, {}, false, {}};
   refused(0, accept);
   change.message(0, message_of(ViewMessage::Type::kPrepare, {1, 0}, 2));  // of another view: passed over
   CHECK(state_bytes(change) == before);
@@ -143,14 +144,16 @@ CASE("a unit stands if all that remain are done, and an operation outside units 
   states[0].units = {6, {{4, true}, {5, false}}, 9, 9};  // 4 may have been left by others
   states[1].units = {6, {{5, true}}, 9, 9};
   states[2].units = {5, {{4, true}}, 9, 9};  // has not begun 5
+  states[0].cause = "the connection ended";
+  states[2].cause = "killed";
   const ViewDecision decision = choose(view, states);
-  CHECK(decision == ViewDecision({2, {0, 1, 2}, {{4, false}, {5, true}}, false}));
+  CHECK(decision == ViewDecision({2, {0, 1, 2}, {{4, false}, {5, true}}, false, "killed"}));
   states[1].units.plain_finished = 8;
   CHECK(choose(view, states).replay);
   states[1].units.plain_called = 8;
   CHECK(choose(view, states).replay);
   states[2].accepted_in = {1, 1};
-  states[2].accepted = ViewDecision{2, {1, 2}, {}, false};
+  states[2].accepted = ViewDecision{2, {1, 2}, {}, false, {}};
   CHECK(choose(view, states) == *states[2].accepted);
 }
 

@@ -7,6 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "base/text.h"
 
 namespace ringdp {
 namespace {
@@ -41,11 +42,17 @@ class Writer {
     for (const int place : it->places) number(static_cast<int32_t>(place));
     number(static_cast<uint8_t>(it->units.size()));
     for (const UnitOutcome& unit : it->units) number(unit.unit).number(static_cast<uint8_t>(unit.redo ? 1 : 0));
-    return *this;
+    return text(it->cause);
   }
   Writer& units(const UnitReport& it) {
     number(it.next).number(it.plain_called).number(it.plain_finished).number(static_cast<uint8_t>(it.open.size()));
     for (const auto& open : it.open) number(open.unit).number(static_cast<uint8_t>(open.done ? 1 : 0));
+    return *this;
+  }
+  Writer& text(const std::string& it) {
+    const std::string cut = clean_text(it, kCauseBytes);
+    number(static_cast<uint16_t>(cut.size()));
+    for (const char letter : cut) number(letter);
     return *this;
   }
   std::vector<std::byte> finish() { return std::move(out_); }
@@ -107,6 +114,7 @@ class Reader {
       unit.redo = flag();
     }
     if (!ascending(it.units, [](const UnitOutcome& unit) { return unit.unit; })) refuse();
+    it.cause = text();
     return it;
   }
   UnitReport units() {
@@ -121,6 +129,14 @@ class Reader {
     }
     if (!ascending(it.open, [](const UnitReport::Open& open) { return open.unit; })) refuse();
     if (!it.open.empty() && it.open.back().unit >= it.next) refuse();
+    return it;
+  }
+  std::string text() {
+    const auto size = below<uint16_t>(kCauseBytes + 1);
+    if (left_.size() < size) refuse();
+    std::string it(reinterpret_cast<const char*>(left_.data()), size);
+    left_ = left_.subspan(size);
+    if (it != clean_text(it, kCauseBytes)) refuse();
     return it;
   }
   void finish() const {
@@ -166,7 +182,7 @@ std::vector<std::byte> ViewMessage::encode() const {
     case Type::kPrepare:
       break;
     case Type::kState:
-      out.set(state.votes).set(state.linked).units(state.units).ballot(state.accepted_in).decision(state.accepted);
+      out.set(state.votes).set(state.linked).units(state.units).ballot(state.accepted_in).decision(state.accepted).text(state.cause);
       break;
     case Type::kAccept:
     case Type::kDecide:
@@ -200,6 +216,7 @@ ViewMessage ViewMessage::decode(std::span<const std::byte> raw) {
       it.state.units = in.units();
       it.state.accepted_in = in.ballot();
       it.state.accepted = in.decision();
+      it.state.cause = in.text();
       if (it.state.accepted_in.none() == it.state.accepted.has_value()) Reader::refuse();
       break;
     case Type::kAccept:

@@ -16,6 +16,7 @@ namespace ringdp {
 inline constexpr std::size_t kMaxMembers = 256;   // of a view that can change
 inline constexpr std::size_t kMaxOpenUnits = 16;  // on one rank
 inline constexpr std::size_t kMaxOutcomes = 64;   // of units, in a decision
+inline constexpr std::size_t kCauseBytes = 256;   // of the words for a change
 inline constexpr std::size_t kMessageBytes = 4096;
 inline constexpr std::size_t kVoteBytes = 4096;
 
@@ -56,6 +57,7 @@ struct ViewDecision {
   std::vector<int> places;  // its members
   std::vector<UnitOutcome> units;
   bool replay = false;  // an operation outside units was under way: its callers are told, on all members
+  std::string cause;    // in words, the same on all members; may be empty
 
   MemberView view_made() const { return {view, places}; }
   bool keeps(int place) const { return view_made().member_of(place) >= 0; }
@@ -85,6 +87,7 @@ struct MemberAnswer {
   UnitReport units;
   Ballot accepted_in;  // the highest ballot in which one of the votes has accepted a decision, and that decision
   std::optional<ViewDecision> accepted;
+  std::string cause;  // for which this member wants the change, in words
 
   bool operator==(const MemberAnswer&) const = default;
 };

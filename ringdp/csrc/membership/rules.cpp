@@ -1,6 +1,7 @@
 #include "membership/rules.h"
 
 #include <algorithm>
+#include <string>
 
 namespace ringdp {
 namespace {
@@ -48,6 +49,13 @@ bool must_replay(const MemberAnswers& states, const MemberSet& members) {
   return false;
 }
 
+std::string shortest_cause(const MemberAnswers& states) {
+  std::string out;
+  for (const auto& [member, state] : states)
+    if (!state.cause.empty() && (out.empty() || state.cause.size() < out.size())) out = state.cause;
+  return out;
+}
+
 }  // namespace
 
 bool is_quorum(const MemberSet& votes, const MemberView& view, const Tie& tie) {
@@ -86,7 +94,7 @@ ViewDecision choose(const MemberView& view, const MemberAnswers& states) {
   if (latest != nullptr) return *latest->accepted;
   const MemberSet members = connected(states);
   ViewDecision decision{view.number + 1, view.places_of(members), outcomes(states, members),
-                        must_replay(states, members)};
+                        must_replay(states, members), shortest_cause(states)};
   if (decision.units.size() > kMaxOutcomes) {  // more than ranks that are a unit apart can have
     decision.units.resize(kMaxOutcomes);
     decision.replay = true;

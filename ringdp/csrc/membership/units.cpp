@@ -7,7 +7,8 @@
 
 namespace ringdp {
 
-Units::Units(const MemberView& view, int place) : view_(view), self_(view.member_of(place)) {}
+Units::Units(const MemberView& view, int place, uint64_t next)
+    : view_(view), self_(view.member_of(place)), next_(next) {}
 
 uint64_t Units::begin() {
   if (frozen_) throw Error(ErrorKind::kState, "a unit was begun while the group's membership changes");
@@ -64,8 +65,7 @@ UnitReport Units::report() const {
 }
 
 Units Units::after(const ViewDecision& decision, int place) const {
-  Units out(decision.view_made(), place);
-  out.next_ = next_;
+  Units out(decision.view_made(), place, next_);
   for (const auto& [number, unit] : units_) {
     const auto stands = std::any_of(decision.units.begin(), decision.units.end(),
                                     [&, id = number](const auto& it) { return it.unit == id && !it.redo; });

@@ -14,9 +14,9 @@ namespace ringdp {
 
 class Units {
  public:
-  explicit Units(const MemberView& view, int place);
+  Units(const MemberView& view, int place, uint64_t next = 1);  // `next`: the number of the unit that begins next
 
-  // Its number: units are numbered from 1 in the order in which they begin, which is the same on all ranks. Throws
+  // Its number: units are numbered in the order in which they begin, which is the same on all ranks. Throws
   // Error(kState) while frozen, and for more than kMaxOpenUnits.
   uint64_t begin();
   // This rank's results are complete. True: all other members are to be told. False: frozen, so the unit is not done.
@@ -42,7 +42,7 @@ class Units {
 
   MemberView view_;
   int self_;
-  uint64_t next_ = 1;
+  uint64_t next_;
   std::map<uint64_t, Unit> units_;
   uint64_t plain_called_ = 0;
   uint64_t plain_finished_ = 0;

@@ -140,7 +140,8 @@ void ViewConsensus::message(int from, const ViewMessage& it) {
   switch (it.type) {
     case Type::kSuspect:
       want();
-      if (!leading_ && !follows_another()) lead();
+      // Also where the member that this one follows asks: it has given its own ballot up.
+      if (!leading_ && (!follows_another() || votes_.promised().member == member)) lead();
       return;
     case Type::kPrepare:
     case Type::kAccept:
@@ -224,6 +225,12 @@ ViewConsensus::Standing ViewConsensus::standing() const {
   out.since_ms = undecided_since_;
   out.leads = leading_.has_value();
   if (leading_) out.votes = leading_->votes().count();
+  for (int member = 0; member < view_.size(); ++member) {
+    const bool lost = member == self_ || suspects_[static_cast<std::size_t>(member)];
+    const bool leads = follows_another() ? member == votes_.promised().member : out.waiting_for.empty();
+    if (!lost && (leading_ ? !leading_->answered(member) : leads))
+      out.waiting_for.push_back(view_.places[static_cast<std::size_t>(member)]);
+  }
   return out;
 }
 
@@ -337,6 +344,7 @@ MemberAnswer ViewConsensus::state_of(const MemberSet& votes) const {
   out.votes = votes;
   out.linked = view_.everybody() & ~suspects_;
   out.units = units_.report();
+  out.cause = cause_;
   std::tie(out.accepted_in, out.accepted) = votes_.accepted(votes);
   return out;
 }

@@ -13,6 +13,7 @@
 #include <limits>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -46,6 +47,8 @@ class ViewConsensus {
   void tick(int64_t now_ms);
   // A member is lost to this rank; once told, for good. It may be wrong. A rank that leaves in good order suspects itself.
   void suspect(int place);
+  // In words, for the decision: what this rank says when it is asked after that.
+  void explain(std::string cause) { cause_ = std::move(cause); }
   // Throws Error(kHandshake) for what no member says; that changes nothing. What is about another view is passed over.
   void message(int from, const ViewMessage& message);
   // A member is certainly dead, and this process is the only one that answers for its vote: the lowest living place of its
@@ -75,7 +78,8 @@ class ViewConsensus {
   struct Standing {
     int64_t since_ms = kNever;  // when a change began that is not decided; kNever: there is none
     bool leads = false;
-    std::size_t votes = 0;  // that have answered this rank, if it leads
+    std::size_t votes = 0;         // that have answered this rank, if it leads
+    std::vector<int> waiting_for;  // members: not lost, and have not answered; or the one that leads
   };
   Standing standing() const;
 
@@ -104,6 +108,7 @@ class ViewConsensus {
   int64_t resend_at_ = kNever;
   int64_t undecided_since_ = kNever;
   std::optional<ViewDecision> decision_;
+  std::string cause_;
   Outbox outbox_;
 
   friend class StateBytes;
