@@ -120,7 +120,8 @@ Lived live(const Fates& fates) {
       if (fates.cut.contains(place)) die();
       for (const int victim : fates.cut)
         while (!is_dead(victim)) std::this_thread::yield();
-      if (fates.late_ms.contains(place)) std::this_thread::sleep_for(std::chrono::milliseconds(fates.late_ms.at(place)));
+      if (fates.late_ms.contains(place))
+        std::this_thread::sleep_for(std::chrono::milliseconds(fates.late_ms.at(place)));
       const auto gone = [&](const ViewDecision& it) {
         return std::any_of(it.places.begin(), it.places.end(), is_dead);
       };

@@ -27,6 +27,7 @@ struct Limits {
   int crashes = 0;
   bool pages = false;  // all ranks are on one host: the lowest that lives answers for the dead
   bool tie_by_store = false;
+  bool resends = false;           // a leader repeats itself: of no use where every message can arrive at any time
   bool store_grants_all = false;  // a store that is wrong
   ViewRules rules;
   std::size_t most_states = 50'000;
@@ -100,7 +101,7 @@ class Model {
     // Time says only that nobody waits any longer.
     options_.listen_ms = 0;
     options_.collect_ms = 1;
-    options_.resend_ms = ViewConsensus::kNever;
+    options_.resend_ms = limits.resends ? 1 : ViewConsensus::kNever;
     options_.patience_ms = 2;
     options_.rules = &limits_.rules;
   }
@@ -150,11 +151,17 @@ class Model {
     settle(site, place, effects);
   }
   void deliver(Site& site, const Mail& mail, Effects& effects) const {
-    if (mail.view != site.change.view().number) return;
-    if (mail.done != 0)
+    if (mail.done != 0) {
+      if (mail.view != site.change.view().number) return;
       site.change.units().done_by(mail.from, mail.done);
-    else
-      site.change.message(mail.from, ViewMessage::decode(mail.bytes));
+      return settle(site, mail.to, effects);
+    }
+    const ViewMessage message = ViewMessage::decode(mail.bytes);
+    for (const ViewDecision& decision : site.decisions)  // the sender has not heard of it
+      if (decision.view == mail.view + 1 && message.asks())
+        effects.mail.push_back({mail.to, mail.from, mail.view, 0, ViewMessage::decided(decision).encode()});
+    if (site.over || mail.view != site.change.view().number) return;
+    site.change.message(mail.from, message);
     settle(site, mail.to, effects);
   }
 

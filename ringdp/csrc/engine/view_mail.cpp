@@ -8,8 +8,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kMostGroups = 64;
-constexpr std::size_t kMostLetters = 4096;  // of a group
+constexpr std::size_t kMostLetters = 4096;  // of all groups: 16 MiB
 
 }  // namespace
 
@@ -18,7 +17,7 @@ static_assert(kViewBytes == kMessageBytes);
 class ViewMail::Post final : public ViewPost {
  public:
   Post(ViewMail& mail, uint64_t group) : mail_(mail), group_(group) {}
-  ~Post() override { mail_.forget(group_); }
+  ~Post() override { mail_.take(group_); }
   Post(const Post&) = delete;
   Post& operator=(const Post&) = delete;
 
@@ -38,9 +37,9 @@ ViewMail::ViewMail(DriverRole& role, PeerLinks& links, std::function<void()> loo
 // much is dropped, as a message may be at any time: it is repeated.
 void ViewMail::arrived(int from, uint64_t group, std::span<const std::byte> message) {
   MutexLock lock(mutex_);
-  if (letters_.size() >= kMostGroups && !letters_.contains(group)) return;
-  ViewPost::Letters& letters = letters_[group];
-  if (letters.size() < kMostLetters) letters.emplace_back(from, std::vector(message.begin(), message.end()));
+  if (kept_ >= kMostLetters) return;
+  ++kept_;
+  letters_[group].emplace_back(from, std::vector(message.begin(), message.end()));
 }
 
 std::unique_ptr<ViewPost> ViewMail::post(uint64_t group) { return std::make_unique<Post>(*this, group); }
@@ -56,9 +55,7 @@ void ViewMail::send(uint64_t group, int place, const std::vector<std::byte>& byt
 
 ViewPost::Letters ViewMail::receive(uint64_t group) {
   role_.run(look_at_all_);
-  MutexLock lock(mutex_);
-  const auto found = letters_.find(group);
-  return found == letters_.end() ? ViewPost::Letters() : std::exchange(found->second, {});
+  return take(group);
 }
 
 std::vector<int> ViewMail::unreachable(const std::vector<int>& places) {
@@ -70,9 +67,14 @@ std::vector<int> ViewMail::unreachable(const std::vector<int>& places) {
   return out;
 }
 
-void ViewMail::forget(uint64_t group) {
+ViewPost::Letters ViewMail::take(uint64_t group) {
   MutexLock lock(mutex_);
-  letters_.erase(group);
+  const auto found = letters_.find(group);
+  if (found == letters_.end()) return {};
+  ViewPost::Letters letters = std::move(found->second);
+  letters_.erase(found);
+  kept_ -= letters.size();
+  return letters;
 }
 
 }  // namespace ringdp

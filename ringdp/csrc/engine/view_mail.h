@@ -33,13 +33,14 @@ class ViewMail {
   void send(uint64_t group, int place, const std::vector<std::byte>& bytes);
   ViewPost::Letters receive(uint64_t group);
   std::vector<int> unreachable(const std::vector<int>& places);
-  void forget(uint64_t group);
+  ViewPost::Letters take(uint64_t group);
 
   DriverRole& role_;
   PeerLinks& links_;
   const std::function<void()> look_at_all_;
   mutable Mutex mutex_;  // nothing else is locked while it is held
   std::map<uint64_t, ViewPost::Letters> letters_ RINGDP_GUARDED_BY(mutex_);
+  std::size_t kept_ RINGDP_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace ringdp

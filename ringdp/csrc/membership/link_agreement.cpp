@@ -14,6 +14,7 @@ namespace {
 constexpr auto kShortestPause = std::chrono::microseconds(200);
 constexpr auto kLongestPause = std::chrono::milliseconds(5);
 constexpr std::size_t kMostEarly = 4096;
+constexpr std::size_t kMostDecisions = 64;
 
 int64_t now_ms() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now().time_since_epoch()).count();
@@ -47,8 +48,9 @@ ViewDecision LinkAgreement::agree(ViewConsensus& change, const Look& look) {
     look(change.standing().waiting_for);
     std::this_thread::sleep_for(pause);
   }
-  last_ = change.decision();
-  return *last_;
+  if (decisions_.size() == kMostDecisions) decisions_.erase(decisions_.begin());
+  decisions_.push_back(*change.decision());
+  return decisions_.back();
 }
 
 void LinkAgreement::note_losses(ViewConsensus& change) {
@@ -80,14 +82,8 @@ void LinkAgreement::take(ViewConsensus& change, int from, const std::vector<std:
     return;
   }
   // The sender has not heard what was decided.
-  const bool asks = message.type == ViewMessage::Type::kPrepare || message.type == ViewMessage::Type::kAccept ||
-                    message.type == ViewMessage::Type::kSuspect;
-  if (!asks || !last_ || last_->view != message.view + 1) return;
-  ViewMessage answer;
-  answer.type = ViewMessage::Type::kDecide;
-  answer.view = message.view;
-  answer.decision = last_;
-  post_->send(from, answer.encode());
+  for (const ViewDecision& decision : decisions_)
+    if (decision.view == message.view + 1 && message.asks()) post_->send(from, ViewMessage::decided(decision).encode());
 }
 
 // A vote is in its page before another rank hears of it.

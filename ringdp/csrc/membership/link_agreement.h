@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -55,8 +54,8 @@ class LinkAgreement {
 
   const std::unique_ptr<ViewPost> post_;
   const std::unique_ptr<VotePages> pages_;
-  ViewPost::Letters early_;  // about views that this rank is not in yet
-  std::optional<ViewDecision> last_;
+  ViewPost::Letters early_;              // about views that this rank is not in yet
+  std::vector<ViewDecision> decisions_;  // of the views before, for members that have not heard of them
   uint64_t answering_view_ = 0;
   std::set<int> answered_;  // the dead for which this rank answers in that view, or whose pages are of no use
 };

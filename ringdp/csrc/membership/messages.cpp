@@ -174,6 +174,16 @@ std::vector<int> MemberView::places_of(const MemberSet& members) const {
   return out;
 }
 
+ViewMessage ViewMessage::decided(const ViewDecision& decision) {
+  ViewMessage it;
+  it.type = Type::kDecide;
+  it.view = decision.view - 1;
+  it.decision = decision;
+  return it;
+}
+
+bool ViewMessage::asks() const { return type == Type::kSuspect || type == Type::kPrepare || type == Type::kAccept; }
+
 std::vector<std::byte> ViewMessage::encode() const {
   Writer out;
   out.number(static_cast<uint8_t>(type)).number(view).ballot(ballot);
@@ -182,7 +192,12 @@ std::vector<std::byte> ViewMessage::encode() const {
     case Type::kPrepare:
       break;
     case Type::kState:
-      out.set(state.votes).set(state.linked).units(state.units).ballot(state.accepted_in).decision(state.accepted).text(state.cause);
+      out.set(state.votes)
+          .set(state.linked)
+          .units(state.units)
+          .ballot(state.accepted_in)
+          .decision(state.accepted)
+          .text(state.cause);
       break;
     case Type::kAccept:
     case Type::kDecide:

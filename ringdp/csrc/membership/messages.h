@@ -111,6 +111,9 @@ struct ViewMessage {
   MemberAnswer state;
   std::optional<ViewDecision> decision;
 
+  static ViewMessage decided(const ViewDecision& decision);  // by the view before
+  bool asks() const;                                         // who knows the decision answers with it
+
   std::vector<std::byte> encode() const;  // at most kMessageBytes
   // Throws Error(kHandshake) for bytes that are not a message as encode() writes it.
   static ViewMessage decode(std::span<const std::byte> raw);

@@ -131,10 +131,8 @@ void ViewConsensus::message(int from, const ViewMessage& it) {
     throw Error(ErrorKind::kHandshake, "received from place " + std::to_string(from) + " a " + it.text() +
                                            " that no member of view " + std::to_string(view_.number) + " sends");
   if (decision_) {
-    if (it.type != Type::kSuspect && it.type != Type::kPrepare && it.type != Type::kAccept) return;
-    ViewMessage answer = made(Type::kDecide, view_.number);
-    answer.decision = decision_;
-    return outbox_.send(from, answer);
+    if (it.asks()) outbox_.send(from, ViewMessage::decided(*decision_));
+    return;
   }
   highest_round_ = std::max({highest_round_, it.ballot.round, it.promised.round});
   switch (it.type) {
@@ -334,9 +332,7 @@ void ViewConsensus::decide(const ViewDecision& decision) {
   decision_ = decision;
   units_.freeze();
   leading_.reset();
-  ViewMessage message = made(Type::kDecide, view_.number);
-  message.decision = decision_;
-  outbox_.send_all(view_, self_, message);
+  outbox_.send_all(view_, self_, ViewMessage::decided(*decision_));
 }
 
 MemberAnswer ViewConsensus::state_of(const MemberSet& votes) const {

@@ -64,6 +64,7 @@ VotePages::VotePages(const std::string& job, int place) : job_(job), self_(place
 
 VotePages::~VotePages() {
   if (fork_generation() != generation_) return;  // a child has neither the pages nor their names
+  leave();
   remove_name();
   for (auto& [place, page] : pages_) ::munmap(page.base, kBytes);
 }

@@ -39,7 +39,7 @@ class VotePages {
   std::vector<std::byte> read(int place) const;
   // Whether the process is certainly dead, or has left and will never write again.
   bool dead(int place) const;
-  void leave();  // this rank never writes again
+  void leave();  // this rank never writes again; also at the end of this object
 
   // For tests whose ranks are threads: in place of asking the kernel.
   void ask_instead(std::function<bool(int place)> dead) { ask_ = std::move(dead); }

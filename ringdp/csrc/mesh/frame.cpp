@@ -101,8 +101,7 @@ FrameHeader FrameHeader::decode(std::span<const std::byte, kFrameHeaderBytes> ra
   FrameHeader header;
   auto type = take<uint8_t>(at + 2);
   header.length = take<uint32_t>(at + 4);
-  if (take<uint16_t>(at) != kMagic || !is_type(type) ||
-      header.length > longest_payload(static_cast<FrameType>(type)))
+  if (take<uint16_t>(at) != kMagic || !is_type(type) || header.length > longest_payload(static_cast<FrameType>(type)))
     throw Error(ErrorKind::kHandshake, "received bytes that are not a frame of ringdp's protocol");
   header.type = static_cast<FrameType>(type);
   header.eager = (take<uint8_t>(at + 3) & 1) != 0;
