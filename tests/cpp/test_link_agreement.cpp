@@ -1,5 +1,6 @@
 // Members agree over their connections, ranks as threads: one is cut off, or two, or the leader after each of its messages.
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -81,6 +82,7 @@ Lived live(const Fates& fates) {
   MemoryStore store;
   Lived lived;
   std::mutex mutex;
+  std::barrier everybody_ready(fates.world);
   run_ranks(fates.world, [&](int place) {
     EngineOptions engine_options;
     engine_options.wrap_channel = [&, place](std::unique_ptr<Channel> channel, int peer) -> std::unique_ptr<Channel> {
@@ -114,6 +116,7 @@ Lived live(const Fates& fates) {
     if (!fates.not_done.contains(place)) change.units().done(kUnit);
     change.explain("rank " + std::to_string(place) + " has seen it");
 
+    everybody_ready.arrive_and_wait();  // nobody dies in the barriers above
     const auto begin = Clock::now();
     std::vector<ViewDecision> decisions;
     try {

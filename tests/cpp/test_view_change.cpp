@@ -417,7 +417,8 @@ class Schedule {
     }
     for (int place = 0; place < limits_.members; ++place) {
       const Site& site = sites_[static_cast<std::size_t>(place)];
-      if (lives(place) && !site.over && site.change.standing().since_ms != ViewConsensus::kNever)
+      if (lives(place) && !site.over && site.change.standing().since_ms != ViewConsensus::kNever &&
+          !site.change.standing().left_out)
         return "rank " + std::to_string(place) + " waits for ever for a decision";
     }
     return {};

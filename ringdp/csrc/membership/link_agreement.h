@@ -43,7 +43,8 @@ class LinkAgreement {
   LinkAgreement(std::unique_ptr<ViewPost> post, std::unique_ptr<VotePages> pages);
 
   // `change` is of this rank's present view, and its units say how far the rank is. Returns what was decided for the next
-  // view, of which this rank may not be a member. Throws what `look` throws, and Error(kHandshake) for bytes that no rank of this
+  // view, of which this rank may not be a member. Throws what `look` throws, Error(kState) where the others
+  // went on without this rank and are dead, and Error(kHandshake) for bytes that no rank of this
   // job sends.
   ViewDecision agree(ViewConsensus& change, const Look& look);
 

@@ -70,6 +70,7 @@ class StateBytes {
     set(it.tie_.granted);
     number(it.highest_round_);
     number(hash_text(it.cause_));
+    number(it.left_out_ ? 1 : 0);
     for (const int64_t at : {it.attempt_at_, it.leading_ ? it.resend_at_ : ViewConsensus::kNever})
       number(static_cast<uint64_t>(at == ViewConsensus::kNever ? -1 : std::max<int64_t>(at - it.now_ms_, 0)));
     if (it.leading_) leading(*it.leading_, it.now_ms_, std::max(it.options_.listen_ms, it.options_.collect_ms));

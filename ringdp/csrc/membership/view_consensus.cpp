@@ -52,6 +52,7 @@ std::optional<VoteRecord> usable_record(const MemberView& view, std::span<const 
   }
   // It died before it came to this view, and has promised nothing in it.
   if (record.view < view.number) return VoteRecord{view.number, {}, {}, {}, made_by};
+  if (record.view > view.number + 1) return record;
   const bool ahead = record.view == view.number + 1;  // so its page has the decision of this view
   if (ahead) return record.made_by && is_of(view, record.made_by) ? std::optional(record) : std::nullopt;
   const bool usable = record.view == view.number && is_of(view, record.promised) && is_of(view, record.accepted_in) &&
@@ -171,7 +172,9 @@ bool ViewConsensus::answer_for(int place, std::span<const std::byte> bytes) {
   const std::optional<VoteRecord> record = votes_.held()[static_cast<std::size_t>(member)]
                                                ? std::nullopt
                                                : usable_record(view_, bytes, votes_.own().made_by);
-  if (record && record->view > view_.number) {
+  if (record && record->view > view_.number + 1) {
+    left_out_ = true;
+  } else if (record && record->view > view_.number) {
     decide(*record->made_by);
   } else if (record) {
     votes_.hold(member, *record);
@@ -222,6 +225,7 @@ ViewConsensus::Standing ViewConsensus::standing() const {
   if (decision_) return out;
   out.since_ms = undecided_since_;
   out.leads = leading_.has_value();
+  out.left_out = left_out_;
   if (leading_) out.votes = leading_->votes().count();
   for (int member = 0; member < view_.size(); ++member) {
     const bool lost = member == self_ || suspects_[static_cast<std::size_t>(member)];

@@ -78,7 +78,8 @@ class ViewConsensus {
   struct Standing {
     int64_t since_ms = kNever;  // when a change began that is not decided; kNever: there is none
     bool leads = false;
-    std::size_t votes = 0;         // that have answered this rank, if it leads
+    bool left_out = false;  // a dead member's page is more than a view ahead: the others went on without this rank
+    std::size_t votes = 0;  // that have answered this rank, if it leads
     std::vector<int> waiting_for;  // members: not lost, and have not answered; or the one that leads
   };
   Standing standing() const;
@@ -108,6 +109,7 @@ class ViewConsensus {
   int64_t resend_at_ = kNever;
   int64_t undecided_since_ = kNever;
   std::optional<ViewDecision> decision_;
+  bool left_out_ = false;
   std::string cause_;
   Outbox outbox_;
 
