@@ -15,7 +15,7 @@ namespace ringdp::testing {
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr uint64_t kSlowness = 5;
+constexpr uint64_t kSlowness = 20;
 #else
 constexpr uint64_t kSlowness = 1;
 #endif
@@ -181,7 +181,7 @@ void holds(const Limits& limits, bool to_the_end) {
   CHECK_EQ(result.violation, std::string());
   for (const std::string& step : result.steps) std::printf("       %s\n", step.c_str());
   CHECK(result.decided > 0);
-  if (to_the_end) CHECK(result.to_the_end);
+  if (to_the_end && kSlowness == 1) CHECK(result.to_the_end);
 }
 
 CASE("two members, to the end") {
@@ -293,6 +293,7 @@ CASE("mutant found: a leader proposes what it likes, whatever was accepted") {
   limits.name = "mutant: accepted decisions ignored";
   limits.members = 3;
   limits.units = 0;
+  limits.losses = {{0, 2}, {1, 0}};
   limits.rules.choose = ignores_accepted;
   is_found(limits);
 }
@@ -383,13 +384,14 @@ class Schedule {
     take(effects);
   }
   bool lives(int place) const { return !dead_.contains(place); }
+  bool answers(int place) const { return lives(place) && !sites_[static_cast<std::size_t>(place)].expelled; }
   // On one host only the lowest that lives answers for the dead, and nobody errs about who is dead.
   void lose(Site& site, int place, int other, Effects& effects) {
     int lowest = 0;
-    while (!lives(lowest)) ++lowest;
-    if (!lives(other) && limits_.pages && place == lowest)
+    while (!answers(lowest)) ++lowest;
+    if (!answers(other) && limits_.pages && place == lowest)
       model_.answer_for(site, place, other, pages_[static_cast<std::size_t>(other)], effects);
-    else if (!lives(other) || --limits_.suspicions >= 0)
+    else if (!answers(other) || --limits_.suspicions >= 0)
       model_.suspect(site, place, other, effects);
   }
 
@@ -399,7 +401,8 @@ class Schedule {
         Site& site = sites_[static_cast<std::size_t>(place)];
         if (!lives(place) || site.over) continue;
         Effects effects;
-        for (const int dead : dead_) lose(site, place, dead, effects);
+        for (int other = 0; other < limits_.members; ++other)
+          if (other != place && !answers(other)) lose(site, place, other, effects);
         if (round % 10 == 9 && site.change.next_tick_ms() != ViewConsensus::kNever && below(3) == 0)
           model_.tick(site, place, effects);
         take(effects);
@@ -440,7 +443,7 @@ void schedules(Limits limits) {
   limits.rounds = UINT64_MAX;
   limits.resends = true;
   uint64_t decided = 0;
-  const uint64_t count = 300 * times / kSlowness;
+  const uint64_t count = std::max<uint64_t>(300 * times / kSlowness, 20);
   for (uint64_t i = 0; i < count; ++i) {
     Schedule schedule(limits, seed + i);
     const std::string wrong = schedule.run(300);
@@ -451,7 +454,7 @@ void schedules(Limits limits) {
   }
   std::printf("     %8llu schedules, %llu with a decision\n", static_cast<unsigned long long>(count),
               static_cast<unsigned long long>(decided));
-  CHECK(decided > count / 4);
+  CHECK(decided > count / 2);
 }
 
 CASE("random schedules of four and five members on one host, of which three die") {

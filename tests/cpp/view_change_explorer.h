@@ -181,18 +181,25 @@ class Explorer {
     if (const auto wanted = now.change.wants_tie()) expand_tie(at, world, place, rank, *wanted, result);
   }
 
+  bool answers(World& world, int place) { return world.lives(place) && !sites_[world.site(place)].expelled; }
+  bool may_lose(World& world, int place, int other) {
+    const auto& losses = limits_.losses;
+    return static_cast<int>(world.suspicions()) < limits_.suspicions &&
+           (losses.empty() || std::find(losses.begin(), losses.end(), std::pair(place, other)) != losses.end());
+  }
+
   void expand_loss(std::size_t at, World& world, int place, int other, Result& result) {
     int lowest = 0;
-    while (!world.lives(lowest)) ++lowest;
+    while (!answers(world, lowest)) ++lowest;
     const std::string rank = "rank " + std::to_string(place);
     const std::string whom = std::to_string(other);
-    if (!world.lives(other) && limits_.pages && place == lowest) {
+    if (!answers(world, other) && limits_.pages && place == lowest) {
       const uint32_t page = world.page(other);
       step(at, world, place, "a" + whom + "," + std::to_string(page), rank + " answers for rank " + whom, result,
            [&](Site& site, Effects& effects) {
              model_.answer_for(site, place, other, page == 0 ? std::vector<std::byte>() : pages_[page - 1], effects);
            });
-    } else if (!world.lives(other) || static_cast<int>(world.suspicions()) < limits_.suspicions) {
+    } else if (!world.lives(other) || may_lose(world, place, other)) {
       World next = world;
       if (world.lives(other)) ++next.suspicions();
       step(at, next, place, "s" + whom, rank + " loses rank " + whom, result,

@@ -20,10 +20,11 @@ namespace ringdp::testing {
 struct Limits {
   const char* name = "";
   int members = 2;
-  uint64_t units = 1;    // that each rank goes through
-  uint64_t changes = 1;  // of the view
-  uint64_t rounds = 2;   // of ballots
-  int suspicions = 2;    // of ranks that live
+  uint64_t units = 1;                       // that each rank goes through
+  uint64_t changes = 1;                     // of the view
+  uint64_t rounds = 2;                      // of ballots
+  int suspicions = 2;                       // of ranks that live
+  std::vector<std::pair<int, int>> losses;  // who may suspect whom; empty: anybody
   int crashes = 0;
   bool pages = false;  // all ranks are on one host: the lowest that lives answers for the dead
   bool tie_by_store = false;
@@ -61,6 +62,7 @@ struct Site {
   std::map<uint64_t, uint64_t> results;             // by unit: the view whose members it is over
   std::vector<ViewDecision> decisions;              // of the views, from the first that the rank was in
   bool over = false;                                // expelled, or as far as the model goes
+  bool expelled = false;                            // it never answers again, so another may answer for it
 
   bool is_done(uint64_t view, uint64_t unit) const {
     return std::find(done.begin(), done.end(), std::pair(view, unit)) != done.end();
@@ -113,7 +115,7 @@ class Model {
   Site start(int place, Effects& effects) const {
     MemberView view;
     for (int other = 0; other < limits_.members; ++other) view.places.push_back(other);
-    Site site{ViewConsensus(view, place, options_), {}, {}, {}, {}, false};
+    Site site{ViewConsensus(view, place, options_), {}, {}, {}, {}, false, false};
     settle(site, place, effects);
     return site;
   }
@@ -187,7 +189,8 @@ class Model {
       site.decisions.push_back(*decision);
       for (const UnitOutcome& outcome : decision->units)
         if (!outcome.redo && decision->keeps(place)) site.results.try_emplace(outcome.unit, view.number);
-      site.over = !decision->keeps(place) || view.number == limits_.changes;
+      site.expelled = !decision->keeps(place);
+      site.over = site.expelled || view.number == limits_.changes;
       if (site.over) return;
       site.change = site.change.next();
     }

@@ -52,6 +52,8 @@ ViewDecision LinkAgreement::agree(ViewConsensus& change, const Look& look) {
     look(change.standing().waiting_for);
     std::this_thread::sleep_for(pause);
   }
+  // Others answer for a rank that goes, before its process has ended.
+  if (pages_ && !change.decision()->keeps(pages_->self())) pages_->leave();
   if (decisions_.size() == kMostDecisions) decisions_.erase(decisions_.begin());
   decisions_.push_back(*change.decision());
   return decisions_.back();
