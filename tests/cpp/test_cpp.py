@@ -30,6 +30,8 @@ SEEN = {
         "mismatches",
         "aborts",
         "goodbyes",
+        "messages about members",
+        "of them refused",
         "questions",
         "answers",
         "read to the end",
@@ -38,6 +40,7 @@ SEEN = {
 }
 FUZZ_S = 16  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
 WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
+MOST_WHERE_PLAIN = ("test_view_change",)  # explores less under the sanitizers
 ONE_THREAD = ("test_cuda_kernels",)  # of fibers, which ThreadSanitizer does not follow
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
 # A thread, because that is where a sanitizer's run time fails to start if it does.
@@ -94,7 +97,7 @@ def passing() -> Iterator[Any]:
         for test in TESTS:
             if build == "tsan" and test in ONE_THREAD:
                 continue
-            twice = build == "plain" and test not in WITHOUT_THE_CORE
+            twice = build == "plain" and test not in (*WITHOUT_THE_CORE, *MOST_WHERE_PLAIN)
             yield pytest.param(build, test, marks=[pytest.mark.slow] if twice else [])
 
 
@@ -116,6 +119,14 @@ def test_nothing_from_the_network_does_harm(fuzzer: str) -> None:
     # It must have got somewhere: past the door, into the flows.
     seen = {what: int(times) for times, what in re.findall(r"^ *(\d+) (.+)$", done.stdout, re.MULTILINE)}
     assert all(seen.get(what, 0) > 10 for what in SEEN[fuzzer]), done.stdout
+
+
+@pytest.mark.slow
+def test_more_of_what_can_happen_to_a_view() -> None:
+    """Twelve times as many states and random schedules as by default."""
+    need_command(COMPILER[0], "g++")
+    done = run([str(built("plain", "test_view_change")), "--limit-s", "600"], variables={"RINGDP_EXPLORE": "12"})
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
 
 
 def test_no_member_is_used_without_its_lock() -> None:

@@ -30,6 +30,7 @@
 #include "engine/progress.h"
 #include "engine/staged_copies.h"
 #include "engine/stall_monitor.h"
+#include "engine/view_mail.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
@@ -85,6 +86,7 @@ class Engine {
   void run_communication_thread();
   CompletionQueue& completions() { return completions_; }
   NoticeBoard& notices() { return notices_; }
+  ViewMail& view_mail() { return view_mail_; }
   const OperationRecorder& recorder() const { return recorder_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
@@ -116,6 +118,7 @@ class Engine {
   StallMonitor stalls_;
   StagedCopies copies_;
   Progress progress_;
+  ViewMail view_mail_;
 
   std::string farewell_ RINGDP_GUARDED_BY(role_.mutex());
 };

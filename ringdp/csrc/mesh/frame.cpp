@@ -28,10 +28,14 @@ std::size_t longest_payload(FrameType type) {
       return kReasonBytes;
     case FrameType::kPong:
       return std::max(kPeerStateBytes, kStacksBytes);
+    case FrameType::kView:
+      return kViewBytes;
     default:
       return 0;
   }
 }
+
+bool is_type(uint8_t type) { return (type >= 1 && type <= 8) || type == static_cast<uint8_t>(FrameType::kView); }
 
 }  // namespace
 
@@ -97,8 +101,7 @@ FrameHeader FrameHeader::decode(std::span<const std::byte, kFrameHeaderBytes> ra
   FrameHeader header;
   auto type = take<uint8_t>(at + 2);
   header.length = take<uint32_t>(at + 4);
-  if (take<uint16_t>(at) != kMagic || type < 1 || type > 8 ||
-      header.length > longest_payload(static_cast<FrameType>(type)))
+  if (take<uint16_t>(at) != kMagic || !is_type(type) || header.length > longest_payload(static_cast<FrameType>(type)))
     throw Error(ErrorKind::kHandshake, "received bytes that are not a frame of ringdp's protocol");
   header.type = static_cast<FrameType>(type);
   header.eager = (take<uint8_t>(at + 3) & 1) != 0;
