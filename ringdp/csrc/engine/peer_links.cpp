@@ -104,7 +104,8 @@ bool PeerLinks::serve(const std::vector<Poller::Event>& events) {
         it.channel().noticed();
         return it.pump_receive(kReceiveBudgetBytes);
       });
-    if (event.writable) moved |= send_to(peer);
+    const Link& link = *(*this)[peer];
+    if (event.writable || (event.readable && link.usable() && link.wants_write())) moved |= send_to(peer);
   }
   return moved;
 }

@@ -39,12 +39,14 @@ bool connection_refused(int error_number) { return error_number == ECONNREFUSED;
 
 }  // namespace
 
-Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted)
+Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
+                     int streams)
     : mine_(mine),
       padding_ms_(padding_patience_ms()),
       instances_(mine.world),
       secret_(std::move(secret)),
       routes_(mine.world),
+      streams_(static_cast<int>(mine.world), streams),
       purposes_(mine.world, Purpose::kNone),
       probe_from_(mine.world, Clock::time_point::max()),
       joined_(mine.world, 0),
@@ -90,6 +92,7 @@ void Connector::check(int peer) {
 void Connector::forget(int peer) {
   purposes_[peer] = Purpose::kNone;
   large_[peer].clear();
+  streams_.forget(peer);
   if (lost_ && lost_->peer == peer) lost_.reset();
   for (Attempt& it : attempts_)
     if (it.peer == peer) {
@@ -100,13 +103,13 @@ void Connector::forget(int peer) {
 
 bool Connector::busy() const {
   for (int peer = 0; peer < world(); ++peer)
-    if (awaits(peer)) return true;
+    if (awaits(peer) || awaits_streams(peer)) return true;
   return !attempts_.empty() || Clock::now() < accept_after_;
 }
 
 bool Connector::complete() const {
   for (int peer = 0; peer < world(); ++peer)
-    if (purposes_[peer] == Purpose::kConnect && joined_[peer] == 0) return false;
+    if (purposes_[peer] == Purpose::kConnect && !connected(peer)) return false;
   return true;
 }
 
@@ -162,6 +165,7 @@ std::optional<Connector::Trouble> Connector::trouble() {
   if (lost_) return lost_;
   auto now = Clock::now();
   for (int peer = 0; peer < world(); ++peer) {
+    if (awaits_streams(peer) && streams_.hopeless(peer)) return Trouble{.peer = peer, .text = streams_.problem(peer), .also = {}};
     if (!awaits(peer)) continue;
     bool confirming = std::any_of(attempts_.begin(), attempts_.end(),
                                   [&](const Attempt& it) { return it.peer == peer && !it.dialled; });
@@ -189,6 +193,7 @@ Connector::Trouble Connector::large_trouble(int peer) const {
 }
 
 std::string Connector::problem(int peer) const {
+  if (awaits_streams(peer)) return streams_.problem(peer);
   if (peer < rank() && routes_[peer].known()) return "tried " + routes_[peer].text(Clock::now());
   return problems_[peer];
 }
@@ -196,9 +201,9 @@ std::string Connector::problem(int peer) const {
 std::vector<Connector::Connected> Connector::take() {
   std::vector<Connected> out;
   for (int peer = 0; peer < world(); ++peer) {
-    if (!connected_[peer]) continue;
+    if (!connected_[peer] || !streams_.complete(peer)) continue;
     watched_[peer] = 0;
-    out.push_back({peer, std::move(connected_[peer])});
+    out.push_back({peer, std::move(connected_[peer]), streams_.take(peer)});
   }
   return out;
 }
@@ -236,6 +241,24 @@ void Connector::dial_due(int peer) {
     attempt.fd = start_connect(attempt.address, error_number);
     if (error_number != 0)
       drop(attempt, errno_text(error_number), connection_refused(error_number));
+    else
+      attempts_.push_back(std::move(attempt));
+  }
+}
+
+void Connector::dial_streams(int peer) {
+  while (auto stream = streams_.due(peer, Clock::now())) {
+    Attempt attempt;
+    attempt.peer = peer;
+    attempt.stream = *stream;
+    attempt.streams = streams_.streams(peer);
+    attempt.dialled = true;
+    attempt.address = streams_.address(peer);
+    attempt.deadline = Deadline::after_ms(kPeerMs);
+    int error_number = 0;
+    attempt.fd = start_connect(attempt.address, error_number);
+    if (error_number != 0)
+      drop(attempt, errno_text(error_number));
     else
       attempts_.push_back(std::move(attempt));
   }
@@ -284,7 +307,9 @@ void Connector::evict_strangers() {
 void Connector::drop(Attempt& attempt, const std::string& why, bool refused, bool final) {
   attempt.stage = Stage::kFailed;
   attempt.fd.reset();
-  if (attempt.dialled)
+  if (attempt.stream > 0 && attempt.dialled)
+    streams_.failed(attempt.peer, attempt.stream, why, Clock::now());
+  else if (attempt.dialled)
     routes_[attempt.peer].failed(attempt.candidate, why, refused, final, Clock::now());
   else if (attempt.peer >= 0)
     problems_[attempt.peer] = attempt.address.text() + ": " + why;
@@ -338,7 +363,10 @@ bool Connector::read_message(Attempt& attempt) {
 }
 
 bool Connector::send_message(Attempt& attempt, const HandshakeFields& fields) {
-  HandshakeMessage message = encode_handshake(fields, secret_, attempt.transcript);
+  HandshakeFields sent = fields;
+  sent.stream = static_cast<uint16_t>(attempt.stream);
+  sent.streams = static_cast<uint16_t>(attempt.streams);
+  HandshakeMessage message = encode_handshake(sent, secret_, attempt.transcript);
   attempt.transcript.insert(attempt.transcript.end(), message.begin(), message.end());
   // They always fit into a fresh socket's buffer. The padding goes by itself: the message is to arrive where that does not.
   static constexpr std::array<std::byte, kMaxPaddingBytes> kPadding{};
@@ -364,7 +392,10 @@ void Connector::on_connected(Attempt& attempt) {
     route.restart(Clock::now() + kProbeAfter);
     return;
   }
-  route.answered(attempt.candidate);
+  if (attempt.stream == 0) {
+    route.answered(attempt.candidate);
+    attempt.streams = streams_.wanted(attempt.peer, attempt.fd.get());
+  }
   attempt.deadline = Deadline::after_ms(kPeerMs);
   if (send_message(attempt, fields(HandshakeType::kHello, attempt.peer))) attempt.stage = Stage::kAwaitReply;
 }
@@ -410,13 +441,17 @@ void Connector::on_padding(Attempt& attempt) {
     attempt.stage = Stage::kFailed;
     return;
   }
-  bool better = joined_[attempt.peer] != 0 || std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
-                  return it.peer == attempt.peer && it.stage == Stage::kDone;
-                });
-  if (better) return drop(attempt, "");  // one confirm per peer: the other side may believe it
+  if (is_late(attempt)) return drop(attempt, "");  // one confirm per peer: the other side may believe it
   HandshakeFields confirm = fields(HandshakeType::kConfirm, attempt.peer);
   confirm.padding = padding_for(attempt.fd.get());
   if (send_message(attempt, confirm)) attempt.stage = Stage::kDone;
+}
+
+bool Connector::is_late(const Attempt& attempt) const {
+  if (attempt.stream > 0) return !streams_.lacks(attempt.peer, attempt.stream);
+  return joined_[attempt.peer] != 0 || std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
+           return it.peer == attempt.peer && it.stream == 0 && it.stage == Stage::kDone;
+         });
 }
 
 void Connector::on_hello(Attempt& attempt) {
@@ -429,9 +464,12 @@ void Connector::on_hello(Attempt& attempt) {
   Refusal verdict = judge_hello(*hello, mine_);
   int peer = static_cast<int>(hello->from);
   if (verdict == Refusal::kNone && joined_[peer] != 0) {
-    if (std::equal(instances_[peer].begin(), instances_[peer].end(), hello->nonce.begin())) return drop(attempt, "");
-    verdict = Refusal::kDuplicate;
+    const bool same = std::equal(instances_[peer].begin(), instances_[peer].end(), hello->nonce.begin());
+    if (same && !streams_.lacks(peer, hello->stream)) return drop(attempt, "");
+    if (!same) verdict = Refusal::kDuplicate;
   }
+  if (verdict == Refusal::kNone && (hello->streams < 1 || hello->streams > kMostStreams || hello->stream >= hello->streams))
+    return drop(attempt, "no hello");
   attempt.transcript.assign(attempt.buffer.begin(), attempt.buffer.end());
   if (verdict != Refusal::kNone) {
     std::string reason = refusal_text(verdict, *hello, mine_);
@@ -444,10 +482,12 @@ void Connector::on_hello(Attempt& attempt) {
     return;
   }
   auto unconfirmed = std::count_if(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
-    return it.peer == peer && it.stage == Stage::kAwaitConfirm;
+    return it.peer == peer && it.stream == hello->stream && it.stage == Stage::kAwaitConfirm;
   });
   if (unconfirmed >= kMaxUnconfirmed) return drop(attempt, "a handshake was replayed");
   attempt.peer = peer;
+  attempt.stream = hello->stream;
+  attempt.streams = hello->streams;
   attempt.nonce = hello->nonce;
   attempt.deadline = Deadline::after_ms(kPeerMs);
   HandshakeFields reply = fields(HandshakeType::kReply, peer);
@@ -467,20 +507,34 @@ void Connector::on_confirm(Attempt& attempt) {
   await_padding(attempt, confirm->padding);
 }
 
+// Of one that was accepted, the first connection may be slower than the others.
+void Connector::collect_streams() {
+  for (Attempt& it : attempts_) {
+    if (it.stage != Stage::kDone || it.stream == 0 || joined_[it.peer] == 0) continue;
+    const bool same = it.dialled || std::equal(instances_[it.peer].begin(), instances_[it.peer].end(), it.nonce.begin());
+    if (same && streams_.lacks(it.peer, it.stream)) streams_.add(it.peer, it.stream, std::move(it.fd));
+    it.stage = Stage::kFailed;
+  }
+}
+
 void Connector::collect_attempts() {
   for (Attempt& it : attempts_) {
-    if (it.stage != Stage::kDone || joined_[it.peer] != 0) continue;
+    if (it.stage != Stage::kDone || it.stream > 0 || joined_[it.peer] != 0) continue;
     joined_[it.peer] = 1;
+    streams_.expect(it.peer, it.streams, it.dialled ? std::optional(it.address) : std::nullopt);
     connected_[it.peer] = std::move(it.fd);
     std::copy_n(it.nonce.begin(), instances_[it.peer].size(), instances_[it.peer].begin());
     watched_[it.peer] = 1;
   }
+  collect_streams();
   attempts_.remove_if([&](const Attempt& it) {
-    bool needless = it.dialled && !awaits(it.peer);
-    return it.stage == Stage::kDone || it.stage == Stage::kFailed || needless;
+    bool needless = it.dialled && (it.stream > 0 ? !streams_.lacks(it.peer, it.stream) : !awaits(it.peer));
+    return (it.stage == Stage::kDone && it.stream == 0) || it.stage == Stage::kFailed || needless;
   });
   for (int peer = 0; peer < world(); ++peer)
     if (awaits(peer) && routes_[peer].known() && Clock::now() >= probe_from_[peer]) dial_due(peer);
+  for (int peer = 0; peer < rank(); ++peer)
+    if (awaits_streams(peer)) dial_streams(peer);
 }
 
 }  // namespace ringdp

@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "mesh/late_connections.h"
 #include "mesh/unreachable.h"
+#include "transport/congestion.h"
 
 namespace ringdp {
 namespace {
@@ -110,6 +111,9 @@ Mesh RendezvousRun::run() {
     met.checksums = options_.checksums && met.transport->checksums;
     if (at_start(peer)) met.channel = sharing_->take(peer);
   }
+  if (const std::string& text = sharing_->congestion_problem(); !text.empty())
+    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning,
+        "rank " + std::to_string(rank_) + " " + text);
   mesh.round_trip_us = sharing_->round_trip_us();
   if (later) mesh.late = leave_the_rest();
   return mesh;
@@ -224,6 +228,8 @@ void RendezvousRun::take_at(int rank, const std::string& text) {
   bool same_network = peer.network == peers_[rank_].network;
   // A process of this host is known to live. A group that it had, with listeners of its own, may be gone all the same.
   bool same_processes = peer.process.space == peers_[rank_].process.space && !options_.listeners;
+  const Transport* first = transport_between(peers_[rank_], peer).first;
+  if (first == nullptr || first->open == nullptr) connector_->needs_one_stream(rank);
   connector_->set_route(rank, candidates_of_peer(published, same_network, interfaces_, kLookUpMs), !same_processes);
   peer.placed = true;
 }
@@ -250,7 +256,7 @@ void RendezvousRun::listen_if_known() {
   const auto published = addresses_to_publish(listeners, away ? options_.advertise : "");
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
-  connector_.emplace(mine, job_->secret, wanted);
+  connector_.emplace(mine, job_->secret, wanted, options_.streams);
   connector_->listen_on(std::move(listeners));
   store_.set(key("at", rank_), write_record({{"addresses", join(published, ",")}}));
 }

@@ -65,6 +65,7 @@ SharedSetup::Plan RendezvousRun::sharing_plan() const {
     if (it.process.space == self.process.space) plan.pids[peer] = it.process.pid;
     sharing += plan.shares(peer) ? 1 : 0;
   }
+  plan.congestion = options_.congestion;
   plan.ring_bytes = options_.shm_ring_bytes > 0 ? options_.shm_ring_bytes : shared_ring_bytes(sharing);
   std::size_t pairs = 0;
   for (int a = 0; a < world_; ++a)
@@ -77,13 +78,15 @@ void RendezvousRun::set_up_transports() {
   check_settings();  // before the sockets are taken: where it throws they must stay open for a while
   SharedSetup::Plan plan = sharing_plan();
   std::vector<Fd> sockets(world_);
-  for (Connector::Connected& it : connector_->take()) sockets[it.peer] = std::move(it.socket);
+  std::vector<Connector::Connected> connected = connector_->take();
+  for (Connector::Connected& it : connected) sockets[it.peer] = std::move(it.socket);
   int64_t round_trip_us = 0;
   for (int peer = 0; peer < world_; ++peer)
     if (sockets[peer] && peers_[peer].identity != peers_[rank_].identity)
       round_trip_us = std::max(round_trip_us, tcp_round_trip_us(sockets[peer].get()));
   plan.round_trip_us = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(round_trip_us)));
   sharing_.emplace(rank_, std::move(sockets), std::move(plan));
+  for (Connector::Connected& it : connected) sharing_->add_streams(it.peer, std::move(it.more));
   auto begin = Clock::now(), next_look = begin + milliseconds(2);
   while (!sharing_->complete()) {
     check_sharing();

@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "base/memory_limit.h"
 #include "base/sha256.h"
+#include "transport/congestion.h"
 #include "transport/shm.h"
 
 namespace ringdp {
@@ -353,7 +354,13 @@ void SharedSetup::object(int peer, const std::string& text) {
 
 std::unique_ptr<Channel> SharedSetup::take(int peer) {
   Pair& pair = pairs_[peer];
-  if (!pair.memory) return transport(peer).open(std::move(pair.tcp));
+  if (!pair.memory) {
+    std::vector<Fd> sockets = std::move(pair.streams);
+    sockets.insert(sockets.begin(), std::move(pair.tcp));
+    for (const Fd& it : sockets)
+      if (std::string text = ask_for_congestion(it.get(), plan_.congestion); !text.empty()) congestion_problem_ = text;
+    return transport(peer).open(std::move(sockets));
+  }
   pair.tcp.reset();
   int side = peer > rank_ ? 0 : 1;
   return make_shm_channel({std::move(*pair.memory), std::move(pair.unix_socket), side, "rank " + std::to_string(peer)});

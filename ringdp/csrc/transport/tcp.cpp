@@ -13,6 +13,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "transport/striped.h"
 #include "transport/tcp_watch.h"
 #include "transport/transport.h"
 
@@ -85,7 +86,7 @@ class TcpChannel final : public Channel {
   }
 
   // tcp(7): SIOCOUTQ is what is not acknowledged yet. A close with unread input resets the connection and drops that.
-  bool drained() const override {
+  bool drained() override {
     int unacknowledged = 0;
     return ioctl(fd_.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
   }
@@ -272,8 +273,18 @@ std::string connection_text(int fd) {
 
 std::unique_ptr<Channel> make_tcp_channel(Fd socket) { return std::make_unique<TcpChannel>(std::move(socket)); }
 
+namespace {
+
+std::unique_ptr<Channel> open_tcp(std::vector<Fd> sockets) {
+  std::vector<std::unique_ptr<Channel>> channels;
+  for (Fd& it : sockets) channels.push_back(make_tcp_channel(std::move(it)));
+  return channels.size() == 1 ? std::move(channels.front()) : make_striped_channel(std::move(channels));
+}
+
+}  // namespace
+
 const Transport& tcp_transport() {
-  static constexpr Transport kTcp{.name = "tcp", .title = "TCP", .checksums = true, .open = make_tcp_channel};
+  static constexpr Transport kTcp{.name = "tcp", .title = "TCP", .checksums = true, .open = open_tcp};
   return kTcp;
 }
 
