@@ -212,4 +212,15 @@ std::map<int, Channel::Carried> PeerLinks::carried() const {
   return found;
 }
 
+std::string PeerLinks::slow_paths_text(const std::vector<int>& peers) const {
+  std::string out;
+  for (int peer : peers) {
+    const Link* link = (*this)[peer];
+    if (link == nullptr || !link->usable() || !link->connected()) continue;
+    if (const std::string text = link->channel().slowed_by(); !text.empty())
+      out += "; to rank " + std::to_string(peer) + ": " + text;
+  }
+  return out;
+}
+
 }  // namespace ringdp

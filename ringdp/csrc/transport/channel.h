@@ -94,6 +94,9 @@ class Channel {
   };
   virtual std::optional<Carried> carried() const { return std::nullopt; }
 
+  // A setting of the system that makes it slow, and the value that would help; empty: none that is known.
+  virtual std::string slowed_by() const { return ""; }
+
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
 };
 

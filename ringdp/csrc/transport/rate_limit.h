@@ -53,6 +53,7 @@ class LimitedChannel final : public Channel {
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
   HeldUp held_up() override { return inner_->held_up(); }
   std::optional<Carried> carried() const override { return inner_->carried(); }
+  std::string slowed_by() const override { return inner_->slowed_by(); }
   std::string describe() const override { return inner_->describe(); }
 
  private:

@@ -100,6 +100,12 @@ class StripedChannel final : public Channel {
   HeldUp held_up() override;
   std::optional<Carried> carried() const override;
 
+  std::string slowed_by() const override {
+    std::string text;
+    for (auto it = lanes_.begin(); it != lanes_.end() && text.empty(); ++it) text = (*it)->socket->slowed_by();
+    return text;
+  }
+
   std::string describe() const override {
     return lanes_.front()->socket->describe() + " and " + std::to_string(lanes_.size() - 1) + " more streams";
   }

@@ -14,6 +14,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "transport/striped.h"
+#include "transport/tcp_limits.h"
 #include "transport/tcp_watch.h"
 #include "transport/transport.h"
 
@@ -107,6 +108,7 @@ class TcpChannel final : public Channel {
   int64_t host_silence_ms() override { return watch_.host_silence_ms(); }
   HeldUp held_up() override { return watch_.held_up(); }
   std::optional<Carried> carried() const override { return TcpHealth::carried(fd_.get()); }
+  std::string slowed_by() const override { return TcpLimits::of(fd_.get()).text(); }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return description_; }
 
