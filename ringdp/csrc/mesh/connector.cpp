@@ -17,7 +17,6 @@ constexpr int kMaxStrangers = 64;       // connections that have not proved anyt
 constexpr int kAcceptsPerStep = 256;    // then the others have their turn
 constexpr int kMaxUnconfirmed = 4;      // of one rank: more are a replay of its hello
 constexpr int64_t kStrangerMs = 2000;   // how long each may take to prove itself
-constexpr int64_t kPeerMs = 30'000;     // what one of ours may take to answer: it may be slow
 constexpr int64_t kLooksLostMs = 3000;  // left of that: another peer's padding is lost as well
 constexpr auto kProbeAfter = std::chrono::seconds(1);
 constexpr auto kReportEvery = std::chrono::seconds(1);
@@ -246,24 +245,6 @@ void Connector::dial_due(int peer) {
   }
 }
 
-void Connector::dial_streams(int peer) {
-  while (auto stream = streams_.due(peer, Clock::now())) {
-    Attempt attempt;
-    attempt.peer = peer;
-    attempt.stream = *stream;
-    attempt.streams = streams_.streams(peer);
-    attempt.dialled = true;
-    attempt.address = streams_.address(peer);
-    attempt.deadline = Deadline::after_ms(kPeerMs);
-    int error_number = 0;
-    attempt.fd = start_connect(attempt.address, error_number);
-    if (error_number != 0)
-      drop(attempt, errno_text(error_number));
-    else
-      attempts_.push_back(std::move(attempt));
-  }
-}
-
 std::string Connector::shortage() const {
   if (!short_since_ || short_last_ - *short_since_ < kShortTooLong) return "";
   return "no connection could be let in for " + std::to_string(kShortTooLong.count()) + " s: " + short_of_;
@@ -396,7 +377,7 @@ void Connector::on_connected(Attempt& attempt) {
     route.answered(attempt.candidate);
     attempt.streams = streams_.wanted(attempt.peer, attempt.fd.get());
   }
-  attempt.deadline = Deadline::after_ms(kPeerMs);
+  attempt.deadline = Deadline::after_ms(kPeerPatienceMs);
   if (send_message(attempt, fields(HandshakeType::kHello, attempt.peer))) attempt.stage = Stage::kAwaitReply;
 }
 
@@ -447,13 +428,6 @@ void Connector::on_padding(Attempt& attempt) {
   if (send_message(attempt, confirm)) attempt.stage = Stage::kDone;
 }
 
-bool Connector::is_late(const Attempt& attempt) const {
-  if (attempt.stream > 0) return !streams_.lacks(attempt.peer, attempt.stream);
-  return joined_[attempt.peer] != 0 || std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
-           return it.peer == attempt.peer && it.stream == 0 && it.stage == Stage::kDone;
-         });
-}
-
 void Connector::on_hello(Attempt& attempt) {
   auto hello = decode_handshake(attempt.buffer, secret_, attempt.transcript);
   if (hello && hello->type == HandshakeType::kKnock) {
@@ -489,7 +463,7 @@ void Connector::on_hello(Attempt& attempt) {
   attempt.stream = hello->stream;
   attempt.streams = hello->streams;
   attempt.nonce = hello->nonce;
-  attempt.deadline = Deadline::after_ms(kPeerMs);
+  attempt.deadline = Deadline::after_ms(kPeerPatienceMs);
   HandshakeFields reply = fields(HandshakeType::kReply, peer);
   reply.padding = padding_for(attempt.fd.get());
   if (send_message(attempt, reply)) attempt.stage = Stage::kAwaitConfirm;
@@ -505,16 +479,6 @@ void Connector::on_confirm(Attempt& attempt) {
   auto confirm = decode_handshake(attempt.buffer, secret_, attempt.transcript);
   if (!confirm || confirm->type != HandshakeType::kConfirm) return drop(attempt, "a handshake was replayed");
   await_padding(attempt, confirm->padding);
-}
-
-// Of one that was accepted, the first connection may be slower than the others.
-void Connector::collect_streams() {
-  for (Attempt& it : attempts_) {
-    if (it.stage != Stage::kDone || it.stream == 0 || joined_[it.peer] == 0) continue;
-    const bool same = it.dialled || std::equal(instances_[it.peer].begin(), instances_[it.peer].end(), it.nonce.begin());
-    if (same && streams_.lacks(it.peer, it.stream)) streams_.add(it.peer, it.stream, std::move(it.fd));
-    it.stage = Stage::kFailed;
-  }
 }
 
 void Connector::collect_attempts() {

@@ -23,6 +23,8 @@
 
 namespace ringdp {
 
+inline constexpr int64_t kPeerPatienceMs = 30'000;  // what a rank of ours may take to answer: it may be slow
+
 class Connector {
  public:
   // `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be connected with it. `streams`: see
