@@ -252,7 +252,8 @@ void over_every_transport(const std::function<void(const Transport& transport, E
   bool failed = false;
   const auto over = [&](const Transport& transport, bool faulty, bool striped) {
     if (faulty && faulty_too == Faulty::kNot) return;
-    kind = "over " + std::string(faulty ? "faulty " : "") + (striped ? "striped " : "") + std::string(transport.name) + ": ";
+    kind = "over " + std::string(faulty ? "faulty " : "") + (striped ? "striped " : "") + std::string(transport.name) +
+           ": ";
     kind_limit = Deadline::after_ms(kKindMs);
     try {
       Ends ends = striped ? connected_by_streams(faulty) : connected_by(transport, faulty);

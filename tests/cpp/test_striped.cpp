@@ -23,8 +23,8 @@ namespace {
 // One way of a socket, in memory: what is written waits until it is `let` through. It has a descriptor only for the Poller.
 struct Wire {
   std::vector<std::byte> bytes;
-  std::size_t read = 0;       // taken by the receiver
-  std::size_t passed = 0;     // of `bytes`: may be taken
+  std::size_t read = 0;        // taken by the receiver
+  std::size_t passed = 0;      // of `bytes`: may be taken
   std::size_t room = 8 << 20;  // for bytes that are not taken yet
   bool ended = false;
   int error_number = 0;
@@ -240,7 +240,7 @@ CASE("the end: after the last byte, whichever socket brings it; a socket that en
     while (take(*pair.b, received, 30'000).status == IoStatus::kOk) {
     }
     CHECK(received == sent);
-    for (auto& it : pair.back) CHECK(it->ended);  // the peer is told on every socket
+    for (auto& it : pair.back) CHECK(it->ended);   // the peer is told on every socket
     for (auto& it : pair.there) it->ended = true;  // and ends them, too
     const IoResult result = take(*pair.b, received, 1000);
     CHECK(result.status == (error_number == 0 ? IoStatus::kClosed : IoStatus::kBroken));

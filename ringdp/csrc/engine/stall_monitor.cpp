@@ -351,9 +351,9 @@ Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
   if (guilty >= 0) peers_.info(guilty).fill_peer(context);
-  context.cause =
-      "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
-      links_.slow_paths_text(in_flight.operation->missing());
+  context.cause = "waiting for " +
+                  (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
+                  links_.slow_paths_text(in_flight.operation->missing());
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +

@@ -91,6 +91,10 @@ void Connector::check(int peer) {
 void Connector::forget(int peer) {
   purposes_[peer] = Purpose::kNone;
   large_[peer].clear();
+  if (awaits_streams(peer)) {
+    connected_[peer].reset();
+    watched_[peer] = 0;
+  }
   streams_.forget(peer);
   if (lost_ && lost_->peer == peer) lost_.reset();
   for (Attempt& it : attempts_)
@@ -164,7 +168,8 @@ std::optional<Connector::Trouble> Connector::trouble() {
   if (lost_) return lost_;
   auto now = Clock::now();
   for (int peer = 0; peer < world(); ++peer) {
-    if (awaits_streams(peer) && streams_.hopeless(peer)) return Trouble{.peer = peer, .text = streams_.problem(peer), .also = {}};
+    if (awaits_streams(peer) && streams_.hopeless(peer))
+      return Trouble{.peer = peer, .text = streams_.problem(peer), .also = {}};
     if (!awaits(peer)) continue;
     bool confirming = std::any_of(attempts_.begin(), attempts_.end(),
                                   [&](const Attempt& it) { return it.peer == peer && !it.dialled; });
@@ -442,7 +447,8 @@ void Connector::on_hello(Attempt& attempt) {
     if (same && !streams_.lacks(peer, hello->stream)) return drop(attempt, "");
     if (!same) verdict = Refusal::kDuplicate;
   }
-  if (verdict == Refusal::kNone && (hello->streams < 1 || hello->streams > kMostStreams || hello->stream >= hello->streams))
+  if (verdict == Refusal::kNone &&
+      (hello->streams < 1 || hello->streams > kMostStreams || hello->stream >= hello->streams))
     return drop(attempt, "no hello");
   attempt.transcript.assign(attempt.buffer.begin(), attempt.buffer.end());
   if (verdict != Refusal::kNone) {

@@ -36,7 +36,8 @@ bool Connector::is_late(const Attempt& attempt) const {
 void Connector::collect_streams() {
   for (Attempt& it : attempts_) {
     if (it.stage != Stage::kDone || it.stream == 0 || joined_[it.peer] == 0) continue;
-    const bool same = it.dialled || std::equal(instances_[it.peer].begin(), instances_[it.peer].end(), it.nonce.begin());
+    const bool same =
+        it.dialled || std::equal(instances_[it.peer].begin(), instances_[it.peer].end(), it.nonce.begin());
     if (same && streams_.lacks(it.peer, it.stream)) streams_.add(it.peer, it.stream, std::move(it.fd));
     it.stage = Stage::kFailed;
   }

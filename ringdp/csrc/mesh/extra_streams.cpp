@@ -15,9 +15,7 @@ constexpr int kFailures = 5;  // of one stream, where its first connection was m
 
 int streams_for(int64_t round_trip_us) { return round_trip_us < 2000 ? 1 : round_trip_us < 20'000 ? 4 : 16; }
 
-std::string streams_text(int setting) {
-  return setting == kAutomaticStreams ? "auto" : std::to_string(setting);
-}
+std::string streams_text(int setting) { return setting == kAutomaticStreams ? "auto" : std::to_string(setting); }
 
 int ExtraStreams::wanted(int peer, int socket) const {
   const int setting = peers_[peer].setting.value_or(setting_);

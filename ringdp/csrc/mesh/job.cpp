@@ -38,14 +38,10 @@ Job make_job(const RendezvousOptions& options, Record& record) {
     random_bytes(job.id);
   }
   job.secret = options.secret;
-  record = {{"version", std::to_string(kProtocolVersion)},
-            {"world", std::to_string(options.world)},
-            {"epoch", std::to_string(options.epoch)},
-            {"job", hex_encode(job.id)},
-            {"checksums", options.checksums ? "1" : "0"},
-            {"full_mesh_ranks", std::to_string(options.full_mesh_ranks)},
-            {"streams", streams_text(options.streams)},
-            {"tables", options.tables},
+  record = {{"version", std::to_string(kProtocolVersion)}, {"world", std::to_string(options.world)},
+            {"epoch", std::to_string(options.epoch)},      {"job", hex_encode(job.id)},
+            {"checksums", options.checksums ? "1" : "0"},  {"full_mesh_ranks", std::to_string(options.full_mesh_ranks)},
+            {"streams", streams_text(options.streams)},    {"tables", options.tables},
             {"tables_source", options.tables_source}};
   if (job.secret.empty()) {
     job.secret.resize(32);

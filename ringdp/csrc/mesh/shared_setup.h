@@ -61,7 +61,9 @@ class SharedSetup {
   SharedSetup(int rank, std::vector<Fd> sockets, Plan plan);
 
   void add(int peer, Fd socket);  // one that was connected later
-  void add_streams(int peer, std::vector<Fd> sockets) { pairs_[peer].streams = std::move(sockets); }  // of the same pair
+  void add_streams(int peer, std::vector<Fd> sockets) {
+    pairs_[peer].streams = std::move(sockets);
+  }  // of the same pair
   void step(int wait_ms);
   // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
@@ -90,8 +92,8 @@ class SharedSetup {
     const TransportChoice& choice = plan_.transports[peer];
     return problem(peer).empty() ? *choice.first : *choice.fallback;
   }
-  std::vector<int> settled_now() const;     // peers whose channels can be taken
-  std::unique_ptr<Channel> take(int peer);  // when complete
+  std::vector<int> settled_now() const;                                          // peers whose channels can be taken
+  std::unique_ptr<Channel> take(int peer);                                       // when complete
   const std::string& congestion_problem() const { return congestion_problem_; }  // of the last one taken that has one
 
  private:

@@ -35,8 +35,8 @@ class ReorderBuffer {
  public:
   explicit ReorderBuffer(std::size_t reach) : reach_(reach) {}
 
-  uint64_t next() const { return next_; }                  // the place of the byte whose turn it is
-  void advance(std::size_t bytes) { next_ += bytes; }      // they were taken without coming here
+  uint64_t next() const { return next_; }              // the place of the byte whose turn it is
+  void advance(std::size_t bytes) { next_ += bytes; }  // they were taken without coming here
   bool reaches(uint64_t end) const { return end <= next_ + reach_; }
   // False: something of it is here already, or was taken.
   bool keep(uint64_t offset, std::vector<std::byte> bytes);

@@ -24,7 +24,7 @@ class StripeSender {
 
   // Takes the next `length` bytes of `from` as the stripe at `offset`. kOk: all of them, kWouldBlock: none.
   IoResult put(uint64_t offset, std::size_t length, const PieceCursor& from);
-  IoResult flush();  // the socket has room again, or may have. kWouldBlock: not enough
+  IoResult flush();                  // the socket has room again, or may have. kWouldBlock: not enough
   IoResult finish(uint64_t offset);  // the stream ends there; nothing may be put any more
 
  private:
@@ -50,7 +50,7 @@ class StripeReceiver {
     return stripe_ && block_.empty() && filled_ == 0 && !buffer.reaches(stripe_->end());
   }
   bool ended() const { return ended_; }
-  int error_number() const { return error_number_; }  // that ended it
+  int error_number() const { return error_number_; }                  // that ended it
   std::optional<uint64_t> stream_end() const { return stream_end_; }  // it has come
 
  private:

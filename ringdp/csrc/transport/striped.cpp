@@ -20,6 +20,7 @@ namespace {
 constexpr std::size_t kStripeBytes = 16 * 1024;
 constexpr std::size_t kLeastStripeBytes = 4 * 1024;
 constexpr std::size_t kUnsentBytes = 32 * 1024;  // of one socket: more would wait behind its losses
+constexpr int64_t kUnluckyMs = 15'000;  // without an answer on one socket: the sixth time a packet is sent again
 // In the events of sockets:
 constexpr uint32_t kRoom = kMostStreams;  // one of them has room
 constexpr uint32_t kMore = kRoom + 1;     // what is here already was not all taken
@@ -50,7 +51,10 @@ struct Lane {
 class StripedChannel final : public Channel {
  public:
   StripedChannel(std::vector<std::unique_ptr<Channel>> sockets, std::size_t reorder_bytes)
-      : readable_(make_epoll()), room_(make_epoll()), more_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), buffer_(reorder_bytes) {
+      : readable_(make_epoll()),
+        room_(make_epoll()),
+        more_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        buffer_(reorder_bytes) {
     if (!more_) throw_system("create an eventfd", errno);
     for (auto& it : sockets) {
       const auto token = static_cast<uint32_t>(lanes_.size());
@@ -93,7 +97,8 @@ class StripedChannel final : public Channel {
   int64_t host_silence_ms() override {
     int64_t shortest = 0;
     for (auto& it : lanes_)
-      if (const int64_t ms = it->socket->host_silence_ms(); ms > 0) shortest = shortest == 0 ? ms : std::min(shortest, ms);
+      if (const int64_t ms = it->socket->host_silence_ms(); ms > 0)
+        shortest = shortest == 0 ? ms : std::min(shortest, ms);
     return shortest;
   }
 
@@ -254,8 +259,8 @@ Channel::HeldUp StripedChannel::held_up() {
     longest_silence = std::max(longest_silence, silence);
     if (held_up.ms > longest.ms) longest = held_up;
   }
-  // On one of them nothing arrives, on others it does.
-  if (longest.ms == 0 && shortest_silence < longest_silence) longest.ms = longest_silence;
+  // On one of them nothing arrives, on others it does. One of many is unlucky more often than one alone.
+  if (longest.ms == 0 && longest_silence >= kUnluckyMs && shortest_silence < kUnluckyMs) longest.ms = longest_silence;
   return longest;
 }
 
@@ -274,7 +279,8 @@ std::optional<Channel::Carried> StripedChannel::carried() const {
 
 }  // namespace
 
-std::unique_ptr<Channel> make_striped_channel(std::vector<std::unique_ptr<Channel>> sockets, std::size_t reorder_bytes) {
+std::unique_ptr<Channel> make_striped_channel(std::vector<std::unique_ptr<Channel>> sockets,
+                                              std::size_t reorder_bytes) {
   return std::make_unique<StripedChannel>(std::move(sockets), reorder_bytes);
 }
 

@@ -9,9 +9,9 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kLongPathUs = 5000;       // over shorter ones any buffer is large enough
-constexpr int64_t kEnoughSeenUs = 500'000;  // of work
-constexpr uint64_t kLossy = 1000;           // one packet of so many
+constexpr int64_t kLongPathUs = 5000;          // over shorter ones any buffer is large enough
+constexpr int64_t kEnoughSeenUs = 500'000;     // of work
+constexpr uint64_t kLossy = 1000;              // one packet of so many
 constexpr std::size_t kShutBytes = 16 * 1024;  // a window smaller than that: the peer does not read
 constexpr const char* kEnough = "67108864";
 
@@ -44,8 +44,9 @@ std::string TcpLimits::text() const {
     return path + "the receive buffer of that host limits: sysctl -w net.ipv4.tcp_rmem='4096 131072 " + kEnough +
            "' there";
   if (sent_again * kLossy > sent && !congestion.starts_with("bbr"))
-    return path + std::to_string(sent_again) + " of " + std::to_string(sent) + " packets were lost, after each of which " +
-           congestion + " is slow for a while: sysctl -w net.ipv4.tcp_congestion_control=bbr here, or, where programs are "
+    return path + std::to_string(sent_again) + " of " + std::to_string(sent) +
+           " packets were lost, after each of which " + congestion +
+           " is slow for a while: sysctl -w net.ipv4.tcp_congestion_control=bbr here, or, where programs are "
            "to choose it, net.ipv4.tcp_allowed_congestion_control='reno cubic bbr' (RINGDP_CONGESTION)";
   return "";
 }
