@@ -5,8 +5,8 @@
                                     one rank on each of two hosts: all-reduces of 25 MiB through ring and gloo, sends in
                                     one direction, the first all-reduce after a rest of 5 s beside the next one, and
                                     4 KiB alone and beside a bulk operation
-    RINGDP_STREAMS=16 RINGDP_CONGESTION=cubic ringrun -H one,two benchmarks/far.py
-                                    with settings of your own; the line that says what was used has them
+    ringrun -H one,two benchmarks/far.py --settings cubic:1,cubic:16,bbr:8
+                                    with these values of RINGDP_CONGESTION and RINGDP_STREAMS, one after the other
 
 Times are those of the slower rank, each call by itself: the median, and all of them in the order in which they came. An
 all-reduce of two ranks carries its size once in each direction. `of the line` is against --rate.
@@ -84,16 +84,26 @@ def beside_bulk(group: dist.ProcessGroup, size: int, calls: int) -> tuple[list[f
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    for number, setting in enumerate(args.settings or [""]):
+        if setting:
+            os.environ["RINGDP_CONGESTION"], _, os.environ["RINGDP_STREAMS"] = setting.partition(":")
+        if number:  # the last store's port may not be free yet
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        measure(args, last=number + 1 >= len(args.settings))
+    return 0
+
+
+def measure(args: argparse.Namespace, last: bool) -> None:
+    """Join a job, measure, print on rank 0, leave it. Through gloo only with the last setting: it has none."""
     ringdp.init()
     if ringdp.world_size() != 2:
         raise SystemExit("far.py is for two ranks, one on each of two hosts")
     ring = dist.new_group(backend="ring")
     assert isinstance(ring, dist.ProcessGroup)
-    size, rate = args.size // 4 * 4, args.rate / 8 if args.rate else 0.0
+    size, rate = args.size // 4 * 4, args.rate / 8
     buffer = torch.zeros(size // 4)
     rows = []
-    one = torch.zeros(1)
-    timed(lambda: dist.all_reduce(one, group=ring), ring)
+    timed(lambda: dist.all_reduce(torch.zeros(1), group=ring), ring)
     times = [timed(lambda: dist.all_reduce(buffer, group=ring), ring) for _ in range(args.calls)]
     rows.append(row("all-reduce, ring", times, size, rate))
     if args.sends:
@@ -106,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.beside:
         for name, times in zip(("4 KiB alone", "4 KiB beside bulk"), beside_bulk(ring, size, args.beside), strict=True):
             rows.append(row(name, times, SMALL_BYTES, 0.0))
-    if args.gloo:
+    if args.gloo and last:
         gloo = dist.new_group(backend="gloo")
         assert isinstance(gloo, dist.ProcessGroup)
         few = torch.zeros(args.gloo_size // 4)
@@ -117,7 +127,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{ringdp.transports()} {used}", flush=True)
         print(table(["", "size", "median", "", "of the line", "each, s"], rows), flush=True)
     ringdp.shutdown()
-    return 0
 
 
 def _rate(text: str) -> float:
@@ -127,6 +136,12 @@ def _rate(text: str) -> float:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=_rate, default=0.0, help="of the line, for `of the line`: 100mbit")
+    parser.add_argument(
+        "--settings",
+        type=lambda text: text.split(","),
+        default=[],
+        help="one after the other: cubic:16,bbr:8,auto:auto",
+    )
     parser.add_argument("--size", type=parse_size, default=25 << 20, help="bytes of an all-reduce (25m)")
     parser.add_argument("--calls", type=int, default=5, help="all-reduces through ring (5)")
     parser.add_argument("--sends", type=int, default=3, help="messages in one direction through ring (3)")

@@ -183,9 +183,7 @@ def losses(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]:
     costs: dict[str, dict[str, float]] = {}
     for seed in given["seeds"]:
         for name in given["runs"]:
-            loss, costs[name] = train(
-                name, seed, given["steps"], given["warm_up"], group, joined.rank, given["outer"]
-            )
+            loss, costs[name] = train(name, seed, given["steps"], given["warm_up"], group, joined.rank, given["outer"])
             found[name].append(loss)
             if joined.rank == 0:
                 print(f"seed {seed}, {name}: {loss:.4f}", flush=True)
@@ -348,8 +346,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", default=";".join(RUNS), help="of loss, with semicolons; the first is compared with")
     parser.add_argument("--seeds", type=int, default=3, help="how many (loss; default 3)")
     parser.add_argument("--steps", type=int, default=2500, help="of each rank (loss; default 2500)")
-    parser.add_argument("--warm-up", type=float, default=0.1, help="part of the steps before rounds (loss; default 0.1)")
-    parser.add_argument("--outer-lr", type=float, default=OUTER["lr"], help="of the outer optimizer (loss; default 0.7)")
+    parser.add_argument("--warm-up", type=float, default=0.1, help="part of the steps before rounds (loss; 0.1)")
+    parser.add_argument("--outer-lr", type=float, default=OUTER["lr"], help="of the outer optimizer (loss; 0.7)")
     parser.add_argument("--outer-momentum", type=float, default=OUTER["momentum"], help="the same (default 0.9)")
     parser.add_argument("--every", type=int, default=50, help="steps of a round (overlap; default 50)")
     parser.add_argument("--compression", default="int4", help="of overlap: a codec, or none (default int4)")

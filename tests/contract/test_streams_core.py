@@ -1,4 +1,4 @@
-"""Ranks with several connections to each other: the same results, no trace of them, and every end is the end of the pair."""
+"""Ranks with several connections to each other: the same results, nothing left, and each end is the end of the pair."""
 
 from __future__ import annotations
 
