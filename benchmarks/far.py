@@ -140,7 +140,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--settings",
         type=lambda text: text.split(","),
         default=[],
-        help="one after the other: cubic:16,bbr:8,auto:auto",
+        help="one after the other: cubic:16,bbr:8",
     )
     parser.add_argument("--size", type=parse_size, default=25 << 20, help="bytes of an all-reduce (25m)")
     parser.add_argument("--calls", type=int, default=5, help="all-reduces through ring (5)")

@@ -202,7 +202,8 @@ def report_losses(result: dict[str, Any]) -> str:
         rows.append([name, f"{statistics.fmean(each):.4f}", f"{spread:.4f}", shown, f"1/{less:.0f}" if less else "1"])
     settings = result["settings"]
     exact = f"the first {settings['warm_up']} exact"
-    words = f"{result['ranks']} ranks, {settings['steps']} steps each, {exact}, seeds {', '.join(map(str, settings['seeds']))}"
+    seeds = ", ".join(map(str, settings["seeds"]))
+    words = f"{result['ranks']} ranks, {settings['steps']} steps each, {exact}, seeds {seeds}"
     columns = ["", "nats per character", "σ of seeds", f"to {next(iter(found))}, 95 %", "bytes"]
     return words + "\n\n" + table(columns, rows)
 

@@ -9,6 +9,7 @@
 #include "base/log.h"
 #include "mesh/fd_socket.h"
 #include "mesh/padding.h"
+#include "transport/congestion.h"
 
 namespace ringdp {
 namespace {
@@ -17,6 +18,7 @@ constexpr int kMaxStrangers = 64;       // connections that have not proved anyt
 constexpr int kAcceptsPerStep = 256;    // then the others have their turn
 constexpr int kMaxUnconfirmed = 4;      // of one rank: more are a replay of its hello
 constexpr int64_t kStrangerMs = 2000;   // how long each may take to prove itself
+constexpr int64_t kPeerMs = 30'000;     // what one of ours may take to answer: it may be slow
 constexpr int64_t kLooksLostMs = 3000;  // left of that: another peer's padding is lost as well
 constexpr auto kProbeAfter = std::chrono::seconds(1);
 constexpr auto kReportEvery = std::chrono::seconds(1);
@@ -68,7 +70,8 @@ HandshakeFields Connector::fields(HandshakeType type, int peer) const {
   return out;
 }
 
-void Connector::set_route(int peer, Candidates candidates, bool probe) {
+void Connector::set_route(int peer, Candidates candidates, bool probe, bool one) {
+  if (one) streams_.needs_one(peer);
   auto now = Clock::now();
   auto begin = peer < rank() ? now : now + kProbeAfter;
   routes_[peer] = Route(std::move(candidates), begin);
@@ -91,7 +94,7 @@ void Connector::check(int peer) {
 void Connector::forget(int peer) {
   purposes_[peer] = Purpose::kNone;
   large_[peer].clear();
-  if (awaits_streams(peer)) {
+  if (!streams_.complete(peer)) {
     connected_[peer].reset();
     watched_[peer] = 0;
   }
@@ -106,7 +109,7 @@ void Connector::forget(int peer) {
 
 bool Connector::busy() const {
   for (int peer = 0; peer < world(); ++peer)
-    if (awaits(peer) || awaits_streams(peer)) return true;
+    if (awaits(peer) || !streams_.complete(peer)) return true;
   return !attempts_.empty() || Clock::now() < accept_after_;
 }
 
@@ -168,7 +171,7 @@ std::optional<Connector::Trouble> Connector::trouble() {
   if (lost_) return lost_;
   auto now = Clock::now();
   for (int peer = 0; peer < world(); ++peer) {
-    if (awaits_streams(peer) && streams_.hopeless(peer))
+    if (!streams_.complete(peer) && streams_.hopeless(peer))
       return Trouble{.peer = peer, .text = streams_.problem(peer), .also = {}};
     if (!awaits(peer)) continue;
     bool confirming = std::any_of(attempts_.begin(), attempts_.end(),
@@ -197,7 +200,7 @@ Connector::Trouble Connector::large_trouble(int peer) const {
 }
 
 std::string Connector::problem(int peer) const {
-  if (awaits_streams(peer)) return streams_.problem(peer);
+  if (!streams_.complete(peer)) return streams_.problem(peer);
   if (peer < rank() && routes_[peer].known()) return "tried " + routes_[peer].text(Clock::now());
   return problems_[peer];
 }
@@ -232,6 +235,22 @@ void Connector::report(const std::string& line) {
 
 void Connector::dial_due(int peer) {
   auto now = Clock::now();
+  while (auto stream = streams_.due(peer, now)) {
+    Attempt attempt;
+    attempt.peer = peer;
+    attempt.stream = *stream;
+    attempt.streams = streams_.streams(peer);
+    attempt.dialled = true;
+    attempt.address = streams_.address(peer);
+    attempt.deadline = Deadline::after_ms(kPeerMs);
+    int error_number = 0;
+    attempt.fd = start_connect(attempt.address, error_number);
+    if (error_number != 0)
+      drop(attempt, errno_text(error_number));
+    else
+      attempts_.push_back(std::move(attempt));
+  }
+  if (!awaits(peer) || !routes_[peer].known() || now < probe_from_[peer]) return;
   Route& route = routes_[peer];
   while (auto candidate = route.due(now)) {
     Attempt attempt;
@@ -382,7 +401,7 @@ void Connector::on_connected(Attempt& attempt) {
     route.answered(attempt.candidate);
     attempt.streams = streams_.wanted(attempt.peer, attempt.fd.get());
   }
-  attempt.deadline = Deadline::after_ms(kPeerPatienceMs);
+  attempt.deadline = Deadline::after_ms(kPeerMs);
   if (send_message(attempt, fields(HandshakeType::kHello, attempt.peer))) attempt.stage = Stage::kAwaitReply;
 }
 
@@ -427,7 +446,13 @@ void Connector::on_padding(Attempt& attempt) {
     attempt.stage = Stage::kFailed;
     return;
   }
-  if (is_late(attempt)) return drop(attempt, "");  // one confirm per peer: the other side may believe it
+  const bool better =
+      attempt.stream > 0
+          ? !streams_.lacks(attempt.peer, attempt.stream)
+          : joined_[attempt.peer] != 0 || std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
+              return it.peer == attempt.peer && it.stream == 0 && it.stage == Stage::kDone;
+            });
+  if (better) return drop(attempt, "");  // one confirm per peer: the other side may believe it
   HandshakeFields confirm = fields(HandshakeType::kConfirm, attempt.peer);
   confirm.padding = padding_for(attempt.fd.get());
   if (send_message(attempt, confirm)) attempt.stage = Stage::kDone;
@@ -469,7 +494,7 @@ void Connector::on_hello(Attempt& attempt) {
   attempt.stream = hello->stream;
   attempt.streams = hello->streams;
   attempt.nonce = hello->nonce;
-  attempt.deadline = Deadline::after_ms(kPeerPatienceMs);
+  attempt.deadline = Deadline::after_ms(kPeerMs);
   HandshakeFields reply = fields(HandshakeType::kReply, peer);
   reply.padding = padding_for(attempt.fd.get());
   if (send_message(attempt, reply)) attempt.stage = Stage::kAwaitConfirm;
@@ -496,15 +521,31 @@ void Connector::collect_attempts() {
     std::copy_n(it.nonce.begin(), instances_[it.peer].size(), instances_[it.peer].begin());
     watched_[it.peer] = 1;
   }
-  collect_streams();
+  for (Attempt& it : attempts_) {  // of those that were accepted, the first of a pair may be slower than the others
+    if (it.stage != Stage::kDone || it.stream == 0 || joined_[it.peer] == 0) continue;
+    const bool same =
+        it.dialled || std::equal(instances_[it.peer].begin(), instances_[it.peer].end(), it.nonce.begin());
+    if (same && streams_.lacks(it.peer, it.stream)) streams_.add(it.peer, it.stream, std::move(it.fd));
+    it.stage = Stage::kFailed;
+  }
   attempts_.remove_if([&](const Attempt& it) {
     bool needless = it.dialled && (it.stream > 0 ? !streams_.lacks(it.peer, it.stream) : !awaits(it.peer));
     return (it.stage == Stage::kDone && it.stream == 0) || it.stage == Stage::kFailed || needless;
   });
-  for (int peer = 0; peer < world(); ++peer)
-    if (awaits(peer) && routes_[peer].known() && Clock::now() >= probe_from_[peer]) dial_due(peer);
-  for (int peer = 0; peer < rank(); ++peer)
-    if (awaits_streams(peer)) dial_streams(peer);
+  for (int peer = 0; peer < world(); ++peer) dial_due(peer);
+}
+
+std::string ask_for_congestion(const std::vector<Connector::Connected>& connected, const std::string& setting) {
+  std::string problem;
+  const auto ask = [&](const Fd& socket) {
+    std::string text = ask_for_congestion(socket.get(), setting);
+    if (problem.empty()) problem = std::move(text);
+  };
+  for (const Connector::Connected& it : connected) {
+    ask(it.socket);
+    for (const Fd& socket : it.more) ask(socket);
+  }
+  return problem;
 }
 
 }  // namespace ringdp

@@ -23,8 +23,6 @@
 
 namespace ringdp {
 
-inline constexpr int64_t kPeerPatienceMs = 30'000;  // what a rank of ours may take to answer: it may be slow
-
 class Connector {
  public:
   // `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be connected with it. `streams`: see
@@ -37,9 +35,8 @@ class Connector {
 
   // Where a peer listens: dialled if it is a lower rank. A higher rank dials itself; with `probe` it is asked to when it takes
   // its time, which also shows whether anything still listens there.
-  void set_route(int peer, Candidates candidates, bool probe);
-
-  void needs_one_stream(int peer) { streams_.needs_one(peer); }
+  // `one`: they will share memory, so one connection is enough.
+  void set_route(int peer, Candidates candidates, bool probe, bool one = false);
 
   void want(int peer);    // from now on; its route is known
   void check(int peer);   // whether a lower rank can be reached, large packets too; the connection is not kept
@@ -100,8 +97,6 @@ class Connector {
   };
 
   void dial_due(int peer);
-  void dial_streams(int peer);
-  bool is_late(const Attempt& attempt) const;  // another one is there in its place
   void accept_from(TcpListener& listener);
   void evict_strangers();
   void advance(Attempt& attempt);
@@ -119,12 +114,10 @@ class Connector {
   Trouble large_trouble(int peer) const;
   void drop(Attempt& attempt, const std::string& why, bool refused = false, bool final = false);
   void watch(int peer);     // its socket says something
-  void collect_streams();   // of pairs that are connected
   void collect_attempts();  // takes finished attempts in, starts those that are due
   void report(const std::string& line);
   HandshakeFields fields(HandshakeType type, int peer) const;
   bool awaits(int peer) const { return purposes_[peer] != Purpose::kNone && joined_[peer] == 0; }
-  bool awaits_streams(int peer) const { return joined_[peer] != 0 && !streams_.complete(peer); }
 
   int rank() const { return static_cast<int>(mine_.to); }
   int world() const { return static_cast<int>(mine_.world); }
@@ -157,5 +150,8 @@ class Connector {
   int unreported_ = 0;
   int turned_away_ = 0;
 };
+
+// The first problem, if any, of the sockets of these pairs: see transport/congestion.h.
+std::string ask_for_congestion(const std::vector<Connector::Connected>& connected, const std::string& setting);
 
 }  // namespace ringdp

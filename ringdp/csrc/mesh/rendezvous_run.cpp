@@ -10,7 +10,6 @@
 #include "base/text.h"
 #include "mesh/late_connections.h"
 #include "mesh/unreachable.h"
-#include "transport/congestion.h"
 
 namespace ringdp {
 namespace {
@@ -111,9 +110,6 @@ Mesh RendezvousRun::run() {
     met.checksums = options_.checksums && met.transport->checksums;
     if (at_start(peer)) met.channel = sharing_->take(peer);
   }
-  if (const std::string& text = sharing_->congestion_problem(); !text.empty())
-    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning,
-        "rank " + std::to_string(rank_) + " " + text);
   mesh.round_trip_us = sharing_->round_trip_us();
   if (later) mesh.late = leave_the_rest();
   return mesh;
@@ -125,6 +121,7 @@ std::unique_ptr<LateConnections> RendezvousRun::leave_the_rest() {
                               .sharing = std::move(*sharing_),
                               .peers = {},
                               .elsewhere = std::vector<char>(world_, 0),
+                              .congestion = options_.congestion,
                               .checksums = options_.checksums};
   const Peer& self = peers_[rank_];
   for (int peer = 0; peer < world_; ++peer) {
@@ -229,8 +226,8 @@ void RendezvousRun::take_at(int rank, const std::string& text) {
   // A process of this host is known to live. A group that it had, with listeners of its own, may be gone all the same.
   bool same_processes = peer.process.space == peers_[rank_].process.space && !options_.listeners;
   const Transport* first = transport_between(peers_[rank_], peer).first;
-  if (first == nullptr || first->open == nullptr) connector_->needs_one_stream(rank);
-  connector_->set_route(rank, candidates_of_peer(published, same_network, interfaces_, kLookUpMs), !same_processes);
+  connector_->set_route(rank, candidates_of_peer(published, same_network, interfaces_, kLookUpMs), !same_processes,
+                        first == nullptr || first->open == nullptr);
   peer.placed = true;
 }
 

@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "mesh/rendezvous_run.h"
+#include "transport/congestion.h"
 #include "transport/tcp_health.h"
 
 namespace ringdp {
@@ -65,7 +66,6 @@ SharedSetup::Plan RendezvousRun::sharing_plan() const {
     if (it.process.space == self.process.space) plan.pids[peer] = it.process.pid;
     sharing += plan.shares(peer) ? 1 : 0;
   }
-  plan.congestion = options_.congestion;
   plan.ring_bytes = options_.shm_ring_bytes > 0 ? options_.shm_ring_bytes : shared_ring_bytes(sharing);
   std::size_t pairs = 0;
   for (int a = 0; a < world_; ++a)
@@ -79,14 +79,18 @@ void RendezvousRun::set_up_transports() {
   SharedSetup::Plan plan = sharing_plan();
   std::vector<Fd> sockets(world_);
   std::vector<Connector::Connected> connected = connector_->take();
-  for (Connector::Connected& it : connected) sockets[it.peer] = std::move(it.socket);
+  const std::string congestion = ask_for_congestion(connected, options_.congestion);
+  plan.streams.resize(world_);
+  for (Connector::Connected& it : connected) {
+    sockets[it.peer] = std::move(it.socket);
+    plan.streams[it.peer] = std::move(it.more);
+  }
   int64_t round_trip_us = 0;
   for (int peer = 0; peer < world_; ++peer)
     if (sockets[peer] && peers_[peer].identity != peers_[rank_].identity)
       round_trip_us = std::max(round_trip_us, tcp_round_trip_us(sockets[peer].get()));
   plan.round_trip_us = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(round_trip_us)));
   sharing_.emplace(rank_, std::move(sockets), std::move(plan));
-  for (Connector::Connected& it : connected) sharing_->add_streams(it.peer, std::move(it.more));
   auto begin = Clock::now(), next_look = begin + milliseconds(2);
   while (!sharing_->complete()) {
     check_sharing();
@@ -109,6 +113,9 @@ void RendezvousRun::set_up_transports() {
         "look at its log: it may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
   }
   tell_transports();
+  if (!congestion.empty())
+    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning,
+        "rank " + std::to_string(rank_) + " " + congestion);
 }
 
 std::string RendezvousRun::what_for() const {

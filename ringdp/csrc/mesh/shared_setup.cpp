@@ -11,7 +11,6 @@
 #include "base/error.h"
 #include "base/memory_limit.h"
 #include "base/sha256.h"
-#include "transport/congestion.h"
 #include "transport/shm.h"
 
 namespace ringdp {
@@ -45,6 +44,7 @@ SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan)
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer) {
     Pair& pair = pairs_[peer];
     pair.tcp = std::move(sockets[peer]);
+    if (!plan_.streams.empty()) pair.streams = std::move(plan_.streams[peer]);
     makes = makes || (pair.tcp && plan_.shares(static_cast<int>(peer)) && static_cast<int>(peer) > rank_);
   }
   if (makes) no_memory_ = memory_problem(plan_.bytes_on_host);
@@ -53,9 +53,10 @@ SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan)
   step(0);
 }
 
-void SharedSetup::add(int peer, Fd socket) {
+void SharedSetup::add(int peer, Fd socket, std::vector<Fd> streams) {
   pairs_[peer] = {};
   pairs_[peer].tcp = std::move(socket);
+  pairs_[peer].streams = std::move(streams);
   if (plan_.shares(peer) && peer > rank_) no_memory_ = memory_problem(2 * plan_.ring_bytes);
   begin(peer);
 }
@@ -357,8 +358,6 @@ std::unique_ptr<Channel> SharedSetup::take(int peer) {
   if (!pair.memory) {
     std::vector<Fd> sockets = std::move(pair.streams);
     sockets.insert(sockets.begin(), std::move(pair.tcp));
-    for (const Fd& it : sockets)
-      if (std::string text = ask_for_congestion(it.get(), plan_.congestion); !text.empty()) congestion_problem_ = text;
     return transport(peer).open(std::move(sockets));
   }
   pair.tcp.reset();

@@ -41,13 +41,13 @@ std::string instead_text(const TransportChoice& choice);
 class SharedSetup {
  public:
   struct Plan {
-    std::vector<TransportChoice> transports;  // per rank; the same at both ends. Where the set-up of a required one
-                                              // fails, this rank is not ready
-    std::vector<int64_t> pids;                // per rank: as this process sees it, -1 where it does not
-    int64_t round_trip_us = 0;                // the longest to a rank of another host; 0: there is none
-    std::size_t ring_bytes = 0;               // each way
-    std::size_t bytes_on_host = 0;            // of all pairs of the start here together; 0: not to be asked for
-    std::string congestion = "system";        // of the connections that stay: see ask_for_congestion
+    std::vector<TransportChoice> transports;    // per rank; the same at both ends. Where the set-up of a required one
+                                                // fails, this rank is not ready
+    std::vector<int64_t> pids;                  // per rank: as this process sees it, -1 where it does not
+    int64_t round_trip_us = 0;                  // the longest to a rank of another host; 0: there is none
+    std::size_t ring_bytes = 0;                 // each way
+    std::size_t bytes_on_host = 0;              // of all pairs of the start here together; 0: not to be asked for
+    std::vector<std::vector<Fd>> streams = {};  // per rank: further connections of the start; empty: there are none
     int64_t patience_ms = 5000;  // with a peer that has made an offer, and then does not hand the memory out
 
     bool shares(int peer) const {  // memory is to be set up with it
@@ -60,10 +60,7 @@ class SharedSetup {
   // connected then.
   SharedSetup(int rank, std::vector<Fd> sockets, Plan plan);
 
-  void add(int peer, Fd socket);  // one that was connected later
-  void add_streams(int peer, std::vector<Fd> sockets) {
-    pairs_[peer].streams = std::move(sockets);
-  }  // of the same pair
+  void add(int peer, Fd socket, std::vector<Fd> streams = {});  // one that was connected later
   void step(int wait_ms);
   // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
@@ -92,9 +89,8 @@ class SharedSetup {
     const TransportChoice& choice = plan_.transports[peer];
     return problem(peer).empty() ? *choice.first : *choice.fallback;
   }
-  std::vector<int> settled_now() const;                                          // peers whose channels can be taken
-  std::unique_ptr<Channel> take(int peer);                                       // when complete
-  const std::string& congestion_problem() const { return congestion_problem_; }  // of the last one taken that has one
+  std::vector<int> settled_now() const;     // peers whose channels can be taken
+  std::unique_ptr<Channel> take(int peer);  // when complete
 
  private:
   enum class Stage { kAwaitOffer, kConnecting, kAwaitMemory, kAwaitAnswer, kSettled };
@@ -142,7 +138,6 @@ class SharedSetup {
   ReadyTree tree_;
   bool told_children_ = false;
   int turned_away_ = 0;
-  std::string congestion_problem_;
 };
 
 }  // namespace ringdp
