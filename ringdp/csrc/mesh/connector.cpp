@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "mesh/fd_socket.h"
 #include "mesh/padding.h"
-#include "transport/congestion.h"
 
 namespace ringdp {
 namespace {
@@ -41,13 +41,13 @@ bool connection_refused(int error_number) { return error_number == ECONNREFUSED;
 }  // namespace
 
 Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
-                     int streams)
+                     int streams, std::string congestion)
     : mine_(mine),
       padding_ms_(padding_patience_ms()),
       instances_(mine.world),
       secret_(std::move(secret)),
       routes_(mine.world),
-      streams_(static_cast<int>(mine.world), streams),
+      streams_(static_cast<int>(mine.world), streams, std::move(congestion)),
       purposes_(mine.world, Purpose::kNone),
       probe_from_(mine.world, Clock::time_point::max()),
       joined_(mine.world, 0),
@@ -397,10 +397,7 @@ void Connector::on_connected(Attempt& attempt) {
     route.restart(Clock::now() + kProbeAfter);
     return;
   }
-  if (attempt.stream == 0) {
-    route.answered(attempt.candidate);
-    attempt.streams = streams_.wanted(attempt.peer, attempt.fd.get());
-  }
+  if (attempt.stream == 0) route.answered(attempt.candidate);
   attempt.deadline = Deadline::after_ms(kPeerMs);
   if (send_message(attempt, fields(HandshakeType::kHello, attempt.peer))) attempt.stage = Stage::kAwaitReply;
 }
@@ -453,6 +450,7 @@ void Connector::on_padding(Attempt& attempt) {
               return it.peer == attempt.peer && it.stream == 0 && it.stage == Stage::kDone;
             });
   if (better) return drop(attempt, "");  // one confirm per peer: the other side may believe it
+  if (attempt.stream == 0) attempt.streams = streams_.wanted(attempt.peer, attempt.fd.get());
   HandshakeFields confirm = fields(HandshakeType::kConfirm, attempt.peer);
   confirm.padding = padding_for(attempt.fd.get());
   if (send_message(attempt, confirm)) attempt.stage = Stage::kDone;
@@ -472,9 +470,7 @@ void Connector::on_hello(Attempt& attempt) {
     if (same && !streams_.lacks(peer, hello->stream)) return drop(attempt, "");
     if (!same) verdict = Refusal::kDuplicate;
   }
-  if (verdict == Refusal::kNone &&
-      (hello->streams < 1 || hello->streams > kMostStreams || hello->stream >= hello->streams))
-    return drop(attempt, "no hello");
+  if (verdict == Refusal::kNone && hello->stream >= kMostStreams) return drop(attempt, "no hello");
   attempt.transcript.assign(attempt.buffer.begin(), attempt.buffer.end());
   if (verdict != Refusal::kNone) {
     std::string reason = refusal_text(verdict, *hello, mine_);
@@ -492,7 +488,6 @@ void Connector::on_hello(Attempt& attempt) {
   if (unconfirmed >= kMaxUnconfirmed) return drop(attempt, "a handshake was replayed");
   attempt.peer = peer;
   attempt.stream = hello->stream;
-  attempt.streams = hello->streams;
   attempt.nonce = hello->nonce;
   attempt.deadline = Deadline::after_ms(kPeerMs);
   HandshakeFields reply = fields(HandshakeType::kReply, peer);
@@ -509,6 +504,9 @@ void Connector::on_knock(const HandshakeFields& connect_fd_socket) {
 void Connector::on_confirm(Attempt& attempt) {
   auto confirm = decode_handshake(attempt.buffer, secret_, attempt.transcript);
   if (!confirm || confirm->type != HandshakeType::kConfirm) return drop(attempt, "a handshake was replayed");
+  if (confirm->streams < 1 || confirm->streams > kMostStreams)
+    return drop(attempt, "it announced " + std::to_string(confirm->streams) + " connections", false, true);
+  attempt.streams = confirm->streams;
   await_padding(attempt, confirm->padding);
 }
 

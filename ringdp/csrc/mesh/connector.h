@@ -19,16 +19,17 @@
 #include "mesh/handshake.h"
 #include "mesh/route.h"
 #include "mesh/shared_message.h"
+#include "transport/congestion.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
 
 class Connector {
  public:
-  // `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be connected with it. `streams`: see
-  // ExtraStreams.
+  // `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be connected with it. `streams`,
+  // `congestion`: see ExtraStreams.
   Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
-            int streams = 1);
+            int streams = 1, std::string congestion = std::string(kSystemCongestion));
 
   void listen_on(std::vector<TcpListener> listeners) { listeners_ = std::move(listeners); }
   bool listening() const { return !listeners_.empty(); }

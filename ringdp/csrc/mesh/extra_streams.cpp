@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "transport/congestion.h"
 #include "transport/tcp_health.h"
 
 namespace ringdp {
@@ -13,13 +14,19 @@ constexpr int kFailures = 5;  // of one stream, where its first connection was m
 
 }  // namespace
 
-int streams_for(int64_t round_trip_us) { return round_trip_us < 2000 ? 1 : round_trip_us < 20'000 ? 4 : 16; }
+int streams_for(int64_t round_trip_us, bool keeps_rate) {
+  if (round_trip_us < 5000) return 1;
+  if (round_trip_us < 20'000) return 4;
+  return keeps_rate ? 8 : kMostStreams;
+}
 
 std::string streams_text(int setting) { return setting == kAutomaticStreams ? "auto" : std::to_string(setting); }
 
 int ExtraStreams::wanted(int peer, int socket) const {
   const int setting = peers_[peer].setting.value_or(setting_);
-  return setting != kAutomaticStreams ? setting : streams_for(tcp_round_trip_us(socket));
+  if (setting != kAutomaticStreams) return setting;
+  ask_for_congestion(socket, congestion_);  // whoever uses the connections asks for all, and says what is wrong
+  return streams_for(tcp_round_trip_us(socket), keeps_its_rate(socket));
 }
 
 void ExtraStreams::expect(int peer, int streams, std::optional<SocketAddress> dial) {

@@ -1,10 +1,11 @@
 // ExtraStreams: which connections a pair of ranks needs beside its first one (transport/striped.h), and those of them that are made.
-// The rank that dials decides how many, from the round trip of the first, and says so in its hello; it dials the others where
-// the first one answered. Bookkeeping only, time comes in from outside. Owned by the Connector, used by its thread.
+// The rank that dials decides how many, by the round trips of the first connection, and says so in its confirm; it dials the
+// others where the first one answered. Bookkeeping only, time comes in from outside. Owned by the Connector, used by its thread.
 #pragma once
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -18,13 +19,14 @@ inline constexpr int kAutomaticStreams = 0;
 
 std::string streams_text(int setting);  // as RINGDP_STREAMS says it
 
-// How many connections a pair has whose round trip takes so long, where RINGDP_STREAMS leaves it open.
-int streams_for(int64_t round_trip_us);
+// How many connections a pair has where RINGDP_STREAMS leaves it open. `keeps_rate`: see transport/congestion.h.
+int streams_for(int64_t round_trip_us, bool keeps_rate);
 
 class ExtraStreams {
  public:
-  // `setting`: of all pairs, or kAutomaticStreams.
-  ExtraStreams(int world, int setting) : setting_(setting), peers_(static_cast<std::size_t>(world)) {}
+  // `setting`: of all pairs, or kAutomaticStreams. `congestion`: what is asked for, it matters for how many are needed.
+  ExtraStreams(int world, int setting, std::string congestion)
+      : setting_(setting), congestion_(std::move(congestion)), peers_(static_cast<std::size_t>(world)) {}
 
   void needs_one(int peer) { peers_[peer].setting = 1; }  // it will share memory
   int wanted(int peer, int socket) const;                 // in all; `socket`: the first, connected
@@ -61,6 +63,7 @@ class ExtraStreams {
   };
 
   const int setting_;
+  const std::string congestion_;
   std::vector<Peer> peers_;
 };
 

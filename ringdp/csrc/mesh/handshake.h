@@ -50,7 +50,7 @@ struct HandshakeFields {
   Refusal refusal = Refusal::kNone;
   uint32_t padding = 0;  // bytes that follow the message; their values have no meaning, their arrival has
   uint16_t stream = 0;   // which of the pair's connections this is to be; 0: the first
-  uint16_t streams = 1;  // how many there are to be
+  uint16_t streams = 1;  // confirm of the first: how many there are to be
   Nonce nonce{};
 };
 

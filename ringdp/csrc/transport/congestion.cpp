@@ -15,7 +15,7 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kLongPathUs = 10'000;
+constexpr int64_t kBbrFromUs = 10'000;
 constexpr const char* kBest = "bbr";  // does not take a lost packet for a full line
 constexpr const char* kAllowed = "net.ipv4.tcp_allowed_congestion_control";
 
@@ -43,7 +43,7 @@ void spread_out(int fd) {
 std::string ask_for_congestion(int fd, std::string_view setting) {
   if (setting == kSystemCongestion) return "";
   const bool automatic = setting == kAutomaticCongestion;
-  const bool long_path = tcp_round_trip_us(fd) >= kLongPathUs;
+  const bool long_path = tcp_round_trip_us(fd) >= kBbrFromUs;
   if (long_path) spread_out(fd);
   if (automatic && !long_path) return "";
   const std::string name = automatic ? kBest : std::string(setting);
@@ -56,5 +56,7 @@ std::string ask_for_congestion(int fd, std::string_view setting) {
   return "asks for the congestion control " + name + " and may not use it (" + errno_text(error_number) + "), so " +
          in_use(fd) + " is used; " + help;
 }
+
+bool keeps_its_rate(int fd) { return in_use(fd).starts_with(kBest); }
 
 }  // namespace ringdp

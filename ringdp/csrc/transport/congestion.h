@@ -14,4 +14,6 @@ inline constexpr std::string_view kSystemCongestion = "system";   // as sockets 
 // is used instead and what would help.
 std::string ask_for_congestion(int fd, std::string_view setting);
 
+bool keeps_its_rate(int fd);  // its congestion control does not slow down for single losses
+
 }  // namespace ringdp
