@@ -23,7 +23,8 @@ IoResult StripeSender::put(uint64_t offset, std::size_t length, const PieceCurso
     rest_.insert(rest_.end(), bytes + done, bytes + it.iov_len);
     sent -= done;
   }
-  full_ = !rest_.empty();
+  if (!rest_.empty())
+    send_rest();  // once more: from then on the kernel tells when there is room. Errors show next time
   return {IoStatus::kOk, length, 0};
 }
 
@@ -122,7 +123,7 @@ bool StripeReceiver::read_payload(ReorderBuffer& buffer, PieceCursor& to) {
   if (!block_.empty() && !buffer.keep(stripe_->offset, std::exchange(block_, {}))) end(EBADMSG);
   stripe_.reset();
   filled_ = 0;
-  if (!direct) buffer.deliver(to);
+  buffer.deliver(to);
   return !ended_;
 }
 
