@@ -80,9 +80,11 @@ void RendezvousRun::set_up_transports() {
   std::vector<Fd> sockets(world_);
   std::vector<Connector::Connected> connected = connector_->take();
   const std::string congestion = ask_for_congestion(connected, options_.congestion);
+  std::map<std::size_t, std::vector<int>> with_streams;  // by how many
   plan.streams.resize(world_);
   for (Connector::Connected& it : connected) {
     sockets[it.peer] = std::move(it.socket);
+    if (!it.more.empty()) with_streams[it.more.size() + 1].push_back(it.peer);
     plan.streams[it.peer] = std::move(it.more);
   }
   int64_t round_trip_us = 0;
@@ -113,9 +115,12 @@ void RendezvousRun::set_up_transports() {
         "look at its log: it may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
   }
   tell_transports();
+  const std::string self = "rank " + std::to_string(rank_);
+  for (const auto& [count, ranks] : with_streams)
+    log(LogLevel::kInfo, self + " has " + std::to_string(count) + " connections with " + ranks_text(ranks) +
+                             (options_.streams == kAutomaticStreams ? ", which is far away" : " (RINGDP_STREAMS)"));
   if (!congestion.empty())
-    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning,
-        "rank " + std::to_string(rank_) + " " + congestion);
+    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning, self + " " + congestion);
 }
 
 std::string RendezvousRun::what_for() const {
