@@ -5,7 +5,7 @@
                                             parameter, torch's SGD, parameters copied out and back), in turns
     python benchmarks/rounds.py loss        the GPT of examples/char_lm.py on 4 ranks, equal tokens, several seeds:
                                             RingDP, and rounds of 50 and 100 steps, exact and as codes,
-                                            after a tenth of the steps in which parameters are averaged
+                                            after --warm-up of the steps, which are exact (0.1)
     python benchmarks/rounds.py overlap --hosts 2 --rate 100mbit
                                             a larger GPT between hosts: a step alone, and with streaming rounds
     ringrun -H one,two benchmarks/rounds.py overlap         the same between your own machines
@@ -132,8 +132,22 @@ def report_steps(result: dict[str, Any]) -> str:
 # The loss.
 
 
-def train(name: str, seed: int, steps: int, group: Any, rank: int) -> tuple[float, dict[str, float]]:
-    """Nats per character at the end, the same on all ranks; and how many times fewer bytes rounds have sent."""
+def average_gradients(module: nn.Module, group: Any) -> None:
+    """As RingDP does; its wrapper could not be taken off again."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    flat = torch.cat([it.flatten() for it in gradients])
+    dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group)
+    for it, mean in zip(gradients, flat.split([it.numel() for it in gradients]), strict=True):
+        it.copy_(mean.view_as(it))
+
+
+def train(
+    name: str, seed: int, steps: int, warm_up: int, group: Any, rank: int, outer: dict[str, Any]
+) -> tuple[float, dict[str, float]]:
+    """Nats per character at the end, the same on all ranks; and how many times fewer bytes rounds have sent.
+
+    The first `warm_up` steps are exact, as RingDP's; then the rounds begin.
+    """
     training, unseen, alphabet = text()
     options = small_gpt_options(steps=steps)
     torch.manual_seed(seed)
@@ -141,16 +155,16 @@ def train(name: str, seed: int, steps: int, group: Any, rank: int) -> tuple[floa
     chosen = RUNS[name]
     model = ringdp.RingDP(module, process_group=group) if chosen is None else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
-    rounds = (
-        None if chosen is None else ringdp.DiLoCo(model, optimizer, process_group=group, **({"outer": OUTER} | chosen))
-    )
+    rounds: ringdp.DiLoCo | None = None
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps, pct_start=0.1)
     draw = torch.Generator().manual_seed(seed * 10_007 + rank)
     for step in range(steps):
-        if rounds is not None and step == steps // 10:
-            before = rounds.stats()
+        if chosen is not None and step == warm_up:
+            rounds = ringdp.DiLoCo(model, optimizer, process_group=group, **({"outer": outer} | chosen))
         optimizer.zero_grad()
         gpt_loss(model, windows_of(training, options, draw)).backward()
+        if chosen is not None and rounds is None:
+            average_gradients(module, group)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -158,9 +172,8 @@ def train(name: str, seed: int, steps: int, group: Any, rank: int) -> tuple[floa
     if rounds is not None:
         rounds.finish()
         rounds.detach()
-        after = rounds.stats()
-        exact = after.bytes_of_exact_steps - before.bytes_of_exact_steps
-        cost = {"less": exact / max(1, after.bytes_sent - before.bytes_sent)}
+        sent = rounds.stats()
+        cost = {"less": sent.bytes_of_exact_steps / max(1, sent.bytes_sent)}
     return unseen_nats(module, unseen, options.context), cost
 
 
@@ -170,7 +183,7 @@ def losses(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]:
     costs: dict[str, dict[str, float]] = {}
     for seed in given["seeds"]:
         for name in given["runs"]:
-            loss, costs[name] = train(name, seed, given["steps"], group, joined.rank)
+            loss, costs[name] = train(name, seed, given["steps"], given["warm_up"], group, joined.rank, given["outer"])
             found[name].append(loss)
             if joined.rank == 0:
                 print(f"seed {seed}, {name}: {loss:.4f}", flush=True)
@@ -188,7 +201,9 @@ def report_losses(result: dict[str, Any]) -> str:
         shown = "" if each is base else f"{mean:+.4f}" + ("" if half == float("inf") else f" ± {half:.4f}")
         rows.append([name, f"{statistics.fmean(each):.4f}", f"{spread:.4f}", shown, f"1/{less:.0f}" if less else "1"])
     settings = result["settings"]
-    words = f"{result['ranks']} ranks, {settings['steps']} steps each, seeds {', '.join(map(str, settings['seeds']))}"
+    exact = f"the first {settings['warm_up']} exact"
+    seeds = ", ".join(map(str, settings["seeds"]))
+    words = f"{result['ranks']} ranks, {settings['steps']} steps each, {exact}, seeds {seeds}"
     columns = ["", "nats per character", "σ of seeds", f"to {next(iter(found))}, 95 %", "bytes"]
     return words + "\n\n" + table(columns, rows)
 
@@ -296,6 +311,8 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "runs": args.runs.split(";"),
         "seeds": list(range(args.seeds)),
         "steps": args.steps,
+        "warm_up": round(args.warm_up * args.steps),
+        "outer": OUTER | {"lr": args.outer_lr, "momentum": args.outer_momentum},
         "every": args.every,
         "compression": None if args.compression == "none" else args.compression,
         "batch": args.batch,
@@ -330,6 +347,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", default=";".join(RUNS), help="of loss, with semicolons; the first is compared with")
     parser.add_argument("--seeds", type=int, default=3, help="how many (loss; default 3)")
     parser.add_argument("--steps", type=int, default=2500, help="of each rank (loss; default 2500)")
+    parser.add_argument("--warm-up", type=float, default=0.1, help="part of the steps before rounds (loss; 0.1)")
+    parser.add_argument("--outer-lr", type=float, default=OUTER["lr"], help="of the outer optimizer (loss; 0.7)")
+    parser.add_argument("--outer-momentum", type=float, default=OUTER["momentum"], help="the same (default 0.9)")
     parser.add_argument("--every", type=int, default=50, help="steps of a round (overlap; default 50)")
     parser.add_argument("--compression", default="int4", help="of overlap: a codec, or none (default int4)")
     parser.add_argument("--batch", type=int, default=4, help="windows of 64 characters a step (overlap; default 4)")
@@ -340,6 +360,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if unknown := [name for name in args.runs.split(";") if name not in RUNS]:
         parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(RUNS)}")
+    if not 0 <= args.warm_up < 1:
+        parser.error("--warm-up is a part of the steps: from 0 to below 1")
     if min(args.blocks, args.seeds, args.steps, args.every, args.batch) < 1:
         parser.error("numbers are at least 1")
     return args

@@ -35,6 +35,8 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_PORT_RANGE": "ports to listen on, LOW-HIGH, for firewalls; any free port without it",
     "RINGDP_CUDA": "what carries CUDA tensors: nccl, ring (through the host's memory), or auto: measure both at start",
     "RINGDP_TRANSPORT": "auto: shared memory inside a host where it can be had, else TCP; shm: or fail; tcp: never",
+    "RINGDP_STREAMS": "connections that two ranks have over TCP, 1 to 32; auto: 1, more where they are far apart",
+    "RINGDP_CONGESTION": "congestion control of TCP: auto (bbr on long paths where allowed), system, or a name",
     "RINGDP_FULL_MESH_RANKS": "jobs of up to so many ranks (16) connect all pairs at the start, others when needed",
     "RINGDP_CHECKSUM": "1: what crosses TCP carries a CRC32C, so that a flipped bit is an error; 0: it does not",
     "RINGDP_RATE": "what this host sends over TCP at most, to try a slower network: 1gbit | 100mbit | 125MB/s",
@@ -97,6 +99,10 @@ class RingConfig:
         transport: what carries bytes between ranks of one host: ``auto`` takes shared memory where it can be had,
             else TCP, and says why; ``shm`` makes that an error on all ranks; ``tcp`` never tries. It changes no
             result. Between hosts it is always TCP.
+        streams: connections that two ranks have over TCP, 1 to 32; 0 takes one between hosts that are near and more
+            between those that are far apart, where one alone is slow after each lost packet. The same on all ranks.
+        congestion: the congestion control of connections over TCP: ``auto`` asks for bbr on long paths, where the
+            system allows it; ``system`` leaves them as they are; else a name.
         checksum: frames over TCP carry a CRC32C, and one that does not arrive as it was sent is an error on all ranks
             of its group; the same on all ranks. Shared memory has none, and needs none.
         full_mesh_ranks: in a job of up to so many ranks, all pairs connect when the ranks meet; in a larger one each
@@ -126,6 +132,8 @@ class RingConfig:
     advertise: str = ""
     port_range: tuple[int, int] | None = None
     transport: str = "auto"
+    streams: int = 0
+    congestion: str = "auto"
     checksum: bool = CHECKSUM_BY_DEFAULT
     full_mesh_ranks: int = FULL_MESH_RANKS
     rate_bytes_per_s: int = 0
@@ -159,6 +167,12 @@ class RingConfig:
         if self.rate_bytes_per_s != 0 and not 1_000 <= self.rate_bytes_per_s <= 10**12:
             raise InvalidArgumentError(
                 f"rate_bytes_per_s must be 0 (no limit) or between 1000 and 10^12, not {self.rate_bytes_per_s}"
+            )
+        if not 0 <= self.streams <= 32:
+            raise InvalidArgumentError(f"streams must be auto (0) or 1 to 32, not {self.streams}")
+        if not re.fullmatch(r"[a-z0-9_-]{1,15}", self.congestion):
+            raise InvalidArgumentError(
+                f"congestion must be auto, system or the name of a congestion control, not {self.congestion!r}"
             )
         if not 1 <= self.full_mesh_ranks < 2**31:
             raise InvalidArgumentError(f"full_mesh_ranks must be 1 or more, not {self.full_mesh_ranks}")
@@ -437,6 +451,14 @@ def _spin_us(text: str) -> int:
     return whole_number("RINGDP_SPIN_US", text)
 
 
+def _streams(text: str) -> int:
+    if text.lower() == "auto":
+        return 0
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 32:
+        raise InvalidArgumentError(f"RINGDP_STREAMS={text} is neither auto nor a number from 1 to 32")
+    return int(text)
+
+
 def _checksum(text: str) -> bool:
     if text not in ("0", "1"):
         raise InvalidArgumentError(f"RINGDP_CHECKSUM={text} is neither 0 nor 1")
@@ -461,6 +483,8 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_ADVERTISE": ("advertise", str),
     "RINGDP_PORT_RANGE": ("port_range", _port_range),
     "RINGDP_TRANSPORT": ("transport", str.lower),
+    "RINGDP_STREAMS": ("streams", _streams),
+    "RINGDP_CONGESTION": ("congestion", str.lower),
     "RINGDP_CHECKSUM": ("checksum", _checksum),
     "RINGDP_FULL_MESH_RANKS": ("full_mesh_ranks", functools.partial(whole_number, "RINGDP_FULL_MESH_RANKS")),
     "RINGDP_RATE": ("rate_bytes_per_s", _rate),

@@ -18,6 +18,7 @@
 #include "python_naming.h"
 #include "python_records.h"
 #include "python_transports.h"
+#include "transport/congestion.h"
 #include "transport/faulty.h"
 
 namespace ringdp {
@@ -68,7 +69,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       const std::string& table_source, const std::string& transport,
                                       std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
                                       uint64_t flip_within, int full_mesh_ranks, const std::string& site,
-                                      const std::string& dump_folder) {
+                                      const std::string& dump_folder, int streams, const std::string& congestion) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -77,6 +78,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   rendezvous.epoch = epoch;
   rendezvous.host_id = host_id;
   rendezvous.site = site;
+  rendezvous.streams = streams;
+  rendezvous.congestion = congestion;
   rendezvous.tables = tables_text(tables);
   rendezvous.tables_source = table_source;
   rendezvous.transport = transport_named(transport);
@@ -390,6 +393,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("table_source") = "built in", py::arg("transport") = "auto", py::arg("shm_ring_bytes") = 0,
            py::arg("rate_bytes_per_s") = 0, py::arg("checksums") = false, py::arg("flip_within") = 0,
            py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "", py::arg("dump_folder") = "",
+           py::arg("streams") = kAutomaticStreams, py::arg("congestion") = std::string(kAutomaticCongestion),
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results. "
            "With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.")
       .def("shut_down", &Runtime::shut_down, NoGil())

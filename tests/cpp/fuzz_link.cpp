@@ -40,7 +40,7 @@ class ScriptedChannel final : public Channel {
     for (const iovec& piece : pieces) offered += piece.iov_len;
     return {IoStatus::kOk, random_.one_in(2) ? offered : 1 + random_.below(offered), 0};
   }
-  bool drained() const override { return true; }
+  bool drained() override { return true; }
   void close_send() override {}
   int poll_fd() const override { return -1; }
   std::string describe() const override { return "scripted"; }

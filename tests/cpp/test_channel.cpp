@@ -198,6 +198,21 @@ std::array<Fd, 2> connect_to_each_other() {
   return out;
 }
 
+constexpr int kStreams = 4;  // of the striped kind
+
+// Over several connections, as between ranks that are far apart.
+Ends connected_by_streams() {
+  std::array<std::vector<Fd>, 2> sockets;
+  for (int i = 0; i < kStreams; ++i) {
+    auto pair = connect_to_each_other();
+    for (int rank : {0, 1}) sockets[rank].push_back(std::move(pair[rank]));
+  }
+  std::rotate(sockets[1].begin(), sockets[1].begin() + 1, sockets[1].end());  // their order does not matter
+  Ends ends;
+  for (int rank : {0, 1}) ends[rank] = std::make_unique<End>(tcp_transport().open(std::move(sockets[rank])), rank);
+  return ends;
+}
+
 Ends connected_by(const Transport& transport, bool faulty) {
   auto sockets = connect_to_each_other();
   std::array<std::unique_ptr<SharedSetup>, 2> setups;
@@ -231,18 +246,22 @@ enum class Faulty { kToo, kNot };
 void over_every_transport(const std::function<void(const Transport& transport, Ends& ends)>& body,
                           Faulty faulty_too = Faulty::kToo) {
   bool failed = false;
-  for (const Transport* it : transports())
-    for (bool faulty : {false, true}) {
-      if (faulty && faulty_too == Faulty::kNot) continue;
-      kind = "over " + std::string(faulty ? "faulty " : "") + std::string(it->name) + ": ";
-      kind_limit = Deadline::after_ms(kKindMs);
-      try {
-        Ends ends = connected_by(*it, faulty);
-        body(*it, ends);
-      } catch (const RequireFailed&) {  // it was reported; the next kind
-        failed = true;
-      }
+  const auto over = [&](const Transport& transport, bool faulty, bool striped) {
+    if (faulty && faulty_too == Faulty::kNot) return;
+    kind = "over " + std::string(faulty ? "faulty " : "") + (striped ? "striped " : "") + std::string(transport.name) +
+           ": ";
+    kind_limit = Deadline::after_ms(kKindMs);
+    try {
+      Ends ends = striped ? connected_by_streams() : connected_by(transport, faulty);
+      body(transport, ends);
+    } catch (const RequireFailed&) {  // it was reported; the next kind
+      failed = true;
     }
+  };
+  for (bool faulty : {false, true}) {
+    for (const Transport* it : transports()) over(*it, faulty, false);
+    if (!faulty) over(tcp_transport(), faulty, true);  // it says once that there is room, to a caller that takes it
+  }
   if (failed) throw RequireFailed();
 }
 
@@ -473,7 +492,7 @@ CASE("each transport of the table has a name and a title of its own") {
 }
 
 CASE("two ranks choose alike: the best for auto, what one of them names, nothing where they name two") {
-  auto open = [](Fd) { return std::unique_ptr<Channel>(); };
+  auto open = [](std::vector<Fd>) { return std::unique_ptr<Channel>(); };
   const Transport memory{.name = "memory", .title = "memory", .same_host = true};
   const Transport socket{.name = "socket", .title = "socket", .same_host = true, .open = open};
   const Transport network{.name = "network", .title = "network", .open = open};

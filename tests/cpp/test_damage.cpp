@@ -34,7 +34,7 @@ class MemoryChannel final : public Channel {
     at_ += part;
     return {IoStatus::kOk, part, 0};
   }
-  bool drained() const override { return true; }
+  bool drained() override { return true; }
   void close_send() override {}
   int poll_fd() const override { return -1; }
   std::string describe() const override { return "tcp 10.0.0.1:1000 -> 10.0.0.2:2000"; }

@@ -25,7 +25,7 @@ from tests.contract.core_ranks import core, value_in
 
 SECRET = b"s" * 32
 HANDSHAKE_BYTES = 128
-VERSION = 6  # of the protocol: docs/reference/wire_format.md
+VERSION = 7  # of the protocol: docs/reference/wire_format.md
 MAGIC = b"RINGDP\r\n"
 HELLO, REPLY, REFUSAL, CONFIRM = 1, 2, 3, 4
 STRANGER_S = 2.0  # what a connection that proves nothing is given
@@ -226,7 +226,7 @@ def test_strangers_do_not_keep_the_ranks_apart(waiting: Waiting) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int]] = {
-    "another protocol version": ({"version": 7}, 1),
+    "another protocol version": ({"version": VERSION + 1}, 1),
     "another job": ({"job": bytes(16)}, 2),
     "another epoch": ({"epoch": 3}, 3),
     "another world size": ({"world": 5}, 4),
@@ -327,6 +327,8 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tupl
     "world": ({}, {}, (2, 3), ("world size", "2 at rank 0", "3 at rank 1")),
     "epoch": ({"epoch": 4}, {"epoch": 5}, (2, 2), ("restart count", "4 at rank 0", "5 at rank 1")),
     "full mesh": ({"full_mesh_ranks": 3}, {}, (2, 2), ("RINGDP_FULL_MESH_RANKS differs: 3 at rank 0, 16 at rank 1",)),
+    "streams": ({"streams": 4}, {"streams": 8}, (2, 2), ("RINGDP_STREAMS differs: 4 at rank 0, 8 at rank 1",)),
+    "streams of one": ({}, {"streams": 8}, (2, 2), ("RINGDP_STREAMS differs: auto at rank 0, 8 at rank 1",)),
     "checksums": ({"checksums": True}, {}, (2, 2), ("RINGDP_CHECKSUM differs: 1 at rank 0, 0 at rank 1",)),
     "secret": ({"secret": b"a" * 32}, {"secret": b"b" * 32}, (2, 2), ("rank 1's secret is not rank 0's",)),
     "table": (

@@ -104,7 +104,8 @@ bool PeerLinks::serve(const std::vector<Poller::Event>& events) {
         it.channel().noticed();
         return it.pump_receive(kReceiveBudgetBytes);
       });
-    if (event.writable) moved |= send_to(peer);
+    const Link& link = *(*this)[peer];
+    if (event.writable || (event.readable && link.usable() && link.wants_write())) moved |= send_to(peer);
   }
   return moved;
 }
@@ -209,6 +210,17 @@ std::map<int, Channel::Carried> PeerLinks::carried() const {
     if (link && link->connected() && link->usable())
       if (const auto carried = link->channel().carried()) found[link->peer().rank] = *carried;
   return found;
+}
+
+std::string PeerLinks::slow_paths_text(const std::vector<int>& peers) const {
+  std::string out;
+  for (int peer : peers) {
+    const Link* link = (*this)[peer];
+    if (link == nullptr || !link->usable() || !link->connected()) continue;
+    if (const std::string text = link->channel().slowed_by(); !text.empty())
+      out += "; to rank " + std::to_string(peer) + ": " + text;
+  }
+  return out;
 }
 
 }  // namespace ringdp

@@ -81,6 +81,8 @@ class PeerLinks {
   uint64_t bytes_sent_to(int peer) const;
   // By place in the world, of the peers to which the kernel counts what it carries. By the driver.
   std::map<int, Channel::Carried> carried() const;
+  // Of the paths to these peers that a setting of this system makes slow; mostly empty. By the driver.
+  std::string slow_paths_text(const std::vector<int>& peers) const;
 
  private:
   std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on

@@ -83,7 +83,8 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
   group.noticed_at = now;
   const std::string notice =
       peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() + " for " +
-      (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing));
+      (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
+      links_.slow_paths_text(in_flight.operation->missing());
   notices_.post(LogLevel::kWarning, notice);
   log_stacks(in_flight, notice);
 }
@@ -350,8 +351,9 @@ Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
   if (guilty >= 0) peers_.info(guilty).fill_peer(context);
-  context.cause =
-      "waiting for " + (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing));
+  context.cause = "waiting for " +
+                  (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
+                  links_.slow_paths_text(in_flight.operation->missing());
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +

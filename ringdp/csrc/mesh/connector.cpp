@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -39,12 +40,14 @@ bool connection_refused(int error_number) { return error_number == ECONNREFUSED;
 
 }  // namespace
 
-Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted)
+Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
+                     int streams, std::string congestion)
     : mine_(mine),
       padding_ms_(padding_patience_ms()),
       instances_(mine.world),
       secret_(std::move(secret)),
       routes_(mine.world),
+      streams_(static_cast<int>(mine.world), streams, std::move(congestion)),
       purposes_(mine.world, Purpose::kNone),
       probe_from_(mine.world, Clock::time_point::max()),
       joined_(mine.world, 0),
@@ -67,7 +70,8 @@ HandshakeFields Connector::fields(HandshakeType type, int peer) const {
   return out;
 }
 
-void Connector::set_route(int peer, Candidates candidates, bool probe) {
+void Connector::set_route(int peer, Candidates candidates, bool probe, bool one) {
+  if (one) streams_.needs_one(peer);
   auto now = Clock::now();
   auto begin = peer < rank() ? now : now + kProbeAfter;
   routes_[peer] = Route(std::move(candidates), begin);
@@ -90,6 +94,11 @@ void Connector::check(int peer) {
 void Connector::forget(int peer) {
   purposes_[peer] = Purpose::kNone;
   large_[peer].clear();
+  if (!streams_.complete(peer)) {
+    connected_[peer].reset();
+    watched_[peer] = 0;
+  }
+  streams_.forget(peer);
   if (lost_ && lost_->peer == peer) lost_.reset();
   for (Attempt& it : attempts_)
     if (it.peer == peer) {
@@ -100,13 +109,13 @@ void Connector::forget(int peer) {
 
 bool Connector::busy() const {
   for (int peer = 0; peer < world(); ++peer)
-    if (awaits(peer)) return true;
+    if (awaits(peer) || !streams_.complete(peer)) return true;
   return !attempts_.empty() || Clock::now() < accept_after_;
 }
 
 bool Connector::complete() const {
   for (int peer = 0; peer < world(); ++peer)
-    if (purposes_[peer] == Purpose::kConnect && joined_[peer] == 0) return false;
+    if (purposes_[peer] == Purpose::kConnect && !connected(peer)) return false;
   return true;
 }
 
@@ -162,6 +171,8 @@ std::optional<Connector::Trouble> Connector::trouble() {
   if (lost_) return lost_;
   auto now = Clock::now();
   for (int peer = 0; peer < world(); ++peer) {
+    if (!streams_.complete(peer) && streams_.hopeless(peer))
+      return Trouble{.peer = peer, .text = streams_.problem(peer), .also = {}};
     if (!awaits(peer)) continue;
     bool confirming = std::any_of(attempts_.begin(), attempts_.end(),
                                   [&](const Attempt& it) { return it.peer == peer && !it.dialled; });
@@ -189,6 +200,7 @@ Connector::Trouble Connector::large_trouble(int peer) const {
 }
 
 std::string Connector::problem(int peer) const {
+  if (!streams_.complete(peer)) return streams_.problem(peer);
   if (peer < rank() && routes_[peer].known()) return "tried " + routes_[peer].text(Clock::now());
   return problems_[peer];
 }
@@ -196,9 +208,9 @@ std::string Connector::problem(int peer) const {
 std::vector<Connector::Connected> Connector::take() {
   std::vector<Connected> out;
   for (int peer = 0; peer < world(); ++peer) {
-    if (!connected_[peer]) continue;
+    if (!connected_[peer] || !streams_.complete(peer)) continue;
     watched_[peer] = 0;
-    out.push_back({peer, std::move(connected_[peer])});
+    out.push_back({peer, std::move(connected_[peer]), streams_.take(peer)});
   }
   return out;
 }
@@ -223,6 +235,22 @@ void Connector::report(const std::string& line) {
 
 void Connector::dial_due(int peer) {
   auto now = Clock::now();
+  while (auto stream = streams_.due(peer, now)) {
+    Attempt attempt;
+    attempt.peer = peer;
+    attempt.stream = *stream;
+    attempt.streams = streams_.streams(peer);
+    attempt.dialled = true;
+    attempt.address = streams_.address(peer);
+    attempt.deadline = Deadline::after_ms(kPeerMs);
+    int error_number = 0;
+    attempt.fd = start_connect(attempt.address, error_number);
+    if (error_number != 0)
+      drop(attempt, errno_text(error_number));
+    else
+      attempts_.push_back(std::move(attempt));
+  }
+  if (!awaits(peer) || !routes_[peer].known() || now < probe_from_[peer]) return;
   Route& route = routes_[peer];
   while (auto candidate = route.due(now)) {
     Attempt attempt;
@@ -284,7 +312,9 @@ void Connector::evict_strangers() {
 void Connector::drop(Attempt& attempt, const std::string& why, bool refused, bool final) {
   attempt.stage = Stage::kFailed;
   attempt.fd.reset();
-  if (attempt.dialled)
+  if (attempt.stream > 0 && attempt.dialled)
+    streams_.failed(attempt.peer, attempt.stream, why, Clock::now());
+  else if (attempt.dialled)
     routes_[attempt.peer].failed(attempt.candidate, why, refused, final, Clock::now());
   else if (attempt.peer >= 0)
     problems_[attempt.peer] = attempt.address.text() + ": " + why;
@@ -338,7 +368,10 @@ bool Connector::read_message(Attempt& attempt) {
 }
 
 bool Connector::send_message(Attempt& attempt, const HandshakeFields& fields) {
-  HandshakeMessage message = encode_handshake(fields, secret_, attempt.transcript);
+  HandshakeFields sent = fields;
+  sent.stream = static_cast<uint16_t>(attempt.stream);
+  sent.streams = static_cast<uint16_t>(attempt.streams);
+  HandshakeMessage message = encode_handshake(sent, secret_, attempt.transcript);
   attempt.transcript.insert(attempt.transcript.end(), message.begin(), message.end());
   // They always fit into a fresh socket's buffer. The padding goes by itself: the message is to arrive where that does not.
   static constexpr std::array<std::byte, kMaxPaddingBytes> kPadding{};
@@ -364,7 +397,7 @@ void Connector::on_connected(Attempt& attempt) {
     route.restart(Clock::now() + kProbeAfter);
     return;
   }
-  route.answered(attempt.candidate);
+  if (attempt.stream == 0) route.answered(attempt.candidate);
   attempt.deadline = Deadline::after_ms(kPeerMs);
   if (send_message(attempt, fields(HandshakeType::kHello, attempt.peer))) attempt.stage = Stage::kAwaitReply;
 }
@@ -410,10 +443,14 @@ void Connector::on_padding(Attempt& attempt) {
     attempt.stage = Stage::kFailed;
     return;
   }
-  bool better = joined_[attempt.peer] != 0 || std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
-                  return it.peer == attempt.peer && it.stage == Stage::kDone;
-                });
+  const bool better =
+      attempt.stream > 0
+          ? !streams_.lacks(attempt.peer, attempt.stream)
+          : joined_[attempt.peer] != 0 || std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
+              return it.peer == attempt.peer && it.stream == 0 && it.stage == Stage::kDone;
+            });
   if (better) return drop(attempt, "");  // one confirm per peer: the other side may believe it
+  if (attempt.stream == 0) attempt.streams = streams_.wanted(attempt.peer, attempt.fd.get());
   HandshakeFields confirm = fields(HandshakeType::kConfirm, attempt.peer);
   confirm.padding = padding_for(attempt.fd.get());
   if (send_message(attempt, confirm)) attempt.stage = Stage::kDone;
@@ -429,9 +466,11 @@ void Connector::on_hello(Attempt& attempt) {
   Refusal verdict = judge_hello(*hello, mine_);
   int peer = static_cast<int>(hello->from);
   if (verdict == Refusal::kNone && joined_[peer] != 0) {
-    if (std::equal(instances_[peer].begin(), instances_[peer].end(), hello->nonce.begin())) return drop(attempt, "");
-    verdict = Refusal::kDuplicate;
+    const bool same = std::equal(instances_[peer].begin(), instances_[peer].end(), hello->nonce.begin());
+    if (same && !streams_.lacks(peer, hello->stream)) return drop(attempt, "");
+    if (!same) verdict = Refusal::kDuplicate;
   }
+  if (verdict == Refusal::kNone && hello->stream >= kMostStreams) return drop(attempt, "no hello");
   attempt.transcript.assign(attempt.buffer.begin(), attempt.buffer.end());
   if (verdict != Refusal::kNone) {
     std::string reason = refusal_text(verdict, *hello, mine_);
@@ -444,10 +483,11 @@ void Connector::on_hello(Attempt& attempt) {
     return;
   }
   auto unconfirmed = std::count_if(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
-    return it.peer == peer && it.stage == Stage::kAwaitConfirm;
+    return it.peer == peer && it.stream == hello->stream && it.stage == Stage::kAwaitConfirm;
   });
   if (unconfirmed >= kMaxUnconfirmed) return drop(attempt, "a handshake was replayed");
   attempt.peer = peer;
+  attempt.stream = hello->stream;
   attempt.nonce = hello->nonce;
   attempt.deadline = Deadline::after_ms(kPeerMs);
   HandshakeFields reply = fields(HandshakeType::kReply, peer);
@@ -464,23 +504,46 @@ void Connector::on_knock(const HandshakeFields& connect_fd_socket) {
 void Connector::on_confirm(Attempt& attempt) {
   auto confirm = decode_handshake(attempt.buffer, secret_, attempt.transcript);
   if (!confirm || confirm->type != HandshakeType::kConfirm) return drop(attempt, "a handshake was replayed");
+  if (confirm->streams < 1 || confirm->streams > kMostStreams)
+    return drop(attempt, "it announced " + std::to_string(confirm->streams) + " connections", false, true);
+  attempt.streams = confirm->streams;
   await_padding(attempt, confirm->padding);
 }
 
 void Connector::collect_attempts() {
   for (Attempt& it : attempts_) {
-    if (it.stage != Stage::kDone || joined_[it.peer] != 0) continue;
+    if (it.stage != Stage::kDone || it.stream > 0 || joined_[it.peer] != 0) continue;
     joined_[it.peer] = 1;
+    streams_.expect(it.peer, it.streams, it.dialled ? std::optional(it.address) : std::nullopt);
     connected_[it.peer] = std::move(it.fd);
     std::copy_n(it.nonce.begin(), instances_[it.peer].size(), instances_[it.peer].begin());
     watched_[it.peer] = 1;
   }
+  for (Attempt& it : attempts_) {  // of those that were accepted, the first of a pair may be slower than the others
+    if (it.stage != Stage::kDone || it.stream == 0 || joined_[it.peer] == 0) continue;
+    const bool same =
+        it.dialled || std::equal(instances_[it.peer].begin(), instances_[it.peer].end(), it.nonce.begin());
+    if (same && streams_.lacks(it.peer, it.stream)) streams_.add(it.peer, it.stream, std::move(it.fd));
+    it.stage = Stage::kFailed;
+  }
   attempts_.remove_if([&](const Attempt& it) {
-    bool needless = it.dialled && !awaits(it.peer);
-    return it.stage == Stage::kDone || it.stage == Stage::kFailed || needless;
+    bool needless = it.dialled && (it.stream > 0 ? !streams_.lacks(it.peer, it.stream) : !awaits(it.peer));
+    return (it.stage == Stage::kDone && it.stream == 0) || it.stage == Stage::kFailed || needless;
   });
-  for (int peer = 0; peer < world(); ++peer)
-    if (awaits(peer) && routes_[peer].known() && Clock::now() >= probe_from_[peer]) dial_due(peer);
+  for (int peer = 0; peer < world(); ++peer) dial_due(peer);
+}
+
+std::string ask_for_congestion(const std::vector<Connector::Connected>& connected, const std::string& setting) {
+  std::string problem;
+  const auto ask = [&](const Fd& socket) {
+    std::string text = ask_for_congestion(socket.get(), setting);
+    if (problem.empty()) problem = std::move(text);
+  };
+  for (const Connector::Connected& it : connected) {
+    ask(it.socket);
+    for (const Fd& socket : it.more) ask(socket);
+  }
+  return problem;
 }
 
 }  // namespace ringdp

@@ -1,7 +1,7 @@
 // Connector: turns the peers' addresses into one authenticated socket per wanted peer. It dials the lower ranks at all their
 // addresses, and accepts the higher ones, whether they are wanted or not; strangers get a bounded number of connections, a
 // bounded time, and no answer. It watches the sockets it has made until they are taken, so that the death of a rank is known
-// at once while others still meet. Owned by a RendezvousRun, later by LateConnections, and used by that one's thread.
+// at once while others still meet. A pair that is far apart gets further connections (ExtraStreams). Owned by a RendezvousRun, later by LateConnections, and used by that one's thread.
 #pragma once
 
 #include <poll.h>
@@ -15,24 +15,29 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "mesh/extra_streams.h"
 #include "mesh/handshake.h"
 #include "mesh/route.h"
 #include "mesh/shared_message.h"
+#include "transport/congestion.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
 
 class Connector {
  public:
-  // `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be connected with it.
-  Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted);
+  // `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be connected with it. `streams`,
+  // `congestion`: see ExtraStreams.
+  Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
+            int streams = 1, std::string congestion = std::string(kSystemCongestion));
 
   void listen_on(std::vector<TcpListener> listeners) { listeners_ = std::move(listeners); }
   bool listening() const { return !listeners_.empty(); }
 
   // Where a peer listens: dialled if it is a lower rank. A higher rank dials itself; with `probe` it is asked to when it takes
   // its time, which also shows whether anything still listens there.
-  void set_route(int peer, Candidates candidates, bool probe);
+  // `one`: they will share memory, so one connection is enough.
+  void set_route(int peer, Candidates candidates, bool probe, bool one = false);
 
   void want(int peer);    // from now on; its route is known
   void check(int peer);   // whether a lower rank can be reached, large packets too; the connection is not kept
@@ -42,7 +47,7 @@ class Connector {
   // Waits until something happens, there or at the descriptors of `also`, at most that long, and deals with it.
   void step(int wait_ms, std::span<const pollfd> also = {});
   bool complete() const;  // all that are wanted are connected
-  bool connected(int peer) const { return joined_[peer] != 0; }
+  bool connected(int peer) const { return joined_[peer] != 0 && streams_.complete(peer); }
   bool busy() const;  // an attempt is under way whose next step waits for time alone
   // A text if no connection could be accepted for seconds, because descriptors are short; else empty.
   std::string shortage() const;
@@ -64,6 +69,7 @@ class Connector {
   struct Connected {
     int peer = -1;
     Fd socket;
+    std::vector<Fd> more = {};  // streams of the same pair
   };
   std::vector<Connected> take();  // those that were not taken before
   void tell(const GivenUp& why);  // the peers that are connected, whose connections were not taken
@@ -77,6 +83,8 @@ class Connector {
     Fd fd;
     Stage stage = Stage::kConnecting;
     int peer = -1;
+    int stream = 0;             // 0: the pair's first connection
+    int streams = 1;            // of the pair
     std::size_t candidate = 0;  // of the peer's route, if this side dials
     bool dialled = false;
     SocketAddress address;
@@ -125,6 +133,7 @@ class Connector {
   std::vector<Instance> instances_;  // of the peers that are connected
   std::vector<std::byte> secret_;
   std::vector<Route> routes_;
+  ExtraStreams streams_;
   std::vector<Purpose> purposes_;              // per peer
   std::vector<Clock::time_point> probe_from_;  // per peer; for ever away where it is not to be probed
   std::vector<char> joined_;                   // per peer: a connection was made, and perhaps taken
@@ -142,5 +151,8 @@ class Connector {
   int unreported_ = 0;
   int turned_away_ = 0;
 };
+
+// The first problem, if any, of the sockets of these pairs: see transport/congestion.h.
+std::string ask_for_congestion(const std::vector<Connector::Connected>& connected, const std::string& setting);
 
 }  // namespace ringdp

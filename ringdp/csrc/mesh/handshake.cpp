@@ -35,6 +35,8 @@ HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const
   put(at + 48, static_cast<uint32_t>(fields.refusal));
   put(at + 52, fields.padding);
   std::memcpy(at + 56, fields.nonce.data(), kNonceBytes);
+  put(at + 80, fields.stream);
+  put(at + 82, static_cast<uint16_t>(fields.streams - 1));
   Digest mac = mac_of(std::span(message).first(kSignedBytes), secret, transcript);
   std::memcpy(at + kSignedBytes, mac.data(), mac.size());
   return message;
@@ -57,6 +59,8 @@ std::optional<HandshakeFields> decode_handshake(const HandshakeMessage& message,
   fields.refusal = static_cast<Refusal>(take<uint32_t>(at + 48));
   fields.padding = take<uint32_t>(at + 52);
   std::memcpy(fields.nonce.data(), at + 56, kNonceBytes);
+  fields.stream = take<uint16_t>(at + 80);
+  fields.streams = static_cast<uint16_t>(take<uint16_t>(at + 82) + 1);
   return fields;
 }
 

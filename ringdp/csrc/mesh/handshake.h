@@ -24,7 +24,7 @@
 
 namespace ringdp {
 
-inline constexpr uint32_t kProtocolVersion = 6;
+inline constexpr uint32_t kProtocolVersion = 7;
 inline constexpr std::size_t kHandshakeBytes = 128;
 inline constexpr std::size_t kMaxPaddingBytes = 9216;  // with jumbo frames a packet carries 8,948 bytes
 inline constexpr std::size_t kNonceBytes = 24;
@@ -49,6 +49,8 @@ struct HandshakeFields {
   uint32_t world = 0;
   Refusal refusal = Refusal::kNone;
   uint32_t padding = 0;  // bytes that follow the message; their values have no meaning, their arrival has
+  uint16_t stream = 0;   // which of the pair's connections this is to be; 0: the first
+  uint16_t streams = 1;  // confirm of the first: how many there are to be
   Nonce nonce{};
 };
 

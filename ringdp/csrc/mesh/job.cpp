@@ -38,13 +38,10 @@ Job make_job(const RendezvousOptions& options, Record& record) {
     random_bytes(job.id);
   }
   job.secret = options.secret;
-  record = {{"version", std::to_string(kProtocolVersion)},
-            {"world", std::to_string(options.world)},
-            {"epoch", std::to_string(options.epoch)},
-            {"job", hex_encode(job.id)},
-            {"checksums", options.checksums ? "1" : "0"},
-            {"full_mesh_ranks", std::to_string(options.full_mesh_ranks)},
-            {"tables", options.tables},
+  record = {{"version", std::to_string(kProtocolVersion)}, {"world", std::to_string(options.world)},
+            {"epoch", std::to_string(options.epoch)},      {"job", hex_encode(job.id)},
+            {"checksums", options.checksums ? "1" : "0"},  {"full_mesh_ranks", std::to_string(options.full_mesh_ranks)},
+            {"streams", streams_text(options.streams)},    {"tables", options.tables},
             {"tables_source", options.tables_source}};
   if (job.secret.empty()) {
     job.secret.resize(32);
@@ -67,6 +64,9 @@ Job join_job(const Record& record, const RendezvousOptions& options, std::string
   same("epoch", "the restart count", options.epoch);
   same("checksums", "RINGDP_CHECKSUM", options.checksums ? 1 : 0);
   same("full_mesh_ranks", "RINGDP_FULL_MESH_RANKS", options.full_mesh_ranks);
+  if (problem.empty() && field(record, "streams") != streams_text(options.streams))
+    problem = "RINGDP_STREAMS differs: " + field(record, "streams") + " at rank 0, " + streams_text(options.streams) +
+              " at " + self;
   if (problem.empty() && field(record, "tables") != options.tables) {
     auto [theirs, mine] = different_words(field(record, "tables"), options.tables);
     problem = "the algorithm table differs: " + theirs + " at rank 0 (" + field(record, "tables_source") + "), " +

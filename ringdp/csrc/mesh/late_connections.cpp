@@ -83,7 +83,9 @@ bool LateConnections::step() {
   std::vector<pollfd> also{{wakeup_.get(), POLLIN, 0}};
   int wait_ms = state_->sharing.poll_for(also, busy ? kBusyMs : kIdleMs);
   state_->connector.step(wait_ms, also);
-  for (Connector::Connected& it : state_->connector.take()) state_->sharing.add(it.peer, std::move(it.socket));
+  std::vector<Connector::Connected> connected = state_->connector.take();
+  ask_for_congestion(connected, state_->congestion);  // what is wrong was said at the start
+  for (Connector::Connected& it : connected) state_->sharing.add(it.peer, std::move(it.socket), std::move(it.more));
   state_->sharing.step(0);
   hand_over();
   look_for_trouble();

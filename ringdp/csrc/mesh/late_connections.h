@@ -31,6 +31,7 @@ class LateConnections {
     SharedSetup sharing;
     std::vector<PeerInfo> peers;
     std::vector<char> elsewhere;  // per rank: in another network namespace or on another host
+    std::string congestion;       // as of the connections of the start
     bool checksums = false;       // of the connections over transports that have them
   };
   struct Events {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "mesh/extra_streams.h"
 #include "mesh/handshake.h"
 #include "mesh/link.h"
 #include "mesh/overlay.h"
@@ -37,6 +38,8 @@ struct RendezvousOptions {
   std::string tables_source;             // where they are from, for messages
   const Transport* transport = nullptr;  // null: auto, the best one that can be had
   bool checksums = false;                // of the frames over transports that have them; the same on all ranks
+  int streams = kAutomaticStreams;       // connections of a pair over TCP, the same on all ranks; see ExtraStreams
+  std::string congestion = "auto";       // of the connections to other hosts, see ask_for_congestion
   int full_mesh_ranks =
       kFullMeshRanks;              // in jobs of more, pairs connect when they first need it; the same on all ranks
   std::size_t shm_ring_bytes = 0;  // shared with each rank of this host, each way; 0: see shared_ring_bytes

@@ -121,6 +121,7 @@ std::unique_ptr<LateConnections> RendezvousRun::leave_the_rest() {
                               .sharing = std::move(*sharing_),
                               .peers = {},
                               .elsewhere = std::vector<char>(world_, 0),
+                              .congestion = options_.congestion,
                               .checksums = options_.checksums};
   const Peer& self = peers_[rank_];
   for (int peer = 0; peer < world_; ++peer) {
@@ -224,7 +225,9 @@ void RendezvousRun::take_at(int rank, const std::string& text) {
   bool same_network = peer.network == peers_[rank_].network;
   // A process of this host is known to live. A group that it had, with listeners of its own, may be gone all the same.
   bool same_processes = peer.process.space == peers_[rank_].process.space && !options_.listeners;
-  connector_->set_route(rank, candidates_of_peer(published, same_network, interfaces_, kLookUpMs), !same_processes);
+  const Transport* first = transport_between(peers_[rank_], peer).first;
+  connector_->set_route(rank, candidates_of_peer(published, same_network, interfaces_, kLookUpMs), !same_processes,
+                        first == nullptr || first->open == nullptr);
   peer.placed = true;
 }
 
@@ -250,7 +253,7 @@ void RendezvousRun::listen_if_known() {
   const auto published = addresses_to_publish(listeners, away ? options_.advertise : "");
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
-  connector_.emplace(mine, job_->secret, wanted);
+  connector_.emplace(mine, job_->secret, wanted, options_.streams, options_.congestion);
   connector_->listen_on(std::move(listeners));
   store_.set(key("at", rank_), write_record({{"addresses", join(published, ",")}}));
 }

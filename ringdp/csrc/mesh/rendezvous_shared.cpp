@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "mesh/rendezvous_run.h"
+#include "transport/congestion.h"
 #include "transport/tcp_health.h"
 
 namespace ringdp {
@@ -77,7 +78,15 @@ void RendezvousRun::set_up_transports() {
   check_settings();  // before the sockets are taken: where it throws they must stay open for a while
   SharedSetup::Plan plan = sharing_plan();
   std::vector<Fd> sockets(world_);
-  for (Connector::Connected& it : connector_->take()) sockets[it.peer] = std::move(it.socket);
+  std::vector<Connector::Connected> connected = connector_->take();
+  const std::string congestion = ask_for_congestion(connected, options_.congestion);
+  std::map<std::size_t, std::vector<int>> with_streams;  // by how many
+  plan.streams.resize(world_);
+  for (Connector::Connected& it : connected) {
+    sockets[it.peer] = std::move(it.socket);
+    if (!it.more.empty()) with_streams[it.more.size() + 1].push_back(it.peer);
+    plan.streams[it.peer] = std::move(it.more);
+  }
   int64_t round_trip_us = 0;
   for (int peer = 0; peer < world_; ++peer)
     if (sockets[peer] && peers_[peer].identity != peers_[rank_].identity)
@@ -106,6 +115,12 @@ void RendezvousRun::set_up_transports() {
         "look at its log: it may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
   }
   tell_transports();
+  const std::string self = "rank " + std::to_string(rank_);
+  for (const auto& [count, ranks] : with_streams)
+    log(LogLevel::kInfo, self + " has " + std::to_string(count) + " connections with " + ranks_text(ranks) +
+                             (options_.streams == kAutomaticStreams ? ", which is far away" : " (RINGDP_STREAMS)"));
+  if (!congestion.empty())
+    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning, self + " " + congestion);
 }
 
 std::string RendezvousRun::what_for() const {

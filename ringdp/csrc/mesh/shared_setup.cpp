@@ -44,6 +44,7 @@ SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan)
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer) {
     Pair& pair = pairs_[peer];
     pair.tcp = std::move(sockets[peer]);
+    if (!plan_.streams.empty()) pair.streams = std::move(plan_.streams[peer]);
     makes = makes || (pair.tcp && plan_.shares(static_cast<int>(peer)) && static_cast<int>(peer) > rank_);
   }
   if (makes) no_memory_ = memory_problem(plan_.bytes_on_host);
@@ -52,9 +53,10 @@ SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan)
   step(0);
 }
 
-void SharedSetup::add(int peer, Fd socket) {
+void SharedSetup::add(int peer, Fd socket, std::vector<Fd> streams) {
   pairs_[peer] = {};
   pairs_[peer].tcp = std::move(socket);
+  pairs_[peer].streams = std::move(streams);
   if (plan_.shares(peer) && peer > rank_) no_memory_ = memory_problem(2 * plan_.ring_bytes);
   begin(peer);
 }
@@ -353,7 +355,11 @@ void SharedSetup::object(int peer, const std::string& text) {
 
 std::unique_ptr<Channel> SharedSetup::take(int peer) {
   Pair& pair = pairs_[peer];
-  if (!pair.memory) return transport(peer).open(std::move(pair.tcp));
+  if (!pair.memory) {
+    std::vector<Fd> sockets = std::move(pair.streams);
+    sockets.insert(sockets.begin(), std::move(pair.tcp));
+    return transport(peer).open(std::move(sockets));
+  }
   pair.tcp.reset();
   int side = peer > rank_ ? 0 : 1;
   return make_shm_channel({std::move(*pair.memory), std::move(pair.unix_socket), side, "rank " + std::to_string(peer)});

@@ -41,12 +41,13 @@ std::string instead_text(const TransportChoice& choice);
 class SharedSetup {
  public:
   struct Plan {
-    std::vector<TransportChoice> transports;  // per rank; the same at both ends. Where the set-up of a required one
-                                              // fails, this rank is not ready
-    std::vector<int64_t> pids;                // per rank: as this process sees it, -1 where it does not
-    int64_t round_trip_us = 0;                // the longest to a rank of another host; 0: there is none
-    std::size_t ring_bytes = 0;               // each way
-    std::size_t bytes_on_host = 0;            // of all pairs of the start here together; 0: not to be asked for
+    std::vector<TransportChoice> transports;    // per rank; the same at both ends. Where the set-up of a required one
+                                                // fails, this rank is not ready
+    std::vector<int64_t> pids;                  // per rank: as this process sees it, -1 where it does not
+    int64_t round_trip_us = 0;                  // the longest to a rank of another host; 0: there is none
+    std::size_t ring_bytes = 0;                 // each way
+    std::size_t bytes_on_host = 0;              // of all pairs of the start here together; 0: not to be asked for
+    std::vector<std::vector<Fd>> streams = {};  // per rank: further connections of the start; empty: there are none
     int64_t patience_ms = 5000;  // with a peer that has made an offer, and then does not hand the memory out
 
     bool shares(int peer) const {  // memory is to be set up with it
@@ -59,7 +60,7 @@ class SharedSetup {
   // connected then.
   SharedSetup(int rank, std::vector<Fd> sockets, Plan plan);
 
-  void add(int peer, Fd socket);  // one that was connected later
+  void add(int peer, Fd socket, std::vector<Fd> streams = {});  // one that was connected later
   void step(int wait_ms);
   // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
@@ -95,6 +96,7 @@ class SharedSetup {
   enum class Stage { kAwaitOffer, kConnecting, kAwaitMemory, kAwaitAnswer, kSettled };
   struct Pair {
     Fd tcp;
+    std::vector<Fd> streams;  // further connections
     SharedReader tcp_reader;
     Stage stage = Stage::kSettled;
     SharedMessage offer;

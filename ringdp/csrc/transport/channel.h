@@ -61,16 +61,16 @@ class Channel {
   }
   virtual void consume(std::size_t) {}
 
-  virtual bool drained() const = 0;           // everything sent has reached the peer's host: closing now loses nothing
+  virtual bool drained() = 0;                 // everything sent has reached the peer's host: closing now loses nothing
   virtual void close_send() = 0;              // no more bytes will be sent; the peer sees kClosed after the last one
-  virtual int poll_fd() const = 0;            // for the Poller
+  virtual int poll_fd() const = 0;            // for the Poller; readable may mean room, too
   virtual int bell_fd() const { return -1; }  // a second one, if any: every write to it wakes, and none is read
 
   // A direct channel moves without its descriptor. A thread that sleeps on that says so before: true if from now on it turns
   // readable when bytes come (with `for_room`, also when room is made); false: something is there already, do not sleep.
   virtual bool before_sleep(bool /*for_room*/) { return true; }
   virtual void after_sleep() {}
-  virtual void noticed() {}  // the descriptor was readable: look at it with the next `peek`
+  virtual void noticed() {}  // the descriptor was readable: look at it with the next `peek`, or for room
 
   // Whether the peer's host is there at all, whatever its process does; a transport inside one host has nothing to add.
   virtual void watch_host(int64_t) {
@@ -93,6 +93,9 @@ class Channel {
     uint64_t bytes_per_s = 0;  // lately, at its best
   };
   virtual std::optional<Carried> carried() const { return std::nullopt; }
+
+  // A setting of the system that makes it slow, and the value that would help; empty: none that is known.
+  virtual std::string slowed_by() const { return ""; }
 
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
 };

@@ -25,7 +25,7 @@ class FaultyChannel final : public Channel {
   IoResult receive(std::span<const iovec> pieces) override;
   IoStatus peek(std::span<const std::byte>& bytes) override;
   void consume(std::size_t bytes) override { inner_->consume(bytes); }
-  bool drained() const override { return inner_->drained(); }
+  bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }
   int poll_fd() const override { return inner_->poll_fd(); }
@@ -37,6 +37,7 @@ class FaultyChannel final : public Channel {
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
   HeldUp held_up() override { return inner_->held_up(); }
   std::optional<Carried> carried() const override { return inner_->carried(); }
+  std::string slowed_by() const override { return inner_->slowed_by(); }
   std::string describe() const override { return "faulty " + inner_->describe(); }
 
  private:

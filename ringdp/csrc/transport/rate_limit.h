@@ -43,15 +43,17 @@ class LimitedChannel final : public Channel {
   IoResult send(std::span<const iovec> pieces) override;
   bool held_back() const override { return held_back_; }
   IoResult receive(std::span<const iovec> pieces) override { return inner_->receive(pieces); }
-  bool drained() const override { return inner_->drained(); }
+  bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }
   int poll_fd() const override { return inner_->poll_fd(); }
   int bell_fd() const override { return inner_->bell_fd(); }
+  void noticed() override { inner_->noticed(); }
   void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
   HeldUp held_up() override { return inner_->held_up(); }
   std::optional<Carried> carried() const override { return inner_->carried(); }
+  std::string slowed_by() const override { return inner_->slowed_by(); }
   std::string describe() const override { return inner_->describe(); }
 
  private:

@@ -109,7 +109,7 @@ class ShmChannel final : public Channel {
   }
 
   // The peer has the memory mapped itself, also after this rank has left.
-  bool drained() const override { return true; }
+  bool drained() override { return true; }
   void close_send() override {
     out_.ended.store(1, std::memory_order_release);
     shutdown(socket_.get(), SHUT_WR);

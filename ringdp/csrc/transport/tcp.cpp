@@ -13,6 +13,8 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "transport/striped.h"
+#include "transport/tcp_limits.h"
 #include "transport/tcp_watch.h"
 #include "transport/transport.h"
 
@@ -85,7 +87,7 @@ class TcpChannel final : public Channel {
   }
 
   // tcp(7): SIOCOUTQ is what is not acknowledged yet. A close with unread input resets the connection and drops that.
-  bool drained() const override {
+  bool drained() override {
     int unacknowledged = 0;
     return ioctl(fd_.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
   }
@@ -106,6 +108,7 @@ class TcpChannel final : public Channel {
   int64_t host_silence_ms() override { return watch_.host_silence_ms(); }
   HeldUp held_up() override { return watch_.held_up(); }
   std::optional<Carried> carried() const override { return TcpHealth::carried(fd_.get()); }
+  std::string slowed_by() const override { return TcpLimits::of(fd_.get()).text(); }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return description_; }
 
@@ -272,8 +275,18 @@ std::string connection_text(int fd) {
 
 std::unique_ptr<Channel> make_tcp_channel(Fd socket) { return std::make_unique<TcpChannel>(std::move(socket)); }
 
+namespace {
+
+std::unique_ptr<Channel> open_tcp(std::vector<Fd> sockets) {
+  std::vector<std::unique_ptr<Channel>> channels;
+  for (Fd& it : sockets) channels.push_back(make_tcp_channel(std::move(it)));
+  return channels.size() == 1 ? std::move(channels.front()) : make_striped_channel(std::move(channels));
+}
+
+}  // namespace
+
 const Transport& tcp_transport() {
-  static constexpr Transport kTcp{.name = "tcp", .title = "TCP", .checksums = true, .open = make_tcp_channel};
+  static constexpr Transport kTcp{.name = "tcp", .title = "TCP", .checksums = true, .open = open_tcp};
   return kTcp;
 }
 

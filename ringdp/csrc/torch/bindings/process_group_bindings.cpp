@@ -60,6 +60,8 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.host_name = config["host_name"].cast<std::string>();
   options.host_id = config["host_id"].cast<std::string>();
   options.site = config["site"].cast<std::string>();
+  options.streams = config["streams"].cast<int>();
+  options.congestion = config["congestion"].cast<std::string>();
   options.interface = config["iface"].cast<std::string>();
   options.advertise = config["advertise"].cast<std::string>();
   options.transport = transport_named(config["transport"].cast<std::string>());

@@ -16,6 +16,7 @@ MUST_AGREE = {
     "ringdp": "install the same ringdp everywhere",
     "torch": "install the same torch everywhere",
     "RINGDP_CHECKSUM": "set it alike on all ranks",
+    "RINGDP_STREAMS": "set it alike on all ranks",
     "RINGDP_FULL_MESH_RANKS": "set it alike on all ranks",
     "RINGDP_TUNING": "give all ranks the same table",
     "RINGDP_CUDA": "set it alike on all ranks",

@@ -1,0 +1,130 @@
+#include "transport/stripe_lane.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+namespace ringdp {
+
+IoResult StripeSender::put(uint64_t offset, std::size_t length, const PieceCursor& from) {
+  std::array<std::byte, Stripe::kHeadBytes> head;
+  Stripe{offset, static_cast<uint32_t>(length)}.encode(head.data());
+  pieces_.assign({{head.data(), head.size()}});
+  from.list(length, pieces_);
+  const IoResult result = socket_.send(pieces_);
+  if (result.status != IoStatus::kOk) {
+    full_ = result.status == IoStatus::kWouldBlock;
+    return result;
+  }
+  std::size_t sent = result.bytes;
+  for (const iovec& it : pieces_) {
+    const std::size_t done = std::min(sent, it.iov_len);
+    const auto* bytes = static_cast<const std::byte*>(it.iov_base);
+    rest_.insert(rest_.end(), bytes + done, bytes + it.iov_len);
+    sent -= done;
+  }
+  if (!rest_.empty())
+    send_rest();  // once more: from then on the kernel tells when there is room. Errors show next time
+  return {IoStatus::kOk, length, 0};
+}
+
+IoResult StripeSender::flush() {
+  full_ = false;
+  return rest_.empty() ? IoResult{} : send_rest();
+}
+
+IoResult StripeSender::finish(uint64_t offset) {
+  if (finishing_) return {};
+  finishing_ = true;
+  rest_.resize(rest_.size() + Stripe::kHeadBytes);
+  Stripe{offset, 0}.encode(rest_.data() + rest_.size() - Stripe::kHeadBytes);
+  return send_rest();
+}
+
+IoResult StripeSender::send_rest() {
+  while (rest_sent_ < rest_.size()) {
+    const iovec piece{rest_.data() + rest_sent_, rest_.size() - rest_sent_};
+    const IoResult result = socket_.send(std::span(&piece, 1));
+    full_ = result.status == IoStatus::kWouldBlock;
+    if (result.status != IoStatus::kOk) return result;
+    rest_sent_ += result.bytes;
+  }
+  rest_.clear();
+  rest_sent_ = 0;
+  if (finishing_) socket_.close_send();
+  return {};
+}
+
+void StripeReceiver::pull(ReorderBuffer& buffer, PieceCursor& to) {
+  while (!ended_ && (stripe_ ? read_payload(buffer, to) : read_head(buffer))) {
+  }
+}
+
+void StripeReceiver::end(int error_number) {
+  ended_ = true;
+  error_number_ = error_number;
+}
+
+IoResult StripeReceiver::read(std::vector<iovec>& pieces) {
+  const IoResult result = socket_.receive(pieces);
+  if (result.status == IoStatus::kClosed) end(0);
+  if (result.status == IoStatus::kBroken) end(result.error_number);
+  return result;
+}
+
+// False: it needs more from the socket.
+bool StripeReceiver::read_head(ReorderBuffer& buffer) {
+  if (head_filled_ < head_.size()) {
+    pieces_.assign({{head_.data() + head_filled_, head_.size() - head_filled_}});
+    const IoResult result = read(pieces_);
+    if (result.status != IoStatus::kOk) return false;
+    head_filled_ += result.bytes;
+    if (head_filled_ < head_.size()) return false;
+  }
+  head_filled_ = 0;
+  const auto stripe = Stripe::decode(head_);
+  if (!stripe || stripe->offset < std::max(least_, buffer.next()) || stream_end_) {
+    end(EBADMSG);
+    return false;
+  }
+  least_ = stripe->end();
+  if (stripe->length == 0)
+    stream_end_ = stripe->offset;
+  else
+    stripe_ = stripe;
+  return true;
+}
+
+bool StripeReceiver::read_payload(ReorderBuffer& buffer, PieceCursor& to) {
+  std::size_t left = stripe_->length - filled_;
+  const bool direct = block_.empty() && stripe_->offset + filled_ == buffer.next();
+  pieces_.clear();
+  if (direct) {
+    if (to.left() == 0) return false;
+    left = std::min(left, to.left());
+    to.list(left, pieces_);
+  } else {
+    if (stalled(buffer)) return false;
+    block_.resize(stripe_->length);
+    pieces_.push_back({block_.data() + filled_, left});
+  }
+  const bool to_its_end = filled_ + left == stripe_->length;
+  if (to_its_end) pieces_.push_back({head_.data(), head_.size()});  // of the next one, for one system call less
+  const IoResult result = read(pieces_);
+  if (result.status != IoStatus::kOk) return false;
+  const std::size_t got = std::min(left, result.bytes);
+  head_filled_ = result.bytes - got;
+  filled_ += got;
+  if (direct) {
+    to.skip(got);
+    buffer.advance(got);
+  }
+  if (filled_ < stripe_->length) return got == left;
+  if (!block_.empty() && !buffer.keep(stripe_->offset, std::exchange(block_, {}))) end(EBADMSG);
+  stripe_.reset();
+  filled_ = 0;
+  buffer.deliver(to);
+  return !ended_;
+}
+
+}  // namespace ringdp

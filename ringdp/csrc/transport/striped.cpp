@@ -1,0 +1,287 @@
+#include "transport/striped.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fd.h"
+#include "transport/stripe_lane.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kStripeBytes = 16 * 1024;
+constexpr std::size_t kLeastStripeBytes = 4 * 1024;
+constexpr std::size_t kUnsentBytes = 32 * 1024;  // of one socket: more would wait behind its losses
+constexpr int64_t kUnluckyMs = 15'000;  // without an answer on one socket: the sixth time a packet is sent again
+// In the events of sockets:
+constexpr uint32_t kRoom = kMostStreams;  // one of them has room
+constexpr uint32_t kMore = kRoom + 1;     // what is here already was not all taken
+constexpr std::size_t kMostEvents = kMore + 1;
+
+Fd make_epoll() {
+  Fd made(epoll_create1(EPOLL_CLOEXEC));
+  if (!made) throw_system("create an epoll descriptor", errno);
+  return made;
+}
+
+void watch(const Fd& epoll, int fd, uint32_t token, uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u32 = token;
+  if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) throw_system("watch a descriptor", errno);
+}
+
+struct Lane {
+  explicit Lane(std::unique_ptr<Channel> channel) : socket(std::move(channel)), out(*socket), in(*socket) {}
+
+  std::unique_ptr<Channel> socket;
+  StripeSender out;
+  StripeReceiver in;
+  bool watched = true;  // for bytes
+};
+
+class StripedChannel final : public Channel {
+ public:
+  StripedChannel(std::vector<std::unique_ptr<Channel>> sockets, std::size_t reorder_bytes)
+      : readable_(make_epoll()),
+        room_(make_epoll()),
+        more_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        buffer_(reorder_bytes) {
+    if (!more_) throw_system("create an eventfd", errno);
+    for (auto& it : sockets) {
+      const auto token = static_cast<uint32_t>(lanes_.size());
+      watch(readable_, it->poll_fd(), token, EPOLLIN);
+      watch(room_, it->poll_fd(), token, EPOLLOUT | EPOLLET);
+      it->limit_unsent(kUnsentBytes);
+      lanes_.push_back(std::make_unique<Lane>(std::move(it)));
+    }
+    watch(readable_, room_.get(), kRoom, EPOLLIN);
+    watch(readable_, more_.get(), kMore, EPOLLIN);
+    look_for_room();  // each has some: nobody need be woken for that
+  }
+
+  IoResult send(std::span<const iovec> pieces) override;
+  IoResult receive(std::span<const iovec> pieces) override;
+  void noticed() override { look_for_room(); }
+
+  void limit_unsent(std::size_t bytes) override {
+    stripe_bytes_ = std::clamp(bytes / lanes_.size(), kLeastStripeBytes, kStripeBytes);
+    for (auto& it : lanes_) it->socket->limit_unsent(stripe_bytes_);
+  }
+
+  bool drained() override {
+    look_for_room();
+    return std::all_of(lanes_.begin(), lanes_.end(),
+                       [](auto& it) { return it->out.flushed() && it->socket->drained(); });
+  }
+
+  void close_send() override {
+    for (auto& it : lanes_) note_sent(it->out.finish(sent_));
+  }
+
+  int poll_fd() const override { return readable_.get(); }
+
+  void watch_host(int64_t silence_ms) override {
+    for (auto& it : lanes_) it->socket->watch_host(silence_ms);
+  }
+
+  // The host answers as long as it does on one of them.
+  int64_t host_silence_ms() override {
+    int64_t shortest = 0;
+    for (auto& it : lanes_)
+      if (const int64_t ms = it->socket->host_silence_ms(); ms > 0)
+        shortest = shortest == 0 ? ms : std::min(shortest, ms);
+    return shortest;
+  }
+
+  HeldUp held_up() override;
+  std::optional<Carried> carried() const override;
+
+  std::string slowed_by() const override {
+    std::string text;
+    for (auto it = lanes_.begin(); it != lanes_.end() && text.empty(); ++it) text = (*it)->socket->slowed_by();
+    return text;
+  }
+
+  std::string describe() const override {
+    return lanes_.front()->socket->describe() + " and " + std::to_string(lanes_.size() - 1) + " more streams";
+  }
+
+ private:
+  void look_for_room();
+  void note_sent(const IoResult& result);
+  void follow(uint32_t lane);
+  bool wake_stalled();
+  void note_more();
+  IoStatus end_of_stream(int& error_number);
+  void abandon();
+
+  Fd readable_;  // a socket has bytes, or one of these two says something
+  Fd room_;      // a socket that had no room has some: said once
+  Fd more_;      // eventfd(2)
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  ReorderBuffer buffer_;
+  std::size_t stripe_bytes_ = kStripeBytes;
+  std::size_t turn_ = 0;  // the lane that is asked first
+  uint64_t sent_ = 0;
+  int send_error_ = 0;
+  bool abandoned_ = false;
+  bool says_more_ = false;
+};
+
+void StripedChannel::note_sent(const IoResult& result) {
+  if (result.status == IoStatus::kBroken && send_error_ == 0) send_error_ = result.error_number;
+}
+
+void StripedChannel::look_for_room() {
+  std::array<epoll_event, kMostStreams> events;
+  const int count = epoll_wait(room_.get(), events.data(), static_cast<int>(lanes_.size()), 0);
+  for (int i = 0; i < count; ++i) note_sent(lanes_[events[i].data.u32]->out.flush());
+}
+
+IoResult StripedChannel::send(std::span<const iovec> pieces) {
+  PieceCursor from(pieces);
+  bool looked = false;
+  while (from.left() > 0 && send_error_ == 0) {
+    std::size_t tried = 0;
+    for (; tried < lanes_.size() && !lanes_[turn_]->out.has_room(); ++tried) turn_ = (turn_ + 1) % lanes_.size();
+    if (tried == lanes_.size()) {
+      if (std::exchange(looked, true)) break;
+      look_for_room();
+      continue;
+    }
+    const IoResult result = lanes_[turn_]->out.put(sent_, std::min(stripe_bytes_, from.left()), from);
+    note_sent(result);
+    if (result.status != IoStatus::kOk) continue;
+    sent_ += result.bytes;
+    from.skip(result.bytes);
+    turn_ = (turn_ + 1) % lanes_.size();
+  }
+  if (from.done() > 0) return {IoStatus::kOk, from.done(), 0};
+  if (send_error_ != 0) return {IoStatus::kBroken, 0, send_error_};
+  return {IoStatus::kWouldBlock, 0, 0};
+}
+
+IoResult StripedChannel::receive(std::span<const iovec> pieces) {
+  PieceCursor to(pieces);
+  buffer_.deliver(to);
+  std::array<epoll_event, kMostEvents> events;
+  do {
+    const int count = epoll_wait(readable_.get(), events.data(), static_cast<int>(events.size()), 0);
+    for (int i = 0; i < count; ++i)
+      if (const uint32_t lane = events[i].data.u32; lane < lanes_.size()) {
+        lanes_[lane]->in.pull(buffer_, to);
+        follow(lane);
+      }
+  } while (wake_stalled() && to.left() > 0);
+  note_more();
+  if (to.done() > 0) return {IoStatus::kOk, to.done(), 0};
+  int error_number = 0;
+  const IoStatus status = end_of_stream(error_number);
+  return {status, 0, error_number};
+}
+
+// One that waits for its turn, or has ended, would wake the driver again and again.
+void StripedChannel::follow(uint32_t lane) {
+  Lane& it = *lanes_[lane];
+  const bool wanted = !it.in.ended() && !it.in.stalled(buffer_);
+  if (wanted == it.watched) return;
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u32 = lane;
+  epoll_ctl(readable_.get(), wanted ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, it.socket->poll_fd(), &event);
+  it.watched = wanted;
+}
+
+// True if a socket that had to wait may go on.
+bool StripedChannel::wake_stalled() {
+  bool woken = false;
+  for (uint32_t lane = 0; lane < lanes_.size(); ++lane) {
+    if (lanes_[lane]->watched) continue;
+    follow(lane);
+    woken |= lanes_[lane]->watched;
+  }
+  return woken;
+}
+
+// What waits here in order makes no socket readable.
+void StripedChannel::note_more() {
+  if (buffer_.ready() == says_more_) return;
+  says_more_ = !says_more_;
+  uint64_t value = 1;
+  [[maybe_unused]] const ssize_t moved =
+      says_more_ ? ::write(more_.get(), &value, sizeof(value)) : ::read(more_.get(), &value, sizeof(value));
+}
+
+// Nothing has come. A socket that ends before its stream does ends all: what the others bring is still taken in, and then
+// nothing is waited for.
+IoStatus StripedChannel::end_of_stream(int& error_number) {
+  std::size_t ended = 0;
+  for (auto& it : lanes_) {
+    if (!it->in.ended()) continue;
+    ++ended;
+    if (error_number == 0) error_number = it->in.error_number();
+    if (!it->in.stream_end()) abandon();
+  }
+  if (error_number == EBADMSG) return IoStatus::kBroken;
+  if (ended < lanes_.size()) {
+    error_number = 0;
+    return IoStatus::kWouldBlock;
+  }
+  const bool whole = std::all_of(lanes_.begin(), lanes_.end(), [this](auto& it) {
+    return !it->in.stream_end() || *it->in.stream_end() == buffer_.next();
+  });
+  if (!whole && error_number == 0) error_number = ECONNRESET;
+  return error_number == 0 ? IoStatus::kClosed : IoStatus::kBroken;
+}
+
+// The peer sees the same on all sockets, and ends them too.
+void StripedChannel::abandon() {
+  if (std::exchange(abandoned_, true)) return;
+  for (auto& it : lanes_) it->socket->close_send();
+}
+
+Channel::HeldUp StripedChannel::held_up() {
+  HeldUp longest;
+  int64_t shortest_silence = INT64_MAX, longest_silence = 0;
+  for (auto& it : lanes_) {
+    const HeldUp held_up = it->socket->held_up();
+    const int64_t silence = it->socket->host_silence_ms();
+    shortest_silence = std::min(shortest_silence, silence);
+    longest_silence = std::max(longest_silence, silence);
+    if (held_up.ms > longest.ms) longest = held_up;
+  }
+  // On one of them nothing arrives, on others it does. One of many is unlucky more often than one alone.
+  if (longest.ms == 0 && longest_silence >= kUnluckyMs && shortest_silence < kUnluckyMs) longest.ms = longest_silence;
+  return longest;
+}
+
+std::optional<Channel::Carried> StripedChannel::carried() const {
+  Carried all;
+  for (const auto& it : lanes_) {
+    const auto one = it->socket->carried();
+    if (!one) return std::nullopt;
+    all.bytes += one->bytes;
+    all.busy_us = std::max(all.busy_us, one->busy_us);
+    all.round_trip_us = all.round_trip_us == 0 ? one->round_trip_us : std::min(all.round_trip_us, one->round_trip_us);
+    all.bytes_per_s += one->bytes_per_s;
+  }
+  return all;
+}
+
+}  // namespace
+
+std::unique_ptr<Channel> make_striped_channel(std::vector<std::unique_ptr<Channel>> sockets,
+                                              std::size_t reorder_bytes) {
+  return std::make_unique<StripedChannel>(std::move(sockets), reorder_bytes);
+}
+
+}  // namespace ringdp
