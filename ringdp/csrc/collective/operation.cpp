@@ -130,9 +130,13 @@ bool Operation::complete() const {
          std::all_of(sends_.begin(), sends_.end(), ended) && finished();
 }
 
+void Operation::let_go() {
+  for (SendFlow& flow : sends_) context_.links[flow.peer]->detach(flow);
+}
+
 void Operation::abandon() {
   if (!started_) return;
-  for (SendFlow& flow : sends_) context_.links[flow.peer]->detach(flow);
+  let_go();
   for (RecvFlow& flow : receives_) context_.links[flow.peer]->detach(flow);
 }
 

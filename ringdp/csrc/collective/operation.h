@@ -103,6 +103,7 @@ class Operation : public FlowHandler {
 
   void start(const OperationContext& context);
   void conclude() {
+    let_go();
     if (after_) after_();
     if (staging_) staging_->finish();
   }
@@ -149,6 +150,7 @@ class Operation : public FlowHandler {
   InputFactor input_factor_;
 
  private:
+  void let_go();  // what links still keep of its memory
   std::vector<int> uninformed_neighbours() const;
   FlowRecord* record_of(int peer, bool sends, uint64_t total);  // null where there is no room
 

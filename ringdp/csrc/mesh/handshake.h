@@ -9,6 +9,11 @@
 //   confirm (MAC over all)      ->    a replayed hello ends here
 //   padding                     ->
 //
+// A connection that takes the place of one that has broken has no padding; each side says at its end how many frames it has:
+//
+//                               <-    resume (frames the acceptor has taken, MAC over all)
+//   resume (connector's)        ->
+//
 // Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a connect_fd_socket
 // (MAC over it) and closes. A check ends before the confirm.
 #pragma once
@@ -24,7 +29,7 @@
 
 namespace ringdp {
 
-inline constexpr uint32_t kProtocolVersion = 6;
+inline constexpr uint32_t kProtocolVersion = 7;
 inline constexpr std::size_t kHandshakeBytes = 128;
 inline constexpr std::size_t kMaxPaddingBytes = 9216;  // with jumbo frames a packet carries 8,948 bytes
 inline constexpr std::size_t kNonceBytes = 24;
@@ -34,10 +39,13 @@ using HandshakeMessage = std::array<std::byte, kHandshakeBytes>;
 using JobId = std::array<std::byte, kJobBytes>;
 using Nonce = std::array<std::byte, kNonceBytes>;
 
-enum class HandshakeType : uint32_t { kHello = 1, kReply = 2, kRefusal = 3, kConfirm = 4, kKnock = 5 };
+enum class HandshakeType : uint32_t { kHello = 1, kReply = 2, kRefusal = 3, kConfirm = 4, kKnock = 5, kResume = 6 };
+
+// What a connection is for: the first one of a pair, or another one in place of one that has broken.
+enum class Purpose : uint8_t { kMeet = 0, kResume = 1 };
 
 // Why an authenticated peer is turned away, as a number on the wire.
-enum class Refusal : uint32_t { kNone = 0, kVersion = 1, kJob = 2, kEpoch = 3, kWorld = 4, kRank = 5, kDuplicate = 6 };
+enum class Refusal : uint32_t { kNone = 0, kVersion = 1, kJob = 2, kEpoch = 3, kWorld = 4, kRank = 5, kDuplicate = 6, kGone = 7 };
 
 struct HandshakeFields {
   HandshakeType type = HandshakeType::kHello;
@@ -50,6 +58,8 @@ struct HandshakeFields {
   Refusal refusal = Refusal::kNone;
   uint32_t padding = 0;  // bytes that follow the message; their values have no meaning, their arrival has
   Nonce nonce{};
+  Purpose purpose = Purpose::kMeet;
+  uint64_t number = 0;  // of kResume: of the attempt, in resume messages: of the frames that have come
 };
 
 // `transcript`: the messages before this one, covered by its MAC too.

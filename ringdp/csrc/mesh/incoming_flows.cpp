@@ -142,7 +142,7 @@ void IncomingFlows::consume(const FrameHeader& header) {
 
 void IncomingFlows::on_grant(const FrameHeader& header) {
   if (sender_.grant(header) || discarded_.contains(header.group)) return;
-  if (!sender_.grant_early(header))
+  if (!sender_.window().keep_grant(header))
     connection_.fail(ErrorKind::kPeerLost, "it granted too many operations that do not exist here", kReportBug);
 }
 

@@ -12,15 +12,16 @@ constexpr std::size_t kLastWordsBytes = 1024 * 1024;  // read at a time
 }  // namespace
 
 Link::Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, const LinkEvents& events, bool checksums,
-           std::size_t segment_bytes)
+           std::size_t segment_bytes, bool heals)
     : Connection(std::move(self), std::move(peer)),
       events_(events),
       sender_(
           *this,
           {[this] { events_.wanted(this->peer().rank); }, [this](int error_number) { on_send_failed(error_number); }},
-          segment_bytes),
+          segment_bytes, heals),
       incoming_(*this, sender_, events_),
-      receiver_(*this, sender_, incoming_, events_) {
+      receiver_(*this, sender_, incoming_, events_),
+      repair_(*this, sender_, receiver_, heals) {
   if (!channel) return;
   open(std::move(channel), false);
   sender_.opened(checksums);
@@ -33,11 +34,6 @@ void Link::connect(std::unique_ptr<Channel> channel, bool checksums) {
   sender_.opened(checksums);
 }
 
-void Link::give_up() {
-  depart();
-  sender_.give_up();
-}
-
 void Link::detach(RecvFlow& flow) {
   incoming_.detach(flow);
   receiver_.detach(flow);
@@ -45,7 +41,7 @@ void Link::detach(RecvFlow& flow) {
 
 void Link::discard_group(uint64_t group) {
   incoming_.discard_group(group);
-  sender_.discard_group(group);
+  sender_.window().discard_group(group);
 }
 
 void Link::announce(const FlowIdentity& identity) {
@@ -78,6 +74,7 @@ void Link::send_pong(uint64_t group, uint64_t sequence, const std::string& answe
 
 // The peer is gone; its last frames may explain why.
 void Link::on_send_failed(int error_number) {
+  if (!direct()) repair_.drain();
   while (!departed() && receiver_.pump(kLastWordsBytes)) {
   }
   if (!departed()) receiver_.on_closed(error_number);
