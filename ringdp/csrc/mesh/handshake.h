@@ -9,7 +9,7 @@
 //   confirm (MAC over all)      ->    a replayed hello ends here
 //   padding                     ->
 //
-// A connection that takes the place of one that has broken has no padding; each side says at its end how many frames it has:
+// On a connection that takes the place of one that has broken, each side then says how many frames it has:
 //
 //                               <-    resume (frames the acceptor has taken, MAC over all)
 //   resume (connector's)        ->

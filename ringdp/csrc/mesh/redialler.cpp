@@ -3,10 +3,13 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstddef>
 #include <utility>
 
 #include "base/error.h"
+#include "mesh/padding.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
@@ -22,6 +25,7 @@ constexpr milliseconds kLetIn{2000};      // what one that was let in may take t
 constexpr milliseconds kStep{1500};       // what a step may take once both have stopped sending: then again
 constexpr milliseconds kSilent{1500};     // that the engine's word of a silent host holds
 constexpr std::size_t kMostLetIn = 8;     // of one peer that have proved nothing yet: more are a replay of its hello
+constexpr std::ptrdiff_t kMostDialled = 5;  // at one address at a time
 constexpr int kKnockRefusals = 2;         // at some address, where others do not answer
 
 bool connected_now(int fd) {
@@ -143,7 +147,10 @@ void Redialler::begin_due(int peer, Clock::time_point now) {
   const auto& addresses = knowledge_.addresses[static_cast<std::size_t>(peer)];
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     Try& one = it.tries[i];
-    if (now < one.next) continue;
+    const auto under_way = std::count_if(attempts_.begin(), attempts_.end(), [&](const Attempt& other) {
+      return other.dialled && other.peer == peer && other.address == i && other.stage != Stage::kOver;
+    });
+    if (now < one.next || under_way >= kMostDialled) continue;
     one.next = now + std::min(kLongestPause, kFirstPause * (1 << std::min(one.failures, 5)));
     ++one.failures;
     int error_number = 0;
@@ -164,7 +171,11 @@ void Redialler::advance(Attempt& attempt) {
     if (age > kConnecting) drop(attempt, "Connection timed out");
     return;
   }
-  if (read_message(attempt)) return on_message(attempt);
+  if (attempt.padding > 0) {
+    if (read_padding(attempt)) return on_padding(attempt);
+  } else if (read_message(attempt)) {
+    return on_message(attempt);
+  }
   if (attempt.stage == Stage::kAwaitConfirm && age > kLetIn) attempt.stage = Stage::kOver;
   if (attempt.stage == Stage::kAwaitResume && age > kStep) drop(attempt, "the new connection does not move");
 }
@@ -196,6 +207,15 @@ bool Redialler::read_message(Attempt& attempt) {
   return true;
 }
 
+bool Redialler::read_padding(Attempt& attempt) {
+  std::array<std::byte, kMaxPaddingBytes> nothing;
+  const ssize_t got = recv(attempt.fd.get(), nothing.data(), attempt.padding, MSG_DONTWAIT);
+  if (got == 0) drop(attempt, "it closed the connection");
+  if (got < 0 && errno != EAGAIN && errno != EINTR) drop(attempt, errno_text(errno));
+  if (got > 0) attempt.padding -= static_cast<std::size_t>(got);
+  return attempt.stage != Stage::kOver && attempt.padding == 0;
+}
+
 void Redialler::on_message(Attempt& attempt) {
   const auto message = decode_handshake(attempt.buffer, knowledge_.secret, attempt.transcript);
   if (!message) {
@@ -210,16 +230,22 @@ void Redialler::on_message(Attempt& attempt) {
     at(peer).broken = true;  // on its side, certainly
     return give_up(peer, message->refusal == Refusal::kGone ? "" : refusal_text(message->refusal, *message, knowledge_.mine));
   }
-  if (attempt.stage == Stage::kAwaitReply && message->type == HandshakeType::kReply) return on_reply(attempt, *message);
-  if (attempt.stage == Stage::kAwaitConfirm && message->type == HandshakeType::kConfirm) return on_confirm(attempt);
+  const bool reply = attempt.stage == Stage::kAwaitReply && message->type == HandshakeType::kReply;
+  const bool confirm = attempt.stage == Stage::kAwaitConfirm && message->type == HandshakeType::kConfirm;
+  const bool of_peer = message->from == static_cast<uint32_t>(attempt.peer) && message->to == knowledge_.mine.to;
+  if ((reply || confirm) && of_peer && message->padding <= kMaxPaddingBytes) {
+    attempt.padding = message->padding;
+    return attempt.padding == 0 ? on_padding(attempt) : void();
+  }
   if (attempt.stage == Stage::kAwaitResume && message->type == HandshakeType::kResume)
     return on_resume(attempt, message->number);
   drop(attempt, "it talks nonsense");
 }
 
-void Redialler::on_reply(Attempt& attempt, const HandshakeFields& reply) {
-  if (reply.from != static_cast<uint32_t>(attempt.peer) || reply.to != knowledge_.mine.to)
-    return drop(attempt, "it answered as another rank");
+// Large packets arrive, too.
+void Redialler::on_padding(Attempt& attempt) { attempt.dialled ? on_reply(attempt) : on_confirm(attempt); }
+
+void Redialler::on_reply(Attempt& attempt) {
   Case& it = at(attempt.peer);
   if (!it.open || it.under_way) return drop(attempt, "");
   if (!events_.hold(attempt.peer)) return close(attempt.peer);
@@ -275,14 +301,22 @@ bool Redialler::send(Attempt& attempt, HandshakeType type, uint64_t number, Refu
   fields.purpose = Purpose::kResume;
   fields.number = number;
   random_bytes(fields.nonce);
+  if (type == HandshakeType::kReply || type == HandshakeType::kConfirm)
+    fields.padding = padding_for(attempt.fd.get());
   const HandshakeMessage message = encode_handshake(fields, knowledge_.secret, attempt.transcript);
   attempt.transcript.insert(attempt.transcript.end(), message.begin(), message.end());
-  // They always fit into a fresh socket's buffer.
-  if (::send(attempt.fd.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
-      static_cast<ssize_t>(message.size()))
-    return true;
-  drop(attempt, errno_text(errno));
-  return false;
+  // They always fit into a fresh socket's buffer. The padding goes by itself, as when the ranks meet.
+  static constexpr std::array<std::byte, kMaxPaddingBytes> kPadding{};
+  for (std::span<const std::byte> bytes :
+       {std::span<const std::byte>(message), std::span(kPadding).first(fields.padding)}) {
+    if (bytes.empty()) continue;
+    if (::send(attempt.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+        static_cast<ssize_t>(bytes.size()))
+      continue;
+    drop(attempt, errno_text(errno));
+    return false;
+  }
+  return true;
 }
 
 void Redialler::drop(Attempt& attempt, const std::string& why, bool refused) {

@@ -3,7 +3,7 @@
 // ended. A connection whose host is silent is replaced in the same way, as soon as a new one comes about.
 //
 //   higher rank                                       lower rank
-//   hello, reply, confirm: as in handshake.h, without padding. Then both have stopped sending on the old connection (hold):
+//   hello, reply, confirm, padding: as in handshake.h. Then both have stopped sending on the old connection (hold):
 //                                              <-     reads it to its end (settle): resume (frames taken)
 //   reads it to its end (settle): resume       ->
 //   goes on with what the other lacks                 goes on with what the other lacks
@@ -59,6 +59,7 @@ class Redialler {
     uint64_t number = 0;
     HandshakeMessage buffer{};
     std::size_t filled = 0;
+    std::size_t padding = 0;  // of the last message that is still to come
     std::vector<std::byte> transcript;
   };
   struct Try {
@@ -85,11 +86,13 @@ class Redialler {
   void advance(Attempt& attempt);
   void on_connected(Attempt& attempt);
   void on_message(Attempt& attempt);
-  void on_reply(Attempt& attempt, const HandshakeFields& reply);
+  void on_padding(Attempt& attempt);
+  void on_reply(Attempt& attempt);
   void on_confirm(Attempt& attempt);
   void on_resume(Attempt& attempt, uint64_t theirs);
   bool tell_frames(Attempt& attempt);  // after reading the old connection to its end
   bool read_message(Attempt& attempt);
+  bool read_padding(Attempt& attempt);
   bool send(Attempt& attempt, HandshakeType type, uint64_t number, Refusal refusal = Refusal::kNone);
   void drop(Attempt& attempt, const std::string& why, bool refused = false);
   void give_up(int peer, const std::string& why);
