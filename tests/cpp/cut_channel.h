@@ -18,9 +18,9 @@
 namespace ringdp::testing {
 
 struct Cutter {
-  std::atomic<int> peer{-1};         // to whom the connection is to break; -1: to nobody
-  std::atomic<uint64_t> after{0};    // bytes from now on
-  std::atomic<uint64_t> lost{0};     // bytes more that the channel takes, and that never arrive
+  std::atomic<int> peer{-1};       // to whom the connection is to break; -1: to nobody
+  std::atomic<uint64_t> after{0};  // bytes from now on
+  std::atomic<uint64_t> lost{0};   // bytes more that the channel takes, and that never arrive
   std::atomic<int> cuts{0};
 
   void arm(int to, uint64_t after_bytes, uint64_t lost_bytes) {

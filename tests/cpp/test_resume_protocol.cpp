@@ -23,22 +23,22 @@ constexpr int kMostCuts = 2;  // by the network
 constexpr int kDialler = 0, kOther = 1;
 
 struct Rules {
-  bool hold_forgets = false;        // a side that has stopped sending goes on forgetting
-  bool settles_early = false;       // the dialler reads the old connection before the other side has stopped sending
-  bool forgets_unheard = false;     // on a connection from which nothing has come yet
-  bool takes_late_confirms = false; // of an attempt before the last one
+  bool hold_forgets = false;         // a side that has stopped sending goes on forgetting
+  bool settles_early = false;        // the dialler reads the old connection before the other side has stopped sending
+  bool forgets_unheard = false;      // on a connection from which nothing has come yet
+  bool takes_late_confirms = false;  // of an attempt before the last one
 };
 
 // [0]: of the dialler and what it sends, [1]: of the other.
 struct Conn {
   int8_t exists = 0;
-  int8_t dead = 0;               // the network has cut it
-  int8_t open[2] = {0, 0};       // sockets
-  int8_t said = 0, heard = 0;    // handshake messages: hello, reply, confirm, frames taken, frames taken
-  int8_t told[2] = {0, 0};       // frames taken
+  int8_t dead = 0;             // the network has cut it
+  int8_t open[2] = {0, 0};     // sockets
+  int8_t said = 0, heard = 0;  // handshake messages: hello, reply, confirm, frames taken, frames taken
+  int8_t told[2] = {0, 0};     // frames taken
   int8_t sent[2] = {0, 0}, acked[2] = {0, 0}, read[2] = {0, 0};  // numbers of frames
-  int8_t spoke[2] = {0, 0};      // a frame that has no number of its own here: "I read"
-  int8_t has_heard[2] = {0, 0};  // it has come
+  int8_t spoke[2] = {0, 0};                                      // a frame that has no number of its own here: "I read"
+  int8_t has_heard[2] = {0, 0};                                  // it has come
 };
 struct End {
   int8_t next = 0, base = 0, taken = 0;  // frames made; not forgotten; received

@@ -124,6 +124,10 @@ void Operation::widen(RecvFlow& flow, uint64_t window) {
   context_.links[flow.peer]->widen(flow);
 }
 
+void Operation::will_change(std::span<const std::byte> memory) {
+  for (SendFlow& flow : sends_) context_.links[flow.peer]->will_change(flow, memory);
+}
+
 bool Operation::complete() const {
   auto ended = [](const auto& flow) { return flow.complete(); };
   return prepared_ && std::all_of(receives_.begin(), receives_.end(), ended) &&

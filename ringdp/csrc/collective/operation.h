@@ -138,6 +138,8 @@ class Operation : public FlowHandler {
   SendFlow& add_send(int member, uint64_t total, uint64_t ready);
   RecvFlow& add_receive(int member, uint64_t total, uint64_t window);
   void widen(RecvFlow& flow, uint64_t window);
+  // What a lasting flow may have sent of this memory is going to be overwritten.
+  void will_change(std::span<const std::byte> memory);
   void uses(std::span<const std::byte> memory) {
     if (!memory.empty()) memory_.push_back(memory);
   }

@@ -80,7 +80,7 @@ void FailureAgreement::on_unreachable(int peer, const Error& error, bool gone) {
   role_.assert_held();
   losses_[peer] = error;
   if (gone) {
-    links_[peer]->give_up();
+    links_[peer]->depart();
     return on_departed(peer, error.context().cause);
   }
   links_.drop(peer);

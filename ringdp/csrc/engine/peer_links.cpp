@@ -9,7 +9,7 @@ namespace {
 constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
 constexpr int kPolledLinks = 8;  // up to so many peers asking each beats asking the poller
 constexpr auto kHostPeriod = std::chrono::milliseconds(500);
-constexpr int64_t kSilentMs = 1000;      // without an answer of a host: the network may have a new connection sooner
+constexpr int64_t kSilentMs = 1000;     // without an answer of a host: the network may have a new connection sooner
 constexpr int64_t kHealGraceMs = 2000;  // for who heals a connection to say that it could not
 
 }  // namespace

@@ -50,7 +50,7 @@ class PeerLinks {
   }
 
   void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);
-  void drop(int peer);  // closes the link for good; a peer that is alive after all notices it
+  void drop(int peer);       // closes the link for good; a peer that is alive after all notices it
   void interrupt(int peer);  // closes its channel, if it has one: another one will take its place
   // That one, to a peer that has taken so many frames. False: one that it lacks is not here any more.
   bool resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);

@@ -95,8 +95,8 @@ void Connection::fail_closed(int error_number) const {
   if (held_up.ms >= kHeldUpAtEndMs)
     fail(ErrorKind::kPeerLost, held_up_text(held_up, "and it gave this connection up", *channel_), kLargePacketsAdvice);
   const std::string what = error_number == 0 ? "the connection ended without a goodbye" : errno_text(error_number);
-  ErrorContext context =
-      context_of(*this, what, "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
+  ErrorContext context = context_of(
+      *this, what, "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
   context.unexplained = true;
   throw ConnectionBroken(ErrorKind::kPeerLost, peer_.text() + ": " + what, context);
 }

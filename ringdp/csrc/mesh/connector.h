@@ -142,7 +142,7 @@ class Connector {
   std::vector<Instance> instances_;  // of the peers that are connected
   std::vector<std::byte> secret_;
   std::vector<Route> routes_;
-  std::vector<Aim> aims_;                  // per peer
+  std::vector<Aim> aims_;                      // per peer
   std::vector<Clock::time_point> probe_from_;  // per peer; for ever away where it is not to be probed
   std::vector<char> joined_;                   // per peer: a connection was made, and perhaps taken
   std::vector<Fd> connected_;                  // until they are taken

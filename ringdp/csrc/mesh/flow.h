@@ -78,7 +78,8 @@ class SendFlow {
   uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
   bool opened = false;   // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
-  // Until its operation ends, what it has sent is overwritten only by what depends on the peer's having had it.
+  // Until its operation ends, what it has sent is overwritten only by what depends on the peer's having had it, or after
+  // a call of Link::will_change.
   bool lasting = false;
   FlowRecord* record = nullptr;  // when its bytes went; may be null
 

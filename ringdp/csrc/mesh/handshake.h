@@ -45,7 +45,16 @@ enum class HandshakeType : uint32_t { kHello = 1, kReply = 2, kRefusal = 3, kCon
 enum class Purpose : uint8_t { kMeet = 0, kResume = 1 };
 
 // Why an authenticated peer is turned away, as a number on the wire.
-enum class Refusal : uint32_t { kNone = 0, kVersion = 1, kJob = 2, kEpoch = 3, kWorld = 4, kRank = 5, kDuplicate = 6, kGone = 7 };
+enum class Refusal : uint32_t {
+  kNone = 0,
+  kVersion = 1,
+  kJob = 2,
+  kEpoch = 3,
+  kWorld = 4,
+  kRank = 5,
+  kDuplicate = 6,
+  kGone = 7
+};
 
 struct HandshakeFields {
   HandshakeType type = HandshakeType::kHello;

@@ -41,7 +41,7 @@ void IncomingFlows::grant(RecvFlow& flow) {
   uint64_t limit = std::min(flow.window, flow.total);
   if (limit <= flow.granted) return;
   flow.granted = limit;
-  sender_.control(FrameType::kGrant, flow.identity->group, flow.identity->sequence, limit);
+  sender_.control(FrameHeader::of(FrameType::kGrant, flow.identity->group, flow.identity->sequence, limit));
 }
 
 void IncomingFlows::check_early_frames(const FlowIdentity& identity) {

@@ -12,7 +12,7 @@ namespace ringdp {
 namespace {
 
 constexpr int kBusyMs = 30;         // while something is under way: a dial may be due
-constexpr int kRedialMs = 5;     // while a connection is made again
+constexpr int kRedialMs = 5;        // while a connection is made again
 constexpr int kIdleMs = 60'000;     // a wish, or a rank that connects, ends it earlier
 constexpr int kChecksTogether = 8;  // that are under way at a time
 constexpr auto kCheckEvery = std::chrono::milliseconds(10);

@@ -54,11 +54,11 @@ class LateConnections {
   LateConnections(const LateConnections&) = delete;
   LateConnections& operator=(const LateConnections&) = delete;
 
-  void start(Events events);  // once
-  void want(int peer);        // no more than once counts
-  void heal(int peer, bool broken);  // as Redialler has it
+  void start(Events events);                                    // once
+  void want(int peer);                                          // no more than once counts
+  void heal(int peer, bool broken);                             // as Redialler has it
   bool all_connected() const { return state_->all_connected; }  // before `start`: when the ranks met
-  void stop();                // idempotent; no event comes after it
+  void stop();                                                  // idempotent; no event comes after it
 
  private:
   void run();
@@ -76,7 +76,7 @@ class LateConnections {
   std::optional<Start> state_;  // until it is stopped
   Events events_;
   std::optional<Redialler> redialler_;  // of its thread
-  std::vector<int> unchecked_;  // lower ranks, the next one last
+  std::vector<int> unchecked_;          // lower ranks, the next one last
   Clock::time_point check_after_{};
   Fd wakeup_;  // eventfd(2)
   const unsigned generation_ = fork_generation();

@@ -55,7 +55,8 @@ void Link::announce(const FlowIdentity& identity) {
 }
 
 void Link::send_abort(uint64_t group, const AbortNotice& notice) {
-  if (!broken() && !departed()) sender_.control(FrameType::kAbort, group, notice.sequence, 0, notice.encode());
+  if (!broken() && !departed())
+    sender_.control(FrameHeader::of(FrameType::kAbort, group, notice.sequence), notice.encode());
 }
 
 void Link::send_bye(const std::string& reason) {
@@ -64,12 +65,12 @@ void Link::send_bye(const std::string& reason) {
 
 void Link::send_ping(uint64_t group, uint64_t sequence, bool with_stacks) {
   if (!broken() && !departed() && sender_.may_talk())
-    sender_.control(FrameType::kPing, group, sequence, with_stacks ? kWithStacks : 0);
+    sender_.control(FrameHeader::of(FrameType::kPing, group, sequence, with_stacks ? kWithStacks : 0));
 }
 
 void Link::send_pong(uint64_t group, uint64_t sequence, const std::string& answer, bool stacks) {
   if (!broken() && !departed() && sender_.may_talk())
-    sender_.control(FrameType::kPong, group, sequence, stacks ? kWithStacks : 0, answer);
+    sender_.control(FrameHeader::of(FrameType::kPong, group, sequence, stacks ? kWithStacks : 0), answer);
 }
 
 // The peer is gone; its last frames may explain why.

@@ -32,13 +32,13 @@ class Link : public Connection {
 
   void connect(std::unique_ptr<Channel> channel, bool checksums);  // once
   LinkRepair& repair() { return repair_; }
-  void give_up() { depart(); }                                     // there will be no connection, as after a goodbye
 
   void attach(SendFlow& flow) { sender_.attach(flow); }
   void attach(RecvFlow& flow) { incoming_.attach(flow); }  // takes in what arrived early; may throw Error(kMismatch)
   void widen(RecvFlow& flow) { incoming_.widen(flow); }    // flow.window has grown
   void detach(SendFlow& flow) { sender_.detach(flow); }    // its operation ends, perhaps early
   void detach(RecvFlow& flow);
+  void will_change(const SendFlow& flow, std::span<const std::byte> memory) { sender_.will_change(flow, memory); }
 
   // For an operation that only receives from the peer: an empty frame, by which the peer can compare both descriptions.
   void announce(const FlowIdentity& identity);
@@ -57,12 +57,12 @@ class Link : public Connection {
   bool pump_send() { return sender_.pump(); }
   bool pump_receive(std::size_t budget_bytes) { return receiver_.pump(budget_bytes); }
 
-  bool wants_write() const {                                                        // it is full: poll for room
+  bool wants_write() const {  // it is full: poll for room
     return sender_.blocked() && !healing() && !channel().held_back();
   }
-  bool held_back() const { return has_outgoing() && channel().held_back(); }        // no use in polling: try later
-  bool has_outgoing() const { return sender_.has_outgoing(); }                      // frames or sendable flows wait
-  bool expects() const { return incoming_.any() || sender_.has_flows(); }           // bytes, or grants
+  bool held_back() const { return has_outgoing() && channel().held_back(); }  // no use in polling: try later
+  bool has_outgoing() const { return sender_.has_outgoing(); }                // frames or sendable flows wait
+  bool expects() const { return incoming_.any() || sender_.has_flows(); }     // bytes, or grants
 
   struct Traffic {
     uint64_t sent = 0, received = 0;  // bytes, headers included

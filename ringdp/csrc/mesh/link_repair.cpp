@@ -17,7 +17,8 @@ bool has_more(const Channel& channel) {
 }  // namespace
 
 void LinkRepair::drain() {
-  while (connection_.connected() && connection_.usable() && has_more(connection_.channel())) receiver_.pump(kDrainBytes);
+  while (connection_.connected() && connection_.usable() && has_more(connection_.channel()))
+    receiver_.pump(kDrainBytes);
 }
 
 void LinkRepair::interrupt() {

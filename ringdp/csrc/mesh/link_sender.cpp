@@ -43,7 +43,7 @@ bool LinkSender::resumed(uint64_t taken) {
   stream_sent_ = 0;
   heard_ = false;
   unsent_is_limited_ = false;
-  control(FrameType::kCredit, 0, 0);  // by which it hears that this rank reads
+  control(FrameHeader::of(FrameType::kCredit, 0, 0));  // by which it hears that this rank reads
   for (auto& [header, payload] : std::exchange(waiting_, {})) control(header, payload);
   return true;
 }
@@ -66,13 +66,19 @@ void LinkSender::detach(SendFlow& flow) {
   std::erase(sending_, &flow);
   if (kept_ && kept_->lends_any()) {
     look_what_arrived();
-    kept_->take_over(flow);
+    kept_->take_over(flow, {});
   }
   if (payload_flow_ != &flow) return;
   // Half of the frame is sent: the other half comes from a copy.
   payload_flow_ = nullptr;
   orphan_.assign(payload_.begin(), payload_.end());
   payload_ = orphan_;
+}
+
+void LinkSender::will_change(const SendFlow& flow, std::span<const std::byte> memory) {
+  if (!kept_ || !kept_->lends_any()) return;
+  look_what_arrived();
+  kept_->take_over(flow, memory);
 }
 
 void LinkSender::wish() {
@@ -105,18 +111,8 @@ void LinkSender::control(FrameHeader header, const std::string& payload) {
     kept_->add(std::span(control_).subspan(at, check_.head_bytes()), std::as_bytes(std::span(payload)), nullptr);
 }
 
-void LinkSender::control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
-                         const std::string& payload) {
-  FrameHeader header;
-  header.type = type;
-  header.group = group;
-  header.sequence = sequence;
-  header.offset = offset;
-  control(header, payload);
-}
-
 void LinkSender::say_bye(const std::string& reason) {
-  control(FrameType::kBye, 0, 0, 0, reason);
+  control(FrameHeader::of(FrameType::kBye, 0, 0), reason);
   said_bye_ = true;
 }
 
@@ -133,7 +129,8 @@ bool LinkSender::grant(const FrameHeader& header) {
 
 void LinkSender::consumed(uint32_t bytes) {
   consumed_ += bytes;
-  if (static_cast<uint32_t>(consumed_ - consumed_reported_) >= kEagerWindowBytes / 2) control(FrameType::kCredit, 0, 0);
+  if (static_cast<uint32_t>(consumed_ - consumed_reported_) >= kEagerWindowBytes / 2)
+    control(FrameHeader::of(FrameType::kCredit, 0, 0));
 }
 
 bool LinkSender::stage_next() {
@@ -146,7 +143,7 @@ bool LinkSender::stage_next() {
   for (SendFlow* flow : sending_) {
     if (!window_.must_request(*flow)) continue;
     flow->requested = true;
-    control(FrameType::kRequest, flow->identity->group, flow->identity->sequence);
+    control(FrameHeader::of(FrameType::kRequest, flow->identity->group, flow->identity->sequence));
   }
   std::swap(head_, control_);
   if (said_bye_) return !head_.empty();
@@ -194,7 +191,7 @@ void LinkSender::finish_frame() {
   const bool may_change = flow != nullptr && !flow->lasting;
   if (kept_ && (kept_->should_forget() || (may_change && kept_->lends_any()))) {
     look_what_arrived();
-    if (may_change) kept_->take_over(*flow);
+    if (may_change) kept_->take_over(*flow, {});
   }
   if (flow == nullptr) return;
   flow->sent += sent;

@@ -40,7 +40,7 @@ class LinkSender {
       : connection_(connection), events_(std::move(events)), segment_bytes_(segment_bytes), heals_(heals) {}
 
   void opened(bool checksums);  // the connection has a channel
-  void wish();  // for a connection, where there is none
+  void wish();                  // for a connection, where there is none
 
   void interrupted();  // the channel has gone; its frames are kept
   // There is another one, to a peer that has taken so many frames: the rest goes again. False: they are not here any more.
@@ -50,10 +50,11 @@ class LinkSender {
   void attach(SendFlow& flow);
   // Its operation ends, perhaps early: its memory is not read any more, and a frame half sent is finished.
   void detach(SendFlow& flow);
+  // This part of its operation's memory is going to be overwritten, as far as it was sent.
+  void will_change(const SendFlow& flow, std::span<const std::byte> memory);
   SendWindow& window() { return window_; }
 
   void control(FrameHeader header, const std::string& payload = {});
-  void control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset = 0, const std::string& payload = {});
   void say_bye(const std::string& reason);  // nothing is sent behind it
   bool may_talk() const;                    // questions and answers are not kept without bound
 
@@ -72,7 +73,7 @@ class LinkSender {
  private:
   void look_what_arrived();
   std::size_t pieces(std::array<iovec, 3>& out) const;  // of the frame under way what is not sent; how many there are
-  bool stage_next();            // fills the outgoing frame; false if there is none
+  bool stage_next();                                    // fills the outgoing frame; false if there is none
   bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }
   void finish_frame();
 

@@ -17,16 +17,16 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kFirstPause{10};   // between two attempts at one address
+constexpr milliseconds kFirstPause{10};  // between two attempts at one address
 constexpr milliseconds kLongestPause{200};
-constexpr milliseconds kHeadStart{50};    // of the address that was in use, before the others
-constexpr milliseconds kConnecting{1000};  // a lost SYN is not sent again before that
-constexpr milliseconds kLetIn{2000};      // what one that was let in may take to prove itself
-constexpr milliseconds kStep{1500};       // what a step may take once both have stopped sending: then again
-constexpr milliseconds kSilent{1500};     // that the engine's word of a silent host holds
-constexpr std::size_t kMostLetIn = 8;     // of one peer that have proved nothing yet: more are a replay of its hello
+constexpr milliseconds kHeadStart{50};      // of the address that was in use, before the others
+constexpr milliseconds kConnecting{1000};   // a lost SYN is not sent again before that
+constexpr milliseconds kLetIn{2000};        // what one that was let in may take to prove itself
+constexpr milliseconds kStep{1500};         // what a step may take once both have stopped sending: then again
+constexpr milliseconds kSilent{1500};       // that the engine's word of a silent host holds
+constexpr std::size_t kMostLetIn = 8;       // of one peer that have proved nothing yet: more are a replay of its hello
 constexpr std::ptrdiff_t kMostDialled = 5;  // at one address at a time
-constexpr int kKnockRefusals = 2;         // at some address, where others do not answer
+constexpr int kKnockRefusals = 2;           // at some address, where others do not answer
 
 bool connected_now(int fd) {
   pollfd polled{fd, POLLOUT, 0};
@@ -58,7 +58,8 @@ void Redialler::open(int peer, bool broken, Clock::time_point until) {
     it.under_way = false;
     const auto& addresses = knowledge_.addresses[static_cast<std::size_t>(peer)];
     it.tries.assign(addresses.size(), {});
-    for (std::size_t i = 0; i < it.tries.size(); ++i) it.tries[i].next = Clock::now() + (i > 0 ? kHeadStart : milliseconds(0));
+    for (std::size_t i = 0; i < it.tries.size(); ++i)
+      it.tries[i].next = Clock::now() + (i > 0 ? kHeadStart : milliseconds(0));
   }
   it.broken = broken;
   it.until = until;
@@ -113,9 +114,10 @@ void Redialler::step() {
       std::string why;
       const auto& addresses = knowledge_.addresses[static_cast<std::size_t>(peer)];
       for (std::size_t i = 0; i < addresses.size(); ++i)
-        why += (why.empty() ? (dials(peer) ? "tried " : "it did not come, and asked at ") : ", ") + addresses[i].text() +
-               " (" + (it.tries[i].why.empty() ? "no answer" : it.tries[i].why) + ")";
-      give_up(peer, "for " + std::to_string(heal_.count()) + " ms (RINGDP_HEAL) " + (why.empty() ? "it did not come" : why));
+        why += (why.empty() ? (dials(peer) ? "tried " : "it did not come, and asked at ") : ", ") +
+               addresses[i].text() + " (" + (it.tries[i].why.empty() ? "no answer" : it.tries[i].why) + ")";
+      give_up(peer,
+              "for " + std::to_string(heal_.count()) + " ms (RINGDP_HEAL) " + (why.empty() ? "it did not come" : why));
     } else if (!it.under_way) {
       begin_due(peer, now);
     }
@@ -228,7 +230,8 @@ void Redialler::on_message(Attempt& attempt) {
   if (message->type == HandshakeType::kRefusal && attempt.dialled) {
     const int peer = attempt.peer;
     at(peer).broken = true;  // on its side, certainly
-    return give_up(peer, message->refusal == Refusal::kGone ? "" : refusal_text(message->refusal, *message, knowledge_.mine));
+    return give_up(peer,
+                   message->refusal == Refusal::kGone ? "" : refusal_text(message->refusal, *message, knowledge_.mine));
   }
   const bool reply = attempt.stage == Stage::kAwaitReply && message->type == HandshakeType::kReply;
   const bool confirm = attempt.stage == Stage::kAwaitConfirm && message->type == HandshakeType::kConfirm;
@@ -301,8 +304,7 @@ bool Redialler::send(Attempt& attempt, HandshakeType type, uint64_t number, Refu
   fields.purpose = Purpose::kResume;
   fields.number = number;
   random_bytes(fields.nonce);
-  if (type == HandshakeType::kReply || type == HandshakeType::kConfirm)
-    fields.padding = padding_for(attempt.fd.get());
+  if (type == HandshakeType::kReply || type == HandshakeType::kConfirm) fields.padding = padding_for(attempt.fd.get());
   const HandshakeMessage message = encode_handshake(fields, knowledge_.secret, attempt.transcript);
   attempt.transcript.insert(attempt.transcript.end(), message.begin(), message.end());
   // They always fit into a fresh socket's buffer. The padding goes by itself, as when the ranks meet.

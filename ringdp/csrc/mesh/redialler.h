@@ -30,7 +30,7 @@ namespace ringdp {
 
 class Redialler {
  public:
-  struct Events {                                                      // see Connections, of the engine
+  struct Events {  // see Connections, of the engine
     std::function<bool(int peer)> hold;
     std::function<std::optional<uint64_t>(int peer)> settle;
     std::function<void(int peer, Fd socket, uint64_t taken)> resume;
@@ -70,7 +70,7 @@ class Redialler {
   };
   struct Case {
     bool open = false;
-    bool broken = false;  // otherwise its host is silent
+    bool broken = false;     // otherwise its host is silent
     bool under_way = false;  // an attempt has come so far that no other one may begin
     Clock::time_point until{};
     uint64_t number = 0;  // of the last attempt: dialled, or let in

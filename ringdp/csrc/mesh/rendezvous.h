@@ -69,7 +69,7 @@ struct Mesh {
   Mesh(Mesh&&) noexcept;
   Mesh& operator=(Mesh&&) noexcept;
 
-  std::vector<MeshPeer> peers;            // one per rank
+  std::vector<MeshPeer> peers;  // one per rank
   // Makes the connections that are missing, and those again that have broken; null where neither can happen.
   std::unique_ptr<LateConnections> late;
   // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on all ranks.

@@ -25,10 +25,14 @@ void ResendQueue::add(std::span<const std::byte> head, std::span<const std::byte
   it.end = stream_ += it.bytes();
 }
 
-void ResendQueue::take_over(const SendFlow& flow) {
+void ResendQueue::take_over(const SendFlow& flow, std::span<const std::byte> memory) {
   if (lent_ == 0) return;
+  auto concerned = [&](std::span<const std::byte> payload) {
+    return memory.empty() ||
+           (payload.data() < memory.data() + memory.size() && memory.data() < payload.data() + payload.size());
+  };
   for (Kept& it : kept_) {
-    if (it.lender != &flow) continue;
+    if (it.lender != &flow || !concerned(it.payload)) continue;
     it.own.assign(it.payload.begin(), it.payload.end());
     it.payload = it.own;
     it.lender = nullptr;

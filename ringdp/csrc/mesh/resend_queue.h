@@ -30,9 +30,10 @@ class ResendQueue {
   static constexpr std::size_t kCopiedBytes = 8 * 1024;
 
   bool lends_any() const { return lent_ > 0; }
-  void take_over(const SendFlow& flow);    // copies what it lends: its memory is going to change, or to go
-  bool should_forget() const;              // so much has been added that some of it has surely arrived
-  void forget(uint64_t delivered_bytes);   // so many bytes of this connection's stream have arrived
+  // Copies what it lends of this memory, or all of it: it is going to change, or to go.
+  void take_over(const SendFlow& flow, std::span<const std::byte> memory);
+  bool should_forget() const;             // so much has been added that some of it has surely arrived
+  void forget(uint64_t delivered_bytes);  // so many bytes of this connection's stream have arrived
   std::size_t size() const { return kept_.size(); }
 
   // A new connection, for a peer that has so many frames; false: one that it lacks is not here.
@@ -58,12 +59,12 @@ class ResendQueue {
   const Kept& at(uint64_t number) const { return kept_[static_cast<std::size_t>(number - first_)]; }
 
   std::deque<Kept> kept_;
-  uint64_t first_ = 0;       // number of kept_.front(): frames before it, on all connections
-  uint64_t stream_ = 0;      // bytes of this connection up to the last frame's end
-  std::size_t lent_ = 0;     // frames
-  uint64_t looked_at_ = 0;   // `stream_` when it was last told what has arrived
+  uint64_t first_ = 0;      // number of kept_.front(): frames before it, on all connections
+  uint64_t stream_ = 0;     // bytes of this connection up to the last frame's end
+  std::size_t lent_ = 0;    // frames
+  uint64_t looked_at_ = 0;  // `stream_` when it was last told what has arrived
   std::size_t looked_size_ = 0;
-  uint64_t again_ = 0;       // number of the frame that goes next
+  uint64_t again_ = 0;  // number of the frame that goes next
   uint64_t again_end_ = 0;
   std::size_t again_sent_ = 0;  // bytes of it
 };
