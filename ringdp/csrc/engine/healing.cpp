@@ -23,7 +23,8 @@ Healing::Healing(const DriverRole& role, PeerLinks& links, FailureAgreement& fai
 void Healing::on_broken(int peer, const Error& error) {
   role_.assert_held();
   Case& it = cases_[static_cast<std::size_t>(peer)];
-  if (!it.error) it.error = error;
+  if (it.error) return;  // it heals already: this is the end of what is being replaced
+  it.error = error;
   options_.heal_connection(peer, true);
 }
 

@@ -43,6 +43,7 @@ Redialler::Redialler(Connector::Knowledge knowledge, int64_t heal_ms, Events eve
 
 void Redialler::heal(int peer, bool broken) {
   const auto now = Clock::now();
+  if (!broken && now < at(peer).done_at + kSilent) return;  // said before it came about
   open(peer, broken, now + (broken ? heal_ : kSilent));
 }
 
@@ -289,7 +290,8 @@ bool Redialler::tell_frames(Attempt& attempt) {
 void Redialler::on_resume(Attempt& attempt, uint64_t theirs) {
   if (attempt.dialled && !tell_frames(attempt)) return;
   const int peer = attempt.peer;
-  at(peer).done = at(peer).number = attempt.number;
+  at(peer).done = attempt.number;
+  at(peer).done_at = Clock::now();
   Fd socket = std::move(attempt.fd);
   close(peer);
   events_.resume(peer, std::move(socket), theirs);

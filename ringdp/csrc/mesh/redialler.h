@@ -75,6 +75,7 @@ class Redialler {
     Clock::time_point until{};
     uint64_t number = 0;  // of the last attempt: dialled, or let in
     uint64_t done = 0;    // of the last that came about
+    Clock::time_point done_at{};
     std::vector<Try> tries;
   };
 
