@@ -160,6 +160,7 @@ class Runtime:
         full_mesh_ranks: int = 16,
         site: str = "",
         dump_folder: str = "",
+        heal_ms: int = 4000,
     ) -> None:
         """`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.
         With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.
