@@ -91,23 +91,23 @@ void crowd(Rank& self, std::vector<float>& data, std::vector<float>& out) {
 }
 
 const std::vector<Trial> kTrials{
-    {"ring of two", 2, {0, 1}, ring_only(), 3000, all_reduce},
-    {"ring of three, short frames", 3, {0, 1, 2}, ring_only(), 3000, all_reduce, 1024},
-    {"fold of two", 2, {0, 1}, fold_only(), 3000, all_reduce},
+    {"ring of two", 2, {0, 1}, ring_only(), 1000, all_reduce},
+    {"ring of three, short frames", 3, {0, 1, 2}, ring_only(), 1000, all_reduce, 1024},
+    {"fold of two", 2, {0, 1}, fold_only(), 1000, all_reduce},
     {"large fold of two", 2, {0, 1}, fold_only(), 200'000, all_reduce},
-    {"fold of three", 3, {0, 1, 2}, fold_only(), 3000, all_reduce},
+    {"fold of three", 3, {0, 1, 2}, fold_only(), 1000, all_reduce},
     {"in pairs", 3, {0, 1, 2}, in_pairs(), 40'000, all_reduce},
     {"tree of four", 4, {0, 1, 2, 3}, trees(), 100'000, all_reduce},
     {"two levels", 4, {0, 0, 1, 1}, ring_only(), 60'000, all_reduce},
     {"reduce by a tree", 4, {0, 1, 2, 3}, trees(), 100'000, reduce},
-    {"reduce in pairs", 3, {0, 1, 2}, in_pairs(), 3000, reduce},
+    {"reduce in pairs", 3, {0, 1, 2}, in_pairs(), 1000, reduce},
     {"broadcast along a chain", 3, {0, 1, 2}, {.flat_broadcast_bytes = 0}, 30'000, broadcast},
-    {"reduce-scatter", 3, {0, 1, 2}, {}, 3000, reduce_scatter},
+    {"reduce-scatter", 3, {0, 1, 2}, {}, 1000, reduce_scatter},
     {"reduce-scatter in two levels", 4, {0, 0, 1, 1}, {}, 60'000, reduce_scatter},
-    {"all to all", 3, {0, 1, 2}, {}, 3000, all_to_all},
+    {"all to all", 3, {0, 1, 2}, {}, 1000, all_to_all},
     {"messages", 3, {0, 1, 2}, {}, 30'000, messages},
     {"codes", 3, {0, 1, 2}, {}, 30'000, codes},
-    {"many small ones", 2, {0, 1}, {}, 3000, crowd},
+    {"many small ones", 2, {0, 1}, {}, 1000, crowd},
 };
 
 std::vector<float> input_of(const Trial& trial, int rank) {
@@ -131,16 +131,21 @@ std::vector<Cut> cuts_of(const Trial& trial, std::size_t bytes, std::mt19937& ra
   const char* setting = std::getenv("RINGDP_CUTS");
   int count = setting != nullptr ? std::atoi(setting) : 14;
   std::vector<Cut> out;
-  auto add = [&](uint64_t after) {
-    const int rank = static_cast<int>(random() % static_cast<unsigned>(trial.world));
-    const int peer = (rank + 1 + static_cast<int>(random() % static_cast<unsigned>(trial.world - 1))) % trial.world;
+  auto add = [&](uint64_t after, int rank, int peer) {
     const uint64_t lost = random() % 3 == 0 ? 0 : random() % 3 == 0 ? 1'000'000 : random() % 2000;
     out.push_back({rank, peer, after, lost});
   };
   if (count == 0 && bytes < kShort)
-    for (uint64_t at = 0; at < bytes; ++at) add(at);
+    for (uint64_t at = 0; at < bytes; ++at) {
+      add(at, 0, 1);
+      add(at, 1, 0);
+    }
   if (count == 0) count = 1000;
-  for (int i = 0; i < count; ++i) add(i % 2 == 0 ? random() % 300 : random() % bytes);
+  for (int i = 0; i < count; ++i) {
+    const int rank = static_cast<int>(random() % static_cast<unsigned>(trial.world));
+    const int peer = (rank + 1 + static_cast<int>(random() % static_cast<unsigned>(trial.world - 1))) % trial.world;
+    add(i % 2 == 0 ? random() % 300 : random() % bytes, rank, peer);
+  }
   return out;
 }
 
