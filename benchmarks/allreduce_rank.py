@@ -213,7 +213,7 @@ def make_core_runtime(joined: session.Joined, name: str, **given: Any) -> tuple[
     settings = config.RingConfig.from_environment()
     options: dict[str, Any] = {"host_id": settings.host_id, "spin_us": settings.spin_us}
     options["table"] = dict(settings.tuning.limits)
-    options |= {"checksums": settings.checksum, **given}
+    options |= {"checksums": settings.checksum, "heal_ms": settings.heal_ms, **given}
     return _core.Runtime(_core.CallbackStore(store.set, find), joined.rank, joined.world_size, **options), _core
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What RINGDP_CHECKSUM costs: the same all-reduces over TCP with checksums and without, in pairs, in one run.
+"""What RINGDP_CHECKSUM or RINGDP_HEAL costs: the same all-reduces over TCP with it and without, in pairs, in one run.
 
     python benchmarks/checksum.py                                    loopback, where the cores are the limit
     python benchmarks/checksum.py --ranks 4 --sizes 25m --meetings 10
     sudo python benchmarks/checksum.py --hosts 2 --rate 10gbit       a shaped link, as between two hosts
+    python benchmarks/checksum.py --of healing                       connections that heal, or do not
 
-The ranks meet anew several times, each time twice: with checksums and without, since one TCP connection is not as fast
+The ranks meet anew several times, each time twice: with it and without, since one TCP connection is not as fast
 as the next. A round is a block of calls over each of the two, which comes first alternates. A cost is the mean over the
 meetings of the median over its rounds of one block's figure over the other's, less 1, with its 95 % interval: of the
 time of a call (the slowest rank's median in the block), and of the CPU time, user and system, that all ranks together
@@ -29,13 +30,18 @@ from measure import format_size, format_time, interval, machine, parse_size, tab
 
 KINDS = ("without", "with")
 FIGURES = ("seconds", "cpu_seconds")
-LIMIT = 0.01  # above which checksums are not on by default
+LIMIT = 0.01  # above which it is not on by default
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "checksums": {"without": {"checksums": False}, "with": {"checksums": True}},
+    "healing": {"without": {"heal_ms": 0}, "with": {"heal_ms": 4000}},
+}
 
 Rounds = list[dict[str, list[float]]]  # figures of each round: without, with
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--of", choices=list(OPTIONS), default="checksums", help="what is compared (default checksums)")
     parser.add_argument("--sizes", default="4k,1m,25m,100m", help="bytes to reduce, comma-separated")
     parser.add_argument("--meetings", type=int, default=6, help="how often the ranks connect anew (default 6)")
     parser.add_argument("--rounds", type=int, default=8, help="pairs of blocks for each size and meeting (default 8)")
@@ -64,11 +70,12 @@ def run_rank(path: str) -> None:
 
     joined = session.join(path)
     settings = joined.settings
+    options = OPTIONS[settings["of"]]
     measured: list[list[Rounds]] = [[] for _ in settings["size_bytes"]]  # by size, then by meeting
     for meeting in range(settings["meetings"]):
         runtimes, groups = [], []
         for kind in KINDS:
-            runtime, core = make_core_runtime(joined, f"{kind}-{meeting}", transport="tcp", checksums=kind == "with")
+            runtime, core = make_core_runtime(joined, f"{kind}-{meeting}", transport="tcp", **options[kind])
             runtimes.append(runtime)
             groups.append(core.Group(runtime, kind, list(range(joined.world_size))))
         for found, size_bytes in zip(measured, settings["size_bytes"], strict=True):
@@ -121,13 +128,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything and return what `--json` writes. Raises Unavailable, HostsError, RanksFailed."""
     if reason := session.why_no_ringdp():
         raise session.Unavailable(reason)
-    settings = {"size_bytes": args.size_bytes, "meetings": args.meetings, "rounds": args.rounds}
+    settings = {"size_bytes": args.size_bytes, "meetings": args.meetings, "rounds": args.rounds, "of": args.of}
     settings["block_s"] = args.block_seconds
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(session.make_hosts(args.place))
         rows, quiet = session.run(__file__, settings, args.place, hosts=hosts, timeout_s=args.timeout)
     return {
         "benchmark": "checksum",
+        "of": args.of,
         "machine": machine(),
         "place": asdict(args.place) | {"words": str(args.place)},
         "quiet": quiet.as_dict() | {"words": str(quiet)},
@@ -149,7 +157,7 @@ def report(result: dict[str, Any]) -> str:
         rows.append([*cells, "yes" if mean + half < LIMIT else "no" if mean - half > LIMIT else "not certain"])
     about = result["machine"]
     lines = [
-        f"all-reduce over TCP, float32, SUM, {result['place']['words']}, with checksums and without",
+        f"all-reduce over TCP, float32, SUM, {result['place']['words']}, with {result['of']} and without",
         f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}",
         "",
         table(columns, rows),

@@ -44,6 +44,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
     "RINGDP_STALL_NOTICE": "seconds between two log lines about an operation that does not move; 0 for none",
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
+    "RINGDP_HEAL": "seconds for which a TCP connection that broke is made again (4) before its rank counts as lost; 0: no",
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",
@@ -114,6 +115,8 @@ class RingConfig:
         stall_notice_ms: how often a log line says who an operation waits for that does not move; 0 for never.
         host_silence_ms: how long a rank's host may leave everything unanswered before the rank counts as lost. A
             stopped or busy process does not: its kernel answers.
+        heal_ms: how long a rank tries to make a TCP connection again that broke, before it counts the peer as lost; 0
+            for not at all. A host may be silent for that long, too. Nothing is lost or done twice when it succeeds.
         tuning: which algorithm runs from which size on, `ringdp.job.tuning`; the same on all ranks.
         epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
         dump_dir: folder for dumps and stacks; empty for none.
@@ -141,6 +144,7 @@ class RingConfig:
     spin_us: int = 50
     stall_notice_ms: int = 10_000
     host_silence_ms: int = 4_000
+    heal_ms: int = 4_000
     tuning: tuning.Tuning = dataclasses.field(default_factory=tuning.Tuning)
     dump_dir: str = ""
     epoch: int = 0
@@ -184,6 +188,8 @@ class RingConfig:
             raise InvalidArgumentError(f"stall_notice_ms must be 0 or more, not {self.stall_notice_ms}")
         if not 4_000 <= self.host_silence_ms <= 3_600_000:
             raise InvalidArgumentError(f"host_silence_ms must be between 4000 and 3600000, not {self.host_silence_ms}")
+        if self.heal_ms != 0 and not 100 <= self.heal_ms <= 3_600_000:
+            raise InvalidArgumentError(f"heal_ms must be 0 (never) or between 100 and 3600000, not {self.heal_ms}")
         if not 0 <= self.epoch < 2**32:
             raise InvalidArgumentError(f"epoch must be between 0 and {2**32 - 1}, not {self.epoch}")
 
@@ -492,6 +498,7 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _milliseconds("RINGDP_CONNECT_TIMEOUT")),
     "RINGDP_STALL_NOTICE": ("stall_notice_ms", _milliseconds("RINGDP_STALL_NOTICE")),
     "RINGDP_HOST_TIMEOUT": ("host_silence_ms", _milliseconds("RINGDP_HOST_TIMEOUT")),
+    "RINGDP_HEAL": ("heal_ms", _milliseconds("RINGDP_HEAL")),
     "RINGDP_TUNING": ("tuning", tuning.read),
     "RINGDP_DUMP_DIR": ("dump_dir", os.path.abspath),
 }

@@ -69,7 +69,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       const std::string& table_source, const std::string& transport,
                                       std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
                                       uint64_t flip_within, int full_mesh_ranks, const std::string& site,
-                                      const std::string& dump_folder, int streams, const std::string& congestion) {
+                                      const std::string& dump_folder, int streams, const std::string& congestion,
+                                      int64_t heal_ms) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -94,6 +95,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   options.stall_notice_ms = stall_notice_ms;
   options.rate_bytes_per_s = rate_bytes_per_s;
   options.dump_folder = dump_folder;
+  options.heal_ms = heal_ms;
+  rendezvous.heals = heal_ms > 0;
   options.check_interrupt = check_interrupt;
   if (segment_bytes < kGranuleBytes || segment_bytes > kSegmentBytes)
     throw Error(ErrorKind::kValue, "segment_bytes must be " + std::to_string(kGranuleBytes) + " to " +
@@ -394,6 +397,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("rate_bytes_per_s") = 0, py::arg("checksums") = false, py::arg("flip_within") = 0,
            py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "", py::arg("dump_folder") = "",
            py::arg("streams") = kAutomaticStreams, py::arg("congestion") = std::string(kAutomaticCongestion),
+           py::arg("heal_ms") = 4000,
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results. "
            "With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.")
       .def("shut_down", &Runtime::shut_down, NoGil())

@@ -109,6 +109,16 @@ def test_passes(build: str, test: str) -> None:
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
+@pytest.mark.slow
+def test_connections_heal_wherever_they_are_cut() -> None:
+    """At every byte that a rank sends in a short operation, in both directions; some thousand places of long ones."""
+    need_command(COMPILER[0], "g++")
+    done = run(
+        [str(built("plain", "test_healing")), "--limit-s", "600", "cut anywhere"], variables={"RINGDP_CUTS": "0"}
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
 @pytest.mark.parametrize("fuzzer", FUZZERS)
 def test_nothing_from_the_network_does_harm(fuzzer: str) -> None:
     need_command(COMPILER[0], "g++")

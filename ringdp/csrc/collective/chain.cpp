@@ -14,7 +14,7 @@ void Chain::prepare() {
   int place = (group_.rank - root + group_.size) % group_.size;  // in the chain
   if (place > 0) add_receive((group_.rank + group_.size - 1) % group_.size, memory_.size(), memory_.size());
   if (place < group_.size - 1)
-    add_send((group_.rank + 1) % group_.size, memory_.size(), place == 0 ? memory_.size() : 0);
+    add_send((group_.rank + 1) % group_.size, memory_.size(), place == 0 ? memory_.size() : 0).lasting = true;
 }
 
 std::span<const std::byte> Chain::outgoing(SendFlow&, uint64_t offset, std::size_t max) {

@@ -21,7 +21,7 @@ DirectTransfer::DirectTransfer(GroupView group, OperationShape shape, std::strin
 
 void DirectTransfer::prepare() {
   for (const Piece& piece : in_) add_receive(piece.member, piece.memory.size(), piece.memory.size());
-  for (const Piece& piece : out_) add_send(piece.member, piece.memory.size(), piece.memory.size());
+  for (const Piece& piece : out_) add_send(piece.member, piece.memory.size(), piece.memory.size()).lasting = true;
 }
 
 std::span<const std::byte> DirectTransfer::outgoing(SendFlow& flow, uint64_t offset, std::size_t max) {

@@ -25,7 +25,7 @@ void Fold::prepare() {
   for (int step = 1; step < group_.size; ++step) {
     int from = (group_.rank + group_.size - step) % group_.size, to = (group_.rank + step) % group_.size;
     if (here) add_receive(from, memory_.size(), fold_.window());
-    if (folds(to)) add_send(to, memory_.size(), there);
+    if (folds(to)) add_send(to, memory_.size(), there).lasting = true;  // what the sum overwrites is kept first
   }
 }
 
@@ -59,6 +59,7 @@ void Fold::arrived(RecvFlow& flow, uint64_t, std::span<std::byte>) {
 
 bool Fold::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
   uint64_t before = fold_.window();
+  if (offset == fold_.folded()) will_change(memory_.subspan(offset, data.size()));
   if (!fold_.take(flow.member, offset, data, sent_to_all())) return Operation::take(flow, offset, data);
   widen_from(before);
   return true;
@@ -72,8 +73,9 @@ uint64_t Fold::sent_to_all() const {
 }
 
 void Fold::advance() {
-  uint64_t before = fold_.window();
-  fold_.advance(sent_to_all());
+  const uint64_t before = fold_.window(), limit = sent_to_all(), end = fold_.reach(limit);
+  if (end > fold_.folded()) will_change(memory_.subspan(fold_.folded(), end - fold_.folded()));
+  fold_.advance(limit);
   widen_from(before);
 }
 

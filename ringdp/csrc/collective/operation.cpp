@@ -125,15 +125,23 @@ void Operation::widen(RecvFlow& flow, uint64_t window) {
   context_.links[flow.peer]->widen(flow);
 }
 
+void Operation::will_change(std::span<const std::byte> memory) {
+  for (SendFlow& flow : sends_) context_.links[flow.peer]->will_change(flow, memory);
+}
+
 bool Operation::complete() const {
   auto ended = [](const auto& flow) { return flow.complete(); };
   return prepared_ && std::all_of(receives_.begin(), receives_.end(), ended) &&
          std::all_of(sends_.begin(), sends_.end(), ended) && finished();
 }
 
+void Operation::let_go() {
+  for (SendFlow& flow : sends_) context_.links[flow.peer]->detach(flow);
+}
+
 void Operation::abandon() {
   if (!started_) return;
-  for (SendFlow& flow : sends_) context_.links[flow.peer]->detach(flow);
+  let_go();
   for (RecvFlow& flow : receives_) context_.links[flow.peer]->detach(flow);
 }
 

@@ -104,6 +104,7 @@ class Operation : public FlowHandler {
 
   void start(const OperationContext& context);
   void conclude() {
+    let_go();
     if (after_) after_();
     if (staging_) staging_->finish();
   }
@@ -138,6 +139,8 @@ class Operation : public FlowHandler {
   SendFlow& add_send(int member, uint64_t total, uint64_t ready);
   RecvFlow& add_receive(int member, uint64_t total, uint64_t window);
   void widen(RecvFlow& flow, uint64_t window);
+  // What a lasting flow may have sent of this memory is going to be overwritten.
+  void will_change(std::span<const std::byte> memory);
   void uses(std::span<const std::byte> memory) {
     if (!memory.empty()) memory_.push_back(memory);
   }
@@ -150,6 +153,7 @@ class Operation : public FlowHandler {
   InputFactors input_factors_;
 
  private:
+  void let_go();  // what links still keep of its memory
   std::vector<int> uninformed_neighbours() const;
   FlowRecord* record_of(int peer, bool sends, uint64_t total);  // null where there is no room
 

@@ -37,7 +37,8 @@ void Pairwise::prepare() {
     int to = (group_.rank + step) % group_.size, from = (group_.rank + group_.size - step) % group_.size;
     std::size_t back = collects(group_.rank) ? chunks_[from].size() : 0, result = collects(to) ? mine : 0;
     add_receive(from, mine + back, receive_window(mine + back));
-    add_send(to, chunks_[to].size() + result, ready(to));
+    // Its part of their chunk is overwritten by their sum, of which it is a part.
+    add_send(to, chunks_[to].size() + result, ready(to)).lasting = true;
   }
 }
 

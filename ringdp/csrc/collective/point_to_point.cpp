@@ -12,7 +12,7 @@ Send::Send(GroupView group, OperationShape shape, std::string name, std::span<st
   if (memory.size() > kSmallFlowBytes) announces_to(to);
 }
 
-void Send::prepare() { add_send(ends_.to, memory_.size(), memory_.size()); }
+void Send::prepare() { add_send(ends_.to, memory_.size(), memory_.size()).lasting = true; }
 
 std::span<const std::byte> Send::outgoing(SendFlow&, uint64_t offset, std::size_t max) {
   return memory_.subspan(offset, std::min<std::size_t>(max, memory_.size() - offset));

@@ -64,9 +64,13 @@ bool RankOrderFold::take(int member, uint64_t offset, std::span<const std::byte>
   return true;
 }
 
+uint64_t RankOrderFold::reach(uint64_t limit) const {
+  const uint64_t end = std::min(limit, *std::min_element(upto_.begin(), upto_.end()));
+  return end == out_.size() ? end : end - end % element_bytes_;
+}
+
 uint64_t RankOrderFold::advance(uint64_t limit) {
-  uint64_t end = std::min(limit, *std::min_element(upto_.begin(), upto_.end()));
-  end -= end == out_.size() ? 0 : end % element_bytes_;
+  const uint64_t end = reach(limit);
   while (folded_ < end) {
     // Whole pieces, and never across a block's end, where a peer's bytes continue in its other block.
     uint64_t block_end = (folded_ / kBlockBytes + 1) * kBlockBytes;

@@ -38,7 +38,8 @@ class RankOrderFold {
 
   // Folds what all ranks have sent, not beyond `limit`. Returns how far the result reaches.
   uint64_t advance(uint64_t limit);
-  uint64_t window() const;  // how far peers may send now
+  uint64_t reach(uint64_t limit) const;  // how far that would be
+  uint64_t window() const;               // how far peers may send now
   uint64_t folded() const { return folded_; }
 
  private:

@@ -58,7 +58,9 @@ void Ring::prepare() {
   if (reduce_steps_ > 0) segment_ = scratch().take(kSegmentBytes);
   int right = (group_.rank + 1) % group_.size, left = (group_.rank + group_.size - 1) % group_.size;
   add_receive(left, in_total_, window());
-  make_ready(add_send(right, out_total_, 0), 0);
+  SendFlow& send = add_send(right, out_total_, 0);
+  send.lasting = true;  // a partial sum is overwritten by the sum of which it is a part
+  make_ready(send, 0);
 }
 
 // A small buffer is sent without a grant: its operand must be there when it arrives.

@@ -70,10 +70,13 @@ void Tree::prepare() {
   const uint64_t there = this->there(memory_);
   for (Child& child : children_) {
     if (up_) child.from = &add_receive(child.member, size * child.scale, window(child));
-    if (down_) add_send(child.member, size, up_ || parent_ >= 0 ? 0 : there);
+    if (down_) add_send(child.member, size, up_ || parent_ >= 0 ? 0 : there).lasting = true;
   }
   if (parent_ < 0) return;
-  if (up_) to_parent_ = &add_send(parent_, size * scale_, children_.empty() ? there : 0);
+  if (up_) {
+    to_parent_ = &add_send(parent_, size * scale_, children_.empty() ? there : 0);
+    to_parent_->lasting = children_.empty();  // blocks of sums are used again
+  }
   if (down_) add_receive(parent_, size, size);
 }
 

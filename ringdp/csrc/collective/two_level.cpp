@@ -38,6 +38,9 @@ void TwoLevel::prepare() {
     out_of_[static_cast<std::size_t>(stream.member)] = out_.size();
     Outgoing& out = out_.emplace_back(stream);
     out.flow = &add_send(stream.member, stream.total, 0);
+    // Of an all-reduce: its input and sums are overwritten by sums of which they are a part. A reduce-scatter has rooms that are
+    // used again.
+    out.flow->lasting = shape.what == Collective::kAllReduce;
     make_ready(out);
   }
 }

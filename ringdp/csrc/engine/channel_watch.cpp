@@ -5,6 +5,7 @@
 namespace ringdp {
 
 void ChannelWatch::add(const Channel& channel, int peer) {
+  writing_[static_cast<std::size_t>(peer)] = 0;
   poller_.add(channel.poll_fd(), static_cast<uint32_t>(peer));
   if (int bell = channel.bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(peer));
 }

@@ -5,6 +5,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "engine/callback_gate.h"
+#include "engine/goodbye.h"
 
 namespace ringdp {
 namespace {
@@ -30,7 +31,9 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
       role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), copies_.under_way()}; }),
       groups_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
-             [this](int peer, const Error& error) { failures_.on_lost(peer, error); }),
+             {.lost = [this](int peer, const Error& error) { failures_.on_lost(peer, error); },
+              .broken = [this](int peer, const Error& error) { healing_.on_broken(peer, error); },
+              .silent = [this](int peer) { healing_.on_silent(peer); }}),
       failures_(
           role_, groups_, links_, options_.listen_ms,
           [this](GroupState& group, const std::exception_ptr& failure, uint64_t cause) {
@@ -39,6 +42,8 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
           [this](const GroupState& group, const Error& error, uint64_t cause) {
             diagnosis_.note_failure(group.id, error, cause);
           }),
+      healing_(role_, links_, failures_, notices_, options_),
+      connections_(role_, links_, failures_, healing_),
       stalls_(role_, groups_, links_, notices_, diagnosis_, options_.stall_notice_ms),
       copies_(role_, groups_, failures_, completions_,
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
@@ -72,30 +77,6 @@ LinkEvents Engine::link_events() {
     if (!failures_.on_named(from, group, sequence, state.name)) stalls_.on_answered(from, group, sequence, state);
   };
   return events;
-}
-
-void Engine::connect(int peer, std::unique_ptr<Channel> channel, bool checksums) {
-  role_.run([&] {
-    Link& link = *links_[peer];
-    {
-      MutexLock lock(role_.mutex());
-      if (role_.closed() || link.connected() || !link.usable())
-        return;  // it was given up: the peer sees this connection end
-    }
-    links_.connect(peer, std::move(channel), checksums);
-  });
-}
-
-void Engine::cannot_connect(int peer, const Error& error, bool gone) {
-  role_.run([&] {
-    Link& link = *links_[peer];
-    {
-      MutexLock lock(role_.mutex());
-      if (role_.closed() || link.connected() || !link.usable()) return;
-    }
-    failures_.on_unreachable(peer, error, gone);
-    failures_.report();
-  });
 }
 
 void Engine::check_usable() const {
@@ -228,7 +209,7 @@ std::exception_ptr Engine::failure_of(uint64_t id) const {
 
 std::map<int, Channel::Carried> Engine::carried() {
   std::map<int, Channel::Carried> found;
-  if (fork_generation() == generation_) role_.run([&] { found = links_.carried(); });
+  if (fork_generation() == generation_) role_.run([&] { found = carried_by(links_); });
   return found;
 }
 
@@ -258,7 +239,7 @@ void Engine::shut_down() {
       reason = farewell_;
     }
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
-    links_.say_goodbye(reason, deadline);
+    say_goodbye(links_, reason, deadline);
     while (copies_.under_way() && !deadline.expired()) {
       copies_.look();
       if (copies_.under_way()) std::this_thread::sleep_for(std::chrono::milliseconds(1));

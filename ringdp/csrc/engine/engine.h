@@ -19,11 +19,13 @@
 #include "base/fd.h"
 #include "collective/operation.h"
 #include "engine/completion.h"
+#include "engine/connections.h"
 #include "engine/diagnosis.h"
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
 #include "engine/failure_agreement.h"
 #include "engine/group_table.h"
+#include "engine/healing.h"
 #include "engine/notices.h"
 #include "engine/operation_record.h"
 #include "engine/peer_links.h"
@@ -43,12 +45,10 @@ Error forked_error();
 
 class Engine {
  public:
-  // Peers without a channel are connected later: see `connect`.
+  // Peers without a channel are connected later: see `connections`.
   Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options);
 
-  // The connection that was wanted, or that the peer wanted; or why there is none. `gone`: the peer has ended. Any thread.
-  void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);
-  void cannot_connect(int peer, const Error& error, bool gone);
+  Connections& connections() { return connections_; }
 
   // Returns the group's number on the wire: from `key`, which is the same on all members, and from how many groups of that
   // key came before, so that frames of a destroyed group never reach one that is made like it. `name` is for messages.
@@ -93,7 +93,7 @@ class Engine {
   // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
   void shut_down();
 
-  PeerLinks::Traffic traffic() const { return links_.traffic(); }
+  Link::Traffic traffic() const { return links_.traffic(); }
   uint64_t bytes_sent_to(int peer) const { return links_.bytes_sent_to(peer); }
   std::map<int, Channel::Carried> carried();  // see PeerLinks; empty after the shutdown
   const PeerInfo& peer(int rank) const { return links_.peers().info(rank); }
@@ -115,6 +115,8 @@ class Engine {
   GroupTable groups_;
   PeerLinks links_;
   FailureAgreement failures_;
+  Healing healing_;
+  Connections connections_;
   StallMonitor stalls_;
   StagedCopies copies_;
   Progress progress_;

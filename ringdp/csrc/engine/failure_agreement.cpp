@@ -80,7 +80,7 @@ void FailureAgreement::on_unreachable(int peer, const Error& error, bool gone) {
   role_.assert_held();
   losses_[peer] = error;
   if (gone) {
-    links_[peer]->give_up();
+    links_[peer]->depart();
     return on_departed(peer, error.context().cause);
   }
   links_.drop(peer);
@@ -222,7 +222,7 @@ Deadline FailureAgreement::next_deadline() const {
 bool FailureAgreement::notifies(const GroupState& group, int member) const {
   const Link* link = links_[member];
   if (link == nullptr || !link->usable()) return false;
-  if (link->connected()) return true;
+  if (link->connected() || link->healing()) return true;
   return std::find(group.neighbours.begin(), group.neighbours.end(), member) != group.neighbours.end();
 }
 

@@ -1,7 +1,6 @@
 #include "engine/peer_links.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 namespace ringdp {
@@ -10,25 +9,28 @@ namespace {
 constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
 constexpr int kPolledLinks = 8;  // up to so many peers asking each beats asking the poller
 constexpr auto kHostPeriod = std::chrono::milliseconds(500);
+constexpr int64_t kSilentMs = 1000;     // without an answer of a host: the network may have a new connection sooner
+constexpr int64_t kHealGraceMs = 2000;  // for who heals a connection to say that it could not
 
 }  // namespace
 
 PeerLinks::PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role,
-                     Poller& poller, const LinkEvents& events, Lost lost)
+                     Poller& poller, const LinkEvents& link_events, Events events)
     : peers_(rank, peers),
       role_(role),
       watch_(poller, peers.size()),
       wrap_channel_(options.wrap_channel),
-      lost_(std::move(lost)),
+      events_(std::move(events)),
+      heal_ms_(options.heal_connection ? options.heal_ms : 0),
       links_(peers.size()) {
   if (options.rate_bytes_per_s > 0) limiter_.emplace(options.rate_bytes_per_s);
   for (MeshPeer& peer : peers) {
     const int place = peer.info.rank;
     if (place == rank) continue;
     std::unique_ptr<Channel> channel = peer.channel ? adopt(std::move(peer.channel), place) : nullptr;
-    links_[place] = std::make_unique<Link>(peers_.self(), peer.info, std::move(channel), events, peer.checksums,
-                                           options.segment_bytes);
-    links_[place]->watch_host(options.host_silence_ms);
+    links_[place] = std::make_unique<Link>(peers_.self(), peer.info, std::move(channel), link_events, peer.checksums,
+                                           options.segment_bytes, heal_ms_ > 0);
+    links_[place]->watch_host(std::max(options.host_silence_ms, heal_ms_));
   }
 }
 
@@ -52,6 +54,19 @@ void PeerLinks::drop(int peer) {
   link.close();
 }
 
+void PeerLinks::interrupt(int peer) {
+  Link& link = *(*this)[peer];
+  if (link.connected()) watch_.remove(link.channel());
+  link.repair().interrupt();
+}
+
+bool PeerLinks::resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken) {
+  role_.assert_held();
+  if (!links_[static_cast<std::size_t>(peer)]->repair().resume(adopt(std::move(channel), peer), taken)) return false;
+  send_to(peer);
+  return true;
+}
+
 void PeerLinks::discard_group(uint64_t group, const std::vector<int>& members) {
   for (int member : members)
     if (Link* link = (*this)[member]) link->discard_group(group);
@@ -64,8 +79,16 @@ bool PeerLinks::guarded(int peer, const std::function<bool(Link&)>& action) {
     bool moved = action(link);
     if (link.departed() && link.connected()) watch_.remove(link.channel());
     return moved;
+  } catch (const ConnectionBroken& error) {
+    if (link.repair().possible()) {
+      interrupt(peer);
+      events_.broken(peer, error);
+    } else {
+      events_.lost(peer, error);
+    }
+    return true;
   } catch (const Error& error) {
-    lost_(peer, error);
+    events_.lost(peer, error);
     return true;
   }
 }
@@ -101,6 +124,7 @@ bool PeerLinks::serve(const std::vector<Poller::Event>& events) {
     int peer = static_cast<int>(event.token);
     if (event.readable)
       moved |= guarded(peer, [](Link& it) {
+        if (!it.connected()) return false;  // what was noticed is gone
         it.channel().noticed();
         return it.pump_receive(kReceiveBudgetBytes);
       });
@@ -160,28 +184,16 @@ bool PeerLinks::check_hosts(Clock::time_point now) {
   next_host_check_ = now + kHostPeriod;
   for (auto& link : links_) {
     if (!link || link->broken() || link->departed()) continue;
-    guarded(link->peer().rank, [](Link& it) {
+    const int peer = link->peer().rank;
+    guarded(peer, [this](Link& it) {
       it.check_host();
+      if (it.broken_for_ms() > heal_ms_ + kHealGraceMs)
+        it.fail(ErrorKind::kPeerLost, "the connection broke and was not made again", "look at that rank's own log");
       return false;
     });
+    if (link->repair().possible() && link->host_silence_ms() >= kSilentMs) events_.silent(peer);
   }
   return true;
-}
-
-void PeerLinks::say_goodbye(const std::string& reason, Deadline deadline) {
-  for (auto& link : all())
-    if (link) link->send_bye(reason);  // who is not connected sees that nothing listens here
-  // A peer that does not read must not keep this rank from leaving.
-  while (anything_outgoing() && !deadline.expired())
-    if (!send_all()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  for (auto& link : links_) {
-    if (!link || !link->connected()) continue;
-    guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kEagerWindowBytes); });
-    if (link->connected()) link->channel().close_send();
-  }
-  auto drained = [](auto& link) { return !link || link->drained(); };
-  while (!std::all_of(links_.begin(), links_.end(), drained) && !deadline.expired())
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 void PeerLinks::close() {
@@ -189,24 +201,25 @@ void PeerLinks::close() {
     if (link) link->close();
 }
 
-PeerLinks::Traffic PeerLinks::traffic() const {
-  Traffic all;
+Link::Traffic PeerLinks::traffic() const {
+  Link::Traffic all;
   for (const auto& link : links_) {
     if (!link) continue;
-    all.sent += link->bytes_sent();
-    all.received += link->bytes_received();
+    const Link::Traffic one = link->traffic();
+    all.sent += one.sent;
+    all.received += one.received;
   }
   return all;
 }
 
 uint64_t PeerLinks::bytes_sent_to(int peer) const {
   const auto& link = links_.at(static_cast<std::size_t>(peer));
-  return link ? link->bytes_sent() : 0;
+  return link ? link->traffic().sent : 0;
 }
 
-std::map<int, Channel::Carried> PeerLinks::carried() const {
+std::map<int, Channel::Carried> carried_by(const PeerLinks& links) {
   std::map<int, Channel::Carried> found;
-  for (const auto& link : all())
+  for (const auto& link : links.all())
     if (link && link->connected() && link->usable())
       if (const auto carried = link->channel().carried()) found[link->peer().rank] = *carried;
   return found;

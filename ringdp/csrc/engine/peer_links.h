@@ -25,12 +25,17 @@ namespace ringdp {
 
 class PeerLinks {
  public:
-  // `lost`: the link to that peer has thrown; it must call `drop`, or leave a damaged link to be read to its end.
-  using Lost = std::function<void(int peer, const Error& error)>;
+  struct Events {
+    // The link to that peer has thrown. `lost` must call `drop`, or leave a damaged link to be read to its end; `broken`: its
+    // connection has ended, and can be made again.
+    std::function<void(int peer, const Error& error)> lost;
+    std::function<void(int peer, const Error& error)> broken;
+    std::function<void(int peer)> silent;  // its host has not answered for a while, as `check_hosts` has found
+  };
 
   // Peers without a channel are connected later.
   PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role, Poller& poller,
-            const LinkEvents& events, Lost lost);
+            const LinkEvents& link_events, Events events);
 
   const PeerTable& peers() const { return peers_; }
 
@@ -45,7 +50,10 @@ class PeerLinks {
   }
 
   void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);
-  void drop(int peer);  // closes the link for good; a peer that is alive after all notices it
+  void drop(int peer);       // closes the link for good; a peer that is alive after all notices it
+  void interrupt(int peer);  // closes its channel, if it has one: another one will take its place
+  // That one, to a peer that has taken so many frames. False: one that it lacks is not here any more.
+  bool resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);
   void discard_group(uint64_t group, const std::vector<int>& members);  // what still arrives for it is dropped
 
   // Does something with a link that is not broken; what it throws ends the link. True if bytes moved, or it was lost.
@@ -70,17 +78,10 @@ class PeerLinks {
   // Now and then: whether the peers' hosts are there. True if it looked, and may have lost a link.
   bool check_hosts(Clock::time_point now);
 
-  // Says why this rank leaves, sends what waits and lets the peers read it, until the deadline at most.
-  void say_goodbye(const std::string& reason, Deadline deadline);
   void close();
 
-  struct Traffic {
-    uint64_t sent = 0, received = 0;  // bytes, headers included
-  };
-  Traffic traffic() const;
+  Link::Traffic traffic() const;  // of all
   uint64_t bytes_sent_to(int peer) const;
-  // By place in the world, of the peers to which the kernel counts what it carries. By the driver.
-  std::map<int, Channel::Carried> carried() const;
   // Of the paths to these peers that a setting of this system makes slow; mostly empty. By the driver.
   std::string slow_paths_text(const std::vector<int>& peers) const;
 
@@ -91,12 +92,16 @@ class PeerLinks {
   const DriverRole& role_;
   ChannelWatch watch_;  // the driver's
   const std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel_;
-  const Lost lost_;
+  const Events events_;
+  const int64_t heal_ms_;
   std::optional<RateLimiter> limiter_;        // of all streams; outlives the links
   std::vector<std::unique_ptr<Link>> links_;  // made once; their state is the driver's, but for the counters of bytes
   std::size_t first_ RINGDP_GUARDED_BY(role_) = 0;  // with a limiter: whose turn it is
   bool some_streams_ = false;                       // not all links are direct; the driver's
   Clock::time_point next_host_check_ RINGDP_GUARDED_BY(role_){};
 };
+
+// By place in the world, of the peers to which the kernel counts what it carries. By the driver.
+std::map<int, Channel::Carried> carried_by(const PeerLinks& links);
 
 }  // namespace ringdp

@@ -11,6 +11,8 @@
 namespace ringdp {
 namespace {
 
+constexpr int64_t kWholeMs = 1000;  // for a connection that heals, so that the goodbye can pass
+
 int cores() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
@@ -55,14 +57,20 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
   if (options.shares_cores && streams) options.spin_us = std::min<int64_t>(options.spin_us, 10);
   if (options.rate_bytes_per_s > 0)  // they share a network card
     options.rate_bytes_per_s = std::max<int64_t>(1, options.rate_bytes_per_s / ranks_on_this_host_);
-  if (late_)
+  if (options.heal_ms == 0 && late_ && late_->all_connected()) late_.reset();  // nothing to do
+  if (late_ && !late_->all_connected())
     options.want_connection = [late = std::weak_ptr(late_)](int peer) {
       if (const auto maker = late.lock()) maker->want(peer);
     };
+  if (late_ && options.heal_ms > 0)
+    options.heal_connection = [late = std::weak_ptr(late_)](int peer, bool broken) {
+      if (const auto maker = late.lock()) maker->heal(peer, broken);
+    };
+  const int64_t heal_ms = options.heal_ms;
   engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));
   try {
     communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });
-    if (late_) start_connecting();
+    if (late_) start_connecting(heal_ms);
     completion_ = start_thread("ringdp-done", [engine = engine_] { engine->completions().run(); });
   } catch (const Error& error) {
     engine_->set_farewell(std::string("it ") + error.what());
@@ -71,15 +79,24 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
   }
 }
 
-void Runtime::start_connecting() {
+void Runtime::start_connecting(int64_t heal_ms) {
   LateConnections::Events events;
   events.connected = [engine = engine_](int peer, std::unique_ptr<Channel> channel, bool checksums) {
-    engine->connect(peer, std::move(channel), checksums);
+    engine->connections().connect(peer, std::move(channel), checksums);
   };
   events.failed = [engine = engine_](int peer, const Error& error, bool gone) {
-    engine->cannot_connect(peer, error, gone);
+    engine->connections().cannot_connect(peer, error, gone);
   };
   events.notice = [engine = engine_](LogLevel level, const std::string& line) { engine->notices().post(level, line); };
+  events.heal_ms = heal_ms;
+  events.hold = [engine = engine_](int peer) { return engine->connections().hold(peer); };
+  events.settle = [engine = engine_](int peer) { return engine->connections().settle(peer); };
+  events.resume = [engine = engine_](int peer, std::unique_ptr<Channel> channel, uint64_t taken) {
+    engine->connections().resume(peer, std::move(channel), taken);
+  };
+  events.not_healed = [engine = engine_](int peer, const std::string& why) {
+    engine->connections().not_healed(peer, why);
+  };
   late_->start(std::move(events));
 }
 
@@ -98,7 +115,10 @@ Runtime::~Runtime() {
 void Runtime::shut_down() {
   if (fork_generation() != generation_) return;
   ended_ = true;
-  if (late_) late_->stop();
+  if (late_) {
+    engine_->connections().wait_until_whole(Deadline::after_ms(kWholeMs));
+    late_->stop();
+  }
   engine_->shut_down();
   engine_->completions().stop();
   engine_->notices().stop();

@@ -44,10 +44,10 @@ class Runtime {
   bool ended() const { return ended_; }
 
  private:
-  void start_connecting();
+  void start_connecting(int64_t heal_ms);
 
   std::shared_ptr<Engine> engine_;         // also held by the threads and by works still waited for
-  std::shared_ptr<LateConnections> late_;  // null where all are connected from the start
+  std::shared_ptr<LateConnections> late_;  // null where no connection is missing and none can break
   std::unique_ptr<std::thread> communication_;
   std::unique_ptr<std::thread> completion_;
   const unsigned generation_ = fork_generation();

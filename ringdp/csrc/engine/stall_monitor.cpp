@@ -266,6 +266,12 @@ std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) c
   for (std::size_t i = 0; i < next.size(); ++i) {
     int peer = next[i];
     if (peer < 0 || peer >= peers_.world() || !seen.insert(peer).second) continue;
+    if (links_[peer]->healing() && links_[peer]->usable()) {
+      found.push_back(
+          {peer, 0,
+           "the connection with it broke " + seconds(links_[peer]->broken_for_ms()) + " ago and is being made again"});
+      continue;
+    }
     auto answer = in_flight.answers.find(peer);
     if (answer == in_flight.answers.end()) continue;
     const auto& [asked_at, awaited, state] = answer->second;

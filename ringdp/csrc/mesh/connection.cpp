@@ -15,6 +15,15 @@ std::string held_up_text(const Channel::HeldUp& held_up, const char* otherwise, 
          otherwise + " (" + channel.describe() + ")";
 }
 
+ErrorContext context_of(const Connection& it, const std::string& what, const std::string& advice) {
+  ErrorContext context;
+  it.self().fill_self(context);
+  it.peer().fill_peer(context);
+  context.cause = what;
+  context.advice = advice;
+  return context;
+}
+
 }  // namespace
 
 std::string PeerInfo::text() const {
@@ -38,7 +47,21 @@ void Connection::open(std::unique_ptr<Channel> channel, bool late) {
   channel_ = std::move(channel);
   direct_ = channel_->direct();
   late_ = late;
+  broken_at_.reset();
   if (silence_ms_ > 0) channel_->watch_host(silence_ms_);
+}
+
+void Connection::hold() {
+  if (!broken_at_) broken_at_ = Clock::now();
+}
+
+void Connection::interrupt() {
+  hold();
+  channel_.reset();
+}
+
+int64_t Connection::broken_for_ms() const {
+  return broken_at_ ? std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - *broken_at_).count() : 0;
 }
 
 void Connection::close() {
@@ -71,18 +94,15 @@ void Connection::fail_closed(int error_number) const {
   const Channel::HeldUp held_up = ended ? channel_->held_up() : Channel::HeldUp{};
   if (held_up.ms >= kHeldUpAtEndMs)
     fail(ErrorKind::kPeerLost, held_up_text(held_up, "and it gave this connection up", *channel_), kLargePacketsAdvice);
-  fail(ErrorKind::kPeerLost, error_number == 0 ? "the connection ended without a goodbye" : errno_text(error_number),
-       "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone", true);
+  const std::string what = error_number == 0 ? "the connection ended without a goodbye" : errno_text(error_number);
+  ErrorContext context = context_of(
+      *this, what, "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
+  context.unexplained = true;
+  throw ConnectionBroken(ErrorKind::kPeerLost, peer_.text() + ": " + what, context);
 }
 
-void Connection::fail(ErrorKind kind, const std::string& what, const std::string& advice, bool unexplained) const {
-  ErrorContext context;
-  self_.fill_self(context);
-  peer_.fill_peer(context);
-  context.cause = what;
-  context.advice = advice;
-  context.unexplained = unexplained;
-  throw Error(kind, peer_.text() + ": " + what, context);
+void Connection::fail(ErrorKind kind, const std::string& what, const std::string& advice) const {
+  throw Error(kind, peer_.text() + ": " + what, context_of(*this, what, advice));
 }
 
 void Connection::fail_damaged(const std::string& what) {

@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "transport/channel.h"
 
@@ -21,6 +23,12 @@ struct PeerInfo {
   std::string text() const;                     // "rank 3 (host node7, pid 4711)"
   void fill_self(ErrorContext& context) const;  // rank, host: of who raises
   void fill_peer(ErrorContext& context) const;  // peer, peer_host, peer_pid: of whom it is about
+};
+
+// The connection has ended without a goodbye: the peer may have died, or the network have failed it.
+class ConnectionBroken final : public Error {
+ public:
+  using Error::Error;
 };
 
 class Connection {
@@ -42,6 +50,13 @@ class Connection {
   bool made_late() const { return late_; }  // after the ranks met
   Channel& channel() const { return *channel_; }
 
+  // It has broken, or another one is being made in its place: nothing is sent, but what is on its way on the old one is read.
+  bool healing() const { return broken_at_.has_value(); }
+  int64_t broken_for_ms() const;  // 0: it is whole
+  void hold();                    // it heals from now on
+  void interrupt();               // and what was there is closed
+  void open(std::unique_ptr<Channel> channel, bool late);
+
   void close();                        // for good: it is broken, the descriptor goes
   void depart() { departed_ = true; }  // the peer said goodbye, or will never come: nothing is read or sent any more
 
@@ -50,14 +65,11 @@ class Connection {
   void check_host();
   int64_t host_silence_ms() const { return connected() ? channel_->host_silence_ms() : 0; }
 
-  [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice,
-                         bool unexplained = false) const;
+  [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice) const;
   [[noreturn]] void fail_damaged(const std::string& what);
-  // The channel has ended without a goodbye. `error_number`: 0 where it ended in good order.
+  // The channel has ended without a goodbye: ConnectionBroken, unless another one would end, too. `error_number`: 0 where it
+  // ended in good order.
   [[noreturn]] void fail_closed(int error_number) const;
-
- protected:
-  void open(std::unique_ptr<Channel> channel, bool late);
 
  private:
   const PeerInfo self_;
@@ -68,6 +80,7 @@ class Connection {
   bool departed_ = false;
   bool broken_ = false;
   bool damaged_ = false;
+  std::optional<Clock::time_point> broken_at_;
   int64_t silence_ms_ = 0;  // for which the peer's host may be silent; 0: any
 };
 

@@ -43,21 +43,24 @@ bool connection_refused(int error_number) { return error_number == ECONNREFUSED;
 Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
                      int streams, std::string congestion)
     : mine_(mine),
+      rank_(static_cast<int>(mine.to)),
+      world_(static_cast<int>(mine.world)),
       padding_ms_(padding_patience_ms()),
       instances_(mine.world),
       secret_(std::move(secret)),
       routes_(mine.world),
       streams_(static_cast<int>(mine.world), streams, std::move(congestion)),
-      purposes_(mine.world, Purpose::kNone),
+      aims_(mine.world, Aim::kNone),
       probe_from_(mine.world, Clock::time_point::max()),
       joined_(mine.world, 0),
       connected_(mine.world),
+      dialled_(mine.world),
       watched_(mine.world, 0),
       problems_(mine.world),
       large_(mine.world) {
   random_bytes(instance_);
-  for (int peer = 0; peer < world(); ++peer)
-    if (peer != rank() && wanted[peer] != 0) purposes_[peer] = Purpose::kConnect;
+  for (int peer = 0; peer < world_; ++peer)
+    if (peer != rank_ && wanted[peer] != 0) aims_[peer] = Aim::kConnect;
 }
 
 HandshakeFields Connector::fields(HandshakeType type, int peer) const {
@@ -73,26 +76,26 @@ HandshakeFields Connector::fields(HandshakeType type, int peer) const {
 void Connector::set_route(int peer, Candidates candidates, bool probe, bool one) {
   if (one) streams_.needs_one(peer);
   auto now = Clock::now();
-  auto begin = peer < rank() ? now : now + kProbeAfter;
+  auto begin = peer < rank_ ? now : now + kProbeAfter;
   routes_[peer] = Route(std::move(candidates), begin);
-  if (peer < rank() || probe) probe_from_[peer] = begin;
+  if (peer < rank_ || probe) probe_from_[peer] = begin;
 }
 
 void Connector::want(int peer) {
-  if (joined_[peer] != 0 || purposes_[peer] == Purpose::kConnect || peer == rank()) return;
-  if (purposes_[peer] == Purpose::kNone) routes_[peer].restart(Clock::now());
-  purposes_[peer] = Purpose::kConnect;
+  if (joined_[peer] != 0 || aims_[peer] == Aim::kConnect || peer == rank_) return;
+  if (aims_[peer] == Aim::kNone) routes_[peer].restart(Clock::now());
+  aims_[peer] = Aim::kConnect;
   probe_from_[peer] = Clock::time_point::min();
 }
 
 void Connector::check(int peer) {
-  if (joined_[peer] != 0 || purposes_[peer] != Purpose::kNone || peer >= rank()) return;
-  purposes_[peer] = Purpose::kCheck;
+  if (joined_[peer] != 0 || aims_[peer] != Aim::kNone || peer >= rank_) return;
+  aims_[peer] = Aim::kCheck;
   routes_[peer].restart(Clock::now());
 }
 
 void Connector::forget(int peer) {
-  purposes_[peer] = Purpose::kNone;
+  aims_[peer] = Aim::kNone;
   large_[peer].clear();
   if (!streams_.complete(peer)) {
     connected_[peer].reset();
@@ -108,14 +111,14 @@ void Connector::forget(int peer) {
 }
 
 bool Connector::busy() const {
-  for (int peer = 0; peer < world(); ++peer)
+  for (int peer = 0; peer < world_; ++peer)
     if (awaits(peer) || !streams_.complete(peer)) return true;
   return !attempts_.empty() || Clock::now() < accept_after_;
 }
 
 bool Connector::complete() const {
-  for (int peer = 0; peer < world(); ++peer)
-    if (purposes_[peer] == Purpose::kConnect && !connected(peer)) return false;
+  for (int peer = 0; peer < world_; ++peer)
+    if (aims_[peer] == Aim::kConnect && !connected(peer)) return false;
   return true;
 }
 
@@ -129,7 +132,7 @@ void Connector::step(int wait_ms, std::span<const pollfd> also) {
     polled.push_back({it.fd.get(), static_cast<short>(connecting ? POLLOUT : POLLIN), 0});
   }
   std::vector<int> watched;
-  for (int peer = 0; peer < world(); ++peer) {
+  for (int peer = 0; peer < world_; ++peer) {
     if (watched_[peer] == 0) continue;
     watched.push_back(peer);
     polled.push_back({connected_[peer].get(), POLLRDHUP, 0});
@@ -170,17 +173,17 @@ void Connector::tell(const GivenUp& why) {
 std::optional<Connector::Trouble> Connector::trouble() {
   if (lost_) return lost_;
   auto now = Clock::now();
-  for (int peer = 0; peer < world(); ++peer) {
+  for (int peer = 0; peer < world_; ++peer) {
     if (!streams_.complete(peer) && streams_.hopeless(peer))
       return Trouble{.peer = peer, .text = streams_.problem(peer), .also = {}};
     if (!awaits(peer)) continue;
     bool confirming = std::any_of(attempts_.begin(), attempts_.end(),
                                   [&](const Attempt& it) { return it.peer == peer && !it.dialled; });
-    if (!large_[peer].empty() && !confirming && (peer > rank() || routes_[peer].verdict(now) != Route::Verdict::kOpen))
+    if (!large_[peer].empty() && !confirming && (peer > rank_ || routes_[peer].verdict(now) != Route::Verdict::kOpen))
       return large_trouble(peer);
     Route::Verdict verdict = routes_[peer].verdict(now);
     if (verdict == Route::Verdict::kOpen || confirming) continue;
-    if (peer > rank() && verdict != Route::Verdict::kRefused) continue;  // it need not be reached from here
+    if (peer > rank_ && verdict != Route::Verdict::kRefused) continue;  // it need not be reached from here
     return Trouble{
         .peer = peer, .refused = verdict == Route::Verdict::kRefused, .text = routes_[peer].text(now), .also = {}};
   }
@@ -189,7 +192,7 @@ std::optional<Connector::Trouble> Connector::trouble() {
 
 Connector::Trouble Connector::large_trouble(int peer) const {
   Trouble trouble{.peer = peer, .large = true, .text = large_[peer], .also = {}};
-  for (int other = 0; other < world(); ++other) {
+  for (int other = 0; other < world_; ++other) {
     bool looks_lost = std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& it) {
       return it.peer == other && it.stage == Stage::kAwaitPadding &&
              it.deadline.remaining_ms(kLooksLostMs + 1) <= kLooksLostMs;
@@ -201,13 +204,13 @@ Connector::Trouble Connector::large_trouble(int peer) const {
 
 std::string Connector::problem(int peer) const {
   if (!streams_.complete(peer)) return streams_.problem(peer);
-  if (peer < rank() && routes_[peer].known()) return "tried " + routes_[peer].text(Clock::now());
+  if (peer < rank_ && routes_[peer].known()) return "tried " + routes_[peer].text(Clock::now());
   return problems_[peer];
 }
 
 std::vector<Connector::Connected> Connector::take() {
   std::vector<Connected> out;
-  for (int peer = 0; peer < world(); ++peer) {
+  for (int peer = 0; peer < world_; ++peer) {
     if (!connected_[peer] || !streams_.complete(peer)) continue;
     watched_[peer] = 0;
     out.push_back({peer, std::move(connected_[peer]), streams_.take(peer)});
@@ -258,7 +261,7 @@ void Connector::dial_due(int peer) {
     attempt.candidate = *candidate;
     attempt.dialled = true;
     attempt.address = route.address(*candidate);
-    attempt.stage = peer < rank() ? Stage::kConnecting : Stage::kProbing;
+    attempt.stage = peer < rank_ ? Stage::kConnecting : Stage::kProbing;
     route.started(*candidate, now);
     int error_number = 0;
     attempt.fd = start_connect(attempt.address, error_number);
@@ -303,7 +306,7 @@ void Connector::accept_from(TcpListener& listener) {
 void Connector::evict_strangers() {
   auto is_stranger = [](const Attempt& it) { return it.stage == Stage::kAwaitHello; };
   auto strangers = std::count_if(attempts_.begin(), attempts_.end(), is_stranger);
-  if (strangers > std::max(kMaxStrangers, world()))
+  if (strangers > std::max(kMaxStrangers, world_))
     drop(*std::find_if(attempts_.begin(), attempts_.end(), is_stranger), "others waited");
   // Not by collect_attempts() alone: a flood would hold a descriptor for each until the step ends.
   attempts_.remove_if([](const Attempt& it) { return it.stage == Stage::kFailed; });
@@ -438,8 +441,8 @@ void Connector::on_padding(Attempt& attempt) {
     attempt.stage = Stage::kDone;
     return;
   }
-  if (purposes_[attempt.peer] == Purpose::kCheck) {
-    purposes_[attempt.peer] = Purpose::kNone;  // it can be reached
+  if (aims_[attempt.peer] == Aim::kCheck) {
+    aims_[attempt.peer] = Aim::kNone;  // it can be reached
     attempt.stage = Stage::kFailed;
     return;
   }
@@ -465,6 +468,11 @@ void Connector::on_hello(Attempt& attempt) {
   if (!hello || hello->type != HandshakeType::kHello) return drop(attempt, "no hello");
   Refusal verdict = judge_hello(*hello, mine_);
   int peer = static_cast<int>(hello->from);
+  if (verdict == Refusal::kNone && hello->purpose == Purpose::kResume) {
+    resumptions_.push_back({peer, hello->number, std::move(attempt.fd), attempt.buffer});
+    attempt.stage = Stage::kFailed;
+    return;
+  }
   if (verdict == Refusal::kNone && joined_[peer] != 0) {
     const bool same = std::equal(instances_[peer].begin(), instances_[peer].end(), hello->nonce.begin());
     if (same && !streams_.lacks(peer, hello->stream)) return drop(attempt, "");
@@ -495,10 +503,27 @@ void Connector::on_hello(Attempt& attempt) {
   if (send_message(attempt, reply)) attempt.stage = Stage::kAwaitConfirm;
 }
 
-// A lower rank needs a connection. A connect_fd_socket that was recorded and is sent again has no other effect.
-void Connector::on_knock(const HandshakeFields& connect_fd_socket) {
-  int peer = static_cast<int>(connect_fd_socket.from);
-  if (judge_hello(connect_fd_socket, mine_) == Refusal::kNone && peer < rank() && routes_[peer].known()) want(peer);
+Connector::Knowledge Connector::knowledge() const {
+  Knowledge out{.mine = mine_, .secret = secret_, .addresses = {}};
+  for (int peer = 0; peer < world_; ++peer) {
+    std::vector<SocketAddress>& known = out.addresses.emplace_back();
+    const SocketAddress& used = dialled_[peer];
+    if (used.length() > 0) known.push_back(used);
+    for (const SocketAddress& it : routes_[peer].addresses())
+      if (used.length() == 0 || it.text() != used.text()) known.push_back(it);
+  }
+  return out;
+}
+
+// A lower rank needs a connection. A knock that was recorded and is sent again has no other effect.
+void Connector::on_knock(const HandshakeFields& knock) {
+  int peer = static_cast<int>(knock.from);
+  if (knock.purpose == Purpose::kResume) {
+    if (judge_hello(knock, mine_) == Refusal::kNone && peer < rank_)
+      resumptions_.push_back({.peer = peer, .number = knock.number, .socket = {}, .hello = {}});
+    return;
+  }
+  if (judge_hello(knock, mine_) == Refusal::kNone && peer < rank_ && routes_[peer].known()) want(peer);
 }
 
 void Connector::on_confirm(Attempt& attempt) {
@@ -516,6 +541,7 @@ void Connector::collect_attempts() {
     joined_[it.peer] = 1;
     streams_.expect(it.peer, it.streams, it.dialled ? std::optional(it.address) : std::nullopt);
     connected_[it.peer] = std::move(it.fd);
+    if (it.dialled) dialled_[it.peer] = it.address;
     std::copy_n(it.nonce.begin(), instances_[it.peer].size(), instances_[it.peer].begin());
     watched_[it.peer] = 1;
   }
@@ -530,7 +556,7 @@ void Connector::collect_attempts() {
     bool needless = it.dialled && (it.stream > 0 ? !streams_.lacks(it.peer, it.stream) : !awaits(it.peer));
     return (it.stage == Stage::kDone && it.stream == 0) || it.stage == Stage::kFailed || needless;
   });
-  for (int peer = 0; peer < world(); ++peer) dial_due(peer);
+  for (int peer = 0; peer < world_; ++peer) dial_due(peer);
 }
 
 std::string ask_for_congestion(const std::vector<Connector::Connected>& connected, const std::string& setting) {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -42,7 +43,7 @@ class Connector {
   void want(int peer);    // from now on; its route is known
   void check(int peer);   // whether a lower rank can be reached, large packets too; the connection is not kept
   void forget(int peer);  // it is not wanted any more, and its problems are forgotten
-  bool checking(int peer) const { return purposes_[peer] == Purpose::kCheck; }
+  bool checking(int peer) const { return aims_[peer] == Aim::kCheck; }
 
   // Waits until something happens, there or at the descriptors of `also`, at most that long, and deals with it.
   void step(int wait_ms, std::span<const pollfd> also = {});
@@ -72,12 +73,29 @@ class Connector {
     std::vector<Fd> more = {};  // streams of the same pair
   };
   std::vector<Connected> take();  // those that were not taken before
+  // An authentic hello or knock for a connection in place of one that has broken: it is answered by another class. A knock has
+  // no socket.
+  struct Resumption {
+    int peer = -1;
+    uint64_t number = 0;
+    Fd socket;
+    HandshakeMessage hello{};
+  };
+  std::vector<Resumption> take_resumptions() { return std::exchange(resumptions_, {}); }
+  // What that class needs. `addresses`: by peer; first the one by which this rank has connected to it.
+  struct Knowledge {
+    HandshakeFields mine;
+    std::vector<std::byte> secret;
+    std::vector<std::vector<SocketAddress>> addresses;
+  };
+  Knowledge knowledge() const;
+
   void tell(const GivenUp& why);  // the peers that are connected, whose connections were not taken
 
   std::string turned_away_text() const;  // for the log; empty if no stranger came
 
  private:
-  enum class Purpose { kNone, kCheck, kConnect };
+  enum class Aim { kNone, kCheck, kConnect };
   enum class Stage { kConnecting, kProbing, kAwaitReply, kAwaitHello, kAwaitConfirm, kAwaitPadding, kDone, kFailed };
   struct Attempt {
     Fd fd;
@@ -107,7 +125,7 @@ class Connector {
   void on_reply(Attempt& attempt);
   void on_hello(Attempt& attempt);
   void on_confirm(Attempt& attempt);
-  void on_knock(const HandshakeFields& connect_fd_socket);
+  void on_knock(const HandshakeFields& knock);
   void await_padding(Attempt& attempt, std::size_t bytes);
   bool read_padding(Attempt& attempt);
   void on_padding(Attempt& attempt);
@@ -118,26 +136,27 @@ class Connector {
   void collect_attempts();  // takes finished attempts in, starts those that are due
   void report(const std::string& line);
   HandshakeFields fields(HandshakeType type, int peer) const;
-  bool awaits(int peer) const { return purposes_[peer] != Purpose::kNone && joined_[peer] == 0; }
-
-  int rank() const { return static_cast<int>(mine_.to); }
-  int world() const { return static_cast<int>(mine_.world); }
+  bool awaits(int peer) const { return aims_[peer] != Aim::kNone && joined_[peer] == 0; }
 
   // Begins the nonces of a rank's hellos, so that its second connection can be told from a second process of that rank.
   using Instance = std::array<std::byte, 8>;
 
   std::vector<TcpListener> listeners_;
   HandshakeFields mine_;
+  const int rank_;
+  const int world_;
   const int64_t padding_ms_;
   Instance instance_{};
   std::vector<Instance> instances_;  // of the peers that are connected
   std::vector<std::byte> secret_;
   std::vector<Route> routes_;
   ExtraStreams streams_;
-  std::vector<Purpose> purposes_;              // per peer
+  std::vector<Aim> aims_;                      // per peer
   std::vector<Clock::time_point> probe_from_;  // per peer; for ever away where it is not to be probed
   std::vector<char> joined_;                   // per peer: a connection was made, and perhaps taken
   std::vector<Fd> connected_;                  // until they are taken
+  std::vector<SocketAddress> dialled_;         // by which they were made, where this side has dialled
+  std::vector<Resumption> resumptions_;
   std::vector<char> watched_;
   std::vector<std::string> problems_;  // of accepted connections, the last per rank
   std::vector<std::string> large_;     // per rank: the connection on which large packets from it did not arrive

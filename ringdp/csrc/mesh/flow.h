@@ -20,7 +20,7 @@ class RecvFlow;
 class FlowHandler {
  public:
   // The next bytes at `offset` of the flow: at most `max`, contiguous, whole elements, not beyond a block's end.
-  // They stay as they are until `flushed` says that they left.
+  // They stay as they are until `flushed` says that they left, those of a `lasting` flow longer.
   virtual std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) = 0;
   virtual void flushed(SendFlow& flow) = 0;  // flow.sent has grown
   // The memory for the bytes at `offset`: exactly `length` bytes, used until `arrived`. Empty: there is no such memory.
@@ -78,7 +78,10 @@ class SendFlow {
   uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
   bool opened = false;   // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
-  bool encodes = false;          // `outgoing` computes its bytes
+  bool encodes = false;  // `outgoing` computes its bytes
+  // Until its operation ends, what it has sent is overwritten only by what depends on the peer's having had it, or after
+  // a call of Link::will_change.
+  bool lasting = false;
   FlowRecord* record = nullptr;  // when its bytes went; may be null
 
   bool complete() const { return opened && sent == total; }

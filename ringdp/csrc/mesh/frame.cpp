@@ -76,6 +76,15 @@ std::string OperationShape::text() const {
   return out + ")";
 }
 
+FrameHeader FrameHeader::of(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset) {
+  FrameHeader header;
+  header.type = type;
+  header.group = group;
+  header.sequence = sequence;
+  header.offset = offset;
+  return header;
+}
+
 void FrameHeader::encode(std::span<std::byte, kFrameHeaderBytes> out) const {
   std::byte* at = out.data();
   put(at, kMagic);

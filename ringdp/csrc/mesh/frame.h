@@ -74,6 +74,7 @@ struct FrameHeader {
   OperationShape shape;  // without layout_hash
   uint32_t credit = 0;   // eager payload bytes the sender of this frame has used up, modulo 2^32
 
+  static FrameHeader of(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset = 0);  // of a control frame
   void encode(std::span<std::byte, kFrameHeaderBytes> out) const;
   // Throws Error(kHandshake) if it is not a header of this protocol.
   static FrameHeader decode(std::span<const std::byte, kFrameHeaderBytes> raw);

@@ -35,8 +35,10 @@ HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const
   put(at + 48, static_cast<uint32_t>(fields.refusal));
   put(at + 52, fields.padding);
   std::memcpy(at + 56, fields.nonce.data(), kNonceBytes);
-  put(at + 80, fields.stream);
-  put(at + 82, static_cast<uint16_t>(fields.streams - 1));
+  put(at + 80, static_cast<uint8_t>(fields.stream));
+  put(at + 81, static_cast<uint8_t>(fields.streams - 1));
+  put(at + 82, static_cast<uint8_t>(fields.purpose));  // 83 to 87: 0 so far
+  put(at + 88, fields.number);
   Digest mac = mac_of(std::span(message).first(kSignedBytes), secret, transcript);
   std::memcpy(at + kSignedBytes, mac.data(), mac.size());
   return message;
@@ -59,8 +61,10 @@ std::optional<HandshakeFields> decode_handshake(const HandshakeMessage& message,
   fields.refusal = static_cast<Refusal>(take<uint32_t>(at + 48));
   fields.padding = take<uint32_t>(at + 52);
   std::memcpy(fields.nonce.data(), at + 56, kNonceBytes);
-  fields.stream = take<uint16_t>(at + 80);
-  fields.streams = static_cast<uint16_t>(take<uint16_t>(at + 82) + 1);
+  fields.stream = take<uint8_t>(at + 80);
+  fields.streams = static_cast<uint16_t>(take<uint8_t>(at + 81) + 1);
+  fields.purpose = static_cast<Purpose>(take<uint8_t>(at + 82));
+  fields.number = take<uint64_t>(at + 88);
   return fields;
 }
 
@@ -92,6 +96,8 @@ std::string refusal_text(Refusal refusal, const HandshakeFields& theirs, const H
              " listens";
     case Refusal::kDuplicate:
       return "rank " + std::to_string(theirs.from) + " is connected already: two processes have the same rank";
+    case Refusal::kGone:
+      return "it has given this connection up, or has left";
     case Refusal::kNone:
       break;
   }

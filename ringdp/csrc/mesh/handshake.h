@@ -9,6 +9,11 @@
 //   confirm (MAC over all)      ->    a replayed hello ends here
 //   padding                     ->
 //
+// On a connection that takes the place of one that has broken, each side then says how many frames it has:
+//
+//                               <-    resume (frames the acceptor has taken, MAC over all)
+//   resume (connector's)        ->
+//
 // Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a connect_fd_socket
 // (MAC over it) and closes. A check ends before the confirm.
 #pragma once
@@ -34,10 +39,22 @@ using HandshakeMessage = std::array<std::byte, kHandshakeBytes>;
 using JobId = std::array<std::byte, kJobBytes>;
 using Nonce = std::array<std::byte, kNonceBytes>;
 
-enum class HandshakeType : uint32_t { kHello = 1, kReply = 2, kRefusal = 3, kConfirm = 4, kKnock = 5 };
+enum class HandshakeType : uint32_t { kHello = 1, kReply = 2, kRefusal = 3, kConfirm = 4, kKnock = 5, kResume = 6 };
+
+// What a connection is for: the first one of a pair, or another one in place of one that has broken.
+enum class Purpose : uint8_t { kMeet = 0, kResume = 1 };
 
 // Why an authenticated peer is turned away, as a number on the wire.
-enum class Refusal : uint32_t { kNone = 0, kVersion = 1, kJob = 2, kEpoch = 3, kWorld = 4, kRank = 5, kDuplicate = 6 };
+enum class Refusal : uint32_t {
+  kNone = 0,
+  kVersion = 1,
+  kJob = 2,
+  kEpoch = 3,
+  kWorld = 4,
+  kRank = 5,
+  kDuplicate = 6,
+  kGone = 7
+};
 
 struct HandshakeFields {
   HandshakeType type = HandshakeType::kHello;
@@ -52,6 +69,8 @@ struct HandshakeFields {
   uint16_t stream = 0;   // which of the pair's connections this is to be; 0: the first
   uint16_t streams = 1;  // confirm of the first: how many there are to be
   Nonce nonce{};
+  Purpose purpose = Purpose::kMeet;
+  uint64_t number = 0;  // of kResume: of the attempt, in resume messages: of the frames that have come
 };
 
 // `transcript`: the messages before this one, covered by its MAC too.

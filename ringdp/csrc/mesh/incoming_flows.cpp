@@ -41,7 +41,7 @@ void IncomingFlows::grant(RecvFlow& flow) {
   uint64_t limit = std::min(flow.window, flow.total);
   if (limit <= flow.granted) return;
   flow.granted = limit;
-  sender_.control(FrameType::kGrant, flow.identity->group, flow.identity->sequence, limit);
+  sender_.control(FrameHeader::of(FrameType::kGrant, flow.identity->group, flow.identity->sequence, limit));
 }
 
 void IncomingFlows::check_early_frames(const FlowIdentity& identity) {
@@ -144,7 +144,7 @@ void IncomingFlows::consume(const FrameHeader& header) {
 
 void IncomingFlows::on_grant(const FrameHeader& header) {
   if (sender_.grant(header) || discarded_.contains(header.group)) return;
-  if (!sender_.grant_early(header))
+  if (!sender_.window().keep_grant(header))
     connection_.fail(ErrorKind::kPeerLost, "it granted too many operations that do not exist here", kReportBug);
 }
 

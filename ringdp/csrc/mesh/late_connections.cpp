@@ -3,6 +3,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "base/thread.h"
 #include "mesh/unreachable.h"
 
@@ -10,6 +12,7 @@ namespace ringdp {
 namespace {
 
 constexpr int kBusyMs = 30;         // while something is under way: a dial may be due
+constexpr int kRedialMs = 5;        // while a connection is made again
 constexpr int kIdleMs = 60'000;     // a wish, or a rank that connects, ends it earlier
 constexpr int kChecksTogether = 8;  // that are under way at a time
 constexpr auto kCheckEvery = std::chrono::milliseconds(10);
@@ -39,12 +42,33 @@ LateConnections::~LateConnections() {
 
 void LateConnections::start(Events events) {
   events_ = std::move(events);
+  if (events_.heal_ms > 0) start_redialler();
   thread_ = start_thread("ringdp-conn", [this] { run(); });
 }
 
 void LateConnections::want(int peer) {
   std::lock_guard lock(mutex_);
   wishes_.push_back(peer);
+  ring(wakeup_);
+}
+
+void LateConnections::start_redialler() {
+  redialler_.emplace(state_->connector.knowledge(), events_.heal_ms,
+                     Redialler::Events{.hold = events_.hold,
+                                       .settle = events_.settle,
+                                       .resume =
+                                           [this](int peer, Fd socket, uint64_t taken) {
+                                             const Transport& transport = state_->sharing.transport(peer);
+                                             std::vector<Fd> sockets;
+                                             sockets.push_back(std::move(socket));
+                                             events_.resume(peer, transport.open(std::move(sockets)), taken);
+                                           },
+                                       .not_healed = events_.not_healed});
+}
+
+void LateConnections::heal(int peer, bool broken) {
+  std::lock_guard lock(mutex_);
+  broken_.emplace_back(peer, broken);
   ring(wakeup_);
 }
 
@@ -56,6 +80,7 @@ void LateConnections::stop() {
   }
   end_thread(thread_);
   thread_.reset();
+  redialler_.reset();
   state_.reset();  // the listeners, and connections that were not taken
   std::lock_guard lock(mutex_);
   wakeup_.reset();
@@ -82,11 +107,16 @@ bool LateConnections::step() {
   bool busy = state_->connector.busy() || !unchecked_.empty();
   std::vector<pollfd> also{{wakeup_.get(), POLLIN, 0}};
   int wait_ms = state_->sharing.poll_for(also, busy ? kBusyMs : kIdleMs);
+  if (redialler_) redialler_->poll_for(also);
+  if (redialler_ && redialler_->busy()) wait_ms = std::min(wait_ms, kRedialMs);
   state_->connector.step(wait_ms, also);
   std::vector<Connector::Connected> connected = state_->connector.take();
   ask_for_congestion(connected, state_->congestion);  // what is wrong was said at the start
   for (Connector::Connected& it : connected) state_->sharing.add(it.peer, std::move(it.socket), std::move(it.more));
   state_->sharing.step(0);
+  for (Connector::Resumption& it : state_->connector.take_resumptions())
+    if (redialler_) redialler_->take(std::move(it));
+  if (redialler_) redialler_->step();
   hand_over();
   look_for_trouble();
   if (std::string text = state_->connector.shortage(); !text.empty()) throw Error(ErrorKind::kSystem, text);
@@ -107,13 +137,17 @@ void LateConnections::give_up(const std::string& why) {
 
 void LateConnections::take_wishes() {
   std::vector<int> wishes;
+  std::vector<std::pair<int, bool>> broken;
   {
     std::lock_guard lock(mutex_);
     wishes.swap(wishes_);
+    broken.swap(broken_);
     uint64_t rung = 0;
     [[maybe_unused]] ssize_t got = ::read(wakeup_.get(), &rung, sizeof(rung));
   }
   for (int peer : wishes) state_->connector.want(peer);
+  for (auto [peer, is_broken] : broken)
+    if (redialler_) redialler_->heal(peer, is_broken);
 }
 
 void LateConnections::start_checks(Clock::time_point now) {

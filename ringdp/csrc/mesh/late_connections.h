@@ -1,6 +1,6 @@
 // LateConnections: makes the connections of a large job that were not made when the ranks met: those that this rank needs,
 // and those that others need with it. It also checks once, a few at a time, whether the lower ranks of other hosts can be
-// reached, so that a broken path is known before it is needed.
+// reached, so that a broken path is known before it is needed. In a job of any size it makes those again that have broken.
 //
 // Owned by the Runtime. `want` is for any thread; everything else belongs to its own thread "ringdp-conn" from `start` on,
 // which also calls the events. It begins with the listeners, routes and memory plan of the RendezvousRun, and never asks the store.
@@ -13,12 +13,14 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/fd.h"
 #include "base/log.h"
 #include "mesh/connector.h"
 #include "mesh/link.h"
+#include "mesh/redialler.h"
 #include "mesh/shared_setup.h"
 
 namespace ringdp {
@@ -32,6 +34,7 @@ class LateConnections {
     std::vector<PeerInfo> peers;
     std::vector<char> elsewhere;  // per rank: in another network namespace or on another host
     std::string congestion;       // as of the connections of the start
+    bool all_connected = false;   // from the start: only what breaks is connected again
     bool checksums = false;       // of the connections over transports that have them
   };
   struct Events {
@@ -39,6 +42,12 @@ class LateConnections {
     // `gone`: nothing listens at its address any more: it has ended, in good order or not.
     std::function<void(int peer, const Error& error, bool gone)> failed;
     std::function<void(LogLevel level, const std::string& line)> notice;
+    // Of connections that have broken, see Redialler; they are made again for so long. 0: not at all.
+    int64_t heal_ms = 0;
+    std::function<bool(int peer)> hold = {};
+    std::function<std::optional<uint64_t>(int peer)> settle = {};
+    std::function<void(int peer, std::unique_ptr<Channel> channel, uint64_t taken)> resume = {};
+    std::function<void(int peer, const std::string& why)> not_healed = {};
   };
 
   explicit LateConnections(Start start);
@@ -46,15 +55,18 @@ class LateConnections {
   LateConnections(const LateConnections&) = delete;
   LateConnections& operator=(const LateConnections&) = delete;
 
-  void start(Events events);  // once
-  void want(int peer);        // no more than once counts
-  void stop();                // idempotent; no event comes after it
+  void start(Events events);                                    // once
+  void want(int peer);                                          // no more than once counts
+  void heal(int peer, bool broken);                             // as Redialler has it
+  bool all_connected() const { return state_->all_connected; }  // before `start`: when the ranks met
+  void stop();                                                  // idempotent; no event comes after it
 
  private:
   void run();
   bool step();
   void give_up(const std::string& why);
   void take_wishes();
+  void start_redialler();
   void start_checks(Clock::time_point now);
   void hand_over();
   void look_for_trouble();
@@ -64,7 +76,8 @@ class LateConnections {
 
   std::optional<Start> state_;  // until it is stopped
   Events events_;
-  std::vector<int> unchecked_;  // lower ranks, the next one last
+  std::optional<Redialler> redialler_;  // of its thread
+  std::vector<int> unchecked_;          // lower ranks, the next one last
   Clock::time_point check_after_{};
   Fd wakeup_;  // eventfd(2)
   const unsigned generation_ = fork_generation();
@@ -72,6 +85,7 @@ class LateConnections {
 
   std::mutex mutex_;  // of what follows
   std::vector<int> wishes_;
+  std::vector<std::pair<int, bool>> broken_;  // peer, and whether its connection is
   bool stopping_ = false;
 };
 

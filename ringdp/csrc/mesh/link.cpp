@@ -12,15 +12,16 @@ constexpr std::size_t kLastWordsBytes = 1024 * 1024;  // read at a time
 }  // namespace
 
 Link::Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, const LinkEvents& events, bool checksums,
-           std::size_t segment_bytes)
+           std::size_t segment_bytes, bool heals)
     : Connection(std::move(self), std::move(peer)),
       events_(events),
       sender_(
           *this,
           {[this] { events_.wanted(this->peer().rank); }, [this](int error_number) { on_send_failed(error_number); }},
-          segment_bytes),
+          segment_bytes, heals),
       incoming_(*this, sender_, events_),
-      receiver_(*this, sender_, incoming_, events_) {
+      receiver_(*this, sender_, incoming_, events_),
+      repair_(*this, sender_, receiver_, heals) {
   if (!channel) return;
   open(std::move(channel), false);
   sender_.opened(checksums);
@@ -33,11 +34,6 @@ void Link::connect(std::unique_ptr<Channel> channel, bool checksums) {
   sender_.opened(checksums);
 }
 
-void Link::give_up() {
-  depart();
-  sender_.give_up();
-}
-
 void Link::detach(RecvFlow& flow) {
   incoming_.detach(flow);
   receiver_.detach(flow);
@@ -45,7 +41,7 @@ void Link::detach(RecvFlow& flow) {
 
 void Link::discard_group(uint64_t group) {
   incoming_.discard_group(group);
-  sender_.discard_group(group);
+  sender_.window().discard_group(group);
 }
 
 void Link::announce(const FlowIdentity& identity) {
@@ -59,7 +55,8 @@ void Link::announce(const FlowIdentity& identity) {
 }
 
 void Link::send_abort(uint64_t group, const AbortNotice& notice) {
-  if (!broken() && !departed()) sender_.control(FrameType::kAbort, group, notice.sequence, 0, notice.encode());
+  if (!broken() && !departed())
+    sender_.control(FrameHeader::of(FrameType::kAbort, group, notice.sequence), notice.encode());
 }
 
 void Link::send_bye(const std::string& reason) {
@@ -72,16 +69,17 @@ void Link::send_view(uint64_t group, const std::string& message) {
 
 void Link::send_ping(uint64_t group, uint64_t sequence, bool with_stacks) {
   if (!broken() && !departed() && sender_.may_talk())
-    sender_.control(FrameType::kPing, group, sequence, with_stacks ? kWithStacks : 0);
+    sender_.control(FrameHeader::of(FrameType::kPing, group, sequence, with_stacks ? kWithStacks : 0));
 }
 
 void Link::send_pong(uint64_t group, uint64_t sequence, const std::string& answer, bool stacks) {
   if (!broken() && !departed() && sender_.may_talk())
-    sender_.control(FrameType::kPong, group, sequence, stacks ? kWithStacks : 0, answer);
+    sender_.control(FrameHeader::of(FrameType::kPong, group, sequence, stacks ? kWithStacks : 0), answer);
 }
 
 // The peer is gone; its last frames may explain why.
 void Link::on_send_failed(int error_number) {
+  if (!direct()) repair_.drain();
   while (!departed() && receiver_.pump(kLastWordsBytes)) {
   }
   if (!departed()) receiver_.on_closed(error_number);

@@ -16,6 +16,7 @@
 #include "mesh/incoming_flows.h"
 #include "mesh/link_events.h"
 #include "mesh/link_receiver.h"
+#include "mesh/link_repair.h"
 #include "mesh/link_sender.h"
 #include "mesh/peer_state.h"
 
@@ -25,17 +26,19 @@ class Link : public Connection {
  public:
   // `checksums`: as on the peer's side; a direct channel has none. Without a channel the link waits for one: it keeps what
   // it has to send, and the first frame asks for the connection. `segment_bytes`: the longest payload of a frame sent.
+  // `heals`: a connection that breaks is made again (`repair`).
   Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, const LinkEvents& events, bool checksums = false,
-       std::size_t segment_bytes = kSegmentBytes);
+       std::size_t segment_bytes = kSegmentBytes, bool heals = false);
 
   void connect(std::unique_ptr<Channel> channel, bool checksums);  // once
-  void give_up();                                                  // there will be no connection, as after a goodbye
+  LinkRepair& repair() { return repair_; }
 
   void attach(SendFlow& flow) { sender_.attach(flow); }
   void attach(RecvFlow& flow) { incoming_.attach(flow); }  // takes in what arrived early; may throw Error(kMismatch)
   void widen(RecvFlow& flow) { incoming_.widen(flow); }    // flow.window has grown
-  void detach(SendFlow& flow) { sender_.detach(flow); }    // its operation ends early: a frame half sent is finished
+  void detach(SendFlow& flow) { sender_.detach(flow); }    // its operation ends, perhaps early
   void detach(RecvFlow& flow);
+  void will_change(const SendFlow& flow, std::span<const std::byte> memory) { sender_.will_change(flow, memory); }
 
   // For an operation that only receives from the peer: an empty frame, by which the peer can compare both descriptions.
   void announce(const FlowIdentity& identity);
@@ -55,12 +58,17 @@ class Link : public Connection {
   bool pump_send() { return sender_.pump(); }
   bool pump_receive(std::size_t budget_bytes) { return receiver_.pump(budget_bytes); }
 
-  bool wants_write() const { return sender_.blocked() && !channel().held_back(); }  // it is full: poll for room
-  bool held_back() const { return has_outgoing() && channel().held_back(); }        // no use in polling: try later
-  bool has_outgoing() const { return sender_.has_outgoing(); }                      // frames or sendable flows wait
-  bool expects() const { return incoming_.any() || sender_.has_flows(); }           // bytes, or grants
-  uint64_t bytes_sent() const { return sender_.bytes_sent(); }                      // any thread
-  uint64_t bytes_received() const { return receiver_.bytes_received(); }            // any thread
+  bool wants_write() const {  // it is full: poll for room
+    return sender_.blocked() && !healing() && !channel().held_back();
+  }
+  bool held_back() const { return has_outgoing() && channel().held_back(); }  // no use in polling: try later
+  bool has_outgoing() const { return sender_.has_outgoing(); }                // frames or sendable flows wait
+  bool expects() const { return incoming_.any() || sender_.has_flows(); }     // bytes, or grants
+
+  struct Traffic {
+    uint64_t sent = 0, received = 0;  // bytes, headers included
+  };
+  Traffic traffic() const { return {sender_.bytes_sent(), receiver_.bytes_received()}; }  // any thread
 
  private:
   void on_send_failed(int error_number);
@@ -69,6 +77,7 @@ class Link : public Connection {
   LinkSender sender_;
   IncomingFlows incoming_;
   LinkReceiver receiver_;
+  LinkRepair repair_;
 };
 
 }  // namespace ringdp

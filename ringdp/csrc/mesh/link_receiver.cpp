@@ -22,6 +22,15 @@ void LinkReceiver::opened(bool checksums) {
   stage_.resize(connection_.direct() ? 0 : kStageBytes);
 }
 
+void LinkReceiver::interrupted() {
+  stage_begin_ = stage_end_ = 0;
+  current_.reset();
+  target_ = {};
+  target_filled_ = 0;
+  target_flow_ = nullptr;
+  dropping_ = false;
+}
+
 void LinkReceiver::detach(RecvFlow& flow) {
   if (target_flow_ != &flow) return;
   target_flow_ = nullptr;
@@ -183,7 +192,7 @@ void LinkReceiver::begin_frame(const std::byte* head) {
   } catch (const Error& error) {
     connection_.fail(ErrorKind::kPeerLost, error.what(), "run the same version of ringdp on all ranks");
   }
-  sender_.credited(header.credit);
+  sender_.window().credited(header.credit);
   current_ = header;
   target_filled_ = 0;
   target_flow_ = nullptr;
@@ -220,6 +229,8 @@ void LinkReceiver::finish_payload() {
   if (!check_.payload_is_whole())
     connection_.fail_damaged("the " + std::to_string(header.length) +
                              " bytes of a frame from it are not as they were sent (CRC32C)");
+  ++frames_;
+  sender_.heard();
   current_.reset();
   std::span<std::byte> filled = std::exchange(target_, {});
   target_filled_ = 0;

@@ -26,8 +26,10 @@ class LinkReceiver {
   LinkReceiver(Connection& connection, LinkSender& sender, IncomingFlows& flows, const LinkEvents& events)
       : connection_(connection), sender_(sender), flows_(flows), events_(events) {}
 
-  void opened(bool checksums);  // the connection has a channel
-  void detach(RecvFlow& flow);  // its memory may be gone: the rest of a payload goes nowhere
+  void opened(bool checksums);                 // the connection has a channel
+  void interrupted();                          // and it has gone: what has come of a frame will come again
+  uint64_t frames() const { return frames_; }  // that have come whole, on a channel that is not direct
+  void detach(RecvFlow& flow);                 // its memory may be gone: the rest of a payload goes nowhere
 
   bool pump(std::size_t budget_bytes);  // true if anything was received
   // The channel has ended; `error_number` 0: in good order, but without a goodbye. Throws why, unless the peer may have left
@@ -61,6 +63,7 @@ class LinkReceiver {
   RecvFlow* target_flow_ = nullptr;
   std::vector<std::byte> spare_;  // target of payloads without a flow, yet or any more
   bool dropping_ = false;         // the payload goes nowhere
+  uint64_t frames_ = 0;
   std::atomic<uint64_t> bytes_received_{0};
 };
 

@@ -17,12 +17,42 @@ constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
 constexpr std::size_t kControlPieceBytes =
     400;  // of control frames alone, in one packet (the least MTU of IPv4 is 576)
 
+std::size_t padding_on(const Connection& connection, std::size_t payload) {
+  return connection.direct() ? Channel::padding_of(payload) : 0;
+}
+
 }  // namespace
 
 void LinkSender::opened(bool checksums) {
   check_ = FrameCheck(checksums && !connection_.direct());
+  if (heals_ && !connection_.direct()) kept_.emplace();
   unsent_is_limited_ = false;
   for (auto& [header, payload] : std::exchange(waiting_, {})) control(header, payload);
+}
+
+// What was staged is kept: for its operations it has left.
+void LinkSender::interrupted() {
+  wished_ = true;
+  blocked_ = false;
+  control_.clear();
+  finish_frame();
+}
+
+bool LinkSender::resumed(uint64_t taken) {
+  if (!kept_->rewind(taken)) return false;
+  stream_sent_ = 0;
+  heard_ = false;
+  unsent_is_limited_ = false;
+  control(FrameHeader::of(FrameType::kCredit, 0, 0));  // by which it hears that this rank reads
+  for (auto& [header, payload] : std::exchange(waiting_, {})) control(header, payload);
+  return true;
+}
+
+void LinkSender::look_what_arrived() {
+  // Otherwise the peer says what has, or may give up this channel before it has read from it.
+  if (!connection_.connected() || connection_.healing() || !heard_) return;
+  const uint64_t lost = connection_.channel().undelivered();
+  kept_->forget(stream_sent_ - std::min(stream_sent_, lost));
 }
 
 void LinkSender::attach(SendFlow& flow) {
@@ -34,11 +64,21 @@ void LinkSender::attach(SendFlow& flow) {
 // A frame that has begun is always finished, because the peer would otherwise take the next header for payload.
 void LinkSender::detach(SendFlow& flow) {
   std::erase(sending_, &flow);
+  if (kept_ && kept_->lends_any()) {
+    look_what_arrived();
+    kept_->take_over(flow, {});
+  }
   if (payload_flow_ != &flow) return;
   // Half of the frame is sent: the other half comes from a copy.
   payload_flow_ = nullptr;
   orphan_.assign(payload_.begin(), payload_.end());
   payload_ = orphan_;
+}
+
+void LinkSender::will_change(const SendFlow& flow, std::span<const std::byte> memory) {
+  if (!kept_ || !kept_->lends_any()) return;
+  look_what_arrived();
+  kept_->take_over(flow, memory);
 }
 
 void LinkSender::wish() {
@@ -48,8 +88,8 @@ void LinkSender::wish() {
 }
 
 bool LinkSender::has_outgoing() const {
-  if (!connection_.connected() || connection_.departed()) return false;
-  if (frame_under_way() || !control_.empty()) return true;
+  if (!connection_.connected() || connection_.departed() || connection_.healing()) return false;
+  if (frame_under_way() || !control_.empty() || (kept_ && kept_->rewound())) return true;
   return !said_bye_ && std::any_of(sending_.begin(), sending_.end(), [this](SendFlow* flow) {
     return window_.sendable(*flow) || window_.must_request(*flow);
   });
@@ -57,30 +97,22 @@ bool LinkSender::has_outgoing() const {
 
 void LinkSender::control(FrameHeader header, const std::string& payload) {
   if (said_bye_) return;
-  if (!connection_.connected()) {
+  if (!connection_.connected() || connection_.healing()) {
     waiting_.emplace_back(header, payload);
     return wish();
   }
   header.length = static_cast<uint32_t>(payload.size());
   header.credit = consumed_reported_ = consumed_;
   std::size_t at = control_.size();
-  control_.resize(at + check_.head_bytes() + payload.size() + padding_of(payload.size()));
+  control_.resize(at + check_.head_bytes() + payload.size() + padding_on(connection_, payload.size()));
   check_.write_head(header, std::as_bytes(std::span(payload)), control_.data() + at);
   if (!payload.empty()) std::memcpy(control_.data() + at + check_.head_bytes(), payload.data(), payload.size());
-}
-
-void LinkSender::control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset,
-                         const std::string& payload) {
-  FrameHeader header;
-  header.type = type;
-  header.group = group;
-  header.sequence = sequence;
-  header.offset = offset;
-  control(header, payload);
+  if (kept_)
+    kept_->add(std::span(control_).subspan(at, check_.head_bytes()), std::as_bytes(std::span(payload)), nullptr);
 }
 
 void LinkSender::say_bye(const std::string& reason) {
-  control(FrameType::kBye, 0, 0, 0, reason);
+  control(FrameHeader::of(FrameType::kBye, 0, 0), reason);
   said_bye_ = true;
 }
 
@@ -97,21 +129,8 @@ bool LinkSender::grant(const FrameHeader& header) {
 
 void LinkSender::consumed(uint32_t bytes) {
   consumed_ += bytes;
-  if (static_cast<uint32_t>(consumed_ - consumed_reported_) >= kEagerWindowBytes / 2) control(FrameType::kCredit, 0, 0);
-}
-
-std::size_t LinkSender::padding_of(std::size_t payload) const {
-  return connection_.direct() ? Channel::padding_of(payload) : 0;
-}
-
-SendFlow* LinkSender::next_flow() const {
-  SendFlow* bulk = nullptr;
-  for (SendFlow* flow : sending_) {
-    if (!window_.sendable(*flow)) continue;
-    if (!flow->identity->bulk) return flow;
-    if (bulk == nullptr) bulk = flow;
-  }
-  return bulk;
+  if (static_cast<uint32_t>(consumed_ - consumed_reported_) >= kEagerWindowBytes / 2)
+    control(FrameHeader::of(FrameType::kCredit, 0, 0));
 }
 
 bool LinkSender::stage_next() {
@@ -124,11 +143,11 @@ bool LinkSender::stage_next() {
   for (SendFlow* flow : sending_) {
     if (!window_.must_request(*flow)) continue;
     flow->requested = true;
-    control(FrameType::kRequest, flow->identity->group, flow->identity->sequence);
+    control(FrameHeader::of(FrameType::kRequest, flow->identity->group, flow->identity->sequence));
   }
   std::swap(head_, control_);
   if (said_bye_) return !head_.empty();
-  SendFlow* const next = next_flow();
+  SendFlow* const next = window_.next_of(sending_);
   if (next == nullptr) return !head_.empty();
   SendFlow& flow = *next;
   FrameHeader header;
@@ -146,7 +165,7 @@ bool LinkSender::stage_next() {
   if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
   payload_flow_ = &flow;
   if (flow.record != nullptr && payload_.size() > kSmallPayloadBytes) flow.record->note_begin();
-  padding_ = padding_of(payload_.size());
+  padding_ = padding_on(connection_, payload_.size());
   header.eager = flow.sent >= flow.granted;
   if (header.eager) window_.sent_eagerly(payload_.size());
   header.length = static_cast<uint32_t>(payload_.size());
@@ -160,6 +179,8 @@ bool LinkSender::stage_next() {
   std::size_t at = head_.size();
   head_.resize(at + check_.head_bytes());
   check_.write_head(header, payload_, head_.data() + at);
+  if (kept_)
+    kept_->add(std::span(head_).subspan(at), payload_, payload_.size() > ResendQueue::kCopiedBytes ? &flow : nullptr);
   return true;
 }
 
@@ -172,6 +193,11 @@ void LinkSender::finish_frame() {
   head_.clear();
   head_sent_ = 0;
   orphan_.clear();
+  const bool may_change = flow != nullptr && !flow->lasting;
+  if (kept_ && (kept_->should_forget() || (may_change && kept_->lends_any()))) {
+    look_what_arrived();
+    if (may_change) kept_->take_over(*flow, {});
+  }
   if (flow == nullptr) return;
   flow->sent += sent;
   flow->opened = true;
@@ -180,28 +206,34 @@ void LinkSender::finish_frame() {
   flow->handler->flushed(*flow);
 }
 
+std::size_t LinkSender::pieces(std::array<iovec, 3>& out) const {
+  std::size_t count = 0;
+  // An abort or goodbye must pass also where large packets do not.
+  const bool only_control = payload_.empty() && !connection_.direct();
+  const std::size_t most = only_control ? kControlPieceBytes : head_.size();
+  if (head_sent_ < head_.size())
+    out[count++] = {const_cast<std::byte*>(head_.data()) + head_sent_, std::min(most, head_.size() - head_sent_)};
+  if (payload_sent_ < payload_.size())
+    out[count++] = {const_cast<std::byte*>(payload_.data()) + payload_sent_, payload_.size() - payload_sent_};
+  if (padding_ > 0) {
+    std::size_t sent = payload_sent_ > payload_.size() ? payload_sent_ - payload_.size() : 0;
+    out[count++] = {const_cast<std::byte*>(kPadding.data()), padding_ - sent};
+  }
+  return count;
+}
+
 bool LinkSender::pump() {
   blocked_ = false;
   std::size_t moved = 0;
-  while (connection_.connected() && !connection_.departed() && moved < kSendBudgetBytes) {
-    if (!frame_under_way()) {
+  while (connection_.connected() && !connection_.departed() && !connection_.healing() && moved < kSendBudgetBytes) {
+    const bool again = kept_ && kept_->rewound();
+    if (!again && !frame_under_way()) {
       finish_frame();
       if (!stage_next()) break;
     }
-    std::array<iovec, 3> pieces;
-    std::size_t count = 0;
-    // An abort or goodbye must pass also where large packets do not.
-    const bool only_control = payload_.empty() && !connection_.direct();
-    const std::size_t most = only_control ? kControlPieceBytes : head_.size();
-    if (head_sent_ < head_.size())
-      pieces[count++] = {head_.data() + head_sent_, std::min(most, head_.size() - head_sent_)};
-    if (payload_sent_ < payload_.size())
-      pieces[count++] = {const_cast<std::byte*>(payload_.data()) + payload_sent_, payload_.size() - payload_sent_};
-    if (padding_ > 0) {
-      std::size_t sent = payload_sent_ > payload_.size() ? payload_sent_ - payload_.size() : 0;
-      pieces[count++] = {const_cast<std::byte*>(kPadding.data()), padding_ - sent};
-    }
-    IoResult result = connection_.channel().send(std::span(pieces.data(), count));
+    std::array<iovec, 3> out;
+    const std::size_t count = again ? kept_->pieces(out) : pieces(out);
+    IoResult result = connection_.channel().send(std::span(out.data(), count));
     if (result.status == IoStatus::kWouldBlock) {
       blocked_ = true;
       break;
@@ -212,6 +244,11 @@ bool LinkSender::pump() {
     }
     moved += result.bytes;
     bytes_sent_.fetch_add(result.bytes, std::memory_order_relaxed);
+    stream_sent_ += result.bytes;
+    if (again) {
+      kept_->sent(result.bytes);
+      continue;
+    }
     std::size_t of_head = std::min(result.bytes, head_.size() - head_sent_);
     head_sent_ += of_head;
     payload_sent_ += result.bytes - of_head;

@@ -4,11 +4,15 @@
 // Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
 #pragma once
 
+#include <sys/uio.h>
+
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -18,6 +22,7 @@
 #include "mesh/flow.h"
 #include "mesh/frame.h"
 #include "mesh/frame_check.h"
+#include "mesh/resend_queue.h"
 #include "mesh/send_window.h"
 
 namespace ringdp {
@@ -29,28 +34,32 @@ class LinkSender {
     std::function<void(int error_number)> closed;  // the channel took nothing: the peer is gone
   };
 
-  // `segment_bytes`: the longest payload of a frame, at most kSegmentBytes.
-  LinkSender(Connection& connection, Events events, std::size_t segment_bytes)
-      : connection_(connection), events_(std::move(events)), segment_bytes_(segment_bytes) {}
+  // `segment_bytes`: the longest payload of a frame, at most kSegmentBytes. `heals`: what was sent is kept until it has
+  // arrived, unless the channel is direct.
+  LinkSender(Connection& connection, Events events, std::size_t segment_bytes, bool heals)
+      : connection_(connection), events_(std::move(events)), segment_bytes_(segment_bytes), heals_(heals) {}
 
   void opened(bool checksums);  // the connection has a channel
-  void give_up() { waiting_.clear(); }
-  void wish();  // for a connection, where there is none
+  void wish();                  // for a connection, where there is none
+
+  void interrupted();  // the channel has gone; its frames are kept
+  // There is another one, to a peer that has taken so many frames: the rest goes again. False: they are not here any more.
+  bool resumed(uint64_t taken);
+  void heard() { heard_ = true; }  // a frame has come on this channel: the peer reads it
 
   void attach(SendFlow& flow);
+  // Its operation ends, perhaps early: its memory is not read any more, and a frame half sent is finished.
   void detach(SendFlow& flow);
-  void discard_group(uint64_t group) { window_.discard_group(group); }
+  // This part of its operation's memory is going to be overwritten, as far as it was sent.
+  void will_change(const SendFlow& flow, std::span<const std::byte> memory);
+  SendWindow& window() { return window_; }
 
   void control(FrameHeader header, const std::string& payload = {});
-  void control(FrameType type, uint64_t group, uint64_t sequence, uint64_t offset = 0, const std::string& payload = {});
   void say_bye(const std::string& reason);  // nothing is sent behind it
   bool may_talk() const;                    // questions and answers are not kept without bound
 
   // What the receiving half hears and does.
   bool grant(const FrameHeader& header);  // false: there is no such flow
-  // For an operation that has not started yet; false: there are too many.
-  bool grant_early(const FrameHeader& header) { return window_.keep_grant(header); }
-  void credited(uint32_t credit) { window_.credited(credit); }
   // Eager payload of the peer has left the window here; the next frame tells it so, or a frame of its own once half the window
   // is due.
   void consumed(uint32_t bytes);
@@ -62,9 +71,9 @@ class LinkSender {
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }  // any thread
 
  private:
-  std::size_t padding_of(std::size_t payload) const;
-  bool stage_next();            // fills the outgoing frame; false if there is none
-  SendFlow* next_flow() const;  // the one whose frame goes next, or null
+  void look_what_arrived();
+  std::size_t pieces(std::array<iovec, 3>& out) const;  // of the frame under way what is not sent; how many there are
+  bool stage_next();                                    // fills the outgoing frame; false if there is none
   bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }
   void finish_frame();
 
@@ -72,6 +81,10 @@ class LinkSender {
   const Events events_;
   FrameCheck check_{false};
   const std::size_t segment_bytes_;
+  const bool heals_;
+  std::optional<ResendQueue> kept_;
+  uint64_t stream_sent_ = 0;  // bytes, on this channel
+  bool heard_ = true;
   bool wished_ = false;
   std::vector<std::pair<FrameHeader, std::string>> waiting_;  // control frames, for the connection that is to come
   bool said_bye_ = false;

@@ -80,6 +80,7 @@ class HandleStore final : public Store {
 Reconfiguration::Reconfiguration(RendezvousOptions options) : options_(std::move(options)) {
   options_.epoch = 0;  // ranks of different launchers may come together
   options_.full_mesh_ranks = std::numeric_limits<int>::max();
+  options_.heals = false;
   options_.hello.clear();
   random_bytes(incarnation_);
   random_bytes(token_);

@@ -42,6 +42,7 @@ struct RendezvousOptions {
   std::string congestion = "auto";       // of the connections to other hosts, see ask_for_congestion
   int full_mesh_ranks =
       kFullMeshRanks;              // in jobs of more, pairs connect when they first need it; the same on all ranks
+  bool heals = true;               // connections that break are made again, of this rank's side: it goes on listening
   std::size_t shm_ring_bytes = 0;  // shared with each rank of this host, each way; 0: see shared_ring_bytes
   int64_t timeout_ms = 60'000;
   int64_t absent_ms =
@@ -71,8 +72,9 @@ struct Mesh {
   Mesh(Mesh&&) noexcept;
   Mesh& operator=(Mesh&&) noexcept;
 
-  std::vector<MeshPeer> peers;            // one per rank
-  std::unique_ptr<LateConnections> late;  // makes the connections that are missing; null where none is
+  std::vector<MeshPeer> peers;  // one per rank
+  // Makes the connections that are missing, and those again that have broken; null where neither can happen.
+  std::unique_ptr<LateConnections> late;
   // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on all ranks.
   int64_t round_trip_us = 0;
 };

@@ -75,7 +75,7 @@ Mesh RendezvousRun::run() {
   auto next_look = begin_;
   // A peer may have connected before its words in the store were read. Where it is must be known if they connect later.
   const bool later = world_ > options_.full_mesh_ranks;
-  auto known = [&](const Peer& peer) { return peer.present && (peer.placed || !later); };
+  auto known = [&](const Peer& peer) { return peer.present && (peer.placed || !(later || options_.heals)); };
   while (!connector_ || !connector_->complete() || !std::all_of(peers_.begin(), peers_.end(), known)) {
     auto now = Clock::now();
     if (now >= next_look) {
@@ -111,7 +111,9 @@ Mesh RendezvousRun::run() {
     if (at_start(peer)) met.channel = sharing_->take(peer);
   }
   mesh.round_trip_us = sharing_->round_trip_us();
-  if (later) mesh.late = leave_the_rest();
+  const bool streams = std::any_of(mesh.peers.begin(), mesh.peers.end(),
+                                   [](const MeshPeer& it) { return it.channel && !it.channel->direct(); });
+  if (later || (options_.heals && streams)) mesh.late = leave_the_rest();
   return mesh;
 }
 
@@ -122,6 +124,7 @@ std::unique_ptr<LateConnections> RendezvousRun::leave_the_rest() {
                               .peers = {},
                               .elsewhere = std::vector<char>(world_, 0),
                               .congestion = options_.congestion,
+                              .all_connected = world_ <= options_.full_mesh_ranks,
                               .checksums = options_.checksums};
   const Peer& self = peers_[rank_];
   for (int peer = 0; peer < world_; ++peer) {

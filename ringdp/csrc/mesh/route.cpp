@@ -36,6 +36,12 @@ std::optional<std::size_t> Route::due(Clock::time_point now) const {
   return std::nullopt;
 }
 
+std::vector<SocketAddress> Route::addresses() const {
+  std::vector<SocketAddress> out;
+  for (const Try& it : tries_) out.push_back(it.address);
+  return out;
+}
+
 // Time counts from here: this rank may have been stuck before, in the job's store.
 void Route::started(std::size_t index, Clock::time_point now) {
   if (!begin_) begin_ = now;

@@ -26,6 +26,7 @@ class Route {
   bool known() const { return known_; }
   std::optional<std::size_t> due(Clock::time_point now) const;  // the candidate to try now
   const SocketAddress& address(std::size_t index) const { return tries_[index].address; }
+  std::vector<SocketAddress> addresses() const;
 
   void started(std::size_t index, Clock::time_point now);
   void answered(std::size_t index);  // connected: a process is there, which may be slow

@@ -29,6 +29,16 @@ bool SendWindow::sendable(const SendFlow& flow) const {
   return flow.ready > flow.sent && allowance(flow) > 0;
 }
 
+SendFlow* SendWindow::next_of(const std::deque<SendFlow*>& flows) const {
+  SendFlow* bulk = nullptr;
+  for (SendFlow* flow : flows) {
+    if (!sendable(*flow)) continue;
+    if (!flow->identity->bulk) return flow;
+    if (bulk == nullptr) bulk = flow;
+  }
+  return bulk;
+}
+
 bool SendWindow::must_request(const SendFlow& flow) const {
   bool small = flow.total > 0 && flow.total <= kSmallFlowBytes;
   return small && !flow.requested && flow.granted == 0 && flow.ready > flow.sent && allowance(flow) == 0;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <utility>
 
@@ -18,6 +19,7 @@ class SendWindow {
   // How many bytes beyond flow.sent may go now.
   std::size_t allowance(const SendFlow& flow) const;
   bool sendable(const SendFlow& flow) const;
+  SendFlow* next_of(const std::deque<SendFlow*>& flows) const;  // the one whose frame goes next, or null
   // A small flow that finds the window used up asks for its grant. Once asked, it waits for that, so none comes too late.
   bool must_request(const SendFlow& flow) const;
 

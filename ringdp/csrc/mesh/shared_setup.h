@@ -130,7 +130,7 @@ class SharedSetup {
   std::string memory_problem(std::size_t bytes) const;  // that there is not so much to be had; empty: there is
 
   const int rank_;
-  const Plan plan_;
+  Plan plan_;
   std::string no_memory_;  // for the pairs of the start
   std::vector<Pair> pairs_;
   std::optional<FdSocket> fd_socket_;

@@ -61,6 +61,8 @@ class Channel {
   }
   virtual void consume(std::size_t) {}
 
+  // Of what was sent: how many bytes may not have come to the peer's host, and are lost if the channel breaks now.
+  virtual std::size_t undelivered() { return 0; }
   virtual bool drained() = 0;                 // everything sent has reached the peer's host: closing now loses nothing
   virtual void close_send() = 0;              // no more bytes will be sent; the peer sees kClosed after the last one
   virtual int poll_fd() const = 0;            // for the Poller; readable may mean room, too

@@ -25,6 +25,7 @@ class FaultyChannel final : public Channel {
   IoResult receive(std::span<const iovec> pieces) override;
   IoStatus peek(std::span<const std::byte>& bytes) override;
   void consume(std::size_t bytes) override { inner_->consume(bytes); }
+  std::size_t undelivered() override { return inner_->undelivered(); }
   bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }

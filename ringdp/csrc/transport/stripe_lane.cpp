@@ -25,7 +25,20 @@ IoResult StripeSender::put(uint64_t offset, std::size_t length, const PieceCurso
   }
   if (!rest_.empty())
     send_rest();  // once more: from then on the kernel tells when there is room. Errors show next time
+  put_.push_back({offset, carried_ += Stripe::kHeadBytes + length});
+  if (put_.size() >= most_put_) {
+    undelivered_from();
+    most_put_ = std::max(kLeastPut, 2 * put_.size());
+  }
   return {IoStatus::kOk, length, 0};
+}
+
+std::optional<uint64_t> StripeSender::undelivered_from() {
+  const std::size_t waits = rest_.size() - rest_sent_;
+  const std::size_t under_way = socket_.undelivered();
+  const uint64_t delivered = under_way <= carried_ && waits <= carried_ - under_way ? carried_ - under_way - waits : 0;
+  while (!put_.empty() && put_.front().end <= delivered) put_.pop_front();
+  return put_.empty() ? std::nullopt : std::optional(put_.front().offset);
 }
 
 IoResult StripeSender::flush() {

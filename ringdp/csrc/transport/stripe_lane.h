@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <vector>
 
@@ -27,10 +28,23 @@ class StripeSender {
   IoResult flush();                  // the socket has room again, or may have. kWouldBlock: not enough
   IoResult finish(uint64_t offset);  // the stream ends there; nothing may be put any more
 
+  // Where in the stream the first stripe begins that may not have come to the peer's host whole; nullopt: all have.
+  std::optional<uint64_t> undelivered_from();
+
  private:
+  static constexpr std::size_t kLeastPut = 256;
+
+  struct Put {
+    uint64_t offset;  // of a stripe, in the stream
+    uint64_t end;     // of it, in what this socket carries
+  };
+
   IoResult send_rest();
 
   Channel& socket_;
+  std::deque<Put> put_;  // of which it is not known whether they have come
+  std::size_t most_put_ = kLeastPut;
+  uint64_t carried_ = 0;  // bytes
   std::vector<std::byte> rest_;  // of a stripe that the socket has begun
   std::size_t rest_sent_ = 0;
   std::vector<iovec> pieces_;

@@ -77,6 +77,13 @@ class StripedChannel final : public Channel {
     for (auto& it : lanes_) it->socket->limit_unsent(stripe_bytes_);
   }
 
+  // A stripe that has come is of no use without those before it.
+  std::size_t undelivered() override {
+    uint64_t from = sent_;
+    for (auto& it : lanes_) from = std::min(from, it->out.undelivered_from().value_or(sent_));
+    return static_cast<std::size_t>(sent_ - from);
+  }
+
   bool drained() override {
     look_for_room();
     return std::all_of(lanes_.begin(), lanes_.end(),

@@ -67,6 +67,7 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.transport = transport_named(config["transport"].cast<std::string>());
   options.checksums = config["checksum"].cast<bool>();
   options.full_mesh_ranks = config["full_mesh_ranks"].cast<int>();
+  options.heals = config["heal_ms"].cast<int64_t>() > 0;
   options.several_hosts = config["several_hosts"].cast<bool>();
   options.tables = tables_text(tables_of(config));
   options.tables_source = config["table_source"].cast<std::string>();
@@ -89,6 +90,7 @@ EngineOptions engine_options_of(const py::dict& config) {
   options.spin_us = config["spin_us"].cast<int64_t>();
   options.stall_notice_ms = config["stall_notice_ms"].cast<int64_t>();
   options.host_silence_ms = config["host_silence_ms"].cast<int64_t>();
+  options.heal_ms = config["heal_ms"].cast<int64_t>();
   options.rate_bytes_per_s = config["rate_bytes_per_s"].cast<int64_t>();
   options.dump_folder = config["dump_dir"].cast<std::string>();
   options.check_interrupt = check_python_signals;

@@ -1,0 +1,71 @@
+#include "engine/connections.h"
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+namespace ringdp {
+
+bool Connections::closed() const {
+  MutexLock lock(role_.mutex());
+  return role_.closed();
+}
+
+void Connections::connect(int peer, std::unique_ptr<Channel> channel, bool checksums) {
+  role_.run([&] {
+    const Link& link = *links_[peer];
+    if (closed() || link.connected() || !link.usable()) return;  // it was given up: the peer sees this connection end
+    links_.connect(peer, std::move(channel), checksums);
+  });
+}
+
+void Connections::cannot_connect(int peer, const Error& error, bool gone) {
+  role_.run([&] {
+    const Link& link = *links_[peer];
+    if (closed() || link.connected() || !link.usable()) return;
+    if (link.healing()) return healing_.give_up(peer, error.context().cause);
+    failures_.on_unreachable(peer, error, gone);
+    failures_.report();
+  });
+}
+
+bool Connections::hold(int peer) {
+  bool held = false;
+  role_.run([&] { held = !closed() && healing_.hold(peer); });
+  return held;
+}
+
+std::optional<uint64_t> Connections::settle(int peer) {
+  std::optional<uint64_t> taken;
+  role_.run([&] {
+    if (!closed()) taken = healing_.settle(peer);
+  });
+  return taken;
+}
+
+void Connections::resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken) {
+  role_.run([&] {
+    if (!closed()) healing_.resume(peer, std::move(channel), taken);
+  });
+}
+
+void Connections::not_healed(int peer, const std::string& why) {
+  role_.run([&] {
+    if (!closed()) healing_.give_up(peer, why);
+  });
+}
+
+void Connections::wait_until_whole(Deadline deadline) {
+  for (bool heals = true; heals && !deadline.expired();) {
+    role_.run([&] { heals = !closed() && healing_.any(); });
+    if (heals) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+uint64_t Connections::healed() {
+  uint64_t count = 0;
+  role_.run([&] { count = healing_.healed(); });
+  return count;
+}
+
+}  // namespace ringdp

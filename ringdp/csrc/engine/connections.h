@@ -1,0 +1,45 @@
+// Connections: what the thread that makes connections hands to the engine, and asks of it (mesh/late_connections.h).
+// Owned by the Engine. Any thread; each call runs while no other thread drives the engine.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base/deadline.h"
+#include "engine/driver_role.h"
+#include "engine/failure_agreement.h"
+#include "engine/healing.h"
+#include "engine/peer_links.h"
+
+namespace ringdp {
+
+class Connections {
+ public:
+  Connections(DriverRole& role, PeerLinks& links, FailureAgreement& failures, Healing& healing)
+      : role_(role), links_(links), failures_(failures), healing_(healing) {}
+
+  // The first one with a peer, that was wanted on either side; or why there is none. `gone`: the peer has ended.
+  void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);
+  void cannot_connect(int peer, const Error& error, bool gone);
+
+  // Another one in place of one that has broken: see Healing.
+  bool hold(int peer);
+  std::optional<uint64_t> settle(int peer);
+  void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);
+  void not_healed(int peer, const std::string& why);
+
+  void wait_until_whole(Deadline deadline);  // no connection heals any more
+  uint64_t healed();                         // how often one has
+
+ private:
+  bool closed() const;
+
+  DriverRole& role_;
+  PeerLinks& links_;
+  FailureAgreement& failures_;
+  Healing& healing_;
+};
+
+}  // namespace ringdp
