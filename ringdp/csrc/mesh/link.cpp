@@ -64,7 +64,7 @@ void Link::send_bye(const std::string& reason) {
 }
 
 void Link::send_view(uint64_t group, const std::string& message) {
-  if (!broken() && !departed()) sender_.control(FrameType::kView, group, 0, 0, message);
+  if (!broken() && !departed()) sender_.control(FrameHeader::of(FrameType::kView, group, 0), message);
 }
 
 void Link::send_ping(uint64_t group, uint64_t sequence, bool with_stacks) {

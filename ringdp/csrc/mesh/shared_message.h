@@ -32,11 +32,11 @@ enum class SharedType : uint32_t {
 struct SharedMessage {
   SharedType type = SharedType::kRefused;
   uint64_t ring_bytes = 0;
-  int64_t round_trip_us =
-      0;               // kReady: the longest between hosts that those ranks know of; kAllReady: that any rank does
+  // kReady: the longest between hosts that those ranks know of; kAllReady: that any rank does.
+  int64_t round_trip_us = 0;
   SharedToken name{};  // of the FdSocket
   SharedToken token{};
-  std::string reason;  // cut to what fits
+  std::string reason = {};  // cut to what fits
 
   SharedBytes encode() const;
   static std::optional<SharedMessage> decode(const SharedBytes& raw);

@@ -257,7 +257,7 @@ void gradient_arrived(Reducer& reducer, std::size_t index) {
   if (const auto parameter = layout->parameters.since_construction(index)) reducer.gradient_arrived(*parameter);
 }
 
-void choose(Reducer& reducer, const std::vector<int>& reduction_of_bucket) {
+void choose_reductions(Reducer& reducer, const std::vector<int>& reduction_of_bucket) {
   reducer.between_steps()->choose(reduction_of_bucket);
 }
 
@@ -368,7 +368,7 @@ void bind_reducer(py::module_& module) {
       .def("register_builtin_comm_hook", &register_builtin_hook, py::arg("hook"), NoGil())
       .def("set_reductions", &set_reductions, py::arg("reductions"), py::arg("reduction_of"), py::arg("owner_offsets"),
            py::arg("exchange_codes") = false, NoGil())
-      .def("choose", &choose, py::arg("reduction_of_bucket"), NoGil())
+      .def("choose", &choose_reductions, py::arg("reduction_of_bucket"), NoGil())
       .def("take_residuals", &take_residuals, py::arg("parameters"), NoGil())
       .def("give_residuals", &give_residuals, py::arg("residuals"), NoGil())
       .def("watch_finite", &watch_finite, py::arg("watch"), NoGil())
