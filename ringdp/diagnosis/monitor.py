@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ringdp.ddp.words import format_time
 from ringdp.diagnosis.clocks import Clocks, Offset
 from ringdp.diagnosis.facts import ATTACHED_BYTES, FACTS_BYTES, FactCounters
-from ringdp.diagnosis.records import StepRecords, StepTaken, now, step_records
+from ringdp.diagnosis.records import StepRecords, StepTaken, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
 from ringdp.diagnosis.split import Split, split
@@ -27,7 +27,7 @@ from ringdp.diagnosis.window import FIELDS, Window, step_of
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
 _LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
-_PERIOD_OF_COST = 500  # and at least so many times what the last look took
+_PERIOD_OF_COST = 1000  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
 _numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
@@ -52,8 +52,11 @@ class StepMonitor:
     """
 
     def __init__(self, reducer: Any, group: dist.ProcessGroup) -> None:
+        from ringdp import _C
+
         note_optimizers()
         self._reducer, self._group = reducer, group
+        self._traffic = _C.traffic
         self.attached: Attached | None = None
         self._messages: list[bytes] | None = None
         self._counters = FactCounters()
@@ -69,7 +72,7 @@ class StepMonitor:
         self._recorded = 0  # the last step that was
         self._records = step_records()
         self._number = next(_numbers)
-        self._sent_before = _bytes_sent()
+        self._sent_before: int = self._traffic()[0]
         self._ratio = 1.0
         self._skipped = 0
         self._verdict: str | None = None
@@ -243,10 +246,10 @@ class StepMonitor:
             rows = self._reducer.bucket_rows()
             coded = sum(one["bytes_after"] for one in rows)
             self._ratio = sum(one["bytes_before"] for one in rows) / coded if coded else 1.0
-        sent = _bytes_sent()
+        sent: int = self._traffic()[0]
         verdict, self._verdict = self._verdict, None
         taken = StepTaken(
-            now(),
+            time.time(),
             self._group.rank(),
             self._group.size(),
             self._number,
@@ -293,12 +296,6 @@ def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
         return 0.0
     usual = usual_rate([facts for facts in window.facts if facts.link_to >= 0])
     return max(0.0, 1 - window.facts[verdict.rank].rate / usual) if usual > 0 else 0.0
-
-
-def _bytes_sent() -> int:
-    from ringdp import _C
-
-    return _C.traffic()[0]
 
 
 class _OptimizerHook:

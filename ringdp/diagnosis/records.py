@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -46,7 +45,7 @@ class StepTaken(NamedTuple):
     """A step as the training thread hands it on.
 
     Attributes:
-        time: see `now`.
+        time: seconds since 1970.
         rank, world: of the group that averages.
         model: its number in this process.
         step: its number.
@@ -76,7 +75,7 @@ class StepTaken(NamedTuple):
         on_its_way = self.row[_ON_ITS_WAY]
         reduced = self.bytes / self.ratio * 2 * (self.world - 1) / self.world
         record: Record = {
-            "time": self.time,
+            "time": round(self.time, 3),
             "rank": self.rank,
             "world": self.world,
             "host": _host_name(),
@@ -250,8 +249,3 @@ def step_records() -> StepRecords | None:
     if config.tensorboard():
         sinks.append(TensorBoard(Path(folder), rank))
     return StepRecords(sinks, rank)
-
-
-def now() -> float:
-    """The time that records carry: seconds since 1970, to the millisecond."""
-    return round(time.time(), 3)
