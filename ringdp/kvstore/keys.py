@@ -164,7 +164,7 @@ def check(what: str, key: Key, tensors: Sequence[Tensor]) -> None:
 def check_scale(what: str, scale: float) -> float:
     """As a float. Raises InvalidArgumentError for what is not a finite number; `what` was called."""
     try:
-        number = float(scale)
+        number = math.nan if isinstance(scale, str) else float(scale)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):

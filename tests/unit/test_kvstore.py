@@ -89,7 +89,7 @@ def integer_with_optimizer(store: kvstore.KVStore) -> None:
         (lambda store: store.set_optimizer("adam", beta1=float("nan")), "betas must be a number, not (nan, 0.999)"),
         (lambda store: store.set_learning_rate(float("inf")), "a learning rate is a finite number from 0 on, not inf"),
         (lambda store: store.pushpull("w", torch.zeros(3), scale=float("nan")), "pushpull: scale must be a finite"),
-        (lambda store: store.pushpull("w", torch.zeros(3), scale="2x"), "not '2x'"),
+        (lambda store: store.pushpull("w", torch.zeros(3), scale="2"), "not '2'"),
         (lambda store: store.set_optimizer(torch.optim.LBFGS), "closure"),
         (lambda store: store.set_optimizer(torch.optim.Adafactor), "each element by itself"),
         (lambda store: store.set_gradient_compression({"type": "3bit"}), "3bit"),

@@ -39,7 +39,10 @@ class GradientWeights {
   // that is negative or not finite is an error on all ranks. `discarded`: no .grad has anything of earlier backwards.
   void announce(double weight, bool sync, bool discarded);
   // The forwards up to the end of the step are of the batch whose forward has failed: what it announced stands.
-  void repeat() { repeats_ = true; }
+  void repeat() {
+    repeats_ = true;
+    if (announced_) done_.refer_to(announced_->own.reference);
+  }
   double of_forward() const { return of_forward_; }
   // On a rank that has run out of input (join).
   void shadow();

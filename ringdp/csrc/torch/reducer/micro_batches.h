@@ -21,6 +21,10 @@ class MicroBatches {
     total_ += weight;
     return reference_ == 0 ? 0.0 : weight / reference_;
   }
+  // What comes is added up in parts of this weight, unless something has come already.
+  void refer_to(double weight) {
+    if (reference_ == 0) reference_ = weight;
+  }
   double total() const { return total_; }
   double reference() const { return reference_; }
   void clear() { total_ = reference_ = 0; }
