@@ -23,10 +23,12 @@ FOLDER = Path("build/unity")
 
 # Folders of the core whose files are compiled together. Those of `codec` and `kernels` are not: each is compiled for an
 # instruction set of its own or is arithmetic that must stay as it is.
-TOGETHER = ("base", "transport", "mesh", "device", "collective", "membership", "engine")
+TOGETHER = ("base", "transport", "mesh", "device", "collective", "engine")
 # These stay alone, because a header of theirs excludes one that others in their folder include.
-_TWO_HEADERS = "<linux/tcp.h> and <netinet/tcp.h> define the same structures"
-ALONE = {"transport/tcp_health.cpp": _TWO_HEADERS, "transport/tcp_limits.cpp": _TWO_HEADERS}
+ALONE = {
+    f"transport/{name}.cpp": "<linux/tcp.h> and <netinet/tcp.h> define the same structures"
+    for name in ("tcp_health", "tcp_limits")
+}
 # The folders of csrc/torch, and the group in which each is compiled. A file that includes pybind11 belongs to
 # "bindings", wherever it lies.
 TORCH_GROUPS = {"bindings": "bindings", "reducer": "reducer", "backend": "backend", "device": "backend"}

@@ -59,7 +59,7 @@ class WireChannel final : public Channel {
     std::size_t moved = 0;
     for (const iovec& it : pieces) {
       const std::size_t part = std::min(it.iov_len, in_->passed - in_->read);
-      std::memcpy(it.iov_base, in_->bytes.data() + in_->read, part);
+      if (part > 0) std::memcpy(it.iov_base, in_->bytes.data() + in_->read, part);
       in_->read += part;
       moved += part;
     }

@@ -81,18 +81,18 @@ void RendezvousRun::set_up_transports() {
   std::vector<Connector::Connected> connected = connector_->take();
   const std::string congestion = ask_for_congestion(connected, options_.congestion);
   std::map<std::size_t, std::vector<int>> with_streams;  // by how many
-  plan.streams.resize(world_);
+  std::vector<std::vector<Fd>> streams(world_);
   for (Connector::Connected& it : connected) {
     sockets[it.peer] = std::move(it.socket);
     if (!it.more.empty()) with_streams[it.more.size() + 1].push_back(it.peer);
-    plan.streams[it.peer] = std::move(it.more);
+    streams[it.peer] = std::move(it.more);
   }
   int64_t round_trip_us = 0;
   for (int peer = 0; peer < world_; ++peer)
     if (sockets[peer] && peers_[peer].identity != peers_[rank_].identity)
       round_trip_us = std::max(round_trip_us, tcp_round_trip_us(sockets[peer].get()));
   plan.round_trip_us = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(round_trip_us)));
-  sharing_.emplace(rank_, std::move(sockets), std::move(plan));
+  sharing_.emplace(rank_, std::move(sockets), std::move(plan), std::move(streams));
   auto begin = Clock::now(), next_look = begin + milliseconds(2);
   while (!sharing_->complete()) {
     check_sharing();

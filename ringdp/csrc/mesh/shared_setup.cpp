@@ -38,13 +38,13 @@ std::string instead_text(const TransportChoice& choice) {
   return "RINGDP_TRANSPORT=auto would use " + std::string(choice.fallback->title) + " between them";
 }
 
-SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan)
+SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vector<std::vector<Fd>> streams)
     : rank_(rank), plan_(std::move(plan)), pairs_(sockets.size()), tree_(rank, static_cast<int>(pairs_.size())) {
   bool makes = false;
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer) {
     Pair& pair = pairs_[peer];
     pair.tcp = std::move(sockets[peer]);
-    if (!plan_.streams.empty()) pair.streams = std::move(plan_.streams[peer]);
+    if (!streams.empty()) pair.streams = std::move(streams[peer]);
     makes = makes || (pair.tcp && plan_.shares(static_cast<int>(peer)) && static_cast<int>(peer) > rank_);
   }
   if (makes) no_memory_ = memory_problem(plan_.bytes_on_host);

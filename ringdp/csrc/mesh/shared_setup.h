@@ -41,13 +41,12 @@ std::string instead_text(const TransportChoice& choice);
 class SharedSetup {
  public:
   struct Plan {
-    std::vector<TransportChoice> transports;    // per rank; the same at both ends. Where the set-up of a required one
-                                                // fails, this rank is not ready
-    std::vector<int64_t> pids;                  // per rank: as this process sees it, -1 where it does not
-    int64_t round_trip_us = 0;                  // the longest to a rank of another host; 0: there is none
-    std::size_t ring_bytes = 0;                 // each way
-    std::size_t bytes_on_host = 0;              // of all pairs of the start here together; 0: not to be asked for
-    std::vector<std::vector<Fd>> streams = {};  // per rank: further connections of the start; empty: there are none
+    std::vector<TransportChoice> transports;  // per rank; the same at both ends. Where the set-up of a required one
+                                              // fails, this rank is not ready
+    std::vector<int64_t> pids;                // per rank: as this process sees it, -1 where it does not
+    int64_t round_trip_us = 0;                // the longest to a rank of another host; 0: there is none
+    std::size_t ring_bytes = 0;               // each way
+    std::size_t bytes_on_host = 0;            // of all pairs of the start here together; 0: not to be asked for
     int64_t patience_ms = 5000;  // with a peer that has made an offer, and then does not hand the memory out
 
     bool shares(int peer) const {  // memory is to be set up with it
@@ -58,7 +57,8 @@ class SharedSetup {
 
   // `sockets`: of the start: connected and authenticated, one per rank; none at this rank's place, and for those that are not
   // connected then.
-  SharedSetup(int rank, std::vector<Fd> sockets, Plan plan);
+  // `streams`: further connections with them, per rank; or empty.
+  SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vector<std::vector<Fd>> streams = {});
 
   void add(int peer, Fd socket, std::vector<Fd> streams = {});  // one that was connected later
   void step(int wait_ms);
