@@ -44,7 +44,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_CONNECT_TIMEOUT": "seconds the ranks have to connect to each other",
     "RINGDP_STALL_NOTICE": "seconds between two log lines about an operation that does not move; 0 for none",
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
-    "RINGDP_HEAL": "seconds for which a TCP connection that broke is made again (4) before its rank counts as lost; 0: no",
+    "RINGDP_HEAL": "seconds (4) in which a TCP connection that broke is made again; 0: its rank counts as lost at once",
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",

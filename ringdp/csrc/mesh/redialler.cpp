@@ -228,7 +228,7 @@ void Redialler::on_message(Attempt& attempt) {
     return attempt.address == 0 ? give_up(peer, "") : drop(attempt, "another process listens there");
   }
   attempt.transcript.insert(attempt.transcript.end(), attempt.buffer.begin(), attempt.buffer.end());
-  if (message->type == HandshakeType::kRefusal && attempt.dialled) {
+  if (message->type == HandshakeType::kRefusal) {
     const int peer = attempt.peer;
     at(peer).broken = true;  // on its side, certainly
     return give_up(peer,
@@ -252,7 +252,10 @@ void Redialler::on_padding(Attempt& attempt) { attempt.dialled ? on_reply(attemp
 void Redialler::on_reply(Attempt& attempt) {
   Case& it = at(attempt.peer);
   if (!it.open || it.under_way) return drop(attempt, "");
-  if (!events_.hold(attempt.peer)) return close(attempt.peer);
+  if (!events_.hold(attempt.peer)) {
+    send(attempt, HandshakeType::kRefusal, attempt.number, Refusal::kGone);
+    return close(attempt.peer);
+  }
   if (!it.broken) it.until = Clock::now() + heal_;
   it.broken = it.under_way = true;
   attempt.stage = Stage::kAwaitResume;
