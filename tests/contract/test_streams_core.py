@@ -100,7 +100,7 @@ def test_pairs_that_connect_later_have_them_too() -> None:
 @pytest.mark.parametrize("which", range(3))
 def test_one_that_is_cut_is_a_lost_peer_on_both_ranks(which: int) -> None:
     before = connections()
-    with job(2, 3) as joined:
+    with job(2, 3, heal_ms=0) as joined:
         sums(joined, 1000)
         ours = sorted(connections() - before)
         cut(ours[2 * which])
@@ -114,6 +114,20 @@ def test_one_that_is_cut_is_a_lost_peer_on_both_ranks(which: int) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(hear, range(2)))
         assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_one_that_is_cut_heals(which: int) -> None:
+    with job(2, 1) as joined:
+        expected = sums(joined)
+    before = connections()
+    with job(2, 3) as joined:
+        for _ in range(3):
+            cut(sorted(connections() - before)[-1 - which if _ == 0 else 0])
+            began = time.monotonic()
+            for bits in sums(joined):
+                assert bits.tobytes() == expected[0].tobytes()
+            assert time.monotonic() - began < 2.0
 
 
 def cut(inode: str) -> None:

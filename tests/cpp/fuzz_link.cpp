@@ -225,7 +225,7 @@ void round(Random& random) {
         break;
       case 3:
         if (random.one_in(10)) link.discard_group(it->id.group);
-        if (random.one_in(10)) link.check_early_frames(it->id);
+        if (random.one_in(10)) link.incoming().check_early_frames(it->id);
         break;
       case 4:
         if (random.one_in(4)) link.announce(it->id);

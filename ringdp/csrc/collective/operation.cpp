@@ -122,7 +122,7 @@ RecvFlow& Operation::add_receive(int member, uint64_t total, uint64_t window) {
 
 void Operation::widen(RecvFlow& flow, uint64_t window) {
   flow.window = window;
-  context_.links[flow.peer]->widen(flow);
+  context_.links[flow.peer]->incoming().widen(flow);
 }
 
 void Operation::will_change(std::span<const std::byte> memory) {

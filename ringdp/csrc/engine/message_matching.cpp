@@ -64,7 +64,7 @@ int MessageMatching::find_sender(const GroupState& group, PointToPoint ends) {
   for (int step = 1; step < group.view.size; ++step) {
     ends.from = (ends.to + step) % group.view.size;
     Link& link = *links_[group.view.members[static_cast<std::size_t>(ends.from)]];
-    if (link.has_early(group.id, group.messages.peek(ends))) return ends.from;
+    if (link.incoming().has_early(group.id, group.messages.peek(ends))) return ends.from;
     some_usable = some_usable || link.usable();
   }
   if (!some_usable) {

@@ -225,10 +225,10 @@ std::map<int, Channel::Carried> carried_by(const PeerLinks& links) {
   return found;
 }
 
-std::string PeerLinks::slow_paths_text(const std::vector<int>& peers) const {
+std::string slow_paths_text(const PeerLinks& links, const std::vector<int>& peers) {
   std::string out;
   for (int peer : peers) {
-    const Link* link = (*this)[peer];
+    const Link* link = links[peer];
     if (link == nullptr || !link->usable() || !link->connected()) continue;
     if (const std::string text = link->channel().slowed_by(); !text.empty())
       out += "; to rank " + std::to_string(peer) + ": " + text;

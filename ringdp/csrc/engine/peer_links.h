@@ -82,8 +82,6 @@ class PeerLinks {
 
   Link::Traffic traffic() const;  // of all
   uint64_t bytes_sent_to(int peer) const;
-  // Of the paths to these peers that a setting of this system makes slow; mostly empty. By the driver.
-  std::string slow_paths_text(const std::vector<int>& peers) const;
 
  private:
   std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on
@@ -103,5 +101,8 @@ class PeerLinks {
 
 // By place in the world, of the peers to which the kernel counts what it carries. By the driver.
 std::map<int, Channel::Carried> carried_by(const PeerLinks& links);
+
+// Of the paths to these peers that a setting of this system makes slow; mostly empty. By the driver.
+std::string slow_paths_text(const PeerLinks& links, const std::vector<int>& peers);
 
 }  // namespace ringdp

@@ -180,7 +180,7 @@ void Progress::start(GroupState& group, InFlight& in_flight) {
   try {
     operation.start(context);
     for (int member : group.view.members)
-      if (Link* link = links_[member]) link->check_early_frames(operation.identity());
+      if (Link* link = links_[member]) link->incoming().check_early_frames(operation.identity());
   } catch (const Error& error) {
     failures_.queue(group.id, error);
     return;

@@ -84,7 +84,7 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
   const std::string notice =
       peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() + " for " +
       (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
-      links_.slow_paths_text(in_flight.operation->missing());
+      slow_paths_text(links_, in_flight.operation->missing());
   notices_.post(LogLevel::kWarning, notice);
   log_stacks(in_flight, notice);
 }
@@ -359,7 +359,7 @@ Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   if (guilty >= 0) peers_.info(guilty).fill_peer(context);
   context.cause = "waiting for " +
                   (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
-                  links_.slow_paths_text(in_flight.operation->missing());
+                  slow_paths_text(links_, in_flight.operation->missing());
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +

@@ -35,16 +35,13 @@ class Link : public Connection {
 
   void attach(SendFlow& flow) { sender_.attach(flow); }
   void attach(RecvFlow& flow) { incoming_.attach(flow); }  // takes in what arrived early; may throw Error(kMismatch)
-  void widen(RecvFlow& flow) { incoming_.widen(flow); }    // flow.window has grown
   void detach(SendFlow& flow) { sender_.detach(flow); }    // its operation ends, perhaps early
   void detach(RecvFlow& flow);
   void will_change(const SendFlow& flow, std::span<const std::byte> memory) { sender_.will_change(flow, memory); }
 
   // For an operation that only receives from the peer: an empty frame, by which the peer can compare both descriptions.
   void announce(const FlowIdentity& identity);
-  // It has started: what came early and found no flow is compared.
-  void check_early_frames(const FlowIdentity& identity) { incoming_.check_early_frames(identity); }
-  bool has_early(uint64_t group, uint64_t sequence) const { return incoming_.has_early(group, sequence); }
+  IncomingFlows& incoming() { return incoming_; }
   void discard_group(uint64_t group);  // the group failed or is gone: what still arrives for it is dropped
 
   void send_abort(uint64_t group, const AbortNotice& notice);
