@@ -54,6 +54,8 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     check_extension()
     from ringdp import _C
 
+    from ringdp.job import elastic
+
     hear_extension()
     pending = None if dist.is_initialized() else _pending  # the default group's alone
     _timeouts[options.group_id] = options.timeout
@@ -75,6 +77,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
         global_ranks=list(options.global_ranks_in_group),
         config=settings.as_dict(),
         pending=pending,
+        elastic=elastic.making(),
     )
 
 

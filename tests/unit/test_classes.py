@@ -1,4 +1,4 @@
-"""A class has one idea: no class of the reducer, the engine or the mesh has more than 25 methods."""
+"""A class has one idea: no class of the reducer, the engine, the mesh or membership has more than 25 methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "ringdp" / "csrc"
-FOLDERS = ("torch/reducer", "engine", "mesh")
+FOLDERS = ("torch/reducer", "engine", "mesh", "membership")
 MOST_METHODS = 25
 # Classes that have more for now, and how many: a row goes as soon as its class is taken apart.
 STILL_LARGER = {"Connector": 42, "SharedSetup": 36, "RendezvousRun": 35}

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "ringdp"
 CSRC = PACKAGE / "csrc"
 CPP_SUFFIXES = {".h", ".hpp", ".inc", ".def", ".cpp", ".cu", ".cuh"}
 
-# torch -> {engine, cuda} -> collective -> {mesh, codec} -> {transport, kernels, device} -> base: a folder includes
+# torch -> {engine, cuda} -> {collective, membership} -> {mesh, codec} -> {transport, kernels, device} -> base: a folder includes
 # itself and folders of lower rank. Folders of one rank do not know each other.
 RANK = {
     "base": 0,
@@ -23,6 +23,7 @@ RANK = {
     "mesh": 2,
     "codec": 2,
     "collective": 3,
+    "membership": 3,
     "engine": 4,
     "cuda": 4,
     "torch": 5,

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ("base", "transport", "mesh", "kernels", "codec", "device", "collective", "engine")
+CORE = ("base", "transport", "mesh", "kernels", "codec", "device", "collective", "membership", "engine")
 TORCH = ("torch/backend", "torch/device", "torch/reducer", "torch/bindings")
 
 

@@ -136,7 +136,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   check_usable();
   const GroupPtr group = groups_.find(group_id);
   if (!group) throw Error(ErrorKind::kState, "this process group was destroyed");
-  if (auto failure = groups_.failure_of(*group)) std::rethrow_exception(failure);
+  if (auto failure = groups_.failure_of(*group); failure && !group->outlives_losses) std::rethrow_exception(failure);
   const Clock::time_point now = Clock::now();
   stalls_.note_call(now);
   FlowIdentity& identity = submission.operation->mutable_identity();
@@ -216,6 +216,21 @@ void Engine::run_communication_thread() {
 }
 
 void Engine::listen(uint64_t id, std::weak_ptr<const FailureListener> listener) { groups_.listen(id, listener); }
+
+void Engine::outlive_losses(uint64_t id) {
+  if (const GroupPtr group = groups_.find(id)) group->outlives_losses = true;
+}
+
+std::vector<int> Engine::unreachable(const std::vector<int>& places) {
+  if (fork_generation() != generation_) throw forked_error();
+  std::vector<int> found;
+  role_.run([&] {
+    progress_.look_at_all();
+    for (const int place : places)
+      if (const Link* link = links_[place]; link != nullptr && !link->usable()) found.push_back(place);
+  });
+  return found;
+}
 
 std::exception_ptr Engine::failure_of(uint64_t id) const {
   const GroupPtr group = groups_.find(id);

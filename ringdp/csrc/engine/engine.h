@@ -71,6 +71,11 @@ class Engine {
 
   // Calls the listener when the group fails, at once if it has failed. A listener that is gone is not called.
   void listen(uint64_t group, std::weak_ptr<const FailureListener> listener);
+  // Its members may change after a loss: what is submitted once the group has failed fails as if it had been under way, and
+  // `submit` does not throw.
+  void outlive_losses(uint64_t group);
+  // Those of these places with which there is no connection any more. Looks at all links first.
+  std::vector<int> unreachable(const std::vector<int>& places);
   // The group's first failure; null where it has none or was removed.
   std::exception_ptr failure_of(uint64_t group) const;
 

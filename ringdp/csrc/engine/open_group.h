@@ -18,6 +18,8 @@
 
 namespace ringdp {
 
+class ElasticGroup;
+
 struct CallOptions {
   int64_t timeout_ms = 0;                           // 0: the group's
   bool caller_waits = false;                        // `wait` follows at once
@@ -54,6 +56,13 @@ class OpenGroup {
   std::vector<OperationShape> end_estimate();
   bool estimating() const { return estimating_; }
 
+  uint64_t id() const { return id_; }  // its number on the wire
+  // It is a view of that group. Before its first operation.
+  void belong_to(std::weak_ptr<ElasticGroup> elastic) {
+    elastic_ = std::move(elastic);
+    engine_->outlive_losses(id_);
+  }
+  std::shared_ptr<ElasticGroup> elastic() const { return elastic_.lock(); }  // null: its members stay
   void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
   int64_t timeout_ms() const { return timeout_ms_; }
   const GroupView& view() const { return view_; }
@@ -73,6 +82,7 @@ class OpenGroup {
   std::shared_ptr<Engine> engine_;
   GroupView view_;
   uint64_t id_;
+  std::weak_ptr<ElasticGroup> elastic_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> open_{true};
   std::atomic<bool> estimating_{false};

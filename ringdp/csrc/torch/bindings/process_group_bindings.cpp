@@ -110,7 +110,7 @@ void remember(const std::shared_ptr<Runtime>& runtime, bool is_default) {
 c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                        std::chrono::milliseconds timeout, const std::string& group_id,
                                                        std::vector<int> global_ranks, const py::dict& config,
-                                                       PendingMesh* pending) {
+                                                       PendingMesh* pending, bool elastic) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
   options.check_interrupt = check_python_signals;
   const EngineOptions engine_options = engine_options_of(config);
@@ -142,6 +142,14 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
     throw Error(ErrorKind::kValue,
                 "the algorithm table is the job's, fixed when its ranks met, and this group asks for another (" +
                     options.tables_source + "): leave RINGDP_TUNING and its file as they were");
+  }
+  if (elastic && owns) {
+    auto agreement = std::make_unique<StoreAgreement>(
+        std::make_unique<StoreAdapter>(store->clone(), store_prefix(group_id) + "elastic/"));
+    const AlgorithmTables in_use = runtime->tables_in_use();
+    auto lasting =
+        ElasticGroup::make(runtime, group_id, global_ranks, timeout.count(), in_use, std::move(agreement));
+    return c10::make_intrusive<ProcessGroupRing>(std::move(lasting), std::move(runtime));
   }
   auto group = std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(),
                                              runtime->tables_in_use());
@@ -255,7 +263,8 @@ void bind_process_group(py::module_& module) {
            "Leave, unless a process group has taken the connections over, and tell the others why; idempotent.");
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
-             py::arg("pending").none(true) = nullptr);
+             py::arg("pending").none(true) = nullptr, py::arg("elastic") = false,
+             "`elastic`: the default group goes on without members that are lost; its store must outlive them.");
   module.def("create_reconfigurable_process_group", &create_reconfigurable, py::kw_only(), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("is_default"), py::arg("config"),
              "A group without members, which get to know each other by handles: see torch's reconfigure.");

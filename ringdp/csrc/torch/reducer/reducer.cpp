@@ -80,6 +80,7 @@ void Reducer::begin(double weight) {
   report_.backward_began();
   layout_.overflow.begin_backward();
   layout_.store.begin_backward();
+  layout_.repair.begin_step();
   layout_.compression.begin_backward();
   join_.begin_backward();
   arrivals_.begin(join_.joining() ? layout_.store.size() : layout_.plan.kept());
@@ -120,18 +121,7 @@ void Reducer::end_backward() {
   report_.computed(gradients_done);
   const BackwardEnd::Missing missing = filler_.finish();
   if (!layout_.local()) {
-    const auto report = report_.under_way();
-    lock.unlock();
-    end_.wait_for_sent();
-    if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
-    lock.lock();
-    end_.learn_used(missing);
-    if (end_.may_send_late()) {
-      end_.send_late();
-      lock.unlock();
-      end_.wait_for_late();
-      lock.lock();
-    }
+    layout_.repair.on() ? reduce_in_unit(lock, missing) : reduce(lock, missing);
     hooks = end_.used_hooks();
     lock.unlock();
     end_.ask_hooks(hooks);
@@ -144,6 +134,56 @@ void Reducer::end_backward() {
   layout_.weights.end();
   backward_.end();
   end_step(std::move(lock), hooks);
+}
+
+void Reducer::reduce(Lock& lock, const BackwardEnd::Missing& missing) {
+  const auto report = report_.under_way();
+  lock.unlock();
+  end_.wait_for_sent();
+  if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
+  lock.lock();
+  end_.learn_used(missing);
+  if (!end_.may_send_late()) return;
+  end_.send_late();
+  lock.unlock();
+  end_.wait_for_late();
+  lock.lock();
+}
+
+// The same in an elastic job: the step counts when all members have its means. A member that is lost before that is left out,
+// and the survivors begin at their gradients.
+void Reducer::reduce_in_unit(Lock& lock, const BackwardEnd::Missing& missing) {
+  const UnitScope scope;
+  try {
+    for (bool again = layout_.repair.must_send_again(); !try_unit(lock, missing, again);) again = true;
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kMembership) reset();  // the program may make the step again
+    in_bucket(-1, "the members of the group", backward_.step(), [] { throw; });
+  }
+}
+
+// True: the step counts.
+bool Reducer::try_unit(Lock& lock, const BackwardEnd::Missing& missing, bool again) {
+  ElasticGroup& elastic = layout_.repair.elastic();
+  const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()));
+  try {
+    if (again) filler_.send_again();
+    lock.unlock();
+    end_.wait_for_sent();
+    lock.lock();
+    end_.learn_used(missing);
+    end_.exchange_order();
+    lock.unlock();
+    elastic.commit(unit);
+    lock.lock();
+    return true;
+  } catch (const Error& error) {
+    if (!is_loss(error)) throw;
+  }
+  if (lock.owns_lock()) lock.unlock();
+  const bool counts = elastic.change(unit, layout_.repair.view()) == ElasticGroup::Outcome::kCounts;
+  lock.lock();
+  return counts;
 }
 
 void Reducer::shadow_end_of_backward() {

@@ -53,7 +53,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
   // `parameters`: all of the module's, also those that do not require grad now.
   Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options)
-      : layout_(std::move(parameters), std::move(group), std::move(options), *this) {}
+      : layout_(std::move(parameters), std::move(group), std::move(options), *this) {
+    if (layout_.repair.on()) failure_.let_losses_pass();
+  }
 
   // ---- Forward.
   // Throws if the last backward did not finish. Plans anew if parameters were frozen or unfrozen since.
@@ -93,6 +95,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool recomputing() const;
   void begin(double weight);
   void end_backward();
+  void reduce(Lock& lock, const BackwardEnd::Missing& missing);
+  void reduce_in_unit(Lock& lock, const BackwardEnd::Missing& missing);
+  bool try_unit(Lock& lock, const BackwardEnd::Missing& missing, bool again);
   void end_step(Lock lock, HookVerdicts& hooks);
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats
