@@ -72,8 +72,8 @@ class DamagedDataError(PeerLostError):
 
 
 class MembershipChanged(PeerLostError):
-    """In an elastic job: a rank was lost while an operation of the program's own was unfinished. Raised on all ranks that
-    are left; the process group has its new members now, so a program that can repeat its step may go on."""
+    """In an elastic job: a rank was lost while an operation of the program's own was unfinished. Raised on all ranks
+    that are left; the process group has its new members now, so a program that can repeat its step may go on."""
 
 
 class ExpelledError(PeerLostError):

@@ -53,7 +53,6 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     settings = pg_options or config.RingConfig.from_environment()
     check_extension()
     from ringdp import _C
-
     from ringdp.job import elastic
 
     hear_extension()

@@ -131,9 +131,7 @@ def follow(group: dist.ProcessGroup) -> None:
             Path(report).with_name(config.ELASTIC_MARK).touch()
 
 
-def _changed(
-    view: int, members: Sequence[int], lost: Sequence[str], cause: str, counted: bool, replay: bool
-) -> None:
+def _changed(view: int, members: Sequence[int], lost: Sequence[str], cause: str, counted: bool, replay: bool) -> None:
     """torch's own list of the group's ranks, which its functions look numbers up in."""
     torchs: Any = dist.distributed_c10d
     group = dist.group.WORLD

@@ -241,7 +241,8 @@ CASE("an operation outside units that is unfinished makes all survivors fail, an
       return;
     }
     std::vector<float> values(10, 1.0F);
-    if (place == 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));  // it has called nothing when that happens
+    if (place == 2)
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));  // it has called nothing when that happens
     const auto call = [&] {
       const auto group = elastic->group_for_call();
       const auto work = group->all_reduce(bytes_of(values), DType::kFloat32, ReduceOp::kSum, {});
@@ -266,7 +267,7 @@ CASE("an operation outside units that is unfinished makes all survivors fail, an
 
 CASE("what is decided of the survivors' states") {
   const auto state = [](uint64_t left, bool done, uint64_t called = 0, bool unfinished = false) {
-    return MemberState{left, done, called, unfinished, {}};
+    return MemberState{left, done, called, unfinished, {}, ""};
   };
   CHECK_EQ(decide({0, 1}, {state(4, true), state(4, true)}).committed, 5U);   // all have done it
   CHECK_EQ(decide({0, 1}, {state(4, true), state(4, false)}).committed, 4U);  // nobody has left it
@@ -274,9 +275,9 @@ CASE("what is decided of the survivors' states") {
   CHECK(!decide({0, 1}, {state(5, false, 3), state(4, true, 3)}).replay);
   CHECK(decide({0, 1}, {state(5, false, 3), state(4, true, 2)}).replay);
   CHECK(decide({0, 1}, {state(5, false, 3, true), state(4, true, 3)}).replay);
-  const Decision decision{{2, 5}, 7, true};
+  const Decision decision{{2, 5}, 7, true, "it was killed"};
   const Decision read = Decision::decode(decision.encode());
-  CHECK(read.members == decision.members && read.committed == 7 && read.replay);
+  CHECK(read.members == decision.members && read.committed == 7 && read.replay && read.cause == "it was killed");
   CHECK_THROWS(ErrorKind::kHandshake, Decision::decode("7 1 9999999999 1"));
   CHECK_THROWS(ErrorKind::kHandshake, MemberState::decode("nonsense"));
 }

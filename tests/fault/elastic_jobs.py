@@ -59,15 +59,18 @@ class Told:
 class Net(nn.Module):
     """Several buckets at `width` 300; one small one at 8."""
 
-    def __init__(self, width: int, *, norm: bool = False) -> None:
+    def __init__(self, width: int, *, norm: bool = False, branches: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.first = nn.Linear(6, width)
         self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
         self.middle = nn.Linear(width, width)
         self.last = nn.Linear(width, 1)
+        self.branches = nn.ModuleList([nn.Linear(width, 1) for _ in range(4 * branches)])  # one for each place
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, place: int = 0) -> Tensor:
+        if self.branches:
+            return self.branches[place](torch.tanh(self.first(x))) + self.last(torch.tanh(self.middle(self.first(x))))
         return self.last(torch.tanh(self.middle(torch.tanh(self.norm(self.first(x))))))
 
 
@@ -120,21 +123,26 @@ def train(
     width: int = 300,
     options: dict[str, Any] | None = None,
     norm: bool = False,
+    branches: bool = False,
     accumulate: bool = False,
     each_step: str = "",
+    overflow: tuple[int, int] | None = None,
 ) -> Told:
-    """`places`: whose data this job's ranks have; None: their own. `each_step`: "all_reduce", "mean" or "checkpoint"."""
+    """`overflow`: with a scaler; the gradients of that place are infinite in that step.
+    `places`: whose data this job's ranks have; None: their own. `each_step`: "mean" or "checkpoint"."""
     told, lines = Told(), Lines()
     logging.getLogger("ringdp").addHandler(lines)
     with joined(folder, elastic=elastic) as rank:
         place = rank if places is None else places[rank]
-        net = Net(width, norm=norm)
+        net = Net(width, norm=norm, branches=branches)
         model = ringdp.RingDP(net, bucket_cap_mb=0.1, **{"reproducible": width > 100, **(options or {})})
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        scaler = None if overflow is None else ringdp.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         if state is not None:
+            if scaler is not None:
+                scaler.load_state_dict(state["scaler"])
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-        here: Callable[[str], None] = lambda phase: None
         for step in steps:
             mine = [death for death in deaths if death.place == place and death.step == step]
 
@@ -143,7 +151,10 @@ def train(
                     if death.phase == phase:
                         die(death)
 
-            one_step(model, optimizer, place, step, here, told, accumulate=accumulate)
+            if scaler is not None:
+                scaled_step(model, optimizer, scaler, place, step, here, told, infinite=overflow == (place, step))
+            else:
+                one_step(model, optimizer, place, step, here, told, accumulate=accumulate)
             if each_step == "mean":
                 told.extra.setdefault("means", []).append(ringdp.metrics.mean(float(place)))
             elif each_step == "checkpoint":
@@ -152,6 +163,7 @@ def train(
             told.ranks.append(ringdp.rank())
         model_state = {name: value.clone() for name, value in model.state_dict().items()}
         told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
+        told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
     told.lines = lines.said
     logging.getLogger("ringdp").removeHandler(lines)
     return told
@@ -176,7 +188,7 @@ def one_step(
         with model.no_sync():
             (model(x[:4]) - y[:4]).square().mean().backward()
         x, y = x[4:], y[4:]
-    loss = (model(x) - y).square().mean()
+    loss = (model(x, place) - y).square().mean()
     handles = [
         net.last.weight.register_hook(lambda gradient: here("first bucket")),
         net.first.weight.register_hook(lambda gradient: here("last bucket")),
@@ -187,17 +199,45 @@ def one_step(
     told.seconds.append(time.monotonic() - began)
     told.ended.append(time.time())
     here("after backward")
-    told.gradients.append(hexadecimal([one.grad for one in net.parameters()]))
-    stepped = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            stepped += 1
-            if stepped == 2:
-                parameter.register_post_accumulate_grad_hook  # noqa: B018  # half of the parameters are new by then
-                here("optimizer")
-    optimizer.step()
-    optimizer.zero_grad()
+    told.gradients.append(hexadecimal([torch.zeros(1) if one.grad is None else one.grad for one in net.parameters()]))
+    half_by_half(optimizer, list(net.parameters()), here)
     told.parameters.append(hexadecimal(list(net.parameters())))
+
+
+def scaled_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    place: int,
+    step: int,
+    here: Callable[[str], None],
+    told: Told,
+    *,
+    infinite: bool,
+) -> None:
+    net = model.module
+    x, y = batch(place, step)
+    loss = (model(x) - y).square().mean() * (float("inf") if infinite else 1.0)
+    handle = net.first.weight.register_hook(lambda gradient: here("last bucket"))
+    scaler.scale(loss).backward()
+    handle.remove()
+    told.gradients.append(hexadecimal([one.grad for one in net.parameters()]))
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    told.parameters.append(hexadecimal(list(net.parameters())) + f" {scaler.get_scale()}")
+
+
+def half_by_half(optimizer: torch.optim.Optimizer, parameters: list[Tensor], here: Callable[[str], None]) -> None:
+    """A step of the optimizer, with a place between two parameters."""
+    gradients = [one.grad for one in parameters]
+    middle = len(parameters) // 2
+    for first, end in ((0, middle), (middle, len(parameters))):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = gradients[index] if first <= index < end else None
+        optimizer.step()
+        here("optimizer" if first == 0 else "")
+    optimizer.zero_grad()
 
 
 def save(folder: str, step: int, model: Any, here: Callable[[str], None]) -> None:
@@ -254,6 +294,9 @@ def own_collective(folder: str, victim: int) -> dict[str, Any]:
         dist.all_gather(gathered, torch.tensor([float(place)]))
         told["places"] = [int(one) for one in gathered]
         dist.broadcast(ones, src=0)
+        pair = dist.new_group([0, 1])
+        dist.all_reduce(ones, group=pair)
+        told["of_a_new_group"] = ones[0].item()
         return told
 
 

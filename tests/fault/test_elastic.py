@@ -23,7 +23,7 @@ def live(folder: Path, world: int, deaths: tuple[Death, ...], **options: Any) ->
     dead = {death.place for death in deaths if death.stop_s == 0}
     for outcome in outcomes:
         if outcome.rank in dead:
-            assert outcome.text is not None and "died with code -9" in outcome.text
+            assert "died with code -9" in (outcome.text or "")
         else:
             assert outcome.text is None, outcome.text
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in dead}
@@ -111,6 +111,23 @@ def test_micro_batches(tmp_path: Path) -> None:
     check_equal(told, plain(tmp_path, members_after(3, deaths), accumulate=True))
 
 
+def test_parameters_that_some_ranks_do_not_use(tmp_path: Path) -> None:
+    deaths = (Death(1, 0, "last bucket"), Death(2, 2, "last bucket"))
+    told = live(tmp_path, 4, deaths, branches=True, width=8)
+    check_equal(told, plain(tmp_path, members_after(4, deaths), branches=True, width=8))
+
+
+@pytest.mark.parametrize("infinite", [1, 2])
+def test_a_loss_scale_follows_the_survivors_gradients(tmp_path: Path, infinite: int) -> None:
+    deaths = (Death(1, 2, "last bucket"),)
+    options: dict[str, Any] = {"overflow": (infinite, 2), "width": 8}
+    told = live(tmp_path, 3, deaths, **options)
+    check_equal(told, plain(tmp_path, members_after(3, deaths), **options))
+    before, after = (float(told[0].parameters[step].split()[-1]) for step in (1, 2))
+    halved = after < before
+    assert halved == (infinite == 2)  # what the dead rank had does not count
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_buffers_that_each_forward_broadcasts(tmp_path: Path, victim: int) -> None:
     deaths = (Death(victim, 1, "last bucket"),)
@@ -159,7 +176,7 @@ def test_a_death_around_a_mean_of_metrics(tmp_path: Path) -> None:
     assert all(one.sizes == [3, 3, 2, 2] for one in told.values())
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_collective_of_the_program_itself(tmp_path: Path, victim: int) -> None:
     outcomes = run_outcomes(jobs.own_collective, str(tmp_path), victim, world_size=3, backend=None)
     told = {outcome.rank: outcome.value for outcome in outcomes if outcome.rank != victim}
@@ -167,10 +184,11 @@ def test_a_collective_of_the_program_itself(tmp_path: Path, victim: int) -> None
         assert outcome.rank == victim or outcome.text is None, outcome.text
     left = [place for place in range(3) if place != victim]
     for place, one in told.items():
-        assert f"rank {victim}" in one["text"] and "new members" in one["text"]
+        assert f"rank {victim}" in one["text"]
+        assert "new members" in one["text"]
         assert (one["view"], one["survivors"]) == (2, left)
         assert (one["sum"], one["size"], one["rank"]) == (2.0, 2, left.index(place))
-        assert (one["ranks"], one["places"]) == ([0, 1], left)
+        assert (one["ranks"], one["places"], one["of_a_new_group"]) == ([0, 1], left, 4.0)
     assert len({tuple(one["gradients"]) for one in told.values()}) == 1
 
 

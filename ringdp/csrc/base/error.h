@@ -19,8 +19,9 @@ enum class ErrorKind : uint8_t {
   kSystem = 6,       // SystemResourceError (OSError): descriptors, memory, ports
   kInterrupted = 7,  // not seen by users: a Python signal handler raised during a wait
   kDamaged = 8,      // DamagedDataError (PeerLostError): a connection changed what it carried
-  kMembership = 9,   // MembershipChanged (PeerLostError): the group has other members now, and an operation was unfinished
-  kExpelled = 10     // ExpelledError (PeerLostError): the other members go on without this rank
+  kMembership =
+      9,          // MembershipChanged (PeerLostError): the group has other members now, and an operation was unfinished
+  kExpelled = 10  // ExpelledError (PeerLostError): the other members go on without this rank
 };
 
 // The fields of an error. Empty and -1 mean "not known".

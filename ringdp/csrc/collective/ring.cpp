@@ -54,6 +54,12 @@ void Ring::lay_out() {
   }
 }
 
+bool Ring::read_from(std::span<const std::byte> input) {
+  input_ = input.data() - slabs_.front().front().data();
+  uses(input);
+  return true;
+}
+
 void Ring::prepare() {
   if (reduce_steps_ > 0) segment_ = scratch().take(kSegmentBytes);
   int right = (group_.rank + 1) % group_.size, left = (group_.rank + group_.size - 1) % group_.size;
@@ -99,6 +105,7 @@ std::span<const std::byte> Ring::outgoing(SendFlow&, uint64_t offset, std::size_
   std::span<std::byte> next = out_block(leg).subspan(offset - leg.out_begin);
   if (next.size() > max) next = next.first(max - max % kGranuleBytes);
   if (leg.step == 0) {
+    next = {next.data() + input_, next.size()};
     input_factor_.apply(next);
     watch_.own(next);
   }
@@ -149,9 +156,10 @@ void Ring::add(const Leg& leg, std::size_t at, std::span<const std::byte> data) 
     const std::span<const std::byte> piece = data.subspan(done, std::min(kPieceBytes, data.size() - done));
     std::byte* own = block.data() + at + done;
     std::size_t count = piece.size() / element_bytes_;
-    input_factor_.apply({own, piece.size()});
-    watch_.own({own, piece.size()});
-    kernels_->combine(own, piece.data(), own, count);
+    std::byte* input = own + input_;
+    input_factor_.apply({input, piece.size()});
+    watch_.own({input, piece.size()});
+    kernels_->combine(own, piece.data(), input, count);
     if (last && kernels_->divide != nullptr && identity().shape.op == ReduceOp::kAvg)
       kernels_->divide(own, static_cast<std::size_t>(group_.size), count);
     if (last) watch_.result(block, at + done, at + done + piece.size());

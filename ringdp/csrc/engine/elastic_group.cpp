@@ -6,10 +6,12 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 
 namespace ringdp {
 namespace {
 
+constexpr std::size_t kMostCauseBytes = 500;
 constexpr auto kFirstNotice = std::chrono::seconds(10);
 
 // What the group has failed by, if that is a loss.
@@ -166,7 +168,8 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view) {
     const auto loss = loss_of(failure);
     if (failure && !loss) std::rethrow_exception(failure);
     if (!loss) throw Error(ErrorKind::kState, "a change of members was asked for, and no member is lost");
-    const MemberState mine = freeze(group);
+    MemberState mine = freeze(group);
+    mine.cause = clean_text(loss->context().cause.empty() ? loss->what() : loss->context().cause, kMostCauseBytes);
     const std::vector<int> before = group->view().members;
     const int self = group->engine()->rank();
     const Deadline deadline = Deadline::after_ms(group->timeout_ms());
@@ -178,7 +181,7 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view) {
     change.view = view + 1;
     change.before = static_cast<int>(before.size());
     change.members = decision.members;
-    change.cause = loss->context().cause.empty() ? loss->what() : loss->context().cause;
+    change.cause = decision.cause;
     change.committed = decision.committed;
     change.counted = decision.committed > mine.left;
     change.replay = decision.replay;
@@ -261,8 +264,10 @@ void ElasticGroup::look(const std::vector<int>& waiting_for, Deadline deadline, 
   if (now < next_notice && !deadline.expired()) return;
   std::vector<std::string> names;
   for (const int member : waiting_for) names.push_back(runtime_->engine().peer(member).text());
-  const std::string text = "a member is lost, and the ranks that are left change to a view without it; this rank waits "
-                           "for " + joined(names) + ", which lives and has not come to its next operation";
+  const std::string text =
+      "a member is lost, and the ranks that are left change to a view without it; this rank waits "
+      "for " +
+      joined(names) + ", which lives and has not come to its next operation";
   if (deadline.expired()) throw Error(ErrorKind::kTimeout, text + ": Timed out");
   log(LogLevel::kWarning, text);
   next_notice = now + kFirstNotice;

@@ -26,7 +26,9 @@ std::shared_ptr<Work> GroupHandle::announce(const Announcement& what, CallOption
 
 std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op,
                                               CallOptions options) {
-  auto operation = make_all_reduce(table_, all_reduce_view(), memory, dtype, op, current_name());
+  if (!options.input.empty() && options.factor != 1)
+    throw Error(ErrorKind::kValue, "all_reduce: an input that is left as it is cannot be multiplied");
+  auto operation = make_all_reduce(table_, all_reduce_view(), memory, dtype, op, current_name(), options.input);
   operation->watch(options.finite);
   operation->multiply(memory, InputFactor(dtype, options.factor));
   return submit(std::move(operation), std::move(options));

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,7 @@ struct CallOptions {
   std::shared_ptr<Staging> staging;      // the buffers mirror a device's memory; null: they do not
   int32_t call_site = -1;                // see OperationRecord
   std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
+  std::span<const std::byte> input;      // of an all-reduce: read there, and left as it is; empty: in place
   double factor = 1;  // of an all-reduce in place of float32 or float64: its input is multiplied by that
 };
 

@@ -21,7 +21,8 @@ void write_list(std::ostringstream& out, const std::vector<int>& values) {
 template <typename T>
 T read(std::istringstream& in) {
   T value{};
-  if (!(in >> value)) throw Error(ErrorKind::kHandshake, "a change of members: the store has a text of another release");
+  if (!(in >> value))
+    throw Error(ErrorKind::kHandshake, "a change of members: the store has a text of another release");
   return value;
 }
 
@@ -34,7 +35,16 @@ std::vector<int> read_list(std::istringstream& in) {
   return values;
 }
 
-bool contains(const std::vector<int>& list, int value) { return std::find(list.begin(), list.end(), value) != list.end(); }
+std::string read_text(std::istringstream& in) {
+  std::string end, text;
+  std::getline(in, end);  // of the line before
+  std::getline(in, text);
+  return text;
+}
+
+bool contains(const std::vector<int>& list, int value) {
+  return std::find(list.begin(), list.end(), value) != list.end();
+}
 
 }  // namespace
 
@@ -42,6 +52,7 @@ std::string MemberState::encode() const {
   std::ostringstream out;
   out << left << ' ' << done << ' ' << called << ' ' << unfinished;
   write_list(out, lost);
+  out << '\n' << cause;
   return out.str();
 }
 
@@ -53,6 +64,7 @@ MemberState MemberState::decode(const std::string& text) {
   state.called = read<uint64_t>(in);
   state.unfinished = read<bool>(in);
   state.lost = read_list(in);
+  state.cause = read_text(in);
   return state;
 }
 
@@ -60,6 +72,7 @@ std::string Decision::encode() const {
   std::ostringstream out;
   out << committed << ' ' << replay;
   write_list(out, members);
+  out << '\n' << cause;
   return out.str();
 }
 
@@ -69,6 +82,7 @@ Decision Decision::decode(const std::string& text) {
   decision.committed = read<uint64_t>(in);
   decision.replay = read<bool>(in);
   decision.members = read_list(in);
+  decision.cause = read_text(in);
   return decision;
 }
 
@@ -83,6 +97,8 @@ Decision decide(const std::vector<int>& members, const std::vector<MemberState>&
   decision.replay = std::any_of(states.begin(), states.end(), [&](const MemberState& state) {
     return state.unfinished || state.called != states.front().called;
   });
+  const auto shorter = [](const MemberState& a, const MemberState& b) { return a.cause.size() < b.cause.size(); };
+  decision.cause = std::min_element(states.begin(), states.end(), shorter)->cause;
   return decision;
 }
 
@@ -112,10 +128,11 @@ Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, i
           states.push_back(MemberState::decode(said));
       }
       if (waiting_for.empty()) {
-        // All members of a view reach each other: whom one of them has lost is not in it.
-        for (const MemberState& state : states)
-          for (const int member : state.lost)
-            if (member != self && contains(living, member)) left_out.push_back(member);
+        // All members of a view reach each other: of two that do not, the lower one stays.
+        for (std::size_t i = 0; i < living.size(); ++i)
+          for (const int member : states[i].lost)
+            if (contains(living, member) && !contains(left_out, living[i]) && !contains(left_out, member))
+              left_out.push_back(std::max(member, living[i]));
         std::vector<int> staying;
         std::vector<MemberState> theirs;
         for (std::size_t i = 0; i < living.size(); ++i) {

@@ -16,11 +16,12 @@ namespace ringdp {
 
 // Where a member stands when it leaves a view. It starts nothing more in that view.
 struct MemberState {
-  uint64_t left = 0;      // units that it has left, over all views
-  bool done = false;      // it has complete results of the next one
-  uint64_t called = 0;    // operations outside units that it has called in this view
+  uint64_t left = 0;        // units that it has left, over all views
+  bool done = false;        // it has complete results of the next one
+  uint64_t called = 0;      // operations outside units that it has called in this view
   bool unfinished = false;  // some of them have failed here
-  std::vector<int> lost;  // members that it cannot reach
+  std::vector<int> lost;    // members that it cannot reach
+  std::string cause;        // why the first of them was lost, one line
 
   std::string encode() const;
   static MemberState decode(const std::string& text);  // throws Error(kHandshake)
@@ -31,6 +32,7 @@ struct Decision {
   uint64_t committed = 0;    // so many units count, over all views; the next one is made again
   // Operations outside units are unfinished on some members: all of them get an error.
   bool replay = false;
+  std::string cause;  // of the change, in the words of the survivor that says it in the fewest
 
   std::string encode() const;
   static Decision decode(const std::string& text);  // throws Error(kHandshake)

@@ -224,8 +224,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
-                                                                    std::shared_ptr<FiniteReport> report,
-                                                                    double factor) {
+                                                                    std::shared_ptr<FiniteReport> report, double factor,
+                                                                    at::Tensor input) {
   const ReduceOp how = reduce_op_of(op, "all_reduce");
   const DType dtype = dtype_of(buffer, "all_reduce");
   require_reduction("allreduce", dtype, how);
@@ -236,6 +236,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
             {buffer});
   CallOptions options = call.options(std::move(buffers));
   options.factor = factor;
+  if (input.defined()) {
+    options.input = {static_cast<const std::byte*>(input.const_data_ptr()), input.nbytes()};
+    options.keep_alive =
+        std::make_shared<std::pair<std::shared_ptr<void>, at::Tensor>>(std::move(options.keep_alive), std::move(input));
+  }
   if (options.staging && report)
     options.after = [after = std::move(options.after), staging = options.staging, report] {
       if (after) after();

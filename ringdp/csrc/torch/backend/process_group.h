@@ -57,9 +57,11 @@ class ProcessGroupRing final : public c10d::Backend {
 
   // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
   // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it. `report` may be null.
-  // `factor`: by which the input is multiplied first; 1 but for float32 and float64 on the CPU.
+  // `factor`: by which the input is multiplied first; 1 but for float32 and float64 on the CPU. `input`: on the CPU, as
+  // `buffer`, read in its place and left as it is; undefined: the buffer is the input, too.
   c10::intrusive_ptr<c10d::Work> all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
-                                                    std::shared_ptr<FiniteReport> report, double factor = 1);
+                                                    std::shared_ptr<FiniteReport> report, double factor = 1,
+                                                    at::Tensor input = {});
   // `sections` lie in `buffer` (float32, on the CPU); `residuals` are the tensors they point into, kept alive.
   c10::intrusive_ptr<c10d::Work> all_reduce_compressed(at::Tensor buffer, std::vector<CompressedSection> sections,
                                                        const Compression& compression,

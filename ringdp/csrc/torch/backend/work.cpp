@@ -78,7 +78,7 @@ bool RingWork::wait(std::chrono::milliseconds timeout) {
     engine_->wait(*works_.back(), timeout > kNoTimeout ? Deadline::after_ms(timeout.count()) : Deadline::never());
   } catch (const Error& error) {
     if (works_.back()->finished()) end_event();
-    if (elastic_) elastic_->call_failed(works_.back()->group(), error);
+    if (const auto elastic = elastic_.lock()) elastic->call_failed(works_.back()->group(), error);
     throw;
   } catch (...) {
     if (works_.back()->finished()) end_event();

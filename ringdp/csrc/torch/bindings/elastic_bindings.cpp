@@ -70,12 +70,15 @@ void bind_elastic(py::module_& module) {
              "torch's ProcessGroup, whose rank and size are those of an elastic group's present members.");
   module.def("follow_view", &follow, py::arg("process_group"), NoGil(),
              "From now on a group of make_lasting_group answers for the members of its backend.");
-  module.def("is_elastic", [](const GroupPointer& group) { return elastic_of(group) != nullptr; },
-             py::arg("process_group"), "Whether the group goes on without members that are lost.");
-  module.def("view_of", [](const GroupPointer& group) { return required(elastic_of(group)).view(); },
-             py::arg("process_group"), "The number of the present view, from 1.");
-  module.def("on_change", &on_change, py::arg("process_group"), py::arg("told"),
-             "Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay).");
+  module.def(
+      "is_elastic", [](const GroupPointer& group) { return elastic_of(group) != nullptr; }, py::arg("process_group"),
+      "Whether the group goes on without members that are lost.");
+  module.def(
+      "view_of", [](const GroupPointer& group) { return required(elastic_of(group)).view(); }, py::arg("process_group"),
+      "The number of the present view, from 1.");
+  module.def(
+      "on_change", &on_change, py::arg("process_group"), py::arg("told"),
+      "Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay).");
   module.def(
       "begin_unit",
       [](const GroupPointer& group, std::string what) {

@@ -30,6 +30,7 @@ namespace py = pybind11;
 // The Runtime of the default group, for the groups made from it. Weak: the groups own it.
 std::mutex runtime_mutex;
 std::weak_ptr<Runtime> world_runtime;
+std::weak_ptr<ElasticGroup> world_elastic;     // the default group, if its members may change
 std::vector<std::weak_ptr<Runtime>> runtimes;  // all of this process: ended at exit by shut_down_all
 
 // torch's store may outlive a process group (the launcher's agent keeps it) and the next group has the same name: what was
@@ -99,6 +100,24 @@ std::string round_trip_in_words(const Runtime& runtime) {
          " ms or more, so ranks exchange in pairs where nearer ones use a ring";
 }
 
+// torch numbers the members of the default group as they are now; in the Runtime each keeps its place.
+std::vector<int> places_of(std::vector<int> global_ranks) {
+  std::shared_ptr<ElasticGroup> elastic;
+  {
+    std::lock_guard lock(runtime_mutex);
+    elastic = world_elastic.lock();
+  }
+  if (!elastic) return global_ranks;
+  const std::vector<int> members = elastic->group()->view().members;
+  for (int& rank : global_ranks) {
+    if (rank < 0 || static_cast<std::size_t>(rank) >= members.size())
+      throw Error(ErrorKind::kValue, "rank " + std::to_string(rank) + " is not one of the " +
+                                         std::to_string(members.size()) + " ranks that are left");
+    rank = members[static_cast<std::size_t>(rank)];
+  }
+  return global_ranks;
+}
+
 // `is_default`: the groups that are made from now on may use this Runtime.
 void remember(const std::shared_ptr<Runtime>& runtime, bool is_default) {
   std::lock_guard lock(runtime_mutex);
@@ -116,6 +135,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   const EngineOptions engine_options = engine_options_of(config);
   const AlgorithmTables tables = tables_of(config);
   py::gil_scoped_release no_gil;
+  global_ranks = places_of(std::move(global_ranks));
   std::shared_ptr<Runtime> runtime = runtime_for(global_ranks, rank);
   bool owns = runtime == nullptr;
   if (owns) {
@@ -147,8 +167,11 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
     auto agreement = std::make_unique<StoreAgreement>(
         std::make_unique<StoreAdapter>(store->clone(), store_prefix(group_id) + "elastic/"));
     const AlgorithmTables in_use = runtime->tables_in_use();
-    auto lasting =
-        ElasticGroup::make(runtime, group_id, global_ranks, timeout.count(), in_use, std::move(agreement));
+    auto lasting = ElasticGroup::make(runtime, group_id, global_ranks, timeout.count(), in_use, std::move(agreement));
+    {
+      std::lock_guard lock(runtime_mutex);
+      world_elastic = lasting;
+    }
     return c10::make_intrusive<ProcessGroupRing>(std::move(lasting), std::move(runtime));
   }
   auto group = std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(),

@@ -154,25 +154,30 @@ void Reducer::reduce(Lock& lock, const BackwardEnd::Missing& missing) {
 // and the survivors begin at their gradients.
 void Reducer::reduce_in_unit(Lock& lock, const BackwardEnd::Missing& missing) {
   const UnitScope scope;
+  StepOrder order;
   try {
-    for (bool again = layout_.repair.must_send_again(); !try_unit(lock, missing, again);) again = true;
+    for (bool again = layout_.repair.must_send_again(); !try_unit(lock, order, again);) again = true;
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kMembership) reset();  // the program may make the step again
+    if (error.kind() != ErrorKind::kMembership) failure_.keeping_in(-1, "the end of the step", [] { throw; });
+    reset();  // the program may make the step again
     in_bucket(-1, "the members of the group", backward_.step(), [] { throw; });
   }
+  layout_.repair.accept();
+  end_.learn_used(missing);
+  end_.learn_order(order);
 }
 
 // True: the step counts.
-bool Reducer::try_unit(Lock& lock, const BackwardEnd::Missing& missing, bool again) {
+bool Reducer::try_unit(Lock& lock, StepOrder& order, bool again) {
   ElasticGroup& elastic = layout_.repair.elastic();
   const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()));
   try {
     if (again) filler_.send_again();
     lock.unlock();
     end_.wait_for_sent();
+    end_.wait_for_used_map();
     lock.lock();
-    end_.learn_used(missing);
-    end_.exchange_order();
+    order = end_.ask_for_order();
     lock.unlock();
     elastic.commit(unit);
     lock.lock();
@@ -199,7 +204,7 @@ void Reducer::shadow_end_of_backward() {
 
 // The states that reductions which are hooks have kept count if all was finite.
 void Reducer::end_step(Lock lock, HookVerdicts& hooks) {
-  end_.exchange_order();
+  end_.learn_order(end_.ask_for_order());
   if (hooks.none()) return;
   const bool finite = layout_.overflow.finite().value_or(true);
   hooks.note_unused(layout_.reductions, layout_.parameters, used_);

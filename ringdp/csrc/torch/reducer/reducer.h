@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
@@ -97,7 +98,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void end_backward();
   void reduce(Lock& lock, const BackwardEnd::Missing& missing);
   void reduce_in_unit(Lock& lock, const BackwardEnd::Missing& missing);
-  bool try_unit(Lock& lock, const BackwardEnd::Missing& missing, bool again);
+  using StepOrder = std::optional<std::vector<int32_t>>;  // BackwardEnd::ask_for_order
+  bool try_unit(Lock& lock, StepOrder& order, bool again);
   void end_step(Lock lock, HookVerdicts& hooks);
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats

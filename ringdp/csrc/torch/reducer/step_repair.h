@@ -1,5 +1,6 @@
-// StepRepair: what a step needs to be made again after a member was lost: a copy of each bucket as it was before it was sent, in
-// jobs whose members may change (engine/elastic_group.h). Without such a group it does nothing and keeps nothing.
+// StepRepair: what a step needs to be made again after a member was lost: the gradients of each bucket as they were before it was
+// sent, in jobs whose members may change (engine/elastic_group.h). The means go into a second memory of the bucket, and the two
+// change places when the step counts; so no gradient is copied. Without such a group it does nothing and keeps nothing.
 // Owned by the Reducer's layout, used under its lock.
 #pragma once
 
@@ -26,16 +27,18 @@ class StepRepair {
 
   void begin_step();
   // The bucket is about to be sent. False: it is sent at the end of the step, with all others, as on all ranks.
-  bool keep(const Bucket& bucket);
+  bool keep(Bucket& bucket);
   // Some buckets were not sent, or in a view that is over.
   bool must_send_again() const { return withheld_ || view_ != elastic_->view(); }
-  // Ends what is left of the operations, puts the gradients of all buckets that were kept back, for the present view.
+  // Ends what is left of the operations; all buckets that were kept can be sent again, to the members of the present view.
   void restore();
+  // The step counts: the buckets hold the means.
+  void accept();
 
  private:
   struct Kept {
-    at::Tensor buffer;
-    double factor = 1;
+    at::Tensor spare;  // the bucket's second memory, or a copy of its gradients
+    bool copied = false;
     bool filled = false;  // in this step
   };
 
