@@ -178,7 +178,7 @@ std::vector<int> without(std::vector<int> places, const std::vector<int>& gone) 
 
 CASE("a rank that is lost anywhere in a step costs no step, and leaves the bits of a group without it") {
   const AlgorithmTable table;
-  for (const std::string where : {"before", "between", "reduced"}) {
+  for (const std::string where : {"before", "between"}) {
     for (const int victim : {0, 2}) {
       const Lived lived = live(3, 3, {{victim, where, 1}}, table);
       CHECK_EQ(lived.means.size(), 2U);
@@ -191,6 +191,19 @@ CASE("a rank that is lost anywhere in a step costs no step, and leaves the bits 
         CHECK_EQ(lived.sizes.at(place)[2], 2);
       }
     }
+  }
+}
+
+CASE("a rank that is lost between its means and the end of the step is in it or not, for all survivors alike") {
+  const AlgorithmTable table;
+  const auto with = plain(everybody(3), 1, table), without_it = plain({0, 2}, 1, table),
+             after = plain({0, 2}, 2, table);
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    const Lived lived = live(3, 3, {{1, "reduced", 1}}, table);
+    CHECK_EQ(lived.means.size(), 2U);
+    CHECK(lived.means.at(0) == lived.means.at(2));
+    CHECK(lived.means.at(0)[1] == with || lived.means.at(0)[1] == without_it);
+    CHECK(lived.means.at(0)[2] == after);
   }
 }
 
@@ -207,13 +220,13 @@ CASE("a rank that is lost after it has left a step has its part in it") {
 
 CASE("two are lost at once, and one after the other down to one") {
   const AlgorithmTable table;
-  const Lived at_once = live(4, 3, {{0, "between", 1}, {3, "reduced", 1}}, table);
+  const Lived at_once = live(4, 3, {{0, "between", 1}, {3, "between", 1}}, table);
   CHECK_EQ(at_once.means.size(), 2U);
   for (const auto& [place, means] : at_once.means) {
     CHECK(means[1] == plain({1, 2}, 1, table));
     CHECK(means[2] == plain({1, 2}, 2, table));
   }
-  const Lived in_turn = live(4, 5, {{0, "before", 1}, {1, "between", 2}, {3, "reduced", 3}}, table);
+  const Lived in_turn = live(4, 5, {{0, "before", 1}, {1, "between", 2}, {3, "between", 3}}, table);
   CHECK_EQ(in_turn.means.size(), 1U);
   const auto& means = in_turn.means.at(2);
   CHECK(means[1] == plain({1, 2, 3}, 1, table));
