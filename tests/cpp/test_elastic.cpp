@@ -57,6 +57,29 @@ class SharedStore final : public Store {
   MemoryStore& store_;
 };
 
+// Its rank dies in a change: when it has said where it stands, or when it knows what was decided.
+class DyingAgreement final : public Agreement {
+ public:
+  using At = std::function<void(const std::string& where)>;
+  DyingAgreement(MemoryStore& store, At at) : store_(store), at_(std::move(at)) {}
+
+  Decision agree(uint64_t view, const std::vector<int>& members, int self, const MemberState& mine,
+                 const Unreachable& unreachable, const Look& look) override {
+    at_("before it stands");
+    StoreAgreement inner(std::make_unique<SharedStore>(store_));
+    const Decision decision = inner.agree(view, members, self, mine, unreachable, [&](const std::vector<int>& waited) {
+      at_("stands");
+      look(waited);
+    });
+    at_("decided");
+    return decision;
+  }
+
+ private:
+  MemoryStore& store_;
+  const At at_;
+};
+
 std::vector<float> gradient(int place, int step) {
   std::vector<float> values(kElements);
   for (std::size_t i = 0; i < kElements; ++i)
@@ -143,8 +166,9 @@ Lived live(int world, int steps, const std::vector<Death>& deaths, const Algorit
     auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     Member member;
     member.place = place;
-    member.elastic = ElasticGroup::make(runtime, "all", everybody(world), kTimeoutMs, tables,
-                                        std::make_unique<StoreAgreement>(std::make_unique<SharedStore>(store)));
+    int now = 0;  // the step
+    auto agreement = std::make_unique<DyingAgreement>(store, [&](const std::string& where) { member.at(where, now); });
+    member.elastic = ElasticGroup::make(runtime, "all", everybody(world), kTimeoutMs, tables, std::move(agreement));
     member.at = [&](const std::string& where, int step) {
       for (const Death& death : deaths)
         if (death.place == place && death.where == where && death.step == step) {
@@ -156,6 +180,7 @@ Lived live(int world, int steps, const std::vector<Death>& deaths, const Algorit
     std::vector<int> sizes;
     try {
       for (int step = 0; step < steps; ++step) {
+        now = step;
         means.push_back(member.step(step));
         sizes.push_back(member.elastic->size());
       }
@@ -233,6 +258,21 @@ CASE("two are lost at once, and one after the other down to one") {
   CHECK(means[2] == plain({2, 3}, 2, table));
   CHECK(means[3] == gradient(2, 3));
   CHECK(means[4] == gradient(2, 4));
+}
+
+CASE("a rank that is lost in a change is left out by the next one, also the one that decides") {
+  const AlgorithmTable table;
+  for (const std::string where : {"before it stands", "stands", "decided"}) {
+    for (const int second : {1, 3}) {  // 1 collects what the others say
+      const Lived lived = live(4, 3, {{0, "between", 1}, {second, where, 1}}, table);
+      const std::vector<int> left = without(everybody(4), {0, second});
+      CHECK_EQ(lived.means.size(), 2U);
+      for (const auto& [place, means] : lived.means) {
+        CHECK(means[1] == plain(left, 1, table));
+        CHECK(means[2] == plain(left, 2, table));
+      }
+    }
+  }
 }
 
 CASE("an operation outside units that is unfinished makes all survivors fail, and the group goes on") {

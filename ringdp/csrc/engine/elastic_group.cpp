@@ -97,6 +97,11 @@ std::shared_ptr<GroupHandle> ElasticGroup::group() const {
   return group_;
 }
 
+std::string ElasticGroup::unit_name() const {
+  std::lock_guard lock(mutex_);
+  return unit_;
+}
+
 void ElasticGroup::on_change(Told told) {
   std::lock_guard lock(mutex_);
   told_ = std::move(told);
@@ -189,7 +194,7 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view) {
       if (std::find(decision.members.begin(), decision.members.end(), member) == decision.members.end())
         change.lost.push_back(group->engine()->peer(member).text());
     change.noticed_at = noticed;
-    if (unit > 0) change.unit = unit_;
+    if (unit > 0) change.unit = unit_name();
     write_log_line();  // of the change before, whose unit this one has stopped
     install(decision, std::move(change));
   }
@@ -242,7 +247,7 @@ void ElasticGroup::install(const Decision& decision, ViewChange change) {
     group_->set_timeout_ms(timeout_ms_);
     left_ = base_ = decision.committed;
     frozen_ = done_ = false;
-    untold_ = decision.replay;
+    untold_ = untold_ || decision.replay;
     called_ = 0;
     calls_.clear();
     last_ = change;
@@ -264,10 +269,8 @@ void ElasticGroup::look(const std::vector<int>& waiting_for, Deadline deadline, 
   if (now < next_notice && !deadline.expired()) return;
   std::vector<std::string> names;
   for (const int member : waiting_for) names.push_back(runtime_->engine().peer(member).text());
-  const std::string text =
-      "a member is lost, and the ranks that are left change to a view without it; this rank waits "
-      "for " +
-      joined(names) + ", which lives and has not come to its next operation";
+  const std::string text = "a member is lost, and the others are about to go on without it; this rank waits for " +
+                           joined(names) + ", which lives and has not come to its next operation";
   if (deadline.expired()) throw Error(ErrorKind::kTimeout, text + ": Timed out");
   log(LogLevel::kWarning, text);
   next_notice = now + kFirstNotice;

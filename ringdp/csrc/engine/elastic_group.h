@@ -101,6 +101,7 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   void look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const;
   Error changed_error() const;
   void throw_if_untold();
+  std::string unit_name() const;
   void write_log_line();  // of the last change, once: when its unit has been made
 
   const std::shared_ptr<Runtime> runtime_;  // shared with the views

@@ -48,7 +48,11 @@ void on_change(const GroupPointer& group, py::function told) {
   const py::gil_scoped_release no_gil;
   required(elastic_of(group)).on_change([kept](const ViewChange& change) {
     const py::gil_scoped_acquire gil;
-    (*kept)(change.view, change.members, change.lost, change.cause, change.counted, change.replay);
+    try {
+      (*kept)(change.view, change.members, change.lost, change.cause, change.counted, change.replay);
+    } catch (py::error_already_set& error) {  // the change is made: what listens to it cannot stop it
+      error.discard_as_unraisable("on_change");
+    }
   });
 }
 
