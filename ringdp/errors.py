@@ -73,7 +73,7 @@ class DamagedDataError(PeerLostError):
 
 class MembershipChanged(PeerLostError):
     """In an elastic job: a rank was lost while an operation of the program's own was unfinished. Raised on all ranks
-    that are left; the process group has its new members now, so a program that can repeat its step may go on."""
+    that are left; the process group has its new members now, so a program that loads its last checkpoint goes on."""
 
 
 class ExpelledError(PeerLostError):

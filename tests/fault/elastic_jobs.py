@@ -300,6 +300,39 @@ def own_collective(folder: str, victim: int) -> dict[str, Any]:
         return told
 
 
+def goes_on_from_its_checkpoint(folder: str, victim: int) -> dict[str, Any]:
+    """docs/how-to/elastic.md: a step with a collective of its own, in which a rank is lost."""
+    with joined(folder, elastic=True) as place:
+        model = ringdp.RingDP(Net(8))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        step, again, made = 0, 0, []
+
+        def save() -> None:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpoint.save(f"{folder}/checkpoints", step, state)
+
+        save()
+        while step < 6:
+            try:
+                one_step(model, optimizer, place, step, lambda phase: None, Told())
+                if (place, step) == (victim, 4):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(torch.ones(3))
+                made.append(step)
+                step += 1
+                if step % 3 == 0:
+                    save()
+            except MembershipChanged:
+                again += 1
+                found = checkpoint.load(f"{folder}/checkpoints")
+                assert found is not None
+                model.load_state_dict(found.shared["model"])
+                optimizer.load_state_dict(found.shared["optimizer"])
+                optimizer.zero_grad()
+                step = found.step
+        return {"parameters": hexadecimal(list(model.parameters())), "again": again, "made": made}
+
+
 def refusals(folder: str, kinds: tuple[str, ...]) -> dict[str, str]:
     """What RingDP says to each of these."""
     said: dict[str, str] = {}

@@ -192,6 +192,15 @@ def test_a_collective_of_the_program_itself(tmp_path: Path, victim: int) -> None
     assert len({tuple(one["gradients"]) for one in told.values()}) == 1
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_program_that_goes_on_from_its_checkpoint(tmp_path: Path, victim: int) -> None:
+    outcomes = run_outcomes(jobs.goes_on_from_its_checkpoint, str(tmp_path), victim, world_size=3, backend=None)
+    told = [outcome.value for outcome in outcomes if outcome.rank != victim]
+    assert [one["again"] for one in told] == [1, 1]
+    assert [one["made"] for one in told] == [[0, 1, 2, 3, 3, 4, 5]] * 2
+    assert told[0]["parameters"] == told[1]["parameters"]
+
+
 def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
     expected = {
         "compression": "compression",

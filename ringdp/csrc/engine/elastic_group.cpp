@@ -318,8 +318,8 @@ Error ElasticGroup::changed_error() const {
   context.view = static_cast<int64_t>(last_.view);
   context.survivors = last_.members;
   context.advice =
-      "the process group has its new members now: make the step again, or end the process, and the launcher begins at "
-      "the last checkpoint";
+      "the process group has its new members now, and ranks may be an operation apart: load the last checkpoint on all "
+      "of them, or end, and the launcher does";
   return Error(ErrorKind::kMembership, last_.text() + "; " + context.advice, context);
 }
 
