@@ -12,8 +12,7 @@ from ringdp.ddp.optimizer_in_backward import has_optimizers
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import BACKEND, backend_of
 from ringdp.job.elastic import as_unit, is_elastic
-
-_ADVICE = "leave it out, or start without --elastic"
+from ringdp.job.elastic import refuse as refuse
 
 
 def steps_are_repaired(wrapper: Any) -> bool:
@@ -54,14 +53,6 @@ def refuse_what_cannot_be_repaired(wrapper: Any) -> None:
     for what, found in reasons.items():
         if found:
             refuse(what)
-
-
-def refuse(what: str) -> None:
-    """Raise InvalidArgumentError."""
-    raise InvalidArgumentError(
-        f"RINGDP_ELASTIC=1: {what} is not there in an elastic job yet, because a step with it could not be made again"
-        f" after the loss of a rank: {_ADVICE}"
-    )
 
 
 def broadcast_in_unit(group: dist.ProcessGroup, tensors: list[torch.Tensor], broadcast: Any) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -26,6 +26,20 @@ def is_elastic(group: dist.ProcessGroup) -> bool:
     from ringdp import _C
 
     return _C.is_elastic(group)
+
+
+def refuse_where_elastic(group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise InvalidArgumentError if the group goes on without members that are lost; `what` could not."""
+    if group is not None and is_elastic(group):
+        refuse(what)
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise InvalidArgumentError."""
+    raise InvalidArgumentError(
+        f"RINGDP_ELASTIC=1: {what} is not there in an elastic job yet, because what it does could not be made again"
+        " after the loss of a rank: leave it out, or start without --elastic"
+    )
 
 
 def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> Result:

@@ -364,5 +364,13 @@ def _refused(kind: str) -> None:
     elif kind == "subgroup":
         group = dist.new_group([0, 1])
         ringdp.RingDP(net, process_group=group)
+    elif kind == "sampler":
+        ringdp.data.BalancedSampler(100, 10)
+    elif kind == "kvstore":
+        ringdp.kvstore.create("dist_sync")
+    elif kind == "sharded embedding":
+        ringdp.nn.ShardedEmbedding(10, 2)
+    elif kind == "diloco":
+        ringdp.DiLoCo(net, torch.optim.SGD(net.parameters(), 0.1), every=4)
     elif kind == "sparse all_reduce":
         dist.all_reduce(torch.eye(2).to_sparse())

@@ -210,6 +210,10 @@ def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
         "hook": "communication hook",
         "join": "Join",
         "subgroup": "default process group",
+        "sampler": "BalancedSampler",
+        "kvstore": "key-value store",
+        "sharded embedding": "ShardedEmbedding",
+        "diloco": "DiLoCo",
         "sparse all_reduce": "sparse tensors",
     }
     for said in run_ranks(jobs.refusals, str(tmp_path), tuple(expected), world_size=2, backend=None):
