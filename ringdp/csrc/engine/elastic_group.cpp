@@ -87,9 +87,7 @@ std::shared_ptr<ElasticGroup> ElasticGroup::make(std::shared_ptr<Runtime> runtim
 // The number on the wire is made of the name and the members, so that no frame of one view reaches another.
 std::shared_ptr<GroupHandle> ElasticGroup::make_view(uint64_t view, const std::vector<int>& members) {
   const std::string name = view == 1 ? name_ : name_ + "/view " + std::to_string(view);
-  auto group = std::make_shared<GroupHandle>(runtime_, name, members, timeout_ms_, tables_);
-  group->belong_to(weak_from_this());
-  return group;
+  return std::make_shared<GroupHandle>(runtime_, name, members, timeout_ms_, tables_, shared_from_this());
 }
 
 std::shared_ptr<GroupHandle> ElasticGroup::group() const {

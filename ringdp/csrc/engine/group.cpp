@@ -7,8 +7,9 @@
 namespace ringdp {
 
 GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
-                         int64_t timeout_ms, const AlgorithmTables& tables)
-    : OpenGroup(std::move(runtime), name, members, timeout_ms), table_(tables.of(layout_of(view().hosts))) {}
+                         int64_t timeout_ms, const AlgorithmTables& tables,
+                         const std::shared_ptr<ElasticGroup>& elastic)
+    : OpenGroup(std::move(runtime), name, members, timeout_ms, elastic), table_(tables.of(layout_of(view().hosts))) {}
 
 GroupView GroupHandle::all_reduce_view() const {
   GroupView out = view();

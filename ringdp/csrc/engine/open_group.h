@@ -38,8 +38,9 @@ struct CallOptions {
 class OpenGroup {
  public:
   // `members[i]`: rank of group rank i in the Runtime's world. `name` must be the same on all members.
+  // `elastic`: whose view it is; null: its members stay.
   OpenGroup(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
-            int64_t timeout_ms);
+            int64_t timeout_ms, const std::shared_ptr<ElasticGroup>& elastic = nullptr);
   ~OpenGroup() { close(); }
   OpenGroup(const OpenGroup&) = delete;
   OpenGroup& operator=(const OpenGroup&) = delete;
@@ -58,13 +59,8 @@ class OpenGroup {
   std::vector<OperationShape> end_estimate();
   bool estimating() const { return estimating_; }
 
-  uint64_t id() const { return id_; }  // its number on the wire
-  // It is a view of that group. Before its first operation.
-  void belong_to(std::weak_ptr<ElasticGroup> elastic) {
-    elastic_ = std::move(elastic);
-    engine_->outlive_losses(id_);
-  }
-  std::shared_ptr<ElasticGroup> elastic() const { return elastic_.lock(); }  // null: its members stay
+  uint64_t id() const { return id_; }                                        // its number on the wire
+  std::shared_ptr<ElasticGroup> elastic() const { return elastic_.lock(); }  // whose view it is; null: its members stay
   void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
   int64_t timeout_ms() const { return timeout_ms_; }
   const GroupView& view() const { return view_; }
@@ -84,7 +80,7 @@ class OpenGroup {
   std::shared_ptr<Engine> engine_;
   GroupView view_;
   uint64_t id_;
-  std::weak_ptr<ElasticGroup> elastic_;
+  const std::weak_ptr<ElasticGroup> elastic_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> open_{true};
   std::atomic<bool> estimating_{false};

@@ -121,7 +121,22 @@ void Reducer::end_backward() {
   report_.computed(gradients_done);
   const BackwardEnd::Missing missing = filler_.finish();
   if (!layout_.local()) {
-    layout_.repair.on() ? reduce_in_unit(lock, missing) : reduce(lock, missing);
+    if (unit_.on()) {
+      unit_.make(lock, missing, [this] { reset(); });
+    } else {
+      const auto report = report_.under_way();
+      lock.unlock();
+      end_.wait_for_sent();
+      if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
+      lock.lock();
+      end_.learn_used(missing);
+      if (end_.may_send_late()) {
+        end_.send_late();
+        lock.unlock();
+        end_.wait_for_late();
+        lock.lock();
+      }
+    }
     hooks = end_.used_hooks();
     lock.unlock();
     end_.ask_hooks(hooks);
@@ -134,61 +149,6 @@ void Reducer::end_backward() {
   layout_.weights.end();
   backward_.end();
   end_step(std::move(lock), hooks);
-}
-
-void Reducer::reduce(Lock& lock, const BackwardEnd::Missing& missing) {
-  const auto report = report_.under_way();
-  lock.unlock();
-  end_.wait_for_sent();
-  if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
-  lock.lock();
-  end_.learn_used(missing);
-  if (!end_.may_send_late()) return;
-  end_.send_late();
-  lock.unlock();
-  end_.wait_for_late();
-  lock.lock();
-}
-
-// The same in an elastic job: the step counts when all members have its means. A member that is lost before that is left out,
-// and the survivors begin at their gradients.
-void Reducer::reduce_in_unit(Lock& lock, const BackwardEnd::Missing& missing) {
-  const UnitScope scope;
-  StepOrder order;
-  try {
-    for (bool again = layout_.repair.must_send_again(); !try_unit(lock, order, again);) again = true;
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kMembership) failure_.keeping_in(-1, "the end of the step", [] { throw; });
-    reset();  // the program may make the step again
-    in_bucket(-1, "the members of the group", backward_.step(), [] { throw; });
-  }
-  layout_.repair.accept();
-  end_.learn_used(missing);
-  end_.learn_order(order);
-}
-
-// True: the step counts.
-bool Reducer::try_unit(Lock& lock, StepOrder& order, bool again) {
-  ElasticGroup& elastic = layout_.repair.elastic();
-  const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()));
-  try {
-    if (again) filler_.send_again();
-    lock.unlock();
-    end_.wait_for_sent();
-    end_.wait_for_used_map();
-    lock.lock();
-    order = end_.ask_for_order();
-    lock.unlock();
-    elastic.commit(unit);
-    lock.lock();
-    return true;
-  } catch (const Error& error) {
-    if (!is_loss(error)) throw;
-  }
-  if (lock.owns_lock()) lock.unlock();
-  const bool counts = elastic.change(unit, layout_.repair.view()) == ElasticGroup::Outcome::kCounts;
-  lock.lock();
-  return counts;
 }
 
 void Reducer::shadow_end_of_backward() {

@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
@@ -31,6 +30,7 @@
 #include "torch/reducer/step_failure.h"
 #include "torch/reducer/step_guard.h"
 #include "torch/reducer/step_report.h"
+#include "torch/reducer/step_unit.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
@@ -96,10 +96,6 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   bool recomputing() const;
   void begin(double weight);
   void end_backward();
-  void reduce(Lock& lock, const BackwardEnd::Missing& missing);
-  void reduce_in_unit(Lock& lock, const BackwardEnd::Missing& missing);
-  using StepOrder = std::optional<std::vector<int32_t>>;  // BackwardEnd::ask_for_order
-  bool try_unit(Lock& lock, StepOrder& order, bool again);
   void end_step(Lock lock, HookVerdicts& hooks);
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats
@@ -114,6 +110,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   StepReport report_{layout_, times_, layout_.options.report_every};
   BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_};
   BackwardEnd end_{layout_, arrivals_, backward_, used_, join_, failure_, times_, filler_};
+  StepUnit unit_{layout_, backward_, failure_, filler_, end_};
   BetweenSteps between_steps_{layout_, arrivals_, backward_, used_, failure_, guard_, times_};
 };
 
