@@ -318,6 +318,34 @@ CASE("an operation outside units that is unfinished makes all survivors fail, an
   CHECK_EQ(told.load(), 2);
 }
 
+CASE("an all-reduce that leaves its input has the bits of one in place") {
+  for (const int world : {1, 2, 3, 4}) {
+    for (const bool rank_order : {false, true}) {
+      run_job(world, AlgorithmTable{}, [&](Rank& self) {
+        if (rank_order) self.group->add_in_rank_order();
+        for (const std::size_t elements : {1U, 7U, 1000U, 300'001U}) {
+          std::vector<float> input(elements), result(elements, -1.0F);
+          for (std::size_t i = 0; i < elements; ++i)
+            input[i] = 1.0F / static_cast<float>(1 + self.rank + static_cast<int>(i % 977));
+          const std::vector<float> before = input;
+          std::vector<float> in_place = input;
+          CallOptions options;
+          options.input = std::as_bytes(std::span(input));
+          self.wait(self.group->all_reduce(bytes_of(result), DType::kFloat32, ReduceOp::kAvg, std::move(options)));
+          self.wait(self.group->all_reduce(bytes_of(in_place), DType::kFloat32, ReduceOp::kAvg, {}));
+          CHECK(result == in_place);
+          CHECK(input == before);
+        }
+        std::vector<float> two(2), three(3);
+        CallOptions options;
+        options.input = std::as_bytes(std::span(two));
+        CHECK_THROWS(ErrorKind::kValue,
+                     self.group->all_reduce(bytes_of(three), DType::kFloat32, ReduceOp::kSum, std::move(options)));
+      });
+    }
+  }
+}
+
 CASE("what is decided of the survivors' states") {
   const auto state = [](uint64_t left, bool done, uint64_t called = 0, bool unfinished = false) {
     return MemberState{left, done, called, unfinished, {}, ""};
