@@ -164,6 +164,13 @@ class NamedScope:
     def enter(self, name: str, bulk: bool = False) -> None: ...
     def exit(self) -> None: ...
 
+class UnitScope:
+    """What this thread calls between the two belongs to a unit."""
+
+    def __init__(self) -> None: ...
+    def enter(self) -> None: ...
+    def exit(self) -> None: ...
+
 class BackendWatchdog:
     """Aborts a backend that moves device tensors when the ring beside it fails."""
 
@@ -429,6 +436,9 @@ def ask_rows(ids: torch.Tensor, rows: int, factor: int, ranks: int) -> tuple[tor
     is row place // ranks of rank place % ranks, as int32 rows of their owners, owner by owner.
     """
 
+def begin_unit(process_group: ProcessGroup, what: str) -> int:
+    """The number of the next unit; `what` it is, for the log."""
+
 def call_site_text(number: int) -> str:
     """The stack of OperationRecord.call_site, a frame a line, innermost first."""
 
@@ -436,6 +446,9 @@ def carried(process_group: ProcessGroup) -> dict[int, tuple[int, float, float, i
     """By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which
     there was something to carry, the round trip in seconds, and bytes a second lately.
     """
+
+def change_members(process_group: ProcessGroup, unit: int, view: int) -> bool:
+    """After a loss in that view: agrees on the next one. True: the unit counts; False: make it again."""
 
 def codec_broken_promises(codec: str) -> list[str]:
     """What the codec does against its contract, a sentence each. It may be wild: nothing else should be tried
@@ -451,6 +464,9 @@ def codec_compress(codec: str, x: torch.Tensor) -> torch.Tensor:
 def codec_decompress(codec: str, code: torch.Tensor, numel: int) -> torch.Tensor:
     """float32 [numel]. Raises ValueError for a code of another length."""
 
+def commit_unit(process_group: ProcessGroup, unit: int) -> None:
+    """Returns when all members have done it."""
+
 def create_process_group(
     *,
     store: Store,
@@ -461,7 +477,10 @@ def create_process_group(
     global_ranks: Sequence[int],
     config: dict[str, Any],
     pending: PendingMesh | None = None,
-) -> Backend: ...
+    elastic: bool = False,
+) -> Backend:
+    """`elastic`: the default group goes on without members that are lost; its store must outlive them."""
+
 def create_reconfigurable_process_group(
     *, rank: int, size: int, timeout: timedelta, group_id: str, is_default: bool, config: dict[str, Any]
 ) -> Backend:
@@ -550,6 +569,9 @@ def fill_rows(table: torch.Tensor, which: torch.Tensor, ids: torch.Tensor, seed:
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
 
+def follow_view(process_group: ProcessGroup) -> None:
+    """From now on a group of make_lasting_group answers for the members of its backend."""
+
 def forget_stack_source() -> None:
     """Before the interpreter ends."""
 
@@ -570,6 +592,9 @@ def hold_staged_copies(still: bool) -> None:
 
 def in_gradient_pool(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory comes from the pool for gradients."""
+
+def is_elastic(process_group: ProcessGroup) -> bool:
+    """Whether the group goes on without members that are lost."""
 
 def load_codec(path: str) -> CodecLibrary:
     """The codec of the shared library at `path`; every call of this module knows its name from now on.
@@ -608,6 +633,9 @@ def low_rank_project_back(
 ) -> None:
     """right = left v of each."""
 
+def make_lasting_group(store: Store, rank: int, size: int) -> ProcessGroup:
+    """torch's ProcessGroup, whose rank and size are those of an elastic group's present members."""
+
 def most_steps() -> int:
     """Backwards that averaged gradients, of the wrapper of this process that had most."""
 
@@ -616,6 +644,11 @@ def note_loss_scale(scale: float) -> None:
 
 def note_optimizer() -> None:
     """An optimizer has ended its step."""
+
+def on_change(
+    process_group: ProcessGroup, told: Callable[[int, list[int], list[str], str, bool, bool], object]
+) -> None:
+    """Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay)."""
 
 def operations() -> list[OperationRecord]:
     """The last operations of the job's connections, as they were called; [] without a default group of ring."""
@@ -736,6 +769,9 @@ def update_rows(
     betas: tuple[float, float],
 ) -> None:
     """Update rows `which`, each given once, in place by "sgd", "adagrad", "rowwise_adagrad" or "adam"."""
+
+def view_of(process_group: ProcessGroup) -> int:
+    """The number of the present view, from 1."""
 
 def watch_backend(ring: Backend, foreign: Backend) -> BackendWatchdog:
     """The watchdog of one backend, beside another that is ring."""

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from ringdp.diagnosis.timeline_session import timeline
     from ringdp.errors import (
         DamagedDataError,
+        ExpelledError,
         GradientOverflowError,
         HandshakeError,
         InvalidArgumentError,
         InvalidStateError,
+        MembershipChanged,
         MismatchError,
         PeerLostError,
         RingError,
@@ -44,11 +46,13 @@ if TYPE_CHECKING:
 __all__ = [
     "DamagedDataError",
     "DiLoCo",
+    "ExpelledError",
     "GradientOverflowError",
     "HandshakeError",
     "InvalidArgumentError",
     "InvalidStateError",
     "LocalSGD",
+    "MembershipChanged",
     "MismatchError",
     "PeerLostError",
     "RingDP",
@@ -81,7 +85,7 @@ __all__ = [
     "world_size",
 ]
 
-_ERRORS = [name for name in __all__ if name.endswith("Error")]
+_ERRORS = [name for name in __all__ if name.endswith("Error") or name == "MembershipChanged"]
 _HOME = dict.fromkeys(__all__, "job.process_group") | dict.fromkeys(_ERRORS, "errors")
 _HOME |= {
     "RingDP": "ddp.wrapper",

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from ringdp.errors import InvalidArgumentError, MismatchError, SystemResourceError
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_bytes, as_bytes, as_tensor, broadcast_bytes, require_member, together
+from ringdp.job.elastic import as_unit
 
 _log = logging.getLogger("ringdp.checkpoint")
 _NAME = re.compile(r"step-(\d{12})\.([0-9a-f]{16})\.pt")
@@ -83,7 +84,8 @@ def save(
         InvalidStateError: before `ringdp.init`, or this process is not in ``group``.
     """
     members = require_member(group, "ringdp.checkpoint.save")
-    with named("ringdp.checkpoint.save"):
+
+    def save_together() -> None:
         mine = together(lambda: _checked(step, keep, own), members, "ringdp.checkpoint.save")
         told = all_gather_bytes(mine, members)
         for rank, line in enumerate(told):
@@ -104,6 +106,9 @@ def save(
 
         together(write, members, "ringdp.checkpoint.save")
 
+    with named("ringdp.checkpoint.save"):
+        as_unit(members, f"the checkpoint of step {step}", save_together)
+
 
 def load(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
     """The newest checkpoint that is whole, the same one on all ranks; None where no rank's folder has any.
@@ -117,7 +122,8 @@ def load(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = No
         InvalidStateError: before `ringdp.init`, or this process is not in ``group``.
     """
     members = require_member(group, "ringdp.checkpoint.load")
-    with named("ringdp.checkpoint.load"):
+
+    def load_together() -> Checkpoint | None:
         listed = together(lambda: _names(Path(folder)), members, "ringdp.checkpoint.load")
         everywhere = [line.decode().split() for line in all_gather_bytes(" ".join(listed).encode(), members)]
         candidates = sorted({name for names in everywhere for name in names}, reverse=True)
@@ -138,6 +144,9 @@ def load(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = No
                 " anew"
             )
         return None
+
+    with named("ringdp.checkpoint.load"):
+        return as_unit(members, "loading a checkpoint", load_together)
 
 
 def rng_state() -> dict[str, Any]:

@@ -53,6 +53,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_METRICS_DIR": "folder in which each rank writes a line of JSON for each step (ringrun --metrics-dir)",
     "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
     "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
+    "RINGDP_ELASTIC": "1: the job goes on without ranks that are lost (ringrun --elastic sets it); 0: it does not",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -65,6 +66,9 @@ FULL_MESH_RANKS = 16
 
 REPORT_EVERY = 20
 """Steps between two reports, where RINGDP_REPORT_EVERY is not set."""
+
+ELASTIC_MARK = "elastic"
+"""The file beside a rank's report which says that the job can do without ranks that die from now on."""
 
 _CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -307,6 +311,18 @@ def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:
     if choice not in ("", "0", "1"):
         raise InvalidArgumentError(f"RINGDP_GRADIENT_POOL={choice} is neither 0 nor 1")
     return choice != "0"
+
+
+def elastic(environ: Mapping[str, str] | None = None) -> bool:
+    """RINGDP_ELASTIC: whether the job goes on without ranks that are lost; False where it is not set.
+
+    Raises:
+        InvalidArgumentError: it is neither 0 nor 1.
+    """
+    choice = (os.environ if environ is None else environ).get("RINGDP_ELASTIC", "").strip()
+    if choice not in ("", "0", "1"):
+        raise InvalidArgumentError(f"RINGDP_ELASTIC={choice} is neither 0 nor 1")
+    return choice == "1"
 
 
 def host_identity(host_id: str = "") -> str:

@@ -21,11 +21,13 @@ class RingError(RuntimeError):
         name: names of the bucket's parameters, or the name given by ``ringdp.named``.
         cause: the first cause in words.
         advice: what to do.
+        view: the number of an elastic group's members after the change that the error tells of, from 1.
+        survivors: those members, by their ranks at the start.
     """
 
     _fields = (
         "rank", "host", "peer", "peer_host", "peer_pid", "operation", "sequence",
-        "step", "bucket", "name", "cause", "advice",
+        "step", "bucket", "name", "cause", "advice", "view", "survivors",
     )  # fmt: skip
     rank: int | None
     host: str | None
@@ -39,6 +41,8 @@ class RingError(RuntimeError):
     name: str | None
     cause: str | None
     advice: str | None
+    view: int | None
+    survivors: list[int] | None
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message)
@@ -65,6 +69,15 @@ class DamagedDataError(PeerLostError):
 
     ``peer`` is the rank at the other end of that connection; a rank that has neither end is told which two have them.
     """
+
+
+class MembershipChanged(PeerLostError):
+    """In an elastic job: a rank was lost while an operation of the program's own was unfinished. Raised on all ranks
+    that are left; the process group has its new members now, so a program that loads its last checkpoint goes on."""
+
+
+class ExpelledError(PeerLostError):
+    """In an elastic job: the other ranks could not reach this one and go on without it. It has to end."""
 
 
 class RingTimeoutError(RingError, TimeoutError):

@@ -15,6 +15,7 @@ from ringdp.diagnosis.records import OWN_NAMES, step_records
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_bytes, alone, device_for, require_member
+from ringdp.job.elastic import as_unit
 
 _ROOM = 256  # bytes of a rank's introduction: its weight, and what it brings in words
 
@@ -49,13 +50,17 @@ def mean(x: float | Tensor, weight: float | Tensor = 1.0, *, group: dist.Process
         value, factor = _checked(x, weight)
         return _like(x, _weighted(value, factor) / _positive(factor))
     chosen = require_member(group, "ringdp.metrics.mean")
-    with named("ringdp.metrics.mean"):
+
+    def mean_of_all() -> float | Tensor:
         factors = _introduce(x, weight, chosen)
         total = _positive(math.fsum(factors))
         value, factor = _checked(x, weight)
         weighted = _weighted(value, factor).to(device_for(chosen, value.device))
         dist.all_reduce(weighted, group=chosen)
         return _like(x, weighted / total)
+
+    with named("ringdp.metrics.mean"):
+        return as_unit(chosen, "ringdp.metrics.mean", mean_of_all)
 
 
 def log(**values: float | Tensor) -> None:

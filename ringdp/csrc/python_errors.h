@@ -3,6 +3,7 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "base/error.h"
 
@@ -30,6 +31,8 @@ inline void set_python_error(const Error& error) {
   put_text("name", context.name);
   put_text("cause", context.cause);
   put_text("advice", context.advice);
+  put_int("view", context.view);
+  if (!context.survivors.empty()) fields["survivors"] = py::cast(context.survivors);
   py::object type = py::module_::import("ringdp.errors").attr(error_class_name(error.kind()));
   py::object value = type(error.what(), **fields);
   PyErr_SetObject(type.ptr(), value.ptr());

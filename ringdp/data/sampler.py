@@ -21,6 +21,7 @@ from ringdp.data.speed import SpeedModel
 from ringdp.data.split import split
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import alone, require_member
+from ringdp.job.elastic import refuse_where_elastic
 
 _log = logging.getLogger("ringdp.data")
 _FORMAT = 1
@@ -74,6 +75,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._group = _group(group)
+        refuse_where_elastic(self._group, "BalancedSampler")
         self._rank = 0 if self._group is None else self._group.rank()
         ranks = 1 if self._group is None else self._group.size()
 

@@ -15,10 +15,12 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from ringdp import config
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters
 from ringdp.config import report_every
+from ringdp.ddp import elastic as repair
 from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.arguments import (
     accepted,
@@ -185,6 +187,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
                 stacklevel=4,
             )
         self._before_forward: list[Callable[[], None]] = []
+        self._repaired = False  # steps are made again after the loss of a rank
         self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
         chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
@@ -250,6 +253,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             settings["step report"] = f"{about} (RINGDP_REPORT_EVERY=0 on all ranks turns it off)"
         if self._reproducible:
             settings["reproducible"] = "True"
+        if config.elastic():
+            settings["elastic"] = "True (RINGDP_ELASTIC)"
         return settings
 
     def _ddp_init_helper(
@@ -267,6 +272,9 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
         hear_extension()
+        self._repaired = repair.steps_are_repaired(self)
+        if self._repaired:
+            repair.refuse_what_cannot_be_repaired(self)
         if self._reproducible:
             rank_order.add_in_rank_order(self.process_group, self.device_type)
         if "_devices" not in self.__dict__:
@@ -291,7 +299,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             host_control=self._devices.host_control,
             weighted=self._weight is not None,
             gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
-            report_every=report_every(),
+            report_every=0 if self._repaired else report_every(),
         )
         self._monitor = StepMonitor(self.reducer, self.process_group)
         report_at_exit()
@@ -303,7 +311,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             self._sharded.watch(self.reducer, parameters, weighted=self._weight is not None)
             self._sharded.put_back()
         self._snapshot = _C.ModuleSnapshot(self.module)
-        self._guard = self._guard_options.guard(self, starts_alike=self._broadcast_new)
+        self._guard = None if self._repaired else self._guard_options.guard(self, starts_alike=self._broadcast_new)
         self._monitor.attached = self._guard if isinstance(self._guard, AttachedGuard) else None
         if self._precision is not None:
             hook = reduction_hook(self, self._precision)
@@ -406,8 +414,14 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        with named("buffers"):
-            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+        def broadcast() -> None:
+            with named("buffers"):
+                super(RingDP, self)._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+
+        if self._repaired:
+            repair.broadcast_in_unit(self.process_group, tensors, broadcast)
+        else:
+            broadcast()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`; with ``set_to_none=False`` whole buckets are zeroed at once."""
@@ -444,6 +458,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
+        if self._repaired:
+            repair.refuse("a communication hook")
         if self._reproducible:
             rank_order.refuse_hook(hook)
         self.reducer.register_comm_hook(state, hook)
@@ -458,6 +474,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             self._log_and_throw(*wrong)
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        if self._repaired:
+            repair.refuse("a communication hook")
         self.reducer.register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 

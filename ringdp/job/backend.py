@@ -53,6 +53,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     settings = pg_options or config.RingConfig.from_environment()
     check_extension()
     from ringdp import _C
+    from ringdp.job import elastic
 
     hear_extension()
     pending = None if dist.is_initialized() else _pending  # the default group's alone
@@ -75,6 +76,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
         global_ranks=list(options.global_ranks_in_group),
         config=settings.as_dict(),
         pending=pending,
+        elastic=elastic.making(),
     )
 
 

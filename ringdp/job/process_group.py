@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ringdp import config
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.job import backend as ring
-from ringdp.job import devices, job_store, launchers, threads
+from ringdp.job import devices, elastic, job_store, launchers, threads
 from ringdp.job.backend_watchdog import watch_backends as _watch_backends
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -47,6 +47,7 @@ class _Hello:
     gpu: int | None  # the one that was passed to init
     nccl: bool
     cuda_choice: str  # RINGDP_CUDA
+    elastic: bool  # RINGDP_ELASTIC
 
     def encode(self) -> str:
         """One line."""
@@ -123,6 +124,8 @@ def init(
     kind = devices.kind_of(backend, device)
     agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
     settings = config.RingConfig.from_environment()
+    if config.elastic():  # a rank must learn of every other's death by itself
+        settings = dataclasses.replace(settings, full_mesh_ranks=max(settings.full_mesh_ranks, world_size))
     start = f"ringdp/{settings.epoch}/{_generation}"
     store = job_store.open_store(init_method, rank, world_size, timeout, agent_store=agent_store, start=f"{start}/kept")
     store = PrefixStore(start, store)
@@ -136,7 +139,17 @@ def init(
         place = _device_of(ranks, rank)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        _make_group(choice.backend, store, rank, world_size, timeout)
+        lasting = elastic.check(
+            world_size,
+            len({one.host_id for one in hellos}),
+            choice.backend,
+            agent_store=agent_store,
+            init_method=init_method,
+        )
+        with elastic.lasting_groups() if lasting else contextlib.nullcontext():
+            _make_group(choice.backend, store, rank, world_size, timeout)
+        if lasting:
+            elastic.follow(dist.group.WORLD)
     if choice.measure and devices.race(place):
         dist.destroy_process_group()
         _make_group(ring.BACKEND, PrefixStore("staged", store), rank, world_size, timeout)
@@ -281,6 +294,7 @@ def _hello(
         gpu=gpu if kind == "cuda" else None,
         nccl=dist.is_nccl_available(),
         cuda_choice=config.cuda_choice(),
+        elastic=config.elastic(),
     )
 
 
@@ -315,6 +329,7 @@ def _require_agreement(hellos: Sequence[_Hello]) -> None:
         "ringdp": "install the same version everywhere",
         "backend": "pass the same backend to ringdp.init() everywhere",
         "cuda_choice": "set RINGDP_CUDA alike everywhere",
+        "elastic": "set RINGDP_ELASTIC alike everywhere, or start with ringrun --elastic",
     }
     if hellos[0].backend not in (None, ring.BACKEND):  # ring is in one group with ranks on CPUs and on GPUs
         advice["device"] = "pass device='cpu' to ringdp.init() everywhere, or give every rank a GPU"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import device_for
+from ringdp.job.elastic import refuse_where_elastic
 from ringdp.kvstore.agreement import Operations, compare_settings, words_for, words_of_keys
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
 from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
@@ -46,6 +47,7 @@ class Table:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, average: bool, words: str) -> None:
+        refuse_where_elastic(group, "a key-value store")
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.ranks = 1 if group is None else group.size()

@@ -126,7 +126,12 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         if waiting is not None:
             waiting.begin()
 
-    elastic.tell(meeting=meeting, restarting=restarting)
+    def lost(failures: Mapping[int, ProcessFailure]) -> None:
+        messages.post(orders.status_fd, messages.Lost(failures=_rank_failures(failures)))
+
+    if args.elastic:
+        os.environ["RINGDP_ELASTIC"] = "1"
+    elastic.tell(meeting=meeting, restarting=restarting, lost=lost if args.elastic else None)
     if waiting is not None:
         waiting.begin()
 

@@ -203,6 +203,12 @@ def get_parser() -> argparse.ArgumentParser:
         "host the launcher makes one by itself.",
     )
     group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="Go on without a rank that dies: the others make the step again without it, and the job ends well when "
+        "they do. On one host, for scripts with RingDP (docs/how-to/elastic.md).",
+    )
+    group.add_argument(
         "--console",
         action=env,
         default=None,
@@ -263,6 +269,7 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
         placement = None if on_a_node else _placement(args, argv)
         views = _views(args)
         _check_metrics(args)
+        _check_elastic(args, max_nodes, placement)
         grace_s = _grace(args)
     except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
@@ -286,6 +293,18 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
         meeting=_meeting(args) if max_nodes > 1 and placement is None else None,
         signals=tuple(name.strip() for name in args.signals_to_handle.split(",") if name.strip()),
     )
+
+
+def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placement | None) -> None:
+    """What --elastic cannot do yet."""
+    if not args.elastic:
+        return
+    if max_nodes > 1 or placement is not None:
+        raise ValueError("--elastic goes on without ranks of one host: leave out --nnodes, -H and --hostfile")
+    if args.run_path:
+        raise ValueError("--elastic starts each rank as a program of its own, which --run-path does not")
+    if args.logs_specs is not None:
+        raise ValueError("--elastic keeps a file beside each rank's logs, so it does not go with --logs-specs")
 
 
 def _check_metrics(args: argparse.Namespace) -> None:

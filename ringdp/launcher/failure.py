@@ -23,7 +23,7 @@ _WHAT = re.compile(r"\s*what\(\):\s*(?P<text>.+)")
 
 # What a rank says that has lost another one: never the cause as long as there is any other failure.
 _CONSEQUENCES = re.compile(
-    r"PeerLostError|ConnectionResetError|BrokenPipeError|DistBackendError|DistStoreError"
+    r"PeerLostError|MembershipChanged|ExpelledError|ConnectionResetError|BrokenPipeError|DistBackendError|DistStoreError"
     r"|Connection (closed|reset) by (remote )?peer|Broken pipe|remote process exited"
 )
 

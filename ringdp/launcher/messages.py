@@ -59,6 +59,13 @@ class Restarting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Lost:
+    """Ranks of this host died, and the others go on without them (--elastic)."""
+
+    failures: tuple[RankFailure, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Waiting:
     """The launchers of the other nodes have not all come yet: lines for the user."""
 
@@ -72,8 +79,8 @@ class Broken:
     error: str
 
 
-Message = Started | Failed | Restarting | Waiting | Broken
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Started, Failed, Restarting, Waiting, Broken)}
+Message = Started | Failed | Restarting | Lost | Waiting | Broken
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Started, Failed, Restarting, Lost, Waiting, Broken)}
 
 
 def encode(message: Message) -> bytes:
@@ -89,7 +96,7 @@ def decode(line: bytes) -> Message:
         fields["ranks"] = tuple(RankLogs(**{**rank, "terminals": tuple(rank["terminals"])}) for rank in fields["ranks"])
     if kind == "Waiting":
         fields["lines"] = tuple(fields["lines"])
-    if kind in ("Failed", "Restarting"):
+    if kind in ("Failed", "Restarting", "Lost"):
         fields["failures"] = tuple(RankFailure(**failure) for failure in fields["failures"])
     message: Message = _KINDS[kind](**fields)
     return message

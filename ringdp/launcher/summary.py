@@ -58,7 +58,21 @@ def restarting(reports: list[FailureReport], *, host: str, attempt: int, logs_ke
     return _cut(what + (f"; log: {short_path(first.tail_log)}" if logs_kept and first.tail_log else ""))
 
 
-def finished(seconds: float, steps: int | None, *, where: str = "", logs: str = "", restarted: bool = False) -> str:
+def lost(report: FailureReport, *, host: str, logs_kept: bool) -> str:
+    """A rank without which the others go on (--elastic): what it died of, and where its log is."""
+    what = f"ringrun: rank {report.failure.rank} on host {host} {report.description}; the other ranks go on without it"
+    return _cut(what + (f"; log: {short_path(report.tail_log)}" if logs_kept and report.tail_log else ""))
+
+
+def finished(
+    seconds: float,
+    steps: int | None,
+    *,
+    where: str = "",
+    logs: str = "",
+    restarted: bool = False,
+    lost: Sequence[str] = (),
+) -> str:
     """The one line of a run that ends well.
 
     Args:
@@ -67,9 +81,12 @@ def finished(seconds: float, steps: int | None, *, where: str = "", logs: str = 
         where: " on 2 hosts", or empty.
         logs: the folder, or empty.
         restarted: the ranks have been started again: the steps are those since then.
+        lost: ranks without which the others have gone on, and how they ended.
     """
     made = "" if not steps else f" and {steps:,} step{'s' if steps > 1 else ''}" + " since the restart" * restarted
-    return f"ringrun: finished after {duration(seconds)}{made}{where}" + (f", logs in {logs}" if logs else "")
+    without = f" without {', '.join(lost)}, lost on the way" if lost else ""
+    logs = f", logs in {logs}" if logs else ""
+    return _cut(f"ringrun: finished after {duration(seconds)}{made}{where}{without}{logs}")
 
 
 def steps_of(report: str) -> int | None:

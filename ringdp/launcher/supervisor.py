@@ -102,6 +102,7 @@ class Supervisor:
         self._oom_kills = processes.oom_kills()
         self._started: messages.Started | None = None
         self._failed: messages.Failed | None = None
+        self._lost: list[str] = []  # ranks without which the others have gone on, and how they ended
         self._verdicts: deque[str] = deque(maxlen=VERDICTS)  # why the ranks were started again
         self._broken: messages.Broken | None = None
 
@@ -215,8 +216,11 @@ class Supervisor:
             self._console.lines("stderr", [f"ringrun: {line}" for line in message.lines])
         elif isinstance(message, messages.Restarting):
             self._note_restart(message)
+        elif isinstance(message, messages.Lost):
+            self._note_loss(message)
         else:
             self._started = message
+            self._lost.clear()
             self._console.lines("stderr", self._greeting(message))
             self._display.start_attempt(message)
 
@@ -229,6 +233,12 @@ class Supervisor:
         )
         self._verdicts.append(verdict)
         self._console.lines("stderr", [f"ringrun: {verdict}"])
+
+    def _note_loss(self, message: messages.Lost) -> None:
+        host = socket.gethostname()
+        for report in self._examine(message.failures):
+            self._lost.append(f"rank {report.failure.rank} ({report.in_short})")
+            self._console.lines("stderr", [summary.lost(report, host=host, logs_kept=self._folder.kept)])
 
     def _examine(self, failures: tuple[messages.RankFailure, ...]) -> list[failure.FailureReport]:
         before, after = self._oom_kills, processes.oom_kills()
@@ -327,7 +337,8 @@ class Supervisor:
         if self._agent_status == 0:
             restarted = self._started is not None and self._started.attempt > 0
             steps = self._steps()
-            self._last_words([summary.finished(seconds, steps, logs=folder or "", restarted=restarted)], steps=steps)
+            words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._lost)
+            self._last_words([words], steps=steps)
             return 0
         first: failure.FailureReport | None = None
         if self._failed is not None and self._failed.failures:
@@ -353,8 +364,9 @@ class Supervisor:
         return 1
 
     def _steps(self) -> int | None:
-        """What the first rank of this host has told of itself."""
-        return summary.steps_of(self._started.ranks[0].report_file) if self._started else None
+        """What the first rank of this host that has ended well has told of itself."""
+        told = (summary.steps_of(rank.report_file) for rank in self._started.ranks) if self._started else iter(())
+        return next((steps for steps in told if steps is not None), None)
 
     def _last_words(
         self, lines: list[str], first: failure.FailureReport | None = None, *, steps: int | None = None

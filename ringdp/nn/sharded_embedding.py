@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ringdp import _C
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import alone, require_member, together
+from ringdp.job.elastic import refuse_where_elastic
 from ringdp.kvstore.agreement import compare_settings
 from ringdp.nn import saved
 from ringdp.nn.bags import sum_bags
@@ -94,6 +95,7 @@ class ShardedEmbedding(nn.Module):
         given += f", admitted after {admit_after}, evicted after {evict_after}" if num_embeddings is None else ""
         solitary = group is None and alone("ringdp.nn.ShardedEmbedding")
         self._group = None if solitary else require_member(group, "ringdp.nn.ShardedEmbedding")
+        refuse_where_elastic(self._group, "ShardedEmbedding")
         rank, ranks = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
         self._rank, self._ranks = rank, ranks
 

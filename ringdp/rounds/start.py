@@ -13,6 +13,7 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.job.alike import checked_alike
 from ringdp.job.backend import named, reaches_core
 from ringdp.job.byte_collectives import device_for
+from ringdp.job.elastic import refuse_where_elastic
 from ringdp.rounds.fragments import is_dtensor, local_part
 from ringdp.rounds.settings import Settings
 
@@ -79,7 +80,8 @@ def _check_mesh(who: str, one: ModelParameter, ranks: set[int]) -> None:
 
 
 def check_group(who: str, settings: Settings, group: dist.ProcessGroup) -> None:
-    """Raises InvalidArgumentError where the group cannot carry codes."""
+    """Raises InvalidArgumentError where the group cannot carry codes, or its members may change."""
+    refuse_where_elastic(group, who)
     if settings.codec is not None and group.size() > 1 and not reaches_core(group):
         raise InvalidArgumentError(
             f"{who}: compression needs the backend ring for CPU tensors (and TORCH_DISTRIBUTED_DEBUG not DETAIL):"

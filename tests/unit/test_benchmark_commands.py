@@ -22,6 +22,7 @@ import auto_compression  # noqa: E402
 import checksum  # noqa: E402
 import compression_plots  # noqa: E402
 import compression_quality  # noqa: E402
+import elastic  # noqa: E402
 import embedding  # noqa: E402
 import guard  # noqa: E402
 import hosts  # noqa: E402
@@ -46,6 +47,7 @@ TOOLS = (
     checksum,
     compression_plots,
     compression_quality,
+    elastic,
     embedding,
     guard,
     hosts,
@@ -65,7 +67,12 @@ TOOLS = (
     unequal,
 )
 PARSERS = {f"{tool.__name__}.py": tool.parse for tool in TOOLS}
-DOCUMENTS = {"docs/lab/benchmarks.md": 3, "docs/how-to/compression.md": 0, "docs/lab/compression_measured.md": 3}
+DOCUMENTS = {
+    "docs/lab/benchmarks.md": 3,
+    "docs/how-to/compression.md": 0,
+    "docs/lab/compression_measured.md": 3,
+    "docs/lab/elastic.md": 1,
+}
 """And how many commands of benchmarks each has at least."""
 
 
@@ -88,6 +95,7 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("checksum.py", "--sizes 6", "positive multiple of 4"),
         ("checksum.py", "--ranks 1", "at least two are needed"),
         ("reconfigure.py", "--ranks 1", "at least two ranks"),
+        ("elastic.py", "--losses 1", "at least two ranks"),
         ("startup.py", "--ranks 2,0", "at least one is needed"),
         ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
         ("kvstore.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt, small"),

@@ -13,6 +13,8 @@ from ringdp.errors import PeerLostError, RingError
 BUILT_INS = {
     "PeerLostError": ConnectionError,
     "DamagedDataError": ConnectionError,
+    "MembershipChanged": ConnectionError,
+    "ExpelledError": ConnectionError,
     "RingTimeoutError": TimeoutError,
     "MismatchError": ValueError,
     "HandshakeError": ConnectionError,

@@ -26,6 +26,10 @@ const char* error_class_name(ErrorKind kind) {
       return "SystemResourceError";
     case ErrorKind::kDamaged:
       return "DamagedDataError";
+    case ErrorKind::kMembership:
+      return "MembershipChanged";
+    case ErrorKind::kExpelled:
+      return "ExpelledError";
     case ErrorKind::kInterrupted:
       break;
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <vector>
 
 namespace ringdp {
 
@@ -17,7 +18,10 @@ enum class ErrorKind : uint8_t {
   kState = 5,        // InvalidStateError: used after shutdown, after a failure, in a forked child
   kSystem = 6,       // SystemResourceError (OSError): descriptors, memory, ports
   kInterrupted = 7,  // not seen by users: a Python signal handler raised during a wait
-  kDamaged = 8       // DamagedDataError (PeerLostError): a connection changed what it carried
+  kDamaged = 8,      // DamagedDataError (PeerLostError): a connection changed what it carried
+  kMembership =
+      9,          // MembershipChanged (PeerLostError): the group has other members now, and an operation was unfinished
+  kExpelled = 10  // ExpelledError (PeerLostError): the other members go on without this rank
 };
 
 // The fields of an error. Empty and -1 mean "not known".
@@ -33,6 +37,8 @@ struct ErrorContext {
   std::string cause;         // "connection reset by peer"
   std::string advice;        // what to do
   bool unexplained = false;  // a connection ended, and no rank has given the reason
+  int64_t view = -1;         // of an elastic group, after the change that the error tells of
+  std::vector<int> survivors;
 };
 
 const char* error_class_name(ErrorKind kind);  // in ringdp/errors.py

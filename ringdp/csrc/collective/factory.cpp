@@ -142,17 +142,24 @@ std::unique_ptr<Operation> make_announcement(const GroupView& group, const Annou
 }
 
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
-                                           std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name) {
+                                           std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name,
+                                           std::span<const std::byte> input) {
   check_reduction(dtype, op);
+  if (!input.empty() && input.size() != memory.size())
+    throw Error(ErrorKind::kValue, "all_reduce: " + std::to_string(input.size()) + " bytes of input for a result of " +
+                                       std::to_string(memory.size()));
   const AllReduceAlgorithm& algorithm = find_all_reduce({table, group.hosts, dtype, memory.size(), group.rank_order});
   OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm.id, memory.size());
   shape.layout_hash = host_digest(group.hosts);
   if (group.size == 1) {
     auto alone = empty_exchange(group, shape, std::move(name));
     alone->look_at_start(memory);
+    alone->copy_at_start(memory, input);
     return alone;
   }
-  return algorithm.make(group, shape, std::move(name), memory);
+  auto made = algorithm.make(group, shape, std::move(name), memory);
+  if (!input.empty() && !made->read_from(input)) made->copy_at_start(memory, input);
+  return made;
 }
 
 std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, std::vector<CompressedSection> sections,

@@ -31,8 +31,10 @@ struct Announcement {
 };
 std::unique_ptr<Operation> make_announcement(const GroupView& group, const Announcement& what, std::string name,
                                              const AlgorithmTable& table = {});
+// `memory` is input and result; the input is `input` where that is not empty, and stays as it is.
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
-                                           std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name);
+                                           std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name,
+                                           std::span<const std::byte> input = {});
 // The mean of all ranks' sections, as codes on the wire; `report` may be null. Throws Error(kValue) for what cannot be: see
 // compressed.h.
 std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, std::vector<CompressedSection> sections,

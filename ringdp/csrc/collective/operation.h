@@ -61,6 +61,9 @@ class Operation : public FlowHandler {
   // A copy within this rank, made when the operation starts: earlier operations of the group may still write `from`.
   void copy_at_start(std::span<std::byte> to, std::span<const std::byte> from);
 
+  // An all-reduce reads its input there, of the same size, and leaves it as it is. False: this one cannot, but `copy_at_start` does.
+  virtual bool read_from(std::span<const std::byte> /*input*/) { return false; }
+
   // An all-reduce reports in `report`, which may be null, which of its elements are not finite.
   void watch(std::shared_ptr<FiniteReport> report) {
     watch_ = FiniteWatch(identity_.shape.dtype, std::move(report));

@@ -54,6 +54,12 @@ void Ring::lay_out() {
   }
 }
 
+bool Ring::read_from(std::span<const std::byte> input) {
+  input_ = input.data() - slabs_.front().front().data();
+  uses(input);
+  return true;
+}
+
 void Ring::prepare() {
   if (reduce_steps_ > 0) segment_ = scratch().take(kSegmentBytes);
   int right = (group_.rank + 1) % group_.size, left = (group_.rank + group_.size - 1) % group_.size;
@@ -100,7 +106,10 @@ std::span<const std::byte> Ring::outgoing(SendFlow&, uint64_t offset, std::size_
   const Leg& leg = legs_[out_leg_];
   std::span<std::byte> next = out_block(leg).subspan(offset - leg.out_begin);
   if (next.size() > max) next = next.first(max - max % kGranuleBytes);
-  if (leg.step == 0) watch_.own(next);
+  if (leg.step == 0) {
+    next = {next.data() + input_, next.size()};
+    watch_.own(next);
+  }
   return next;
 }
 
@@ -147,13 +156,13 @@ void Ring::add(const Leg& leg, std::size_t at, std::span<const std::byte> data) 
   for (std::size_t done = 0; done < data.size(); done += kPieceBytes) {
     const std::span<const std::byte> piece = data.subspan(done, std::min(kPieceBytes, data.size() - done));
     std::byte* own = block.data() + at + done;
-    watch_.own({own, piece.size()});
+    watch_.own({own + input_, piece.size()});
     combine(leg, own, piece.data(), piece.size() / element_bytes_);
     if (last) watch_.result(block, at + done, at + done + piece.size());
   }
 }
 
-// own = data + own, and in the last step of an average their mean.
+// own = data + this rank's input, and in the last step of an average their mean.
 void Ring::combine(const Leg& leg, std::byte* own, const std::byte* data, std::size_t count) const {
   const bool divides = leg.step == reduce_steps_ - 1 && identity().shape.op == ReduceOp::kAvg;
   const auto divisor = static_cast<std::size_t>(divides ? group_.size : 1);
@@ -161,8 +170,8 @@ void Ring::combine(const Leg& leg, std::byte* own, const std::byte* data, std::s
     const int left = (group_.rank + group_.size - 1) % group_.size;
     return input_factors_.combine(own, data, leg.step == 0 ? left : -1, own, group_.rank, divisor, count);
   }
-  if (divides && kernels_->mean != nullptr) return kernels_->mean(own, data, own, divisor, count);
-  kernels_->combine(own, data, own, count);
+  if (divides && kernels_->mean != nullptr) return kernels_->mean(own, data, own + input_, divisor, count);
+  kernels_->combine(own, data, own + input_, count);
   if (divides && kernels_->divide != nullptr) kernels_->divide(own, divisor, count);
 }
 

@@ -19,6 +19,7 @@ class Ring final : public Operation {
   Ring(GroupView group, OperationShape shape, std::string name, std::vector<std::vector<std::span<std::byte>>> slabs,
        bool reduce);
 
+  bool read_from(std::span<const std::byte> input) override;
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
   void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) override;
@@ -59,6 +60,7 @@ class Ring final : public Operation {
   mutable std::size_t window_leg_ = 0;  // the operands of all legs before it are there
   int reduce_steps_;
   int steps_;
+  std::ptrdiff_t input_ = 0;  // from each block to this rank's input for it; 0: in place
   const ReduceKernels* kernels_ = nullptr;
   std::size_t element_bytes_;
   ScratchPool::Block segment_;

@@ -13,6 +13,10 @@ namespace {
 constexpr int kInterruptMs = 100;
 constexpr int64_t kGoodbyeMs = 1000;
 
+void check_usable(const DriverRole& role) RINGDP_REQUIRES(role.mutex()) {
+  if (role.closed()) throw Error(ErrorKind::kState, "this process group was shut down");
+}
+
 }  // namespace
 
 Error forked_error() {
@@ -83,7 +87,7 @@ void Engine::check_usable() const {
   if (role_.closed()) throw Error(ErrorKind::kState, "this process group was shut down");
 }
 
-uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::string& name) {
+uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::string& name, bool outlives_losses) {
   if (fork_generation() != generation_) throw forked_error();
   std::vector<int> neighbours;
   if (options_.want_connection)
@@ -91,8 +95,9 @@ uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::strin
   GroupPtr group;
   {
     MutexLock lock(role_.mutex());
-    check_usable();
+    check_usable(role_);
     group = groups_.add(key, view, std::move(neighbours), name);
+    group->outlives_losses = outlives_losses;
     recorder_.add_group(group->id, name, view.members);
   }
   for (int member : group->neighbours) options_.want_connection(member);
@@ -118,10 +123,10 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
 std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   if (fork_generation() != generation_) throw forked_error();
   MutexLock lock(role_.mutex());
-  check_usable();
+  check_usable(role_);
   const GroupPtr group = groups_.find(group_id);
   if (!group) throw Error(ErrorKind::kState, "this process group was destroyed");
-  if (auto failure = groups_.failure_of(*group)) std::rethrow_exception(failure);
+  if (auto failure = groups_.failure_of(*group); failure && !group->outlives_losses) std::rethrow_exception(failure);
   const Clock::time_point now = Clock::now();
   stalls_.note_call(now);
   FlowIdentity& identity = submission.operation->mutable_identity();
@@ -201,6 +206,17 @@ void Engine::run_communication_thread() {
 }
 
 void Engine::listen(uint64_t id, std::weak_ptr<const FailureListener> listener) { groups_.listen(id, listener); }
+
+std::vector<int> Engine::unreachable(const std::vector<int>& places) {
+  if (fork_generation() != generation_) throw forked_error();
+  std::vector<int> found;
+  role_.run([&] {
+    progress_.look_at_all();
+    for (const int place : places)
+      if (const Link* link = links_[place]; link != nullptr && !link->usable()) found.push_back(place);
+  });
+  return found;
+}
 
 std::exception_ptr Engine::failure_of(uint64_t id) const {
   const GroupPtr group = groups_.find(id);

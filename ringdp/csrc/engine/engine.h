@@ -52,7 +52,8 @@ class Engine {
 
   // Returns the group's number on the wire: from `key`, which is the same on all members, and from how many groups of that
   // key came before, so that frames of a destroyed group never reach one that is made like it. `name` is for messages.
-  uint64_t add_group(uint64_t key, const GroupView& view, const std::string& name);
+  // `outlives_losses`: what is submitted once it has failed fails as if it had been under way, and `submit` does not throw.
+  uint64_t add_group(uint64_t key, const GroupView& view, const std::string& name, bool outlives_losses = false);
   // Operations still in flight fail, frames still arriving are dropped.
   void remove_group(uint64_t id, const std::string& how = "destroyed");  // operations in flight fail with that word
 
@@ -72,6 +73,8 @@ class Engine {
 
   // Calls the listener when the group fails, at once if it has failed. A listener that is gone is not called.
   void listen(uint64_t group, std::weak_ptr<const FailureListener> listener);
+  // Those of these places with which there is no connection any more. Looks at all links first.
+  std::vector<int> unreachable(const std::vector<int>& places);
   // The group's first failure; null where it has none or was removed.
   std::exception_ptr failure_of(uint64_t group) const;
 
@@ -101,7 +104,6 @@ class Engine {
   int world() const { return links_.peers().world(); }
 
  private:
-  void check_usable() const RINGDP_REQUIRES(role_.mutex());  // not shut down
   LinkEvents link_events();
 
   const unsigned generation_ = fork_generation();

@@ -7,8 +7,9 @@
 namespace ringdp {
 
 GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
-                         int64_t timeout_ms, const AlgorithmTables& tables)
-    : OpenGroup(std::move(runtime), name, members, timeout_ms), table_(tables.of(layout_of(view().hosts))) {}
+                         int64_t timeout_ms, const AlgorithmTables& tables,
+                         const std::shared_ptr<ElasticGroup>& elastic)
+    : OpenGroup(std::move(runtime), name, members, timeout_ms, elastic), table_(tables.of(layout_of(view().hosts))) {}
 
 GroupView GroupHandle::all_reduce_view() const {
   GroupView out = view();
@@ -26,9 +27,11 @@ std::shared_ptr<Work> GroupHandle::announce(const Announcement& what, CallOption
 
 std::shared_ptr<Work> GroupHandle::all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op,
                                               CallOptions options) {
+  if (!options.input.empty() && !options.factors.empty())
+    throw Error(ErrorKind::kValue, "all_reduce: an input that is left as it is cannot be multiplied");
   const GroupView group = all_reduce_view();
   InputFactors factors(dtype, std::move(options.factors), group.rank, group.size);
-  auto operation = make_all_reduce(table_, group, memory, dtype, op, current_name());
+  auto operation = make_all_reduce(table_, group, memory, dtype, op, current_name(), options.input);
   operation->watch(options.finite);
   operation->multiply(memory, std::move(factors));
   return submit(std::move(operation), std::move(options));

@@ -19,7 +19,8 @@ class GroupHandle : public OpenGroup {
  public:
   // See OpenGroup. `tables`: which algorithm does what, by the layout of the group.
   GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
-              int64_t timeout_ms, const AlgorithmTables& tables);
+              int64_t timeout_ms, const AlgorithmTables& tables,
+              const std::shared_ptr<ElasticGroup>& elastic = nullptr);
 
   // From now on all-reduces add in rank order (GroupView::rank_order). All members call it between the same two operations.
   void add_in_rank_order() { rank_order_ = true; }

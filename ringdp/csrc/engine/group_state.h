@@ -3,6 +3,7 @@
 // what never changes: id, view, neighbours and name.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -81,6 +82,7 @@ class GroupState {
   const GroupView view;
   const std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
   const std::string name;
+  std::atomic<bool> outlives_losses{false};  // see Engine; any thread
 
   bool failing = false;            // a failure is pending: nothing starts or ends any more
   std::set<int> reported_by;       // ranks that reported a failure of it

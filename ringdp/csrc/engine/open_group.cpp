@@ -47,11 +47,12 @@ uint64_t key_of(const std::string& name, const std::vector<int>& members) {
 }  // namespace
 
 OpenGroup::OpenGroup(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
-                     int64_t timeout_ms)
+                     int64_t timeout_ms, const std::shared_ptr<ElasticGroup>& elastic)
     : runtime_(std::move(runtime)),
       engine_(runtime_->share_engine()),
       view_(view_of(engine_->rank(), *runtime_, members)),
-      id_(engine_->add_group(key_of(name, members), view_, name)),
+      id_(engine_->add_group(key_of(name, members), view_, name, elastic != nullptr)),
+      elastic_(elastic),
       timeout_ms_(timeout_ms) {}
 
 std::map<int, std::string> OpenGroup::transports() const {

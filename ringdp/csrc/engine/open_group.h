@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,8 @@
 #include "engine/runtime.h"
 
 namespace ringdp {
+
+class ElasticGroup;
 
 struct CallOptions {
   int64_t timeout_ms = 0;                           // 0: the group's
@@ -30,13 +33,15 @@ struct CallOptions {
   std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
   // Of an all-reduce in place of float32 or float64: by what the ranks' inputs are multiplied, the same on all; empty: nothing.
   std::vector<double> factors;
+  std::span<const std::byte> input;      // of an all-reduce: read there, and left as it is; empty: in place
 };
 
 class OpenGroup {
  public:
   // `members[i]`: rank of group rank i in the Runtime's world. `name` must be the same on all members.
+  // `elastic`: whose view it is; null: its members stay.
   OpenGroup(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
-            int64_t timeout_ms);
+            int64_t timeout_ms, const std::shared_ptr<ElasticGroup>& elastic = nullptr);
   ~OpenGroup() { close(); }
   OpenGroup(const OpenGroup&) = delete;
   OpenGroup& operator=(const OpenGroup&) = delete;
@@ -55,6 +60,8 @@ class OpenGroup {
   std::vector<OperationShape> end_estimate();
   bool estimating() const { return estimating_; }
 
+  uint64_t id() const { return id_; }                                        // its number on the wire
+  std::shared_ptr<ElasticGroup> elastic() const { return elastic_.lock(); }  // whose view it is; null: its members stay
   void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
   int64_t timeout_ms() const { return timeout_ms_; }
   const GroupView& view() const { return view_; }
@@ -74,6 +81,7 @@ class OpenGroup {
   std::shared_ptr<Engine> engine_;
   GroupView view_;
   uint64_t id_;
+  const std::weak_ptr<ElasticGroup> elastic_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> open_{true};
   std::atomic<bool> estimating_{false};

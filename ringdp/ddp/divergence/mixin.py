@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.guard import DivergenceGuard, check_now
 from ringdp.ddp.divergence.options import GuardOptions
+from ringdp.ddp.elastic import refuse
 from ringdp.ddp.reproducible import averages_elements
 from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.errors import InvalidArgumentError
@@ -62,6 +63,8 @@ class GuardedModule:
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
+        if self.__dict__.get("_repaired"):
+            refuse("torch's Join")
         hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[misc]
         make_models_equal = hook.post_hook
 

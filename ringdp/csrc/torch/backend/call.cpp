@@ -12,6 +12,7 @@ Call::Call(GroupHandle& group, DeviceSide& devices, std::shared_ptr<Hooks> hooks
       synchronous_(!async_op),
       timeout_ms_(timeout > kNoTimeout ? timeout.count() : 0),
       call_site_(python_call_site()),
+      in_order_(type != c10d::OpType::SEND && type != c10d::OpType::RECV && type != c10d::OpType::RECVANYSOURCE),
       work_(c10::make_intrusive<RingWork>(group.view().rank, type, title, inputs, std::move(outputs))) {
   work_->report_to(std::move(hooks));
 }
@@ -37,6 +38,10 @@ CallOptions Call::options(std::shared_ptr<Buffers> buffers, bool last) {
 
 c10::intrusive_ptr<c10d::Work> Call::done() {
   bool nothing = operations_.empty();
+  if (const auto elastic = UnitScope::active() ? nullptr : group_.elastic(); elastic && !nothing) {
+    elastic->called(operations_, in_order_);
+    work_->belong_to(elastic);
+  }
   work_->set_operations(group_.engine(), std::move(operations_));
   for (const DeviceUse& use : uses_) devices_.remember(work_, use);
   if (nothing) {

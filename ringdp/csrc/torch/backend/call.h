@@ -30,6 +30,7 @@ class Call {
   const bool synchronous_;
   const int64_t timeout_ms_;
   const int32_t call_site_;
+  const bool in_order_;  // a collective, not a message
   c10::intrusive_ptr<RingWork> work_;
   std::vector<std::shared_ptr<Work>> operations_;
   std::vector<DeviceUse> uses_;  // of memory on devices, by these operations

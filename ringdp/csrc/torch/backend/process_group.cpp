@@ -23,9 +23,32 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shar
   init();
 }
 
+ProcessGroupRing::ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::shared_ptr<Runtime> runtime)
+    : c10d::Backend(elastic->rank(), elastic->size()),
+      owns_runtime_(true),
+      elastic_(std::move(elastic)),
+      timeout_ms_(elastic_->group()->timeout_ms()),
+      membership_{std::move(runtime), elastic_->group(), listener_of_other_failures()} {
+  membership_.group->on_failure(membership_.listener);
+  elastic_->on_install([this](const std::shared_ptr<GroupHandle>& view) {
+    std::lock_guard lock(membership_mutex_);
+    membership_.group = view;
+    if (membership_.listener) view->on_failure(membership_.listener);
+  });
+  init();
+}
+
+// A lost member is no failure of a group that goes on without it.
+std::shared_ptr<const FailureListener> ProcessGroupRing::listener_of_other_failures() {
+  return std::make_shared<const FailureListener>([inner = hooks_->make_listener()](const std::exception_ptr& failure) {
+    if (!is_loss(failure)) (*inner)(failure);
+  });
+}
+
 // torch's Python type of a Backend holds the GIL while it destroys one; the threads that this destructor joins may need it.
 ProcessGroupRing::~ProcessGroupRing() {
   const WithoutPythonLock no_lock;
+  if (elastic_) elastic_->on_install({});
   close();
   watchdogs_.clear();
   membership_ = {};
@@ -73,13 +96,13 @@ void ProcessGroupRing::abort() {
   if (!now.runtime) return;
   hooks_->run_abort_hooks();
   aborted_ = true;
-  now.runtime->engine().abort("the process group was aborted on rank " + std::to_string(getRank()));
+  now.runtime->engine().abort("the process group was aborted on rank " + std::to_string(rank()));
 }
 
 c10d::ErrorType ProcessGroupRing::getError() {
   const Membership now = membership();
   const std::exception_ptr failure = now.group && !aborted_ ? now.group->failure() : nullptr;
-  if (!failure) return c10d::ErrorType::SUCCESS;
+  if (!failure || (elastic_ && is_loss(failure))) return c10d::ErrorType::SUCCESS;
   try {
     std::rethrow_exception(failure);
   } catch (const Error& error) {
@@ -94,6 +117,7 @@ c10d::ErrorType ProcessGroupRing::getError() {
 
 void ProcessGroupRing::setTimeout(std::chrono::milliseconds timeout) {
   timeout_ms_ = timeout.count();
+  if (elastic_) return elastic_->set_timeout_ms(timeout.count());
   if (const auto group = membership().group) group->set_timeout_ms(timeout.count());
 }
 
@@ -169,7 +193,7 @@ std::shared_ptr<GroupHandle> ProcessGroupRing::group() const {
 
 std::shared_ptr<GroupHandle> ProcessGroupRing::counted() {
   ++calls_;
-  return group();
+  return elastic_ && !UnitScope::active() ? elastic_->group_for_call() : group();
 }
 
 // Several tensors: each is one more input, and all of them receive the result.
@@ -180,8 +204,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
   if (tensors[0].layout() == at::kSparse) {
     if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
       refuse("allreduce", "unsupported reduction operation (allreduce of sparse tensors only works with ReduceOp.SUM)");
-    ++calls_;
-    return all_reduce_sparse(group(), devices_, hooks_, tensors, opts.timeout, opts.asyncOp);
+    if (elastic_)
+      throw Error(ErrorKind::kState,
+                  "all_reduce of sparse tensors is not there in an elastic job yet: make them dense, or leave "
+                  "--elastic out");
+    return all_reduce_sparse(counted(), devices_, hooks_, tensors, opts.timeout, opts.asyncOp);
   }
   ReduceOp op = reduce_op_of(opts.reduceOp, "all_reduce");
   DType dtype = dtype_of(tensors[0], "all_reduce");
@@ -198,7 +225,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
                                                                     std::shared_ptr<FiniteReport> report,
-                                                                    std::vector<double> factors) {
+                                                                    std::vector<double> factors, at::Tensor input) {
   const ReduceOp how = reduce_op_of(op, "all_reduce");
   const DType dtype = dtype_of(buffer, "all_reduce");
   require_reduction("allreduce", dtype, how);
@@ -209,6 +236,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
             {buffer});
   CallOptions options = call.options(std::move(buffers));
   options.factors = std::move(factors);
+  if (input.defined()) {
+    options.input = {static_cast<const std::byte*>(input.const_data_ptr()), input.nbytes()};
+    options.keep_alive =
+        std::make_shared<std::pair<std::shared_ptr<void>, at::Tensor>>(std::move(options.keep_alive), std::move(input));
+  }
   if (options.staging && report)
     options.after = [after = std::move(options.after), staging = options.staging, report] {
       if (after) after();
@@ -274,7 +306,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce(std::vector<at::Tensor>& tensors,
                                                         const c10d::ReduceOptions& opts) {
-  require_root("reduce", opts.rootRank, getSize());
+  require_root("reduce", opts.rootRank, size());
   if (opts.rootTensor < 0 || opts.rootTensor >= static_cast<int64_t>(tensors.size()))
     refuse("reduce", "invalid root tensor: " + std::to_string(opts.rootTensor));
   require_one("reduce", tensors);
@@ -282,7 +314,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce(std::vector<at::Tensor>&
   DType dtype = dtype_of(tensors[0], "reduce");
   require_reduction("reduce", dtype, op);
   auto buffers = std::make_shared<Buffers>(*devices_, "reduce", premultiplier_of(opts.reduceOp, tensors[0], "reduce"));
-  auto memory = opts.rootRank == getRank() ? buffers->in_place(tensors[0]) : buffers->input(tensors[0]);
+  auto memory = opts.rootRank == rank() ? buffers->in_place(tensors[0]) : buffers->input(tensors[0]);
   const auto group = counted();
   Call call(*group, *devices_, hooks_, c10d::OpType::REDUCE, "ring:reduce", opts.asyncOp, opts.timeout, tensors,
             tensors);
@@ -292,14 +324,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce(std::vector<at::Tensor>&
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::broadcast(std::vector<at::Tensor>& tensors,
                                                            const c10d::BroadcastOptions& opts) {
-  require_root("broadcast", opts.rootRank, getSize());
+  require_root("broadcast", opts.rootRank, size());
   if (opts.rootTensor < 0 || opts.rootTensor >= static_cast<int64_t>(tensors.size()))
     refuse("broadcast", "invalid root tensor: " + std::to_string(opts.rootTensor));
   const at::Tensor& tensor = tensors[static_cast<std::size_t>(opts.rootTensor)];
   require_all_like("broadcast", tensors, tensors[0]);
   DType dtype = dtype_of(tensor, "broadcast");
   auto buffers = std::make_shared<Buffers>(*devices_, "broadcast");
-  auto memory = opts.rootRank == getRank() ? buffers->input(tensor) : buffers->output(tensor);
+  auto memory = opts.rootRank == rank() ? buffers->input(tensor) : buffers->output(tensor);
   buffers->repeat(tensor, tensors);
   const auto group = counted();
   Call call(*group, *devices_, hooks_, c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors,

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "engine/elastic_group.h"
 #include "engine/group.h"
 #include "torch/backend/buffers.h"
 #include "torch/backend/hooks.h"
@@ -29,6 +30,8 @@ class ProcessGroupRing final : public c10d::Backend {
  public:
   // `owns_runtime`: this is the group that made the Runtime; its shutdown ends it.
   ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime, bool owns_runtime);
+  // A group whose members may change after a loss. It makes the Runtime's default group.
+  ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::shared_ptr<Runtime> runtime);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   // A group that has no members before its first `reconfigure`. `rank`, `size`: what it answers until then.
   // `installed`: called with each new Runtime, on the thread of the attempt.
@@ -45,6 +48,9 @@ class ProcessGroupRing final : public c10d::Backend {
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
   // Its members now. Throws Error(kState) where it waits for its first reconfigure, or one is under way.
   std::shared_ptr<GroupHandle> group() const;
+  const std::shared_ptr<ElasticGroup>& elastic() const { return elastic_; }  // null: its members stay after a loss
+  int rank() const { return elastic_ ? elastic_->rank() : getRank(); }
+  int size() const { return elastic_ ? elastic_->size() : getSize(); }
 
   // The watchdog of a backend that moves this group's device tensors; made at the first call. See torch/backend/watchdog.h.
   std::shared_ptr<BackendWatchdog> watchdog(const c10::intrusive_ptr<c10d::Backend>& foreign);
@@ -52,10 +58,10 @@ class ProcessGroupRing final : public c10d::Backend {
   // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
   // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it. `report` may be null.
   // `factors`: of each rank, by which its input is multiplied first, the same on all ranks; empty but for float32 and float64
-  // on the CPU.
+  // on the CPU. `input`: on the CPU, as `buffer`, read in its place and left as it is; undefined: the buffer is the input, too.
   c10::intrusive_ptr<c10d::Work> all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
                                                     std::shared_ptr<FiniteReport> report,
-                                                    std::vector<double> factors = {});
+                                                    std::vector<double> factors = {}, at::Tensor input = {});
   // `sections` lie in `buffer` (float32, on the CPU); `residuals` are the tensors they point into, kept alive.
   c10::intrusive_ptr<c10d::Work> all_reduce_compressed(at::Tensor buffer, std::vector<CompressedSection> sections,
                                                        const Compression& compression,
@@ -133,6 +139,7 @@ class ProcessGroupRing final : public c10d::Backend {
 
  private:
   void close();
+  std::shared_ptr<const FailureListener> listener_of_other_failures();
   Membership membership() const;
   std::shared_ptr<GroupHandle> counted();  // the group, for one more call
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
@@ -145,6 +152,7 @@ class ProcessGroupRing final : public c10d::Backend {
   const std::shared_ptr<DeviceSide> devices_ = std::make_shared<DeviceSide>();  // shared with calls of several stages
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();              // shared with its works
   const bool owns_runtime_;
+  const std::shared_ptr<ElasticGroup> elastic_;  // shared with the views' calls
   std::atomic<int64_t> timeout_ms_;
   mutable std::mutex membership_mutex_;
   Membership membership_;             // shared with calls, and its Runtime by all groups made from the default group

@@ -12,7 +12,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vect
   if (inputs.empty()) refuse("allgather", "requires non-empty input tensor list");
   if (outputs.size() != inputs.size())
     refuse("allgather", "requires input/output tensor lists to have the same length");
-  std::size_t each = inputs.size(), all = each * static_cast<std::size_t>(getSize());
+  std::size_t each = inputs.size(), all = each * static_cast<std::size_t>(size());
   for (std::size_t i = 0; i < outputs.size(); ++i)
     if (outputs[i].size() != all)
       refuse("allgather", "invalid output tensor list at index " + std::to_string(i) + " (expected length " +
@@ -46,14 +46,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced
                                                                                  const c10d::AllgatherOptions& opts) {
   if (outputs.size() != inputs.size()) refuse("all_gather_into_tensor", "as many outputs as inputs are needed");
   for (std::size_t i = 0; i < inputs.size(); ++i)
-    require_parts("all_gather_into_tensor", outputs[i], inputs[i], getSize(), "output", "input");
+    require_parts("all_gather_into_tensor", outputs[i], inputs[i], size(), "output", "input");
   const auto group = counted();
   Call call(*group, *devices_, hooks_, c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp,
             opts.timeout, inputs, outputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "all_gather_into_tensor");
     auto input = buffers->input(inputs[i]);
-    auto blocks = cut(buffers->output(outputs[i]), getSize());
+    auto blocks = cut(buffers->output(outputs[i]), size());
     call.add(group->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather_into_tensor"),
                                call.options(std::move(buffers), i + 1 == inputs.size())));
   }
@@ -65,8 +65,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::
                                                                 const c10d::ReduceScatterOptions& opts) {
   require_one("reduce_scatter", outputs);
   if (inputs.size() != 1) refuse("reduce_scatter", "requires input/output tensor lists to have the same length");
-  if (inputs[0].size() != static_cast<std::size_t>(getSize()))
-    refuse("reduce_scatter", "invalid input tensor list at index 0 (expected length " + std::to_string(getSize()) +
+  if (inputs[0].size() != static_cast<std::size_t>(size()))
+    refuse("reduce_scatter", "invalid input tensor list at index 0 (expected length " + std::to_string(size()) +
                                  ", got " + std::to_string(inputs[0].size()) + ")");
   for (std::size_t i = 0; i < inputs[0].size(); ++i) require_like("reduce_scatter", inputs[0][i], outputs[0], i);
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter");
@@ -95,7 +95,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced
   if (outputs.size() != inputs.size()) refuse("reduce_scatter_tensor", "as many outputs as inputs are needed");
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter_tensor");
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    require_parts("reduce_scatter_tensor", inputs[i], outputs[i], getSize(), "input", "output");
+    require_parts("reduce_scatter_tensor", inputs[i], outputs[i], size(), "input", "output");
     require_reduction("reduce_scatter_tensor", dtype_of(outputs[i], "reduce_scatter_tensor"), op);
   }
   const auto group = counted();
@@ -104,7 +104,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter_tensor",
                                              premultiplier_of(opts.reduceOp, outputs[i], "reduce_scatter_tensor"));
-    auto chunks = cut(buffers->input(inputs[i]), getSize());
+    auto chunks = cut(buffers->input(inputs[i]), size());
     auto output = buffers->output(outputs[i]);
     call.add(group->reduce_scatter(std::move(chunks), output, dtype_of(outputs[i], "reduce_scatter_tensor"), op,
                                    call.options(std::move(buffers), i + 1 == inputs.size())));
@@ -117,7 +117,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_coalesced(std::vector
                                                                      std::vector<at::Tensor>& inputs,
                                                                      const c10d::AllgatherOptions& opts) {
   if (inputs.empty()) refuse("allgather_coalesced", "requires non-empty input tensor list");
-  if (outputs.size() != static_cast<std::size_t>(getSize()))
+  if (outputs.size() != static_cast<std::size_t>(size()))
     refuse("allgather_coalesced", "output lists should be equal to world size");
   std::vector<at::Tensor> flat;
   for (const auto& list : outputs) {
@@ -151,11 +151,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_coalesced(std::vector
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather(std::vector<std::vector<at::Tensor>>& outputs,
                                                         std::vector<at::Tensor>& inputs,
                                                         const c10d::GatherOptions& opts) {
-  require_root("gather", opts.rootRank, getSize());
+  require_root("gather", opts.rootRank, size());
   require_one("gather", inputs, "input ");
-  bool root = opts.rootRank == getRank();
+  bool root = opts.rootRank == rank();
   DType dtype = dtype_of(inputs[0], "gather");
-  require_root_list("gather", outputs, root, getSize(), "output");
+  require_root_list("gather", outputs, root, size(), "output");
   std::vector<at::Tensor> results = root ? outputs[0] : std::vector<at::Tensor>{};
   require_all_like("gather", results, inputs[0]);
   auto buffers = std::make_shared<Buffers>(*devices_, "gather");
@@ -172,16 +172,16 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather(std::vector<std::vector<
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather_single(at::Tensor& output, at::Tensor& input,
                                                                const c10d::GatherOptions& opts) {
-  require_root("gather_single", opts.rootRank, getSize());
-  const bool root = opts.rootRank == getRank();
-  if (root) require_parts("gather_single", output, input, getSize(), "output", "input");
+  require_root("gather_single", opts.rootRank, size());
+  const bool root = opts.rootRank == rank();
+  if (root) require_parts("gather_single", output, input, size(), "output", "input");
   std::vector<at::Tensor> inputs{input}, results;
   if (root) results.push_back(output);
   const DType dtype = dtype_of(input, "gather_single");
   auto buffers = std::make_shared<Buffers>(*devices_, "gather_single");
   auto memory = buffers->input(input);
   std::vector<std::span<std::byte>> blocks;
-  if (root) blocks = cut(buffers->output(output), getSize());
+  if (root) blocks = cut(buffers->output(output), size());
   const auto group = counted();
   Call call(*group, *devices_, hooks_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs,
             results);
@@ -193,11 +193,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather_single(at::Tensor& outpu
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>& outputs,
                                                          std::vector<std::vector<at::Tensor>>& inputs,
                                                          const c10d::ScatterOptions& opts) {
-  require_root("scatter", opts.rootRank, getSize());
+  require_root("scatter", opts.rootRank, size());
   require_one("scatter", outputs, "output ");
-  bool root = opts.rootRank == getRank();
+  bool root = opts.rootRank == rank();
   DType dtype = dtype_of(outputs[0], "scatter");
-  require_root_list("scatter", inputs, root, getSize(), "input");
+  require_root_list("scatter", inputs, root, size(), "input");
   std::vector<at::Tensor> pieces = root ? inputs[0] : std::vector<at::Tensor>{};
   require_all_like("scatter", pieces, outputs[0]);
   auto buffers = std::make_shared<Buffers>(*devices_, "scatter");
@@ -215,7 +215,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall(std::vector<at::Tensor>& outputs,
                                                           std::vector<at::Tensor>& inputs,
                                                           const c10d::AllToAllOptions& opts) {
-  auto world = static_cast<std::size_t>(getSize());
+  auto world = static_cast<std::size_t>(size());
   for (const auto& [list, kind] : {std::pair{&inputs, "input"}, std::pair{&outputs, "output"}})
     if (list->size() != world)
       refuse("alltoall", std::string(kind) + " tensor list size " + std::to_string(list->size()) +
@@ -246,8 +246,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall_base(at::Tensor& outpu
   if (dtype_of(output, "all_to_all") != dtype)
     refuse("alltoall_base", "output tensor must have the same type as input tensor");
   auto buffers = std::make_shared<Buffers>(*devices_, "all_to_all");
-  auto chunks = cut_rows("alltoall_base", input, buffers->input(input), input_rows, getSize());
-  auto blocks = cut_rows("alltoall_base", output, buffers->output(output), output_rows, getSize());
+  auto chunks = cut_rows("alltoall_base", input, buffers->input(input), input_rows, size());
+  auto blocks = cut_rows("alltoall_base", output, buffers->output(output), output_rows, size());
   const auto group = counted();
   Call call(*group, *devices_, hooks_, c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout,
             {input}, {output});

@@ -76,6 +76,10 @@ bool RingWork::wait(std::chrono::milliseconds timeout) {
   const auto began = std::chrono::steady_clock::now();
   try {
     engine_->wait(*works_.back(), timeout > kNoTimeout ? Deadline::after_ms(timeout.count()) : Deadline::never());
+  } catch (const Error& error) {
+    if (works_.back()->finished()) end_event();
+    if (const auto elastic = elastic_.lock()) elastic->call_failed(works_.back()->group(), error);
+    throw;
   } catch (...) {
     if (works_.back()->finished()) end_event();
     throw;

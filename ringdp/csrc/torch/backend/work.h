@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "engine/group.h"
+#include "engine/elastic_group.h"
 #include "torch/backend/hooks.h"
 
 namespace ringdp {
@@ -32,6 +32,8 @@ class RingWork final : public c10d::Work {
   void add_staging(std::shared_ptr<Staging> staging) { stagings_.push_back(std::move(staging)); }
   // Whom it tells of its success. Called before the work is handed out.
   void report_to(std::shared_ptr<Hooks> hooks) { hooks_ = std::move(hooks); }
+  // It belongs to no unit of that group: a lost member makes it fail with MembershipChanged. Before the work is handed out.
+  void belong_to(std::weak_ptr<ElasticGroup> elastic) { elastic_ = std::move(elastic); }
   // Called once when the last operation is over, on the completion thread, or by the thread of a synchronous call.
   void mark(std::exception_ptr error);
 
@@ -66,6 +68,7 @@ class RingWork final : public c10d::Work {
   std::shared_ptr<Hooks> hooks_;    // shared with the process group
   std::shared_ptr<Engine> engine_;  // shared with the Runtime: a work may outlive its process group
   std::vector<std::shared_ptr<ringdp::Work>> works_;
+  std::weak_ptr<ElasticGroup> elastic_;  // the process group's; null: its members stay, or it belongs to a unit
   std::vector<std::shared_ptr<Staging>> stagings_;  // shared with the operations
 
   // A caller that sees the work complete may stop the profiler, which frees this event.

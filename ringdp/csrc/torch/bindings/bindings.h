@@ -7,6 +7,7 @@ namespace ringdp {
 
 void bind_compression(pybind11::module_& module);
 void bind_cuda_kernels(pybind11::module_& module);
+void bind_elastic(pybind11::module_& module);
 void bind_failed_future(pybind11::module_& module);
 void bind_gradient_marks(pybind11::module_& module);
 void bind_watchdog(pybind11::module_& module);

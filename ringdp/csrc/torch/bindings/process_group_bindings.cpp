@@ -30,6 +30,7 @@ namespace py = pybind11;
 // The Runtime of the default group, for the groups made from it. Weak: the groups own it.
 std::mutex runtime_mutex;
 std::weak_ptr<Runtime> world_runtime;
+std::weak_ptr<ElasticGroup> world_elastic;     // the default group, if its members may change
 std::vector<std::weak_ptr<Runtime>> runtimes;  // all of this process: ended at exit by shut_down_all
 
 // torch's store may outlive a process group (the launcher's agent keeps it) and the next group has the same name: what was
@@ -103,6 +104,24 @@ std::string round_trip_in_words(const Runtime& runtime) {
          " ms or more, so ranks exchange in pairs where nearer ones use a ring";
 }
 
+// torch numbers the members of the default group as they are now; in the Runtime each keeps its place.
+std::vector<int> places_of(std::vector<int> global_ranks) {
+  std::shared_ptr<ElasticGroup> elastic;
+  {
+    std::lock_guard lock(runtime_mutex);
+    elastic = world_elastic.lock();
+  }
+  if (!elastic) return global_ranks;
+  const std::vector<int> members = elastic->group()->view().members;
+  for (int& rank : global_ranks) {
+    if (rank < 0 || static_cast<std::size_t>(rank) >= members.size())
+      throw Error(ErrorKind::kValue, "rank " + std::to_string(rank) + " is not one of the " +
+                                         std::to_string(members.size()) + " ranks that are left");
+    rank = members[static_cast<std::size_t>(rank)];
+  }
+  return global_ranks;
+}
+
 // `is_default`: the groups that are made from now on may use this Runtime.
 void remember(const std::shared_ptr<Runtime>& runtime, bool is_default) {
   std::lock_guard lock(runtime_mutex);
@@ -114,12 +133,13 @@ void remember(const std::shared_ptr<Runtime>& runtime, bool is_default) {
 c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                        std::chrono::milliseconds timeout, const std::string& group_id,
                                                        std::vector<int> global_ranks, const py::dict& config,
-                                                       PendingMesh* pending) {
+                                                       PendingMesh* pending, bool elastic) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
   options.check_interrupt = check_python_signals;
   const EngineOptions engine_options = engine_options_of(config);
   const AlgorithmTables tables = tables_of(config);
   py::gil_scoped_release no_gil;
+  global_ranks = places_of(std::move(global_ranks));
   std::shared_ptr<Runtime> runtime = runtime_for(global_ranks, rank);
   bool owns = runtime == nullptr;
   if (owns) {
@@ -146,6 +166,17 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
     throw Error(ErrorKind::kValue,
                 "the algorithm table is the job's, fixed when its ranks met, and this group asks for another (" +
                     options.tables_source + "): leave RINGDP_TUNING and its file as they were");
+  }
+  if (elastic && owns) {
+    auto agreement = std::make_unique<StoreAgreement>(
+        std::make_unique<StoreAdapter>(store->clone(), store_prefix(group_id) + "elastic/"));
+    const AlgorithmTables in_use = runtime->tables_in_use();
+    auto lasting = ElasticGroup::make(runtime, group_id, global_ranks, timeout.count(), in_use, std::move(agreement));
+    {
+      std::lock_guard lock(runtime_mutex);
+      world_elastic = lasting;
+    }
+    return c10::make_intrusive<ProcessGroupRing>(std::move(lasting), std::move(runtime));
   }
   auto group = std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(),
                                              runtime->tables_in_use());
@@ -259,7 +290,8 @@ void bind_process_group(py::module_& module) {
            "Leave, unless a process group has taken the connections over, and tell the others why; idempotent.");
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
-             py::arg("pending").none(true) = nullptr);
+             py::arg("pending").none(true) = nullptr, py::arg("elastic") = false,
+             "`elastic`: the default group goes on without members that are lost; its store must outlive them.");
   module.def("create_reconfigurable_process_group", &create_reconfigurable, py::kw_only(), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("is_default"), py::arg("config"),
              "A group without members, which get to know each other by handles: see torch's reconfigure.");

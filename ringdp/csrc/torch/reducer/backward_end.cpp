@@ -24,6 +24,10 @@ void BackwardEnd::wait_for_sent() { wait_for(0, arrivals_.sending()); }
 
 void BackwardEnd::wait_for_late() { wait_for(arrivals_.sending(), layout_.store.size()); }
 
+void BackwardEnd::wait_for_used_map() {
+  failure_.keeping_in(-1, "which parameters were used", [&] { used_.wait(); });
+}
+
 void BackwardEnd::learn_used(const Missing& missing) {
   failure_.keeping_in(-1, "which parameters were used", [&] {
     if (layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
@@ -85,12 +89,16 @@ void BackwardEnd::shadow(const HookVerdicts& hooks) {
   layout_.overflow.collect(layout_.store, backward_.step(), hooks, /*look_at_results=*/false);
 }
 
-void BackwardEnd::exchange_order() {
-  if (layout_.plan.order_known() || layout_.local() || layout_.parameters.size() == 0) return;
+std::optional<std::vector<int32_t>> BackwardEnd::ask_for_order() {
+  if (layout_.plan.order_known() || layout_.local() || layout_.parameters.size() == 0) return std::nullopt;
   std::vector<int32_t> order;
   failure_.keeping_in(-1, "order of the gradients",
                       [&] { order = layout_.exchange_order(arrivals_.order(), used_.somewhere()); });
-  layout_.plan.learn(order);
+  return order;
+}
+
+void BackwardEnd::learn_order(const std::optional<std::vector<int32_t>>& order) {
+  if (order) layout_.plan.learn(*order);
 }
 
 }  // namespace ringdp

@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
@@ -42,7 +44,8 @@ class BackwardEnd {
   void forget_futures() { futures_.clear(); }
 
   // ---- The steps of an end, in their order.
-  void wait_for_sent();  // the buckets that left during backward; without the lock
+  void wait_for_sent();      // the buckets that left during backward; without the lock
+  void wait_for_used_map();  // where it is an operation of its own; without the lock
   void learn_used(const Missing& missing);
   bool may_send_late() const;  // some buckets were to stay at home
   void send_late();            // those of them for which some rank has a gradient after all
@@ -54,7 +57,9 @@ class BackwardEnd {
   void count(StepTimes::Clock::time_point gradients_done, const Missing& missing);
   // On a rank that has run out of input (join), in hand_out's place.
   void shadow(const HookVerdicts& hooks);
-  void exchange_order();
+  // Where the order of the gradients is still to be learned: asks rank 0 for it.
+  std::optional<std::vector<int32_t>> ask_for_order();
+  void learn_order(const std::optional<std::vector<int32_t>>& order);
 
  private:
   void wait_for(std::size_t first, std::size_t end);

@@ -61,15 +61,26 @@ void BucketFiller::mark_ready(std::size_t parameter) {
 }
 
 void BucketFiller::launch(Bucket& bucket) {
+  const UnitScope unit;
   failure_.keeping_in(static_cast<int64_t>(bucket.index), bucket.name, [&] {
     if (bucket.marks.defined()) used_.write(bucket.marks);
     if (arrivals_.sent() == 0) times_.note_first_launch();
     arrivals_.note_sent(bucket.index);  // also where it fails: the others have seen this rank's part of it, or its end
-    layout_.buckets.launch(bucket, backward_.step(), arrivals_.sending());
-    // A hook's callbacks may issue further operations, at a different time on every rank.
-    const bool last = bucket.index + 1 == arrivals_.sending();
-    if (last && !layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
+    if (!layout_.repair.on() || layout_.repair.keep(bucket)) send(bucket);
   });
+}
+
+void BucketFiller::send(Bucket& bucket) {
+  layout_.buckets.launch(bucket, backward_.step(), arrivals_.sending());
+  // A hook's callbacks may issue further operations, at a different time on every rank.
+  const bool last = bucket.index + 1 == arrivals_.sending();
+  if (last && !layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
+}
+
+void BucketFiller::send_again() {
+  used_.drop_operations();
+  layout_.repair.restore();
+  for (std::size_t index = 0; index < arrivals_.sending(); ++index) send(layout_.store[index]);
 }
 
 std::vector<std::size_t> BucketFiller::finish() {

@@ -30,6 +30,8 @@ class BucketFiller {
   std::vector<std::size_t> finish();
   // A bucket that was to stay at home, and for which some rank has a gradient after all.
   void send_late(Bucket& bucket);
+  // All buckets that have left, as they were then, to the present members of an elastic group.
+  void send_again();
 
  private:
   std::vector<std::size_t> never_to_come() const;
@@ -37,6 +39,7 @@ class BucketFiller {
   void mark_ready(std::size_t parameter);
   void multiply_own_gradient(std::size_t parameter);
   void launch(Bucket& bucket);
+  void send(Bucket& bucket);
 
   GradientLayout& layout_;
   ArrivalTracker& arrivals_;

@@ -33,7 +33,8 @@ GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_
       reductions(parameters, plan, group),
       compression(parameters, reductions, group),
       overflow(parameters),
-      buckets(group, parameters, compression, overflow) {
+      buckets(group, parameters, compression, overflow),
+      repair(group, store) {
   start();
 }
 

@@ -21,6 +21,7 @@
 #include "torch/reducer/left_over_gradients.h"
 #include "torch/reducer/overflow_report.h"
 #include "torch/reducer/reducer_group.h"
+#include "torch/reducer/step_repair.h"
 #include "torch/reducer/trainable_parameters.h"
 #include "torch/reducer/used_map.h"
 
@@ -60,9 +61,10 @@ class GradientLayout {
   GradientCompression compression;
   OverflowReport overflow;
   BucketReducer buckets;
+  StepRepair repair;
 
   // Nothing is sent, and gradients lie where autograd leaves them.
-  bool local() const { return group.ranks() == 1 && !buckets.has_hook(); }
+  bool local() const { return group.ranks() == 1 && !buckets.has_hook() && !repair.on(); }
   // Gradients are reported, and there are some.
   bool watched() const { return hooks.attached() && parameters.size() > 0; }
   // Buckets get their memory at the first forward that needs it, not at construction: a hook may still be registered, and

@@ -80,6 +80,7 @@ void Reducer::begin(double weight) {
   report_.backward_began();
   layout_.overflow.begin_backward();
   layout_.store.begin_backward();
+  layout_.repair.begin_step();
   layout_.compression.begin_backward();
   join_.begin_backward();
   arrivals_.begin(join_.joining() ? layout_.store.size() : layout_.plan.kept());
@@ -120,17 +121,21 @@ void Reducer::end_backward() {
   report_.computed(gradients_done);
   const BackwardEnd::Missing missing = filler_.finish();
   if (!layout_.local()) {
-    const auto report = report_.under_way();
-    lock.unlock();
-    end_.wait_for_sent();
-    if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
-    lock.lock();
-    end_.learn_used(missing);
-    if (end_.may_send_late()) {
-      end_.send_late();
+    if (unit_.on()) {
+      unit_.make(lock, missing, [this] { reset(); });
+    } else {
+      const auto report = report_.under_way();
       lock.unlock();
-      end_.wait_for_late();
+      end_.wait_for_sent();
+      if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
       lock.lock();
+      end_.learn_used(missing);
+      if (end_.may_send_late()) {
+        end_.send_late();
+        lock.unlock();
+        end_.wait_for_late();
+        lock.lock();
+      }
     }
     hooks = end_.used_hooks();
     lock.unlock();
@@ -159,7 +164,7 @@ void Reducer::shadow_end_of_backward() {
 
 // The states that reductions which are hooks have kept count if all was finite.
 void Reducer::end_step(Lock lock, HookVerdicts& hooks) {
-  end_.exchange_order();
+  end_.learn_order(end_.ask_for_order());
   if (hooks.none()) return;
   const bool finite = layout_.overflow.finite().value_or(true);
   hooks.note_unused(layout_.reductions, layout_.parameters, used_);

@@ -30,6 +30,7 @@
 #include "torch/reducer/step_failure.h"
 #include "torch/reducer/step_guard.h"
 #include "torch/reducer/step_report.h"
+#include "torch/reducer/step_unit.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
@@ -53,7 +54,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
   // `parameters`: all of the module's, also those that do not require grad now.
   Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options)
-      : layout_(std::move(parameters), std::move(group), std::move(options), *this) {}
+      : layout_(std::move(parameters), std::move(group), std::move(options), *this) {
+    if (layout_.repair.on()) failure_.let_losses_pass();
+  }
 
   // ---- Forward.
   // Throws if the last backward did not finish. Plans anew if parameters were frozen or unfrozen since.
@@ -107,6 +110,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   StepReport report_{layout_, times_, layout_.options.report_every};
   BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_};
   BackwardEnd end_{layout_, arrivals_, backward_, used_, join_, failure_, times_, filler_};
+  StepUnit unit_{layout_, backward_, failure_, filler_, end_};
   BetweenSteps between_steps_{layout_, arrivals_, backward_, used_, failure_, guard_, times_};
 };
 

@@ -36,6 +36,13 @@ bool ReducerGroup::replace(c10::intrusive_ptr<c10d::ProcessGroup> group, bool av
   return before != ranks_;
 }
 
+bool ReducerGroup::members_may_change() const {
+  const ProcessGroupRing* on_cpu = ring(c10::kCPU);
+  return on_cpu != nullptr && on_cpu->elastic() != nullptr;
+}
+
+void ReducerGroup::follow_view() { ranks_ = group_->getSize(); }
+
 ProcessGroupRing* ReducerGroup::ring(c10::DeviceType device) const { return ring_of(*group_, device); }
 
 std::vector<std::vector<uint8_t>> ReducerGroup::gather(const std::vector<uint8_t>& mine, c10::Device device,

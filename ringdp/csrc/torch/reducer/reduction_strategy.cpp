@@ -119,7 +119,20 @@ bool ExactStrategy::multiplies(const Bucket& bucket) const {
 
 void ExactStrategy::launch(Bucket& bucket, std::size_t /*bucket_count*/) {
   bucket.report = report_for(bucket.buffer);
-  bucket.operation.work = mean(bucket.buffer, bucket.report, std::exchange(bucket.factors, {}));
+  std::vector<double> factors = std::exchange(bucket.factors, {});
+  if (!bucket.result.defined()) {
+    bucket.operation.work = mean(bucket.buffer, bucket.report, std::move(factors));
+    return;
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  ProcessGroupRing* ring = group_.ring(bucket.buffer.device().type());
+  if (ring != nullptr && factors.empty() && operation(bucket.buffer) == c10d::ReduceOp::AVG) {
+    bucket.operation.work =
+        ring->all_reduce_watched(as_real(bucket.result), c10d::ReduceOp::AVG, bucket.report, {}, as_real(bucket.buffer));
+  } else {
+    bucket.result.copy_(bucket.buffer);
+    bucket.operation.work = mean(bucket.result, bucket.report, std::move(factors));
+  }
 }
 
 FuturePointer ExactStrategy::shadow(Bucket& bucket, c10d::GradBucket& zeros) {

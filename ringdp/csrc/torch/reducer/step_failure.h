@@ -4,10 +4,12 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <utility>
 
+#include "engine/elastic_group.h"
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/reducer_errors.h"
 
@@ -30,8 +32,21 @@ class StepFailure {
   // The same for an operation of this step; its exception gets the operation's name. `bucket` is -1 where it is not a bucket's.
   template <class Action>
   void keeping_in(int64_t bucket, const std::string& name, Action&& action) {
-    keeping([&] { in_bucket(bucket, name, backward_.step(), std::forward<Action>(action)); });
+    std::exception_ptr loss;
+    keeping([&] {
+      in_bucket(bucket, name, backward_.step(), [&] {
+        try {
+          std::forward<Action>(action)();
+        } catch (const Error& error) {
+          if (!repairs_ || !is_loss(error)) throw;
+          loss = std::current_exception();
+        }
+      });
+    });
+    if (loss) std::rethrow_exception(loss);
   }
+  // The loss of a member is no failure: the step is made again (StepRepair).
+  void let_losses_pass() { repairs_ = true; }
 
   // The text of that exception; empty: nothing has failed. Under the lock.
   const std::string& text() const { return text_; }
@@ -46,6 +61,7 @@ class StepFailure {
   std::recursive_mutex& mutex_;
   const BackwardState& backward_;
   std::string text_;
+  bool repairs_ = false;
 };
 
 }  // namespace ringdp

@@ -64,6 +64,7 @@ void UsedMap::shadow() {
 
 bool UsedMap::looks_for_others(int64_t step, bool joining) const {
   if (unused_ != UnusedParameters::kFinish || arrivals_.static_graph() || ranks_named_ || joining) return false;
+  if (group_.members_may_change()) return false;  // it takes an operation after the step
   const bool cheap = parameters_.tensors().front().is_cpu() && !group_.host_control();
   return group_.ranks() > 1 && (cheap || (step & (step - 1)) == 0);
 }

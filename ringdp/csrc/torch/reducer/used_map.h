@@ -43,6 +43,9 @@ class UsedMap {
   // This rank has run out of input (join), and repeats the operation of the others.
   void shadow();
   void forget() { somewhere_.clear(), some_rank_lacks_ = false; }
+  void wait() const {
+    if (work_) work_->wait();
+  }
   void drop_operations() { work_ = before_ = nullptr; }
 
   bool used_somewhere(std::size_t parameter) const {

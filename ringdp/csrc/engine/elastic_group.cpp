@@ -1,0 +1,324 @@
+#include "engine/elastic_group.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/text.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kMostCauseBytes = 500;
+constexpr auto kFirstNotice = std::chrono::seconds(10);
+
+// What the group has failed by, if that is a loss.
+std::optional<Error> loss_of(const std::exception_ptr& failure) {
+  if (!failure) return std::nullopt;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    if (is_loss(error)) return error;
+  } catch (...) {
+  }
+  return std::nullopt;
+}
+
+std::string joined(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
+
+}  // namespace
+
+bool is_loss(const std::exception_ptr& failure) { return loss_of(failure).has_value(); }
+
+int& UnitScope::depth() {
+  thread_local int depth = 0;
+  return depth;
+}
+
+std::string ViewChange::text() const {
+  std::ostringstream out;
+  out << (lost.empty() ? std::string("a member") : joined(lost)) << (lost.size() > 1 ? " were" : " was") << " lost ("
+      << cause << "); " << members.size() << " of " << before << " ranks go on, numbered from 0, as view " << view;
+  return out.str();
+}
+
+std::string ViewChange::log_line() const {
+  std::ostringstream out;
+  out << text() << "; ";
+  if (replay)
+    out << "an operation of the program's own was unfinished, so all of them get MembershipChanged";
+  else if (counted)
+    out << unit << " counts, with the lost ranks' part";
+  else if (!unit.empty())
+    out << unit << " was made again without the lost ranks' part";
+  else
+    out << "this rank had nothing under way";
+  out.setf(std::ios::fixed);
+  out.precision(3);
+  out << "; " << std::chrono::duration<double>(Clock::now() - noticed_at).count() << " s";
+  return out.str();
+}
+
+ElasticGroup::ElasticGroup(std::shared_ptr<Runtime> runtime, std::string name, int64_t timeout_ms,
+                           const AlgorithmTables& tables, std::unique_ptr<Agreement> agreement)
+    : runtime_(std::move(runtime)),
+      name_(std::move(name)),
+      tables_(tables),
+      agreement_(std::move(agreement)),
+      timeout_ms_(timeout_ms) {}
+
+std::shared_ptr<ElasticGroup> ElasticGroup::make(std::shared_ptr<Runtime> runtime, std::string name,
+                                                 const std::vector<int>& members, int64_t timeout_ms,
+                                                 const AlgorithmTables& tables, std::unique_ptr<Agreement> agreement) {
+  std::shared_ptr<ElasticGroup> made(
+      new ElasticGroup(std::move(runtime), std::move(name), timeout_ms, tables, std::move(agreement)));
+  made->group_ = made->make_view(1, members);  // it knows whose view it is
+  made->rank_ = made->group_->view().rank;
+  made->size_ = made->group_->view().size;
+  return made;
+}
+
+// The number on the wire is made of the name and the members, so that no frame of one view reaches another.
+std::shared_ptr<GroupHandle> ElasticGroup::make_view(uint64_t view, const std::vector<int>& members) {
+  const std::string name = view == 1 ? name_ : name_ + "/view " + std::to_string(view);
+  return std::make_shared<GroupHandle>(runtime_, name, members, timeout_ms_, tables_, shared_from_this());
+}
+
+std::shared_ptr<GroupHandle> ElasticGroup::group() const {
+  std::lock_guard lock(mutex_);
+  return group_;
+}
+
+std::string ElasticGroup::unit_name() const {
+  std::lock_guard lock(mutex_);
+  return unit_;
+}
+
+void ElasticGroup::on_change(Told told) {
+  std::lock_guard lock(mutex_);
+  told_ = std::move(told);
+}
+
+void ElasticGroup::on_install(std::function<void(const std::shared_ptr<GroupHandle>&)> installed) {
+  std::lock_guard changing(change_mutex_);
+  installed_ = std::move(installed);
+}
+
+void ElasticGroup::set_timeout_ms(int64_t timeout_ms) {
+  std::lock_guard lock(mutex_);
+  timeout_ms_ = timeout_ms;
+  group_->set_timeout_ms(timeout_ms);
+}
+
+void ElasticGroup::close(const std::string& how) { group()->close(how); }
+
+// ---- Units.
+
+uint64_t ElasticGroup::begin_unit(std::string what) {
+  throw_if_untold();
+  std::lock_guard lock(mutex_);
+  unit_ = std::move(what);
+  return left_ + 1;
+}
+
+void ElasticGroup::commit(uint64_t unit) {
+  std::shared_ptr<GroupHandle> group;
+  uint64_t view = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (left_ >= unit) return;
+    if (frozen_) throw Error(ErrorKind::kPeerLost, "the members are about to change");
+    done_ = true;
+    group = group_;
+    view = view_;
+  }
+  CallOptions options;
+  options.caller_waits = true;
+  const auto barrier = group->barrier(std::move(options));
+  group->wait(*barrier);
+  {
+    std::lock_guard lock(mutex_);
+    if (left_ >= unit) return;  // by a change, which another thread made meanwhile
+    if (view_ != view) throw Error(ErrorKind::kPeerLost, "the members have changed");
+    left_ = unit;
+    done_ = false;
+  }
+  write_log_line();
+}
+
+void ElasticGroup::write_log_line() {
+  ViewChange change;
+  {
+    std::lock_guard lock(mutex_);
+    if (!std::exchange(unlogged_, false)) return;
+    change = last_;
+  }
+  log(LogLevel::kWarning, change.log_line());
+}
+
+ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view) {
+  const auto noticed = Clock::now();
+  std::lock_guard changing(change_mutex_);
+  if (view == view_) {
+    const auto group = this->group();
+    const std::exception_ptr failure = group->failure();
+    const auto loss = loss_of(failure);
+    if (failure && !loss) std::rethrow_exception(failure);
+    if (!loss) throw Error(ErrorKind::kState, "a change of members was asked for, and no member is lost");
+    MemberState mine = freeze(group);
+    mine.cause = clean_text(loss->context().cause.empty() ? loss->what() : loss->context().cause, kMostCauseBytes);
+    const std::vector<int> before = group->view().members;
+    const int self = group->engine()->rank();
+    const Deadline deadline = Deadline::after_ms(group->timeout_ms());
+    auto next_notice = noticed + kFirstNotice;
+    const Decision decision = agreement_->agree(
+        view, before, self, mine, [&] { return group->engine()->unreachable(before); },
+        [&](const std::vector<int>& waiting_for) { look(waiting_for, deadline, next_notice); });
+    ViewChange change;
+    change.view = view + 1;
+    change.before = static_cast<int>(before.size());
+    change.members = decision.members;
+    change.cause = decision.cause;
+    change.committed = decision.committed;
+    change.counted = decision.committed > mine.left;
+    change.replay = decision.replay;
+    for (const int member : before)
+      if (std::find(decision.members.begin(), decision.members.end(), member) == decision.members.end())
+        change.lost.push_back(group->engine()->peer(member).text());
+    change.noticed_at = noticed;
+    if (unit > 0) change.unit = unit_name();
+    write_log_line();  // of the change before, whose unit this one has stopped
+    install(decision, std::move(change));
+  }
+  if (unit > 0 && left_ >= unit) return Outcome::kCounts;  // if there is something to tell, the next call does
+  throw_if_untold();
+  return Outcome::kAgain;
+}
+
+// From now on this rank starts nothing in that view and becomes done with nothing.
+MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group) {
+  std::vector<std::shared_ptr<Work>> calls;
+  MemberState mine;
+  {
+    std::lock_guard lock(mutex_);
+    frozen_ = true;
+    mine.left = left_;
+    mine.done = done_;
+    mine.called = called_;
+    calls = calls_;
+  }
+  for (const auto& work : calls) {
+    try {
+      group->wait(*work);
+    } catch (const Error&) {
+      mine.unfinished = true;
+    }
+  }
+  mine.lost = group->engine()->unreachable(group->view().members);
+  return mine;
+}
+
+void ElasticGroup::install(const Decision& decision, ViewChange change) {
+  const auto before = group();
+  const int self = before->engine()->rank();
+  if (std::find(decision.members.begin(), decision.members.end(), self) == decision.members.end()) {
+    ErrorContext context;
+    context.rank = before->view().rank;
+    context.advice = "its state is older than theirs now: it has to end";
+    throw Error(ErrorKind::kExpelled,
+                "the other ranks go on without rank " + std::to_string(context.rank) +
+                    ", which they could not reach: " + context.advice,
+                context);
+  }
+  const auto now = make_view(change.view, decision.members);
+  if (before->adds_in_rank_order()) now->add_in_rank_order();
+  Told told;
+  {
+    std::lock_guard lock(mutex_);
+    group_ = now;
+    group_->set_timeout_ms(timeout_ms_);
+    left_ = base_ = decision.committed;
+    frozen_ = done_ = false;
+    untold_ = untold_ || decision.replay;
+    called_ = 0;
+    calls_.clear();
+    last_ = change;
+    unlogged_ = true;
+    rank_ = now->view().rank;
+    size_ = now->view().size;
+    view_ = change.view;
+    told = told_;
+  }
+  if (installed_) installed_(now);
+  before->close("left: its members have changed");
+  if (change.replay || change.counted || change.unit.empty()) write_log_line();
+  if (told) told(change);
+}
+
+void ElasticGroup::look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const {
+  runtime_->engine().check_interrupt();
+  const auto now = Clock::now();
+  if (now < next_notice && !deadline.expired()) return;
+  std::vector<std::string> names;
+  for (const int member : waiting_for) names.push_back(runtime_->engine().peer(member).text());
+  const std::string text = "a member is lost, and the others are about to go on without it; this rank waits for " +
+                           joined(names) + ", which lives and has not come to its next operation";
+  if (deadline.expired()) throw Error(ErrorKind::kTimeout, text + ": Timed out");
+  log(LogLevel::kWarning, text);
+  next_notice = now + kFirstNotice;
+}
+
+// ---- Outside units.
+
+std::shared_ptr<GroupHandle> ElasticGroup::group_for_call() {
+  throw_if_untold();
+  auto present = group();
+  const uint64_t view = view_;
+  if (!is_loss(present->failure())) return present;
+  change(0, view);
+  return group();
+}
+
+void ElasticGroup::called(const std::vector<std::shared_ptr<Work>>& operations, bool in_order) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(calls_, [](const auto& it) { return it->finished() && !it->failed(); });
+  if (in_order) ++called_;
+  calls_.insert(calls_.end(), operations.begin(), operations.end());
+}
+
+void ElasticGroup::call_failed(uint64_t group, const Error& error) {
+  if (!is_loss(error)) return;
+  const auto present = this->group();
+  if (present->id() == group) change(0, view_);
+  // Here the operation is unfinished, so the change has told this rank; unless it was one of an earlier view.
+  throw changed_error();
+}
+
+void ElasticGroup::throw_if_untold() {
+  {
+    std::lock_guard lock(mutex_);
+    if (!std::exchange(untold_, false)) return;
+  }
+  throw changed_error();
+}
+
+Error ElasticGroup::changed_error() const {
+  std::lock_guard lock(mutex_);
+  ErrorContext context;
+  context.rank = rank_;
+  context.cause = last_.cause;
+  context.view = static_cast<int64_t>(last_.view);
+  context.survivors = last_.members;
+  context.advice =
+      "the process group has its new members now, and ranks may be an operation apart: load the last checkpoint on all "
+      "of them, or end, and the launcher does";
+  return Error(ErrorKind::kMembership, last_.text() + "; " + context.advice, context);
+}
+
+}  // namespace ringdp

@@ -1,0 +1,112 @@
+// ringdp._C for elastic jobs: groups whose members may change after a loss. Everything that may block lets go of the GIL.
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "torch/backend/lasting_group.h"
+#include "torch/backend/process_group.h"
+#include "torch/bindings/bindings.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+using GroupPointer = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+std::shared_ptr<ElasticGroup> elastic_of(const GroupPointer& group) {
+  const ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
+  return ring == nullptr ? nullptr : ring->elastic();
+}
+
+ElasticGroup& required(const std::shared_ptr<ElasticGroup>& elastic) {
+  if (!elastic) throw Error(ErrorKind::kState, "the members of this process group cannot change");
+  return *elastic;
+}
+
+GroupPointer make_lasting_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  return c10::make_intrusive<LastingGroup>(store, rank, size);
+}
+
+void follow(const GroupPointer& group) {
+  auto* lasting = dynamic_cast<LastingGroup*>(group.get());
+  if (lasting == nullptr) throw Error(ErrorKind::kState, "this process group was not made for an elastic job");
+  lasting->follow(elastic_of(group));
+}
+
+void on_change(const GroupPointer& group, py::function told) {
+  // By pointer: the last copy may go on a thread without the GIL.
+  const auto kept = std::shared_ptr<py::function>(new py::function(std::move(told)), [](py::function* it) {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire gil;
+    delete it;
+  });
+  const py::gil_scoped_release no_gil;
+  required(elastic_of(group)).on_change([kept](const ViewChange& change) {
+    const py::gil_scoped_acquire gil;
+    try {
+      (*kept)(change.view, change.members, change.lost, change.cause, change.counted, change.replay);
+    } catch (py::error_already_set& error) {  // the change is made: what listens to it cannot stop it
+      error.discard_as_unraisable("on_change");
+    }
+  });
+}
+
+// Holds a UnitScope between its two calls, which one thread makes.
+class PythonUnitScope {
+ public:
+  void enter() { scope_.emplace(); }
+  void exit() { scope_.reset(); }
+
+ private:
+  std::optional<UnitScope> scope_;
+};
+
+}  // namespace
+
+void bind_elastic(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  module.def("make_lasting_group", &make_lasting_group, py::arg("store"), py::arg("rank"), py::arg("size"),
+             "torch's ProcessGroup, whose rank and size are those of an elastic group's present members.");
+  module.def("follow_view", &follow, py::arg("process_group"), NoGil(),
+             "From now on a group of make_lasting_group answers for the members of its backend.");
+  module.def(
+      "is_elastic", [](const GroupPointer& group) { return elastic_of(group) != nullptr; }, py::arg("process_group"),
+      "Whether the group goes on without members that are lost.");
+  module.def(
+      "view_of", [](const GroupPointer& group) { return required(elastic_of(group)).view(); }, py::arg("process_group"),
+      "The number of the present view, from 1.");
+  module.def(
+      "on_change", &on_change, py::arg("process_group"), py::arg("told"),
+      "Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay).");
+  module.def(
+      "begin_unit",
+      [](const GroupPointer& group, std::string what) {
+        return required(elastic_of(group)).begin_unit(std::move(what));
+      },
+      py::arg("process_group"), py::arg("what"), NoGil(), "The number of the next unit; `what` it is, for the log.");
+  module.def(
+      "commit_unit",
+      [](const GroupPointer& group, uint64_t unit) {
+        const UnitScope scope;
+        required(elastic_of(group)).commit(unit);
+      },
+      py::arg("process_group"), py::arg("unit"), NoGil(), "Returns when all members have done it.");
+  module.def(
+      "change_members",
+      [](const GroupPointer& group, uint64_t unit, uint64_t view) {
+        return required(elastic_of(group)).change(unit, view) == ElasticGroup::Outcome::kCounts;
+      },
+      py::arg("process_group"), py::arg("unit"), py::arg("view"), NoGil(),
+      "After a loss in that view: agrees on the next one. True: the unit counts; False: make it again.");
+  py::class_<PythonUnitScope>(module, "UnitScope", "What this thread calls between the two belongs to a unit.")
+      .def(py::init<>())
+      .def("enter", &PythonUnitScope::enter)
+      .def("exit", &PythonUnitScope::exit);
+}
+
+}  // namespace ringdp

@@ -1,0 +1,54 @@
+// StepRepair: what a step needs to be made again after a member was lost: the gradients of each bucket as they were before it was
+// sent, in jobs whose members may change (engine/elastic_group.h). The means go into a second memory of the bucket, and the two
+// change places when the step counts; so no gradient is copied. Without such a group it does nothing and keeps nothing.
+// Owned by the Reducer's layout, used under its lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/elastic_group.h"
+#include "torch/reducer/bucket.h"
+#include "torch/reducer/bucket_store.h"
+#include "torch/reducer/reducer_group.h"
+
+namespace ringdp {
+
+class StepRepair {
+ public:
+  StepRepair(ReducerGroup& group, BucketStore& store);
+
+  bool on() const { return elastic_ != nullptr; }
+  ElasticGroup& elastic() const { return *elastic_; }
+  uint64_t view() const { return view_; }  // in which this step's buckets are sent
+
+  void begin_step();
+  // The bucket is about to be sent. False: it is sent at the end of the step, with all others, as on all ranks.
+  bool keep(Bucket& bucket);
+  // Some buckets were not sent, or in a view that is over.
+  bool must_send_again() const { return withheld_ || view_ != elastic_->view(); }
+  // Ends what is left of the operations; all buckets that were kept can be sent again, to the members of the present view.
+  void restore();
+  // The step counts: the buckets hold the means.
+  void accept();
+
+ private:
+  struct Kept {
+    at::Tensor spare;  // the bucket's second memory, or a copy of its gradients
+    bool copied = false;
+    bool filled = false;  // in this step
+  };
+
+  ReducerGroup& group_;
+  BucketStore& store_;
+  std::shared_ptr<ElasticGroup> elastic_;  // the process group's; null: its members stay
+  std::vector<Kept> kept_;                 // by bucket
+  uint64_t view_ = 0;
+  bool withholds_ = false;
+  bool withheld_ = false;
+};
+
+}  // namespace ringdp

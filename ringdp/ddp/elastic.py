@@ -1,0 +1,72 @@
+"""RingDP in an elastic job (``ringrun --elastic``): what it can make again without a lost rank, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringdp import config
+from ringdp.ddp.optimizer_in_backward import has_optimizers
+from ringdp.errors import InvalidArgumentError
+from ringdp.job.backend import BACKEND, backend_of
+from ringdp.job.elastic import as_unit, is_elastic
+from ringdp.job.elastic import refuse as refuse
+
+
+def steps_are_repaired(wrapper: Any) -> bool:
+    """Whether the wrapper's group goes on without ranks that are lost.
+
+    Raises:
+        InvalidArgumentError: the job is elastic, and this wrapper's group is not, or has no such group.
+    """
+    group = wrapper.process_group
+    if backend_of(group, wrapper.device_type) == BACKEND and is_elastic(group):
+        return True
+    if config.elastic() and dist.get_world_size() > 1:
+        raise InvalidArgumentError(
+            "RINGDP_ELASTIC=1: RingDP needs the default process group, made by ringdp.init(), on the CPU; a group made"
+            " in another way, or of some of the ranks, does not go on without a rank that is lost"
+        )
+    return False
+
+
+def refuse_what_cannot_be_repaired(wrapper: Any) -> None:
+    """Raise InvalidArgumentError where a step of this wrapper could not be made again; the same on all ranks."""
+    reasons = {
+        "compression": wrapper._chosen is not None,
+        "weight=": wrapper._weight is not None,
+        "mixed_precision": wrapper._precision is not None,
+        "an optimizer that steps during backward": has_optimizers(wrapper._module_parameters),
+        "skip_all_reduce_unused_params=True": wrapper.skip_all_reduce_unused_params,
+        "delay_all_reduce_named_params": bool(getattr(wrapper, "_delay_all_reduce_params", None)),
+        "guard_every": bool(wrapper._guard_options.every),
+        "a module with sparse gradients": any(
+            getattr(layer, "sparse", False)
+            for layer in wrapper.module.modules()
+            if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        ),
+        "a module of DTensor parameters": wrapper._sharded is not None,
+        "a backward that is compiled as one graph": bool(wrapper._use_python_reducer),
+    }
+    for what, found in reasons.items():
+        if found:
+            refuse(what)
+
+
+def broadcast_in_unit(group: dist.ProcessGroup, tensors: list[torch.Tensor], broadcast: Any) -> None:
+    """`broadcast()` writes rank 0's values into these; made again, the new rank 0 sends those that it had before."""
+    before = [tensor.detach().clone() for tensor in tensors]
+    first = True
+
+    def body() -> None:
+        nonlocal first
+        if not first:
+            with torch.no_grad():
+                for tensor, kept in zip(tensors, before, strict=True):
+                    tensor.copy_(kept)
+        first = False
+        broadcast()
+
+    as_unit(group, "the buffers' broadcast", body)

@@ -1,0 +1,154 @@
+"""Jobs that go on without ranks that are lost (``ringrun --elastic``): the group, and what counts as a whole.
+
+The default process group of such a job outlives its members: `ringdp.rank` and `ringdp.world_size` are those of the
+ranks that are left, and change only inside a backward, a unit, or where `MembershipChanged` is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from ringdp import config
+from ringdp.errors import DamagedDataError, ExpelledError, InvalidArgumentError, MembershipChanged, PeerLostError
+
+_log = logging.getLogger("ringdp.elastic")
+Result = TypeVar("Result")
+
+
+def is_elastic(group: dist.ProcessGroup) -> bool:
+    """Whether the group goes on without members that are lost."""
+    from ringdp import _C
+
+    return _C.is_elastic(group)
+
+
+def refuse_where_elastic(group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise InvalidArgumentError if the group goes on without members that are lost; `what` could not."""
+    if group is not None and is_elastic(group):
+        refuse(what)
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise InvalidArgumentError."""
+    raise InvalidArgumentError(
+        f"RINGDP_ELASTIC=1: {what} is not there in an elastic job yet, because what it does could not be made again"
+        " after the loss of a rank: leave it out, or start without --elastic"
+    )
+
+
+def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> Result:
+    """`body()`, which all ranks of the group call, as a whole: it counts when all have returned from it. After the loss
+    of a rank it is called again, by the ranks that are left, unless all of those had done it.
+
+    In other groups than that of an elastic job it is `body()` alone.
+
+    Args:
+        what: for the log.
+        body: its operations on the group may be repeated; nothing else sees what it did before it counts.
+
+    Raises:
+        MembershipChanged: a rank was lost while an operation outside units was unfinished.
+    """
+    if not is_elastic(group):
+        return body()
+    from ringdp import _C
+
+    while True:
+        unit, view = _C.begin_unit(group, what), _C.view_of(group)
+        scope = _C.UnitScope()
+        done, result = False, None
+        try:
+            scope.enter()
+            try:
+                result, done = body(), True
+            finally:
+                scope.exit()
+            _C.commit_unit(group, unit)
+            return result  # type: ignore[return-value]
+        except (MembershipChanged, ExpelledError, DamagedDataError):
+            raise
+        except PeerLostError:
+            if _C.change_members(group, unit, view):
+                assert done
+                return result  # type: ignore[return-value]
+
+
+# For `init`.
+
+
+def check(world_size: int, hosts: int, backend: str, *, agent_store: bool, init_method: str | None) -> bool:
+    """Whether this job's group is elastic.
+
+    Raises:
+        InvalidArgumentError: RINGDP_ELASTIC asks for it, and it cannot be.
+    """
+    if not config.elastic() or world_size == 1:
+        return False
+    wrong = None
+    if hosts > 1:
+        wrong = f"the ranks are on {hosts} hosts: an elastic job runs on one"
+    elif backend != "ring":
+        wrong = f"the backend is {backend}: an elastic job has ring alone (pass device='cpu' to ringdp.init())"
+    elif not agent_store and not (init_method or "").startswith("file:"):
+        wrong = "rank 0 keeps the store where the ranks meet, and it would go with rank 0: start with ringrun --elastic"
+    if wrong is not None:
+        raise InvalidArgumentError(f"RINGDP_ELASTIC=1: {wrong}")
+    return True
+
+
+_making = False
+
+
+def making() -> bool:
+    """Whether the group that is being made is to be elastic."""
+    return _making
+
+
+@contextlib.contextmanager
+def lasting_groups() -> Iterator[None]:
+    """Inside the block the default group of torch.distributed is made elastic."""
+    global _making
+    from ringdp import _C
+
+    torchs: Any = dist.distributed_c10d
+    torchs_own = torchs.ProcessGroup
+
+    class Lasting(torchs_own):  # type: ignore[misc, valid-type]
+        """Looks like torch's class to its functions, and makes groups that answer for their present members."""
+
+        def __new__(cls, store: Any, rank: int, size: int) -> Any:
+            return _C.make_lasting_group(store, rank, size)
+
+    torchs.ProcessGroup = Lasting
+    _making = True
+    try:
+        yield
+    finally:
+        _making = False
+        torchs.ProcessGroup = torchs_own
+
+
+def follow(group: dist.ProcessGroup) -> None:
+    """The group has been made: it answers for its members from now on, and the launcher may lose ranks."""
+    from ringdp import _C
+
+    _C.follow_view(group)
+    _C.on_change(group, _changed)
+    if (report := config.report_file()) is not None:
+        with contextlib.suppress(OSError):
+            Path(report).with_name(config.ELASTIC_MARK).touch()
+
+
+def _changed(view: int, members: Sequence[int], lost: Sequence[str], cause: str, counted: bool, replay: bool) -> None:
+    """torch's own list of the group's ranks, which its functions look numbers up in."""
+    torchs: Any = dist.distributed_c10d
+    group = dist.group.WORLD
+    if group in torchs._world.pg_group_ranks:
+        torchs._world.pg_group_ranks[group] = {rank: rank for rank in range(len(members))}
+    _log.debug("view %d: places %s; lost %s (%s)", view, list(members), list(lost), cause)

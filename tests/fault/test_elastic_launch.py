@@ -1,0 +1,74 @@
+"""ringrun --elastic: ranks die, the job ends well; and what it cannot go on without."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fault.launch_jobs import Job, script
+from tests.train.harness import ring_is_built
+
+pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+
+TRAIN = """
+    import os, signal, sys
+    import torch
+    import ringdp
+
+    ringdp.init()
+    place = ringdp.rank()
+    torch.manual_seed(1)
+    model = ringdp.RingDP(torch.nn.Linear(10, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(12):
+        x = torch.full((4, 10), float(place + step))
+        loss = model(x).square().mean()
+        if step == 3 and place == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 6 and (place == 2 or "all" in sys.argv):
+            raise ValueError("a sample of another size")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"place {place} is rank {ringdp.rank()} of {ringdp.world_size()}")
+"""
+
+
+def run(jobs: list[Job], folder: Path, *arguments: str | Path) -> Job:
+    job = Job(folder, *arguments)
+    jobs.append(job)
+    job.wait(60)
+    return job
+
+
+def test_a_killed_rank_and_one_that_raises_do_not_end_the_job(tmp_path: Path, jobs: list[Job]) -> None:
+    job = run(jobs, tmp_path, "--elastic", "-n", "4", "--console", "all", script(tmp_path, TRAIN))
+    assert job.process.returncode == 0, job.err
+    assert re.search(
+        r"ringrun: rank 0 on host \S+ was killed by SIGKILL .*; the other ranks go on without it; log:", job.err
+    )
+    assert "raised ValueError: a sample of another size; the other ranks go on without it" in job.err
+    assert re.search(
+        r"ringrun: finished after .* and 12 steps without rank 0 \(SIGKILL\), rank 2 \(ValueError\), lost on the way,",
+        job.err,
+    )
+    assert (
+        len(re.findall(r"\[rank [123]\] rank 0 \(host .*\) was lost .*as view 2; step 4 was made again", job.err)) == 3
+    )
+    said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
+    assert said == ["place 1 is rank 0 of 2", "place 3 is rank 1 of 2"]
+
+
+def test_when_all_fail_the_job_has_failed(tmp_path: Path, jobs: list[Job]) -> None:
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", script(tmp_path, TRAIN), "all")
+    assert job.process.returncode == 1
+    assert re.search(r"ringrun: FAILED after .*: rank \d on host \S+ ", job.err)
+
+
+def test_a_rank_that_dies_before_all_have_met_ends_the_others(tmp_path: Path, jobs: list[Job]) -> None:
+    text = "import os\nif os.environ['RANK'] == '1':\n    raise SystemExit(3)\nimport ringdp\nringdp.init()\n"
+    job = run(jobs, tmp_path, "--elastic", "-n", "2", script(tmp_path, text))
+    assert job.process.returncode == 1
+    assert "ended with exit code 3" in job.err
