@@ -703,7 +703,7 @@ def sparse_cut(x: torch.Tensor, residual: torch.Tensor | None, factor: float, wa
     """
 
 def sparse_decode(code: torch.Tensor, numel: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """float32 [numel], which is `out` where that is given. Raises ValueError for bytes that are not a code of so many
+    """float32 [numel], in `out` if that is given. Raises ValueError for bytes that are not a code of so many
     elements, an index out of range.
     """
 

@@ -122,7 +122,7 @@ void bind_sparse_codes(py::module_& module) {
              "(threshold, equals): the `wanted` largest of x + factor * residual are those above the threshold and so\n"
              "many of those that equal it.");
   module.def("sparse_decode", &sparse_decode, py::arg("code"), py::arg("numel"), py::arg("out") = py::none(),
-             "float32 [numel], which is `out` where that is given. Raises ValueError for bytes that are not a code of "
+             "float32 [numel], in `out` if that is given. Raises ValueError for bytes that are not a code of "
              "so many\n"
              "elements, an index out of range.");
   module.def(
