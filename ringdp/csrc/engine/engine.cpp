@@ -83,10 +83,6 @@ LinkEvents Engine::link_events() {
   return events;
 }
 
-void Engine::check_usable() const {
-  if (role_.closed()) throw Error(ErrorKind::kState, "this process group was shut down");
-}
-
 uint64_t Engine::add_group(uint64_t key, const GroupView& view, const std::string& name, bool outlives_losses) {
   if (fork_generation() != generation_) throw forked_error();
   std::vector<int> neighbours;
