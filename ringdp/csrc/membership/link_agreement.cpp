@@ -43,10 +43,12 @@ ViewDecision LinkAgreement::agree(ViewConsensus& change, const Look& look) {
     for (const auto& [from, bytes] : letters) take(change, from, bytes);
     put_out(change);
     if (change.decision()) break;
-    if (const auto standing = change.standing(); standing.left_out)
+    if (change.standing().left_out) {
+      if (pages_) pages_->leave();
       throw Error(ErrorKind::kState,
                   "the other ranks have gone on without this one, which missed what they decided, and "
                   "have ended since: its state is older than theirs, it has to end");
+    }
     pause = letters.empty() ? std::min<std::chrono::microseconds>(pause * 3 / 2, kLongestPause) : kShortestPause;
     letters.clear();
     look(change.standing().waiting_for);
