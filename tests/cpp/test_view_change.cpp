@@ -324,7 +324,7 @@ CASE("mutant found: the store gives the tie vote to both halves") {
 }
 
 // A schedule at random: messages are lost, repeated and overtake each other, ranks die and are suspected. Then all is calm:
-// what was sent arrives, deaths are known. Those that live have to come to a decision, if it was asked for (on hosts of their own).
+// what was sent arrives, deaths are known. Those that live on hosts of their own have to come to a decision then.
 class Schedule {
  public:
   Schedule(const Limits& limits, uint64_t seed) : model_(limits), limits_(limits), random_(seed) {

@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "ringdp"
 CSRC = PACKAGE / "csrc"
 CPP_SUFFIXES = {".h", ".hpp", ".inc", ".def", ".cpp", ".cu", ".cuh"}
 
-# torch -> {engine, cuda} -> {collective, membership} -> {mesh, codec} -> {transport, kernels, device} -> base: a folder includes
-# itself and folders of lower rank. Folders of one rank do not know each other.
+# torch -> {engine, cuda} -> {collective, membership} -> {mesh, codec} -> {transport, kernels, device} -> base: a folder
+# includes itself and folders of lower rank. Folders of one rank do not know each other.
 RANK = {
     "base": 0,
     "transport": 1,
