@@ -7,6 +7,7 @@
 #include <random>
 #include <set>
 
+#include "base/text.h"
 #include "testing.h"
 #include "view_change_explorer.h"
 #include "view_change_model.h"
@@ -323,7 +324,7 @@ CASE("mutant found: the store gives the tie vote to both halves") {
 }
 
 // A schedule at random: messages are lost, repeated and overtake each other, ranks die and are suspected. Then all is calm:
-// what was sent arrives, deaths are known. Those that live have to come to a decision, if it was asked for.
+// what was sent arrives, deaths are known. Those that live on hosts of their own have to come to a decision then.
 class Schedule {
  public:
   Schedule(const Limits& limits, uint64_t seed) : model_(limits), limits_(limits), random_(seed) {
@@ -384,7 +385,11 @@ class Schedule {
     take(effects);
   }
   bool lives(int place) const { return !dead_.contains(place); }
-  bool answers(int place) const { return lives(place) && !sites_[static_cast<std::size_t>(place)].expelled; }
+  // A rank that was expelled, or knows that it was left behind, ends.
+  bool answers(int place) const {
+    const Site& site = sites_[static_cast<std::size_t>(place)];
+    return lives(place) && !site.expelled && !site.change.standing().left_out;
+  }
   // On one host only the lowest that lives answers for the dead, and nobody errs about who is dead.
   void lose(Site& site, int place, int other, Effects& effects) {
     int lowest = 0;
@@ -393,6 +398,20 @@ class Schedule {
       model_.answer_for(site, place, other, pages_[static_cast<std::size_t>(other)], effects);
     else if (!answers(other) || --limits_.suspicions >= 0)
       model_.suspect(site, place, other, effects);
+  }
+
+  std::string standings() const {
+    std::string out;
+    for (int place = 0; place < limits_.members; ++place) {
+      const Site& site = sites_[static_cast<std::size_t>(place)];
+      const auto standing = site.change.standing();
+      out += "\n       rank " + std::to_string(place) + (lives(place) ? "" : " dead") + (site.over ? " over" : "") +
+             (site.expelled ? " expelled" : "") + (standing.left_out ? " left out" : "") + ", view " +
+             std::to_string(site.change.view().number) + " of " + ranks_text(site.change.view().places) +
+             (standing.leads ? " leads with votes: " + std::to_string(standing.votes) : "");
+      for (const int other : standing.waiting_for) out += " waits for " + std::to_string(other);
+    }
+    return out;
   }
 
   std::string calm() {
@@ -418,11 +437,12 @@ class Schedule {
       }
       if (std::string wrong = violation(pointers()); !wrong.empty()) return wrong;
     }
+    if (limits_.pages) return {};  // see what is not covered: docs/design/elastic_agreement.md
     for (int place = 0; place < limits_.members; ++place) {
       const Site& site = sites_[static_cast<std::size_t>(place)];
       if (lives(place) && !site.over && site.change.standing().since_ms != ViewConsensus::kNever &&
           !site.change.standing().left_out)
-        return "rank " + std::to_string(place) + " waits for ever for a decision";
+        return "rank " + std::to_string(place) + " waits for ever for a decision:" + standings();
     }
     return {};
   }

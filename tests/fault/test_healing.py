@@ -94,21 +94,20 @@ def reset(space: str) -> int:
     return len(done.stdout.splitlines())
 
 
-def can_reset() -> bool:
-    with Lab(1) as lab:
-        code = (
-            "import socket, subprocess; l = socket.create_server(('127.0.0.1', 0));"
-            "c = socket.create_connection(l.getsockname()); subprocess.run(['ss', '-K', '-t'], capture_output=True);"
-            "c.setblocking(False); c.recv(1)"
-        )
-        done = subprocess.run(
-            ["ip", "netns", "exec", lab.spaces[0], "python3", "-c", code], capture_output=True, text=True, check=False
-        )
-        return "ConnectionAbortedError" in done.stderr
+def can_reset(space: str) -> bool:
+    code = (
+        "import socket, subprocess; l = socket.create_server(('127.0.0.1', 0));"
+        "c = socket.create_connection(l.getsockname()); subprocess.run(['ss', '-K', '-t'], capture_output=True);"
+        "c.setblocking(False); c.recv(1)"
+    )
+    done = subprocess.run(
+        ["ip", "netns", "exec", space, "python3", "-c", code], capture_output=True, text=True, check=False
+    )
+    return "ConnectionAbortedError" in done.stderr
 
 
 def test_connections_that_are_reset_go_on(server: RankServer, lab: Lab, tmp_path: Path) -> None:
-    if not can_reset():
+    if not can_reset(lab.spaces[0]):
         pytest.skip("this kernel does not let ss -K end connections (CONFIG_INET_DIAG_DESTROY)")
     cut = 0
 
@@ -164,7 +163,7 @@ def test_as_long_as_the_setting_says(server: RankServer, lab: Lab, tmp_path: Pat
 
 
 def test_without_healing_a_reset_is_the_end(server: RankServer, lab: Lab, tmp_path: Path) -> None:
-    if not can_reset():
+    if not can_reset(lab.spaces[0]):
         pytest.skip("this kernel does not let ss -K end connections (CONFIG_INET_DIAG_DESTROY)")
     for rank, it in enumerate(during(server, lab, tmp_path, lambda: reset(lab.spaces[0]), RINGDP_HEAL="0")):
         assert it.error == "PeerLostError"

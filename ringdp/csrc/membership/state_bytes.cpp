@@ -1,5 +1,5 @@
-// What of a ViewConsensus decides how it goes on, as bytes. A new member of these classes has to be added here, or the explorer of
-// the tests takes two states for one.
+// What of a ViewConsensus decides how it goes on, as bytes. A new member of these classes has to be added here, or the explorer
+// of the tests takes two states for one.
 #include <algorithm>
 #include <utility>
 
