@@ -24,6 +24,7 @@ import compression_plots  # noqa: E402
 import compression_quality  # noqa: E402
 import elastic  # noqa: E402
 import embedding  # noqa: E402
+import far  # noqa: E402
 import guard  # noqa: E402
 import hosts  # noqa: E402
 import kernels  # noqa: E402
@@ -49,6 +50,7 @@ TOOLS = (
     compression_quality,
     elastic,
     embedding,
+    far,
     guard,
     hosts,
     kernels,
