@@ -158,8 +158,8 @@ def test_as_long_as_the_setting_says(server: RankServer, lab: Lab, tmp_path: Pat
         lab.ip(1, "link set eth0 up")
         time.sleep(1.0)
 
-    for it in during(server, lab, tmp_path, harm, RINGDP_HEAL="12"):
-        assert it.text == ""
+    outcomes = during(server, lab, tmp_path, harm, RINGDP_HEAL="12")
+    assert [it.text for it in outcomes] == ["", ""]
 
 
 def test_without_healing_a_reset_is_the_end(server: RankServer, lab: Lab, tmp_path: Path) -> None:
