@@ -25,7 +25,7 @@ def is_elastic(group: dist.ProcessGroup) -> bool:
     """Whether the group goes on without members that are lost."""
     from ringdp import _C
 
-    return _C.is_elastic(group)
+    return isinstance(group, dist.ProcessGroup) and _C.is_elastic(group)
 
 
 def refuse_where_elastic(group: dist.ProcessGroup | None, what: str) -> None:
