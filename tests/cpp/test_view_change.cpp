@@ -3,6 +3,7 @@
 // RINGDP_SEED chooses the schedules.
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <random>
 #include <set>
