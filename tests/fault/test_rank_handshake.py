@@ -269,7 +269,6 @@ def test_a_replayed_hello_gets_no_further(waiting: Waiting) -> None:
 
 def test_the_document_describes_what_a_rank_does(waiting: Waiting) -> None:
     """A rank written after docs/reference/wire_format.md alone is let in."""
-    waiting.store.set("at/1", waiting.store.get("at/0"))
     peer = waiting.connect()
     sent = hello(waiting)
     peer.sendall(sent)

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 
 #include "base/log.h"
@@ -23,6 +24,7 @@ constexpr milliseconds kTogether{50};       // after the last news
 constexpr milliseconds kLongestPause{250};  // between looks into the store
 constexpr milliseconds kCheckEvery{200};    // whether the processes of this host live
 constexpr int kLookUpMs = 3000;
+constexpr milliseconds kPlacesWait{1000};  // for where those are that have connected
 constexpr int kBacklog =
     1024;  // in the kernel: with less, a burst of strangers makes one of ours wait for a second SYN
 
@@ -75,8 +77,15 @@ Mesh RendezvousRun::run() {
   auto next_look = begin_;
   // A peer may have connected before its words in the store were read. Where it is must be known if they connect later.
   const bool later = world_ > options_.full_mesh_ranks;
-  auto known = [&](const Peer& peer) { return peer.present && (peer.placed || !(later || options_.heals)); };
-  while (!connector_ || !connector_->complete() || !std::all_of(peers_.begin(), peers_.end(), known)) {
+  auto known = [&](const Peer& peer) { return peer.present && (peer.placed || !later); };
+  // For connections that are made again it had better be known.
+  std::optional<Clock::time_point> connected_at;
+  auto places_come = [&] {
+    const bool all = std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.placed; });
+    if (!connected_at) connected_at = Clock::now();
+    return options_.heals && !all && Clock::now() - *connected_at < kPlacesWait;
+  };
+  while (!connector_ || !connector_->complete() || !std::all_of(peers_.begin(), peers_.end(), known) || places_come()) {
     auto now = Clock::now();
     if (now >= next_look) {
       if (look()) last_news_ = now;
