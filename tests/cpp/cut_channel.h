@@ -65,12 +65,12 @@ class CutChannel final : public Channel {
   }
   IoResult receive(std::span<const iovec> pieces) override { return inner_->receive(pieces); }
   // Without the short cut of connections within a host: the peer may be cutting.
-  std::size_t undelivered() const override {
+  std::size_t undelivered() override {
     int bytes = 0;
     if (ioctl(inner_->poll_fd(), SIOCOUTQ, &bytes) != 0) return SIZE_MAX;
     return static_cast<std::size_t>(bytes) + swallowed_;
   }
-  bool drained() const override { return inner_->drained(); }
+  bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }
   int poll_fd() const override { return inner_->poll_fd(); }

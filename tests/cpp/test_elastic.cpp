@@ -30,7 +30,7 @@ class CutChannel final : public Channel {
     if (mine_ || theirs_) return {IoStatus::kClosed, 0, 0};
     return inner_->receive(pieces);
   }
-  bool drained() const override { return mine_ || theirs_ || inner_->drained(); }
+  bool drained() override { return mine_ || theirs_ || inner_->drained(); }
   void close_send() override {
     if (!mine_ && !theirs_) inner_->close_send();
   }

@@ -31,7 +31,7 @@ class Cut final : public Channel {
   IoResult receive(std::span<const iovec> pieces) override {
     return mine_ || theirs_ ? IoResult{IoStatus::kClosed, 0, 0} : inner_->receive(pieces);
   }
-  bool drained() const override { return mine_ || theirs_ || inner_->drained(); }
+  bool drained() override { return mine_ || theirs_ || inner_->drained(); }
   void close_send() override {
     if (!mine_ && !theirs_) inner_->close_send();
   }
