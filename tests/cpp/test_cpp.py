@@ -41,6 +41,7 @@ SEEN = {
 FUZZ_S = 16  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
 WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
 MOST_WHERE_PLAIN = ("test_view_change",)  # explores less under the sanitizers
+LONG = ("test_resume_protocol",)  # a model with more states than a minute is enough for
 ONE_THREAD = ("test_cuda_kernels",)  # of fibers, which ThreadSanitizer does not follow
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
 # A thread, because that is where a sanitizer's run time fails to start if it does.
@@ -98,7 +99,7 @@ def passing() -> Iterator[Any]:
             if build == "tsan" and test in ONE_THREAD:
                 continue
             twice = build == "plain" and test not in (*WITHOUT_THE_CORE, *MOST_WHERE_PLAIN)
-            yield pytest.param(build, test, marks=[pytest.mark.slow] if twice else [])
+            yield pytest.param(build, test, marks=[pytest.mark.slow] if twice or test in LONG else [])
 
 
 @pytest.mark.parametrize(("build", "test"), list(passing()))

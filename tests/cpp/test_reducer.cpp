@@ -296,7 +296,7 @@ CASE("the first micro-batch keeps its gradients; one that weighs nothing brings 
   CHECK_EQ(batches.add(0), 0.0);
   CHECK_EQ(batches.total(), 18.0);
   // .grad has (8 g1 + 8 g2 + 2 g3) / 8; two ranks have 18 and 6 samples.
-  CHECK_EQ(batches.factor(24, 2), 2 * 8.0 / 24);
+  CHECK_EQ(MicroBatches::factor(batches.reference(), 24, 2), 2 * 8.0 / 24);
   batches.clear();
   CHECK_EQ(batches.total(), 0.0);
 }
@@ -308,20 +308,20 @@ CASE("equal weights change nothing, also where their sum is rounded; unequal one
       for (int i = 0; i < ranks; ++i) sum += weight;
       MicroBatches batches;
       CHECK_EQ(batches.add(weight), 1.0);
-      CHECK_EQ(batches.factor(sum, ranks), 1.0);
+      CHECK_EQ(MicroBatches::factor(batches.reference(), sum, ranks), 1.0);
     }
   }
   MicroBatches batches;
   batches.add(1000001);
-  CHECK(batches.factor(2000001, 2) != 1.0);
+  CHECK(MicroBatches::factor(batches.reference(), 2000001, 2) != 1.0);
 }
 
 CASE("where nothing weighs anything, gradients become zeros") {
   MicroBatches batches;
-  CHECK_EQ(batches.factor(0, 2), 0.0);
-  CHECK_EQ(batches.factor(5, 2), 0.0);  // the others' batches do
+  CHECK_EQ(MicroBatches::factor(batches.reference(), 0, 2), 0.0);
+  CHECK_EQ(MicroBatches::factor(batches.reference(), 5, 2), 0.0);  // the others' batches do
   CHECK_EQ(batches.add(0), 0.0);
-  CHECK_EQ(batches.factor(5, 2), 0.0);
+  CHECK_EQ(MicroBatches::factor(batches.reference(), 5, 2), 0.0);
   CHECK(!MicroBatches::valid(-1) && !MicroBatches::valid(std::nan("")) && !MicroBatches::valid(INFINITY));
   CHECK(MicroBatches::valid(0));
 }

@@ -81,7 +81,9 @@ def main(what: str, value: int, transport: str = "auto") -> dict[str, Any]:
     def rank(me: int) -> tuple[dict[int, str], float]:
         # Rings that need more address space than everything else together.
         ring_bytes = 2**24 if what == "address space" else 0
-        runtime = core.Runtime(store, me, WORLD, timeout_ms=20_000, transport=transport, shm_ring_bytes=ring_bytes, heal_ms=0)
+        runtime = core.Runtime(
+            store, me, WORLD, timeout_ms=20_000, transport=transport, shm_ring_bytes=ring_bytes, heal_ms=0
+        )
         ones = np.full(100_000, me + 1.0, np.float32)
         group = core.Group(runtime, "all", list(range(WORLD)))
         group.all_reduce(ones, "float32").wait()

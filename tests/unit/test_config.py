@@ -113,7 +113,13 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "table_source": f"RINGDP_TUNING={table}",
     }
     read_elsewhere = {"RINGDP_CUDA", "RINGDP_LOG_LEVEL", "RINGDP_GRADIENT_POOL", "RINGDP_REPORT_FILE"}
-    read_elsewhere |= {"RINGDP_REPORT_EVERY", "RINGDP_METRICS_DIR", "RINGDP_TENSORBOARD", "RINGDP_TIMELINE", "RINGDP_ELASTIC"}
+    read_elsewhere |= {
+        "RINGDP_REPORT_EVERY",
+        "RINGDP_METRICS_DIR",
+        "RINGDP_TENSORBOARD",
+        "RINGDP_TIMELINE",
+        "RINGDP_ELASTIC",
+    }
     assert set(config._READERS) | read_elsewhere == set(config.VARIABLES), "a variable without a reader"
 
 

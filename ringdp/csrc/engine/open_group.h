@@ -33,7 +33,7 @@ struct CallOptions {
   std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
   // Of an all-reduce in place of float32 or float64: by what the ranks' inputs are multiplied, the same on all; empty: nothing.
   std::vector<double> factors;
-  std::span<const std::byte> input;      // of an all-reduce: read there, and left as it is; empty: in place
+  std::span<const std::byte> input;  // of an all-reduce: read there, and left as it is; empty: in place
 };
 
 class OpenGroup {

@@ -44,7 +44,7 @@ class StripeSender {
   Channel& socket_;
   std::deque<Put> put_;  // of which it is not known whether they have come
   std::size_t most_put_ = kLeastPut;
-  uint64_t carried_ = 0;  // bytes
+  uint64_t carried_ = 0;         // bytes
   std::vector<std::byte> rest_;  // of a stripe that the socket has begun
   std::size_t rest_sent_ = 0;
   std::vector<iovec> pieces_;

@@ -127,8 +127,8 @@ void ExactStrategy::launch(Bucket& bucket, std::size_t /*bucket_count*/) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   ProcessGroupRing* ring = group_.ring(bucket.buffer.device().type());
   if (ring != nullptr && factors.empty() && operation(bucket.buffer) == c10d::ReduceOp::AVG) {
-    bucket.operation.work =
-        ring->all_reduce_watched(as_real(bucket.result), c10d::ReduceOp::AVG, bucket.report, {}, as_real(bucket.buffer));
+    bucket.operation.work = ring->all_reduce_watched(as_real(bucket.result), c10d::ReduceOp::AVG, bucket.report, {},
+                                                     as_real(bucket.buffer));
   } else {
     bucket.result.copy_(bucket.buffer);
     bucket.operation.work = mean(bucket.result, bucket.report, std::move(factors));
