@@ -42,6 +42,7 @@ FUZZ_S = 16  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its 
 WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
 MOST_WHERE_PLAIN = ("test_view_change",)  # explores less under the sanitizers
 LONG = ("test_resume_protocol",)  # a model with more states than a minute is enough for
+UNTRIED = ("test_elastic", "test_link_agreement")  # under ThreadSanitizer, so far
 ONE_THREAD = ("test_cuda_kernels",)  # of fibers, which ThreadSanitizer does not follow
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
 # A thread, because that is where a sanitizer's run time fails to start if it does.
@@ -99,7 +100,8 @@ def passing() -> Iterator[Any]:
             if build == "tsan" and test in ONE_THREAD:
                 continue
             twice = build == "plain" and test not in (*WITHOUT_THE_CORE, *MOST_WHERE_PLAIN)
-            yield pytest.param(build, test, marks=[pytest.mark.slow] if twice or test in LONG else [])
+            slow = twice or test in LONG or (build == "tsan" and test in UNTRIED)
+            yield pytest.param(build, test, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize(("build", "test"), list(passing()))
