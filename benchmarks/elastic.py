@@ -168,7 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         with tempfile.TemporaryDirectory(prefix="ringdp-elastic-") as folder:
             given = (arguments.ranks, folder, name, arguments.rounds, arguments.block_seconds)
-            multiprocessing.spawn(cost_rank, given, nprocs=arguments.ranks)
+            multiprocessing.spawn(  # type: ignore[attr-defined]
+                cost_rank, given, nprocs=arguments.ranks
+            )
             print(f"| {Path(folder, f'cost-{name}').read_text()} |", flush=True)
     if arguments.losses == 0:
         return 0

@@ -70,7 +70,7 @@ def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> 
             finally:
                 scope.exit()
             _C.commit_unit(group, unit)
-            return result  # type: ignore[return-value]
+            return result
         except (MembershipChanged, ExpelledError, DamagedDataError):
             raise
         except PeerLostError:

@@ -149,7 +149,9 @@ def init(
         with elastic.lasting_groups() if lasting else contextlib.nullcontext():
             _make_group(choice.backend, store, rank, world_size, timeout)
         if lasting:
-            elastic.follow(dist.group.WORLD)
+            world = dist.group.WORLD
+            assert world is not None  # it was made just now
+            elastic.follow(world)
     if choice.measure and devices.race(place):
         dist.destroy_process_group()
         _make_group(ring.BACKEND, PrefixStore("staged", store), rank, world_size, timeout)

@@ -243,7 +243,7 @@ def half_by_half(optimizer: torch.optim.Optimizer, parameters: list[Tensor], her
 def save(folder: str, step: int, model: Any, here: Callable[[str], None]) -> None:
     """A checkpoint; a rank dies in the middle of its write, or after the first exchange."""
     write = checkpoint._Writer.write
-    gather = checkpoint.all_gather_bytes
+    gather = checkpoint.all_gather_bytes  # type: ignore[attr-defined]
 
     def dying_write(self: Any, data: Any) -> int:
         here("checkpoint's write")
@@ -255,12 +255,12 @@ def save(folder: str, step: int, model: Any, here: Callable[[str], None]) -> Non
         return told
 
     checkpoint._Writer.write = dying_write  # type: ignore[method-assign]
-    checkpoint.all_gather_bytes = dying_gather  # type: ignore[assignment]
+    checkpoint.all_gather_bytes = dying_gather  # type: ignore[attr-defined]
     try:
         checkpoint.save(f"{folder}/checkpoints", step, {"model": model.state_dict()}, own=step)
     finally:
         checkpoint._Writer.write = write  # type: ignore[method-assign]
-        checkpoint.all_gather_bytes = gather
+        checkpoint.all_gather_bytes = gather  # type: ignore[attr-defined]
 
 
 def own_collective(folder: str, victim: int) -> dict[str, Any]:
