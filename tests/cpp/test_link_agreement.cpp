@@ -7,6 +7,7 @@
 #include <random>
 #include <set>
 
+#include "dead_channel.h"
 #include "engine/view_mail.h"
 #include "job.h"
 #include "membership/link_agreement.h"
@@ -18,31 +19,6 @@ constexpr uint64_t kGroup = 77;
 constexpr uint64_t kUnit = 41;  // under way when the members are lost
 
 struct Dead {};  // thrown by a rank that is killed
-
-// A rank that is dead: nothing passes its channels, and no goodbye does.
-class Cut final : public Channel {
- public:
-  Cut(std::unique_ptr<Channel> inner, const std::atomic<bool>& mine, const std::atomic<bool>& theirs)
-      : inner_(std::move(inner)), mine_(mine), theirs_(theirs) {}
-
-  IoResult send(std::span<const iovec> pieces) override {
-    return mine_ || theirs_ ? IoResult{IoStatus::kClosed, 0, 0} : inner_->send(pieces);
-  }
-  IoResult receive(std::span<const iovec> pieces) override {
-    return mine_ || theirs_ ? IoResult{IoStatus::kClosed, 0, 0} : inner_->receive(pieces);
-  }
-  bool drained() override { return mine_ || theirs_ || inner_->drained(); }
-  void close_send() override {
-    if (!mine_ && !theirs_) inner_->close_send();
-  }
-  int poll_fd() const override { return inner_->poll_fd(); }
-  std::string describe() const override { return "cut " + inner_->describe(); }
-
- private:
-  std::unique_ptr<Channel> inner_;
-  const std::atomic<bool>& mine_;
-  const std::atomic<bool>& theirs_;
-};
 
 // The rank dies instead of sending its n-th message.
 class Mortal final : public ViewPost {
@@ -86,8 +62,8 @@ Lived live(const Fates& fates) {
   run_ranks(fates.world, [&](int place) {
     EngineOptions engine_options;
     engine_options.wrap_channel = [&, place](std::unique_ptr<Channel> channel, int peer) -> std::unique_ptr<Channel> {
-      return std::make_unique<Cut>(std::move(channel), dead[static_cast<std::size_t>(place)],
-                                   dead[static_cast<std::size_t>(peer)]);
+      return std::make_unique<DeadChannel>(std::move(channel), dead[static_cast<std::size_t>(place)],
+                                           dead[static_cast<std::size_t>(peer)]);
     };
     RendezvousOptions rendezvous = rendezvous_options(place, fates.world);
     rendezvous.transport = transport_named("tcp");
