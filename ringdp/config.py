@@ -268,20 +268,25 @@ def timeline_dir(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("RINGDP_TIMELINE", "").strip() or None
 
 
+def _switch(name: str, environ: Mapping[str, str] | None, *, default: bool) -> bool:
+    choice = (os.environ if environ is None else environ).get(name, "").strip()
+    if choice not in ("", "0", "1"):
+        raise InvalidArgumentError(f"{name}={choice} is neither 0 nor 1")
+    return choice == "1" if choice else default
+
+
 def tensorboard(environ: Mapping[str, str] | None = None) -> bool:
     """RINGDP_TENSORBOARD: whether metrics are written for TensorBoard, too.
 
     Raises:
         InvalidArgumentError: it is neither 0 nor 1, or 1 without RINGDP_METRICS_DIR or the package tensorboard.
     """
-    choice = (os.environ if environ is None else environ).get("RINGDP_TENSORBOARD", "").strip()
-    if choice not in ("", "0", "1"):
-        raise InvalidArgumentError(f"RINGDP_TENSORBOARD={choice} is neither 0 nor 1")
-    if choice == "1" and metrics_dir(environ) is None:
+    on = _switch("RINGDP_TENSORBOARD", environ, default=False)
+    if on and metrics_dir(environ) is None:
         raise InvalidArgumentError("RINGDP_TENSORBOARD=1 needs a folder to write to: set RINGDP_METRICS_DIR")
-    if choice == "1" and importlib.util.find_spec("tensorboard") is None:
+    if on and importlib.util.find_spec("tensorboard") is None:
         raise InvalidArgumentError("RINGDP_TENSORBOARD=1 needs the package tensorboard: pip install tensorboard")
-    return choice == "1"
+    return on
 
 
 def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> str | None:
@@ -307,10 +312,7 @@ def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         InvalidArgumentError: it is neither 0 nor 1.
     """
-    choice = (os.environ if environ is None else environ).get("RINGDP_GRADIENT_POOL", "").strip()
-    if choice not in ("", "0", "1"):
-        raise InvalidArgumentError(f"RINGDP_GRADIENT_POOL={choice} is neither 0 nor 1")
-    return choice != "0"
+    return _switch("RINGDP_GRADIENT_POOL", environ, default=True)
 
 
 def elastic(environ: Mapping[str, str] | None = None) -> bool:
@@ -319,10 +321,7 @@ def elastic(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         InvalidArgumentError: it is neither 0 nor 1.
     """
-    choice = (os.environ if environ is None else environ).get("RINGDP_ELASTIC", "").strip()
-    if choice not in ("", "0", "1"):
-        raise InvalidArgumentError(f"RINGDP_ELASTIC={choice} is neither 0 nor 1")
-    return choice == "1"
+    return _switch("RINGDP_ELASTIC", environ, default=False)
 
 
 def host_identity(host_id: str = "") -> str:

@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,37 +15,27 @@ import numpy as np
 import pytest
 
 from ringdp.errors import PeerLostError
-from tests.contract.core_ranks import core
+from tests.contract.core_ranks import World
 
 COUNT = 700_003
 
 
 @contextmanager
-def job(size: int, streams: int, **options: Any) -> Iterator[list[tuple[Any, Any]]]:
-    store = core.MemoryStore()
-
-    def join(rank: int) -> tuple[Any, Any]:
-        runtime = core.Runtime(
-            store, rank, size, host_id=f"{rank}", transport="tcp", streams=streams, timeout_ms=10_000, **options
-        )
-        return runtime, core.Group(runtime, "g", list(range(size)), timeout_ms=20_000)
-
-    with ThreadPoolExecutor(size) as pool:
-        joined = list(pool.map(join, range(size)))
-        try:
-            yield joined
-        finally:
-            list(pool.map(lambda one: (one[1].close(), one[0].shut_down()), joined))
+def job(size: int, streams: int, **options: Any) -> Iterator[World]:
+    made = World(size, hosts=range(size), transport="tcp", streams=streams, timeout_ms=10_000, **options)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
-def sums(joined: list[tuple[Any, Any]], count: int = COUNT) -> list[Any]:
-    def one(rank: int) -> Any:
+def sums(joined: World, count: int = COUNT) -> list[Any]:
+    def one(rank: int, group: Any) -> Any:
         buffer = np.random.default_rng(rank).standard_normal(count).astype(np.float32)
-        joined[rank][1].all_reduce(buffer, "float32").wait()
+        group.all_reduce(buffer, "float32").wait()
         return buffer
 
-    with ThreadPoolExecutor(len(joined)) as pool:
-        return list(pool.map(one, range(len(joined))))
+    return joined.run(one)
 
 
 def connections() -> set[str]:
@@ -106,13 +95,12 @@ def test_one_that_is_cut_is_a_lost_peer_on_both_ranks(which: int) -> None:
         cut(ours[2 * which])
         began = time.monotonic()
 
-        def hear(rank: int) -> None:
+        def hear(rank: int, group: Any) -> None:
             buffer = np.ones(5_000_000, np.float32)
             with pytest.raises(PeerLostError, match=f"rank {1 - rank} "):
-                joined[rank][1].all_reduce(buffer, "float32").wait()
+                group.all_reduce(buffer, "float32").wait()
 
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(hear, range(2)))
+        joined.run(hear)
         assert time.monotonic() - began < 2.0
 
 
@@ -122,8 +110,8 @@ def test_one_that_is_cut_heals(which: int) -> None:
         expected = sums(joined)
     before = connections()
     with job(2, 3) as joined:
-        for _ in range(3):
-            cut(sorted(connections() - before)[-1 - which if _ == 0 else 0])
+        for cut_one in (-1 - which, 0, 0):  # it goes on with one connection
+            cut(sorted(connections() - before)[cut_one])
             began = time.monotonic()
             for bits in sums(joined):
                 assert bits.tobytes() == expected[0].tobytes()

@@ -142,6 +142,22 @@ class RankSpec:
     body: str = "tests.fault.hosts:meet_and_add"
 
 
+def one_on_each(lab: Lab, folder: Path, body: str, variables: dict[str, str]) -> list[RankSpec]:
+    """A rank on each host of the lab, which meet through a file in the folder."""
+    return [
+        RankSpec(
+            rank,
+            len(lab.spaces),
+            space=space,
+            host_name=f"h{rank}",
+            variables=variables,
+            method=f"file://{folder}/store",
+            body=body,
+        )
+        for rank, space in enumerate(lab.spaces)
+    ]
+
+
 @dataclass
 class Outcome:
     """What a rank tells: the error it met, or with whom it is connected and what was added up."""

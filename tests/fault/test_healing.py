@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, why_not
+from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, one_on_each, why_not
 from tests.fault.launch_jobs import wait_until
 
 HERE = "tests.fault.test_healing"
@@ -63,18 +63,7 @@ def lab() -> Iterator[Lab]:
 
 def during(server: RankServer, lab: Lab, folder: Path, harm: Callable[[], Any], **variables: str) -> list[Outcome]:
     """Do harm while the ranks, one on each host, add up; what became of them."""
-    specs = [
-        RankSpec(
-            rank,
-            len(lab.spaces),
-            space=space,
-            host_name=f"h{rank}",
-            variables={"FOLDER": str(folder), **variables},
-            method=f"file://{folder}/store",
-            body=f"{HERE}:reduce_until_told",
-        )
-        for rank, space in enumerate(lab.spaces)
-    ]
+    specs = one_on_each(lab, folder, f"{HERE}:reduce_until_told", {"FOLDER": str(folder), **variables})
     server.start(specs, folder)
     for rank in range(len(specs)):
         wait_until((folder / f"runs-{rank}").exists, f"rank {rank}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, why_not
+from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, one_on_each, why_not
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -156,19 +156,7 @@ def run_late(
 ) -> list[Outcome]:
     """A rank on each host, in a job in which pairs connect when they first need it."""
     variables["RINGDP_FULL_MESH_RANKS"] = "1"
-    specs = [
-        RankSpec(
-            rank,
-            len(lab.spaces),
-            space=space,
-            host_name=f"h{rank}",
-            variables=variables,
-            method=f"file://{folder}/store",
-            body=f"{__name__}:{body.__name__}",
-        )
-        for rank, space in enumerate(lab.spaces)
-    ]
-    return server.run(specs, folder)
+    return server.run(one_on_each(lab, folder, f"{__name__}:{body.__name__}", variables), folder)
 
 
 def add_for_a_while(spec: RankSpec, outcome: Outcome) -> None:

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "mesh/record.h"
 
 namespace ringdp {
 namespace {
@@ -26,12 +27,6 @@ std::optional<Error> loss_of(const std::exception_ptr& failure) {
   return std::nullopt;
 }
 
-std::string joined(const std::vector<std::string>& parts) {
-  std::string text;
-  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
-  return text;
-}
-
 }  // namespace
 
 bool is_loss(const std::exception_ptr& failure) { return loss_of(failure).has_value(); }
@@ -43,8 +38,9 @@ int& UnitScope::depth() {
 
 std::string ViewChange::text() const {
   std::ostringstream out;
-  out << (lost.empty() ? std::string("a member") : joined(lost)) << (lost.size() > 1 ? " were" : " was") << " lost ("
-      << cause << "); " << members.size() << " of " << before << " ranks go on, numbered from 0, as view " << view;
+  out << (lost.empty() ? std::string("a member") : join(lost, ", ")) << (lost.size() > 1 ? " were" : " was")
+      << " lost (" << cause << "); " << members.size() << " of " << before << " ranks go on, numbered from 0, as view "
+      << view;
   return out.str();
 }
 
@@ -268,7 +264,7 @@ void ElasticGroup::look(const std::vector<int>& waiting_for, Deadline deadline, 
   std::vector<std::string> names;
   for (const int member : waiting_for) names.push_back(runtime_->engine().peer(member).text());
   const std::string text = "a member is lost, and the others are about to go on without it; this rank waits for " +
-                           joined(names) + ", which lives and has not come to its next operation";
+                           join(names, ", ") + ", which lives and has not come to its next operation";
   if (deadline.expired()) throw Error(ErrorKind::kTimeout, text + ": Timed out");
   log(LogLevel::kWarning, text);
   next_notice = now + kFirstNotice;
