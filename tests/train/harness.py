@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tests.forked import Forked
 
@@ -246,7 +247,8 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
         except EOFError:
             return
         try:
-            with _process_group(backend, store, rank, world_size):
+            # What a function sets in the environment is not there for the next one.
+            with mock.patch.dict(os.environ), _process_group(backend, store, rank, world_size):
                 function = _find(module, name)
                 outcome = Outcome(rank, value=function(*args, **kwargs))
         except BaseException as error:
