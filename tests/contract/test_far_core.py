@@ -93,6 +93,24 @@ def test_two_levels_exchange_in_pairs_between_far_hosts() -> None:
         assert reduced(near).tobytes() != in_host_order.tobytes()
 
 
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aabb", "aabcc"])
+def test_long_buffers_go_as_far_as_the_path_holds(hosts: str) -> None:
+    """Longer than what peers may have under way between hosts that are near; bits are as between those."""
+    count = 6_000_000
+
+    def on(table: Mapping[str, int]) -> list[bytes]:
+        x = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(len(hosts))]
+        half = [it.astype(np.float16) for it in x]
+        with job(hosts, table=table) as joined:
+            on_all(joined, lambda rank, group: group.all_reduce_compressed([x[rank]], [3], "int8")[0].wait())
+            on_all(joined, lambda rank, group: group.all_reduce(half[rank], "float16", "AVG").wait())
+        return [it.tobytes() for it in x + half]
+
+    far = on(FAR)
+    assert far == on({})
+    assert far == far[:1] * len(hosts) + far[-1:] * len(hosts)
+
+
 def test_pairs_may_be_asked_for_at_any_distance() -> None:
     def taken(size_bytes: int, **table: int) -> str:
         name: str = core.all_reduce_algorithm(4, "float32", size_bytes, table=table, hosts=[0, 1, 2, 3])

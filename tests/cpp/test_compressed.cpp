@@ -27,8 +27,9 @@ GroupView view_of(const std::vector<int>& hosts, int rank) {
 }
 
 struct OnRank {
-  OnRank(const std::vector<int>& hosts, int rank, std::span<const CompressedSection> sections, CodecId id)
-      : map(view_of(hosts, rank)), plan(map, sections, codec(id)) {}
+  OnRank(const std::vector<int>& hosts, int rank, std::span<const CompressedSection> sections, CodecId id,
+         bool far = false)
+      : map(view_of(hosts, rank)), plan(map, sections, codec(id), far) {}
 
   HostMap map;
   CompressedPlan plan;
@@ -82,10 +83,11 @@ struct Parameters {
 CASE("both ends of every stream find the same pieces in the same order, and each code crosses once") {
   for (const auto& hosts : kLayouts)
     for (const auto& counts : kSections)
-      for (CodecId id : {CodecId::kFloat16, CodecId::kInt4}) {
+      for (bool far : {false, true}) {
         const auto sections = sections_of(counts);
         std::deque<OnRank> ranks;
-        for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) ranks.emplace_back(hosts, rank, sections, id);
+        for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank)
+          ranks.emplace_back(hosts, rank, sections, CodecId::kInt4, far);
         std::size_t crossing = 0, due = 0;
         for (const auto& segment : ranks[0].plan.segments()) due += segment.code_bytes;
         for (std::size_t from = 0; from < ranks.size(); ++from)
@@ -98,6 +100,24 @@ CASE("both ends of every stream find the same pieces in the same order, and each
             for (const auto& piece : sent) crossing += std::get<3>(piece);
           }
         CHECK_EQ(crossing, 2 * (static_cast<std::size_t>(ranks[0].map.count()) - 1) * due);
+      }
+}
+
+CASE("between far hosts all codes go before the first result, for which they would wait a round trip") {
+  using Kind = CompressedPlan::Kind;
+  const auto sections = sections_of({3'000'000, 5});
+  for (const auto& hosts : kLayouts)
+    for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank)
+      for (bool far : {false, true}) {
+        bool code_follows = false;
+        const OnRank here(hosts, rank, sections, CodecId::kInt8, far);
+        for (const auto& stream : here.plan.outgoing()) {
+          if (hosts[static_cast<std::size_t>(stream.member)] == hosts[static_cast<std::size_t>(rank)]) continue;
+          auto is = [](Kind kind) { return [=](const auto& it) { return it.kind == kind; }; };
+          const auto result = std::find_if(stream.pieces.begin(), stream.pieces.end(), is(Kind::kResult));
+          code_follows |= std::any_of(result, stream.pieces.end(), is(Kind::kCode));
+        }
+        CHECK(!far || !code_follows);
       }
 }
 

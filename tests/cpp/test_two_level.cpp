@@ -25,8 +25,8 @@ GroupView view_of(const std::vector<int>& hosts, int rank) {
 }
 
 struct OnRank {
-  OnRank(const std::vector<int>& hosts, int rank, std::span<std::byte> memory, DType dtype)
-      : map(view_of(hosts, rank)), plan(map, memory, dtype, ReduceOp::kAvg) {}
+  OnRank(const std::vector<int>& hosts, int rank, std::span<std::byte> memory, DType dtype, bool far)
+      : map(view_of(hosts, rank)), plan(map, memory, dtype, ReduceOp::kAvg, far) {}
 
   HostMap map;
   AllReducePlan plan;
@@ -49,10 +49,12 @@ CASE("both ends of every stream find the same pieces of the buffer in the same o
   std::vector<std::byte> memory(9 * 1024 * 1024);
   for (const auto& hosts : kLayouts) {
     for (std::size_t bytes : {4UL, 64UL, 4096UL, 100'004UL, 1'000'000UL, memory.size()}) {
-      for (DType dtype : {DType::kFloat32, DType::kBfloat16}) {
+      for (auto [dtype, far] :
+           {std::pair(DType::kFloat32, false), {DType::kBfloat16, false}, {DType::kFloat32, true}}) {
         auto span = std::span(memory).first(bytes);
         std::deque<OnRank> ranks;
-        for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) ranks.emplace_back(hosts, rank, span, dtype);
+        for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank)
+          ranks.emplace_back(hosts, rank, span, dtype, far);
         std::size_t crossing = 0;
         for (std::size_t from = 0; from < ranks.size(); ++from)
           for (std::size_t to = 0; to < ranks.size(); ++to) {
@@ -106,7 +108,7 @@ CASE("ranks of a host carry about as much as each other") {
   for (const auto& hosts : kLayouts) {
     std::vector<std::size_t> across(hosts.size());
     for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
-      OnRank one(hosts, static_cast<int>(rank), memory, DType::kFloat32);
+      OnRank one(hosts, static_cast<int>(rank), memory, DType::kFloat32, false);
       for (const auto& stream : one.plan.outgoing())
         if (hosts[static_cast<std::size_t>(stream.member)] != hosts[rank]) across[rank] += stream.total;
     }

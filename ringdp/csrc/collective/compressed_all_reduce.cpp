@@ -57,7 +57,7 @@ void CompressedAllReduce::prepare() {
     if (report_ != nullptr) report_->finite = report_->own == nullptr;
     return;
   }
-  plan_.emplace(hosts_, sections_, codec_);
+  plan_.emplace(hosts_, sections_, codec_, group_.far);
   for (const Segment& segment : plan_->segments()) {
     State& state = states_.emplace_back();
     if (plan_->carries(segment)) state.inputs_missing = hosts_.local().size() - 1;
@@ -97,13 +97,16 @@ bool CompressedAllReduce::consumed(const Piece& piece) const {
   return state.done && (piece.kind == Kind::kCode || state.sends == 0);
 }
 
-// How far the peer may send: some pieces more than are used up, and what may come unasked.
+// How far the peer may send: some pieces more than are used up, and what may come unasked. Between far hosts all codes: an
+// answer to what has been used up would take a round trip. They are at most as long as the code of the buffer.
 uint64_t CompressedAllReduce::widened(Incoming& in) {
   const std::vector<Piece>& pieces = in.stream->pieces;
   while (in.held < in.open && consumed(pieces[in.held])) ++in.held;
-  while (in.open < pieces.size() && (in.open < in.held + 2 || pieces[in.open].begin < kSmallFlowBytes ||
-                                     pieces[in.open].end() - pieces[in.held].begin <= kHeldBytes))
-    ++in.open;
+  auto may_come = [&](const Piece& piece) {
+    return in.open < in.held + 2 || piece.begin < kSmallFlowBytes ||
+           piece.end() - pieces[in.held].begin <= kHeldBytes || (group_.far && piece.kind != Kind::kInput);
+  };
+  while (in.open < pieces.size() && may_come(pieces[in.open])) ++in.open;
   return in.open < pieces.size() ? pieces[in.open].begin : in.stream->total();
 }
 

@@ -13,7 +13,8 @@ constexpr std::size_t kShortestSegment = 4 * 1024;
 constexpr std::size_t kLeastSegments = 8;  // of a part, where it has so much
 
 // How many turns apart things are; the bits do not depend on it. Inside a host inputs are sent that much before their sum
-// leaves it, and results follow codes at that distance: the line is busy while a segment is on its way.
+// leaves it, and results follow codes at that distance: the line is busy while a segment is on its way. Between far hosts all codes
+// go before the first result.
 constexpr std::size_t kLead = 2;
 constexpr std::size_t kLag = 4;
 
@@ -53,7 +54,8 @@ std::vector<std::pair<std::size_t, std::size_t>> owned_elements(const GroupView&
   return out;
 }
 
-CompressedPlan::CompressedPlan(const HostMap& hosts, std::span<const CompressedSection> sections, const Codec& codec)
+CompressedPlan::CompressedPlan(const HostMap& hosts, std::span<const CompressedSection> sections, const Codec& codec,
+                               bool far)
     : hosts_(hosts),
       rank_(hosts.local()[static_cast<std::size_t>(hosts.place)]),
       parts_(hosts.most * hosts.count()),
@@ -64,7 +66,7 @@ CompressedPlan::CompressedPlan(const HostMap& hosts, std::span<const CompressedS
   const std::size_t limit = std::clamp(share - share % kUnit, kShortestSegment, kLongestSegment);
   const std::vector<std::vector<Run>> parts = cut(sections);
   for (int part = 0; part < parts_; ++part) make_segments(part, parts[static_cast<std::size_t>(part)], limit, codec);
-  make_streams();
+  make_streams(far);
 }
 
 std::vector<std::vector<CompressedPlan::Run>> CompressedPlan::cut(std::span<const CompressedSection> sections) const {
@@ -110,7 +112,7 @@ std::size_t CompressedPlan::longest_code() const {
   return longest;
 }
 
-void CompressedPlan::make_streams() {
+void CompressedPlan::make_streams(bool far) {
   const std::vector<int>& local = hosts_.local();
   for (int step = 1; step < hosts_.ranks; ++step) {
     const int member = (rank_ + step) % hosts_.ranks;
@@ -130,8 +132,8 @@ void CompressedPlan::make_streams() {
   }
   std::size_t rounds = 0;
   for (const auto& part : of_part_) rounds = std::max(rounds, part.size());
-  const std::size_t lead = hosts_.most > 1 ? kLead : 0;
-  for (std::size_t turn = 0; turn < rounds + lead + kLag + 1; ++turn) {
+  const std::size_t lead = hosts_.most > 1 ? kLead : 0, lag = far ? std::max(rounds, kLag) : kLag;
+  for (std::size_t turn = 0; turn < rounds + lead + lag + 1; ++turn) {
     auto for_round = [&](std::size_t delay, auto add_pieces) {
       if (turn < delay) return;
       for (const auto& part : of_part_)
@@ -139,8 +141,8 @@ void CompressedPlan::make_streams() {
     };
     for_round(0, &CompressedPlan::add_inputs);
     for_round(lead, &CompressedPlan::add_codes);
-    for_round(lead + kLag, &CompressedPlan::add_results);
-    for_round(lead + kLag + 1, &CompressedPlan::add_results_inside);
+    for_round(lead + lag, &CompressedPlan::add_results);
+    for_round(lead + lag + 1, &CompressedPlan::add_results_inside);
   }
 }
 

@@ -84,7 +84,9 @@ class CompressedPlan {
   static constexpr std::size_t kTileElements = 8 * 1024;
   static constexpr std::size_t kLongestSegment = 63 * 1024;  // an int8 code of it has 64 KiB
 
-  CompressedPlan(const HostMap& hosts, std::span<const CompressedSection> sections, const Codec& codec);
+  // `far` as in GroupView.
+  CompressedPlan(const HostMap& hosts, std::span<const CompressedSection> sections, const Codec& codec,
+                 bool far = false);
 
   const std::vector<Segment>& segments() const { return segments_; }
   std::size_t longest_code() const;  // of a segment, in bytes
@@ -106,7 +108,7 @@ class CompressedPlan {
 
   std::vector<std::vector<Run>> cut(std::span<const CompressedSection> sections) const;  // [part]: what of each section
   void make_segments(int part, const std::vector<Run>& runs, std::size_t limit, const Codec& codec);
-  void make_streams();
+  void make_streams(bool far);
   void add_inputs(std::size_t segment);
   void add_codes(std::size_t segment);
   void add_results(std::size_t segment);

@@ -9,7 +9,7 @@ namespace ringdp {
 Fold::Fold(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory)
     : Operation(std::move(group), shape, std::move(name)),
       memory_(memory),
-      fold_(group_.rank, group_.size, shape.dtype, shape.op, group_.size) {
+      fold_(group_.rank, group_.size, shape.dtype, shape.op, group_.size, group_.far) {
   uses(memory);
 }
 

@@ -13,7 +13,7 @@ Pairwise::Pairwise(GroupView group, OperationShape shape, std::string name, std:
       chunks_(std::move(chunks)),
       scratch_(nullptr, {}),
       own_out_(shape.what == Collective::kReduceScatter ? out : chunks_[group_.rank]),
-      fold_(group_.rank, group_.size, shape.dtype, shape.op, group_.size) {
+      fold_(group_.rank, group_.size, shape.dtype, shape.op, group_.size, group_.far) {
   for (auto chunk : chunks_) uses(chunk);
   uses(out);
 }

@@ -18,8 +18,9 @@ class RankOrderFold {
   // Frames never cross a multiple of this, so that each has its place in one of a peer's blocks.
   static constexpr std::size_t kBlockBytes = 128 * 1024;
 
-  // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here).
-  RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor);
+  // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here). `far`: as GroupView's, peers
+  // may send as much as a long path holds.
+  RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor, bool far = false);
 
   // `own` and `out` may alias. With one rank they must, except for half types. Both [bytes]. All of `own` counts as
   // received; where it comes later, from a device, call `received` as for a peer.

@@ -9,14 +9,20 @@
 namespace ringdp {
 namespace {
 
-// Per peer, that may lie here until others have come or until their sum has left: at most 128 KiB each.
+// Per peer, that may lie here until others have come or until their sum has left: at most 128 KiB each. Between far hosts as many as
+// a long path holds.
 constexpr std::size_t kHeldPieces = 2;
+constexpr std::size_t kFarHeldPieces = 256;
 
 }  // namespace
 
 TwoLevel::TwoLevel(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
                    std::span<std::byte> out)
-    : Operation(std::move(group), shape, std::move(name)), hosts_(group_), chunks_(std::move(chunks)), result_(out) {
+    : Operation(std::move(group), shape, std::move(name)),
+      hosts_(group_),
+      held_pieces_(group_.far ? kFarHeldPieces : kHeldPieces),
+      chunks_(std::move(chunks)),
+      result_(out) {
   for (auto chunk : chunks_) uses(chunk);
   uses(out);
 }
@@ -80,7 +86,7 @@ uint64_t TwoLevel::widened(Incoming& in) {
   };
   const std::vector<Piece>& pieces = in.stream->pieces;
   std::erase_if(in.held, [&](Stage* stage) { return !holds(*stage); });
-  while (in.open < pieces.size() && (in.held.size() < kHeldPieces || pieces[in.open].begin < kSmallFlowBytes)) {
+  while (in.open < pieces.size() && (in.held.size() < held_pieces_ || pieces[in.open].begin < kSmallFlowBytes)) {
     Stage& stage = *pieces[in.open++].stage;
     if (holds(stage)) in.held.push_back(&stage);
   }
@@ -92,7 +98,7 @@ void TwoLevel::make_ready(Outgoing& out) {
   for (; out.ready < pieces.size(); ++out.ready) {
     const Piece& piece = pieces[out.ready];
     bool alone = piece.stage->passes_through && piece.stage->parts == 1;
-    if (alone && out.ready >= out.sent + kHeldPieces) return;  // no other rank's bytes pace it
+    if (alone && out.ready >= out.sent + held_pieces_) return;  // no other rank's bytes pace it
     std::size_t there = advance(*piece.stage);
     out.flow->ready = piece.begin + there;
     if (there < piece.stage->size) return;

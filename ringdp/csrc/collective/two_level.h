@@ -59,6 +59,7 @@ class TwoLevel final : public Operation {
   void move_on();
 
   const HostMap hosts_;
+  const std::size_t held_pieces_;  // of a peer, at most
   const std::vector<std::span<std::byte>> chunks_;
   const std::span<std::byte> result_;
   std::unique_ptr<StagePlan> plan_;

@@ -12,7 +12,8 @@ constexpr int kLeastRounds = 4;                      // shares of each carrier: 
 
 // How far apart things are, in rounds of a share for every carrier; the bits do not depend on it. Inputs are sent inside a
 // host that much before they are needed between hosts, and between hosts a share waits for its next step while so many
-// others take theirs: the line is busy while a block is on its way.
+// others take theirs: the line is busy while a block is on its way. Between far hosts all shares take a step before the first
+// of them takes the next.
 constexpr int kLead = 4;
 constexpr int kLag = 4;
 
@@ -41,15 +42,15 @@ AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, 
       steps_(in_pairs_ ? 2 : 2 * (hosts.count() - 1)),
       shares_(memory.size(), share_count_, element_bytes_),
       latest_(static_cast<std::size_t>(share_count_ * hosts.count())) {
-  int rounds = share_count_ / hosts_.most;
+  const int rounds = share_count_ / hosts_.most, lag = far ? std::max(rounds, kLag) : kLag;
   auto for_round = [&](int round, auto make) {
     if (round < 0 || round >= rounds) return;
     for (int share = round * hosts_.most; share < (round + 1) * hosts_.most; ++share) make(share);
   };
-  for (int turn = 0; turn <= rounds + kLead + kLag * (steps_ - 1); ++turn) {
+  for (int turn = 0; turn <= rounds + kLead + lag * (steps_ - 1); ++turn) {
     for_round(turn, [&](int share) { make_inside(share); });
     for (Step step = 0; step < steps_; ++step)
-      for_round(turn - kLead - kLag * step, [&](int share) {
+      for_round(turn - kLead - lag * step, [&](int share) {
         if (!carries(share)) return;
         if (in_pairs_)
           make_exchange_step(share, step);
@@ -57,7 +58,7 @@ AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, 
           make_ring_step(share, step);
       });
     for (Step step = 0; step < steps_; ++step)
-      for_round(turn - kLead - kLag * step - 1, [&](int share) { make_results(share, step); });
+      for_round(turn - kLead - lag * step - 1, [&](int share) { make_results(share, step); });
   }
 }
 

@@ -33,7 +33,7 @@ GroupView view_of(int world_rank, const Runtime& runtime, std::vector<int> membe
     view.hosts.push_back(
         seen.emplace(hosts[static_cast<std::size_t>(member)], static_cast<int>(seen.size())).first->second);
   view.members = std::move(members);
-  view.far = runtime.far();
+  view.far = runtime.far() && seen.size() > 1;
   return view;
 }
 
