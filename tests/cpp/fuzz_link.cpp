@@ -9,7 +9,6 @@
 
 #include "base/error.h"
 #include "fuzz.h"
-#include "membership/messages.h"
 #include "mesh/link.h"
 #include "mesh/peer_state.h"
 
@@ -105,21 +104,10 @@ std::vector<std::byte> frame(Random& random, const Operation& about, uint64_t& o
   std::string control;
   if (random.one_in(4)) {
     constexpr std::array kOften{FrameType::kGrant, FrameType::kRequest, FrameType::kCredit,
-                                FrameType::kPing,  FrameType::kPong,    FrameType::kView};
+                                FrameType::kPing,  FrameType::kPong};
     header.type = random.one_in(20) ? static_cast<FrameType>(2 + random.below(7)) : kOften[random.below(kOften.size())];
     header.offset = random.one_in(4) ? random.odd_number() : about.memory.size();
     if (header.type == FrameType::kAbort || header.type == FrameType::kBye) payload = random.below(100);
-    if (header.type == FrameType::kView) {
-      ViewMessage message;
-      message.type = static_cast<ViewMessage::Type>(1 + random.below(7));
-      const bool by_ballot = message.type != ViewMessage::Type::kSuspect && message.type != ViewMessage::Type::kDecide;
-      if (by_ballot) message.ballot = {1 + random.below(3), static_cast<int32_t>(random.below(4))};
-      message.decision = ViewDecision{2, {0, 2}, {{7, true}}, false, "lost"};
-      std::vector<std::byte> bytes = message.encode();
-      if (random.one_in(2)) mutate(bytes, random);
-      control.assign(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-      payload = control.size();
-    }
     if (header.type == FrameType::kPong) {
       PeerState state;
       state.waits_for = {1, 2, 3};
@@ -183,16 +171,6 @@ void round(Random& random) {
   events.departed = [](int, const std::string& reason) {
     require(reason.size() <= kReasonBytes, "a reason is short");
     count("goodbyes");
-  };
-  events.viewed = [](int, uint64_t, std::span<const std::byte> message) {
-    require(message.size() <= kViewBytes, "a message about members is short");
-    try {
-      require(ViewMessage::decode(message).encode().size() == message.size(), "what is read is all that came");
-      count("messages about members");
-    } catch (const Error& error) {
-      require(error.kind() == ErrorKind::kHandshake, "other bytes are refused");
-      count("of them refused");
-    }
   };
   Link* answering = nullptr;
   events.asked = [&](int, uint64_t group, uint64_t sequence, bool) {

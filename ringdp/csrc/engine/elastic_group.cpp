@@ -128,9 +128,10 @@ void ElasticGroup::commit(uint64_t unit) {
   uint64_t view = 0;
   {
     std::lock_guard lock(mutex_);
-    if (left_ >= unit) return;
-    if (frozen_) throw Error(ErrorKind::kPeerLost, "the members are about to change");
-    done_ = true;
+    const auto entry = progress_.enter(unit);
+    if (entry == UnitProgress::Entry::kLeft) return;
+    if (entry == UnitProgress::Entry::kFrozen)
+      throw Error(ErrorKind::kPeerLost, "the members are about to change");
     group = group_;
     view = view_;
   }
@@ -140,10 +141,8 @@ void ElasticGroup::commit(uint64_t unit) {
   group->wait(*barrier);
   {
     std::lock_guard lock(mutex_);
-    if (left_ >= unit) return;  // by a change, which another thread made meanwhile
-    if (view_ != view) throw Error(ErrorKind::kPeerLost, "the members have changed");
-    left_ = unit;
-    done_ = false;
+    if (!progress_.leave(unit, view)) throw Error(ErrorKind::kPeerLost, "the members have changed");
+    left_ = progress_.left();
   }
   write_log_line();
 }
@@ -203,9 +202,7 @@ MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group) {
   MemberState mine;
   {
     std::lock_guard lock(mutex_);
-    frozen_ = true;
-    mine.left = left_;
-    mine.done = done_;
+    mine = progress_.freeze();
     mine.called = called_;
     calls = calls_;
   }
@@ -239,8 +236,8 @@ void ElasticGroup::install(const Decision& decision, ViewChange change) {
     std::lock_guard lock(mutex_);
     group_ = now;
     group_->set_timeout_ms(timeout_ms_);
+    progress_.install(change.view, decision.committed);
     left_ = base_ = decision.committed;
-    frozen_ = done_ = false;
     untold_ = untold_ || decision.replay;
     called_ = 0;
     calls_.clear();

@@ -19,6 +19,7 @@
 
 #include "engine/group.h"
 #include "membership/agreement.h"
+#include "membership/unit_progress.h"
 
 namespace ringdp {
 
@@ -114,15 +115,14 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   Told told_;
   std::function<void(const std::shared_ptr<GroupHandle>&)> installed_;  // under change_mutex_
   int64_t timeout_ms_;
-  bool frozen_ = false;  // this rank has said where it stands
-  bool done_ = false;    // with the unit after left_
+  UnitProgress progress_;
   bool untold_ = false;  // of last_, by an exception
   uint64_t called_ = 0;
   std::vector<std::shared_ptr<Work>> calls_;  // outside units, that may not have ended
   ViewChange last_;
   bool unlogged_ = false;  // last_
   std::string unit_;       // what it is
-  std::atomic<uint64_t> left_{0};
+  std::atomic<uint64_t> left_{0};  // as in progress_
   std::atomic<uint64_t> base_{0};  // left_ when the view began
   std::atomic<uint64_t> view_{1};
   std::atomic<int> rank_{0};

@@ -51,8 +51,7 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
       stalls_(role_, groups_, links_, notices_, diagnosis_, options_.stall_notice_ms),
       copies_(role_, groups_, failures_, completions_,
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
-      progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, recorder_, options_),
-      view_mail_(role_, links_, [this] { progress_.look_at_all(); }) {
+      progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, recorder_, options_) {
   diagnosis_.start(links_.peers().self(), links_.peers().world());
 }
 
@@ -62,9 +61,6 @@ LinkEvents Engine::link_events() {
     failures_.on_aborted(from, group, notice);
   };
   events.mismatched = [this](Disagreement it) { failures_.on_mismatched(std::move(it)); };
-  events.viewed = [this](int from, uint64_t group, std::span<const std::byte> message) {
-    view_mail_.arrived(from, group, message);
-  };
   events.wanted = [this](int to) { options_.want_connection(to); };
   events.started = [this](uint64_t id, uint64_t sequence) {
     const GroupPtr group = groups_.find(id);

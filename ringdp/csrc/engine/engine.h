@@ -32,7 +32,6 @@
 #include "engine/progress.h"
 #include "engine/staged_copies.h"
 #include "engine/stall_monitor.h"
-#include "engine/view_mail.h"
 #include "engine/work.h"
 #include "mesh/link.h"
 #include "mesh/rendezvous.h"
@@ -89,7 +88,6 @@ class Engine {
   void run_communication_thread();
   CompletionQueue& completions() { return completions_; }
   NoticeBoard& notices() { return notices_; }
-  ViewMail& view_mail() { return view_mail_; }
   const OperationRecorder& recorder() const { return recorder_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
@@ -122,7 +120,6 @@ class Engine {
   StallMonitor stalls_;
   StagedCopies copies_;
   Progress progress_;
-  ViewMail view_mail_;
 
   std::string farewell_ RINGDP_GUARDED_BY(role_.mutex());
 };

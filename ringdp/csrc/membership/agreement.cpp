@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "membership/member_turn.h"
 
 namespace ringdp {
 namespace {
@@ -40,10 +41,6 @@ std::string read_text(std::istringstream& in) {
   std::getline(in, end);  // of the line before
   std::getline(in, text);
   return text;
-}
-
-bool contains(const std::vector<int>& list, int value) {
-  return std::find(list.begin(), list.end(), value) != list.end();
 }
 
 }  // namespace
@@ -104,50 +101,28 @@ Decision decide(const std::vector<int>& members, const std::vector<MemberState>&
 
 Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, int self, const MemberState& mine,
                                const Unreachable& unreachable, const Look& look) {
-  const std::string prefix = std::to_string(view) + "/";
-  const auto key_of = [&](int member) { return prefix + "state/" + std::to_string(member); };
-  const std::string decision_key = prefix + "decision";
-  store_->set(key_of(self), mine.encode());
-  std::vector<int> lost = mine.lost;
+  MemberTurn turn(view, members, self, mine);
   auto pause = std::chrono::duration_cast<std::chrono::microseconds>(kShortestPause);
-  for (;;) {
-    if (const auto decided = store_->find(decision_key)) return Decision::decode(*decided);
-    for (const int member : unreachable())
-      if (!contains(lost, member)) lost.push_back(member);
-    std::vector<int> living, waiting_for;
-    for (const int member : members)
-      if (!contains(lost, member)) living.push_back(member);
-    if (living.front() == self) {
-      std::vector<MemberState> states;
-      std::vector<int> left_out;
-      for (const int member : living) {
-        const auto said = member == self ? mine.encode() : store_->find(key_of(member)).value_or("");
-        if (said.empty())
-          waiting_for.push_back(member);
-        else
-          states.push_back(MemberState::decode(said));
-      }
-      if (waiting_for.empty()) {
-        // All members of a view reach each other: of two that do not, the lower one stays.
-        for (std::size_t i = 0; i < living.size(); ++i)
-          for (const int member : states[i].lost)
-            if (contains(living, member) && !contains(left_out, living[i]) && !contains(left_out, member))
-              left_out.push_back(std::max(member, living[i]));
-        std::vector<int> staying;
-        std::vector<MemberState> theirs;
-        for (std::size_t i = 0; i < living.size(); ++i) {
-          if (contains(left_out, living[i])) continue;
-          staying.push_back(living[i]);
-          theirs.push_back(states[i]);
-        }
-        return Decision::decode(store_->set_first(decision_key, decide(staying, theirs).encode()));
-      }
-    } else {
-      waiting_for.push_back(living.front());
-    }
-    look(waiting_for);
+  while (!turn.decision()) {
+    turn.lose(unreachable());
+    turn.answer(ask(turn.request()));
+    if (!turn.waits()) continue;
+    look(turn.waiting_for());
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(pause * 3 / 2, kLongestPause);
+  }
+  return *turn.decision();
+}
+
+std::optional<std::string> StoreAgreement::ask(const StoreRequest& request) {
+  switch (request.kind) {
+    case StoreRequest::Kind::kSet:
+      store_->set(request.key, request.value);
+      return request.value;
+    case StoreRequest::Kind::kSetFirst:
+      return store_->set_first(request.key, request.value);
+    default:
+      return store_->find(request.key);
   }
 }
 

@@ -14,6 +14,8 @@
 
 namespace ringdp {
 
+struct StoreRequest;
+
 // Where a member stands when it leaves a view. It starts nothing more in that view.
 struct MemberState {
   uint64_t left = 0;        // units that it has left, over all views
@@ -65,6 +67,8 @@ class StoreAgreement final : public Agreement {
                  const Unreachable& unreachable, const Look& look) override;
 
  private:
+  std::optional<std::string> ask(const StoreRequest& request);
+
   std::unique_ptr<Store> store_;
 };
 

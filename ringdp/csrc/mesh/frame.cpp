@@ -28,14 +28,12 @@ std::size_t longest_payload(FrameType type) {
       return kReasonBytes;
     case FrameType::kPong:
       return std::max(kPeerStateBytes, kStacksBytes);
-    case FrameType::kView:
-      return kViewBytes;
     default:
       return 0;
   }
 }
 
-bool is_type(uint8_t type) { return (type >= 1 && type <= 8) || type == static_cast<uint8_t>(FrameType::kView); }
+bool is_type(uint8_t type) { return type >= 1 && type <= 8; }
 
 }  // namespace
 

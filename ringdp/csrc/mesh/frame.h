@@ -21,7 +21,6 @@ inline constexpr std::size_t kEagerWindowBytes = 1024 * 1024;  // unasked-for pa
 inline constexpr std::size_t kSmallFlowBytes = 64 * 1024;      // flows up to this size are sent without being asked for
 inline constexpr std::size_t kAbortTextBytes = 2048;           // longest text of an abort frame
 inline constexpr std::size_t kReasonBytes = 512;               // longest text of a goodbye
-inline constexpr std::size_t kViewBytes = 4096;                // longest message about a group's members
 
 // In an operation's sequence number: it has no place in the order of its group, but was issued inside a callback, or is a
 // message.
@@ -44,8 +43,7 @@ enum class FrameType : uint8_t {
   kAbort = 5,    // the group failed; payload is an AbortNotice
   kBye = 6,      // nothing follows: the sender leaves in good order; the payload says why
   kPing = 7,     // what do you know of this operation?
-  kPong = 8,     // the answer: a PeerState, or the text of stacks
-  kView = 10     // of the agreement on a group's next members; payload is a ViewMessage
+  kPong = 8      // the answer: a PeerState, or the text of stacks
 };
 
 // What an operation is, as its rank sees it. Equal on all ranks of an operation, or it fails on all of them.

@@ -63,10 +63,6 @@ void Link::send_bye(const std::string& reason) {
   if (connected() && !departed()) sender_.say_bye(clean_text(reason, kReasonBytes));
 }
 
-void Link::send_view(uint64_t group, const std::string& message) {
-  if (!broken() && !departed()) sender_.control(FrameHeader::of(FrameType::kView, group, 0), message);
-}
-
 void Link::send_ping(uint64_t group, uint64_t sequence, bool with_stacks) {
   if (!broken() && !departed() && sender_.may_talk())
     sender_.control(FrameHeader::of(FrameType::kPing, group, sequence, with_stacks ? kWithStacks : 0));

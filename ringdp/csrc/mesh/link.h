@@ -46,7 +46,6 @@ class Link : public Connection {
 
   void send_abort(uint64_t group, const AbortNotice& notice);
   void send_bye(const std::string& reason);
-  void send_view(uint64_t group, const std::string& message);  // kViewBytes at most
   void send_ping(uint64_t group, uint64_t sequence, bool with_stacks = false);
   // `answer`: an encoded PeerState, or the text of stacks, kStacksBytes at most.
   void send_pong(uint64_t group, uint64_t sequence, const std::string& answer, bool stacks = false);

@@ -26,8 +26,6 @@ struct LinkEvents {
   std::function<void(int peer, uint64_t group, uint64_t sequence, PeerState)> answered;
   std::function<void(int peer, uint64_t group, uint64_t sequence, std::string stacks)> told_stacks = {};
   std::function<StartedOperation(uint64_t group, uint64_t sequence)> started;
-  std::function<void(int peer, uint64_t group, std::span<const std::byte> message)> viewed =
-      {};                                     // see FrameType::kView
   std::function<void(int peer)> wanted = {};  // a connection, by a link that waits for one
 };
 

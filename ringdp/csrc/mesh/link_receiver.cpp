@@ -268,9 +268,6 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
       connection_.depart();
       events_.departed(peer, clean_text(text_of(payload), kReasonBytes));
       break;
-    case FrameType::kView:
-      if (events_.viewed) events_.viewed(peer, header.group, payload);
-      break;
     case FrameType::kPing:
       events_.asked(peer, header.group, header.sequence, header.offset == kWithStacks);
       break;
