@@ -22,6 +22,7 @@ struct Cutter {
   std::atomic<uint64_t> after{0};  // bytes from now on
   std::atomic<uint64_t> lost{0};   // bytes more that the channel takes, and that never arrive
   std::atomic<int> cuts{0};
+  std::atomic<int64_t> held_up_ms{0};  // what the channels say of that; 0: the truth
 
   void arm(int to, uint64_t after_bytes, uint64_t lost_bytes) {
     after = after_bytes;
@@ -76,7 +77,10 @@ class CutChannel final : public Channel {
   int poll_fd() const override { return inner_->poll_fd(); }
   void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
   int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
-  HeldUp held_up() override { return inner_->held_up(); }
+  HeldUp held_up() override {
+    const int64_t ms = cutter_->held_up_ms;
+    return ms > 0 ? HeldUp{ms, 1448} : inner_->held_up();
+  }
   std::string describe() const override { return inner_->describe(); }
 
  private:

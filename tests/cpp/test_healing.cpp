@@ -246,6 +246,19 @@ CASE("all ranks cut at once, again and again") {
   CHECK(made > 10);
 }
 
+// As after an outage: bytes were under way for seconds when the connection ended.
+CASE("a connection that is reset after it was held up heals, too") {
+  const Trial trial{"", 2, {0, 1}, ring_only(), 1000, all_reduce};
+  run_cut_job(trial, [&](Rank& self, Cutter& cutter) {
+    cutter.held_up_ms = 3000;
+    std::vector<float> data(trial.count, 1.0F), none;
+    if (self.rank == 0) cutter.arm(1, 100, 100);
+    all_reduce(self, data, none);
+    CHECK(data == std::vector<float>(trial.count, 2.0F));
+    self.wait(self.group->barrier({}));
+  });
+}
+
 CASE("an operation that fails while its connection heals leaves the group's others whole") {
   const Trial trial{"", 2, {0, 1}, ring_only(), 200'000, all_reduce};
   run_cut_job(trial, [&](Rank& self, Cutter& cutter) {

@@ -75,7 +75,7 @@ void Connection::watch_host(int64_t silence_ms) {
 }
 
 void Connection::check_host() {
-  if (!usable() || !connected() || silence_ms_ == 0) return;
+  if (!usable() || !connected() || healing() || silence_ms_ == 0) return;
   if (channel_->host_silence_ms() >= silence_ms_)
     fail(ErrorKind::kPeerLost, "its host has not answered for " + std::to_string(silence_ms_) + " ms",
          "look whether that host is up and the network between reaches it");
@@ -84,20 +84,26 @@ void Connection::check_host() {
     fail(ErrorKind::kPeerLost, held_up_text(held_up, "though its host answers", *channel_), kLargePacketsAdvice);
 }
 
+// How the connection ended says what to report if no other takes its place; whether one can, only dialling shows. Where another
+// is being made already, the peer closes this one, and what was under way on it counts for nothing.
 void Connection::fail_closed(int error_number) const {
-  if (error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == EHOSTDOWN ||
-      error_number == ENETUNREACH)
+  const bool unreachable = error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == EHOSTDOWN ||
+                           error_number == ENETUNREACH;
+  if (unreachable && !healing())
     fail(ErrorKind::kPeerLost, "its host does not answer any more: " + errno_text(error_number),
          "look whether that host is up and the network between reaches it");
   // The other end may have found that first.
   const bool ended = error_number == 0 || error_number == ECONNRESET;
-  const Channel::HeldUp held_up = ended ? channel_->held_up() : Channel::HeldUp{};
-  if (held_up.ms >= kHeldUpAtEndMs)
-    fail(ErrorKind::kPeerLost, held_up_text(held_up, "and it gave this connection up", *channel_), kLargePacketsAdvice);
-  const std::string what = error_number == 0 ? "the connection ended without a goodbye" : errno_text(error_number);
+  const Channel::HeldUp held_up = ended && !healing() ? channel_->held_up() : Channel::HeldUp{};
+  const bool held = held_up.ms >= kHeldUpAtEndMs;
+  const std::string what = held                ? held_up_text(held_up, "and it gave this connection up", *channel_)
+                           : error_number == 0 ? "the connection ended without a goodbye"
+                                               : errno_text(error_number);
   ErrorContext context = context_of(
-      *this, what, "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
-  context.unexplained = true;
+      *this, what,
+      held ? kLargePacketsAdvice
+           : "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
+  context.unexplained = !held;
   throw ConnectionBroken(ErrorKind::kPeerLost, peer_.text() + ": " + what, context);
 }
 

@@ -67,8 +67,8 @@ class Connection {
 
   [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice) const;
   [[noreturn]] void fail_damaged(const std::string& what);
-  // The channel has ended without a goodbye: ConnectionBroken, unless another one would end, too. `error_number`: 0 where it
-  // ended in good order.
+  // The channel has ended without a goodbye: ConnectionBroken, unless the peer's host has been silent for so long that another one
+  // would not come about. `error_number`: 0 where it ended in good order.
   [[noreturn]] void fail_closed(int error_number) const;
 
  private:
