@@ -71,6 +71,7 @@ class CutChannel final : public Channel {
     if (ioctl(inner_->poll_fd(), SIOCOUTQ, &bytes) != 0) return SIZE_MAX;
     return static_cast<std::size_t>(bytes) + swallowed_;
   }
+  void add_stream(Fd socket) override { inner_->add_stream(std::move(socket)); }
   bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }

@@ -39,7 +39,6 @@ SEEN = {
 FUZZ_S = 16  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
 WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
 MOST_WHERE_PLAIN = ("test_agreement",)  # explores less under the sanitizers
-LONG = ("test_resume_protocol",)  # a model with more states than a minute is enough for
 UNTRIED = ("test_elastic",)  # under ThreadSanitizer, so far
 ONE_THREAD = ("test_cuda_kernels",)  # of fibers, which ThreadSanitizer does not follow
 SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
@@ -98,7 +97,7 @@ def passing() -> Iterator[Any]:
             if build == "tsan" and test in ONE_THREAD:
                 continue
             twice = build == "plain" and test not in (*WITHOUT_THE_CORE, *MOST_WHERE_PLAIN)
-            slow = twice or test in LONG or (build == "tsan" and test in UNTRIED)
+            slow = twice or (build == "tsan" and test in UNTRIED)
             yield pytest.param(build, test, marks=[pytest.mark.slow] if slow else [])
 
 
@@ -111,13 +110,23 @@ def test_passes(build: str, test: str) -> None:
 
 
 @pytest.mark.slow
-def test_connections_heal_wherever_they_are_cut() -> None:
+@pytest.mark.parametrize("build", ["plain", "asan"])
+def test_connections_heal_wherever_they_are_cut(build: str) -> None:
     """At every byte that a rank sends in a short operation, in both directions; some thousand places of long ones."""
     need_command(COMPILER[0], "g++")
+    prefix = launch_prefix(build)
     done = run(
-        [str(built("plain", "test_healing")), "--limit-s", "600", "cut anywhere"], variables={"RINGDP_CUTS": "0"}
+        [*prefix, str(built(build, "test_healing")), "--limit-s", "1000", "cut anywhere"],
+        variables={"RINGDP_CUTS": "0"},
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.mark.slow
+def test_more_of_what_can_happen_when_a_connection_is_made_again() -> None:
+    need_command(COMPILER[0], "g++")
+    done = run([str(built("plain", "test_resume_protocol")), "--limit-s", "1000"], variables={"RINGDP_EXPLORE": "1"})
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.mark.parametrize("fuzzer", FUZZERS)

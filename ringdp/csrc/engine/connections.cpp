@@ -49,6 +49,12 @@ void Connections::resume(int peer, std::unique_ptr<Channel> channel, uint64_t ta
   });
 }
 
+void Connections::add_stream(int peer, Fd socket) {
+  role_.run([&] {
+    if (!closed()) links_[peer]->repair().add_stream(std::move(socket));
+  });
+}
+
 void Connections::not_healed(int peer, const std::string& why) {
   role_.run([&] {
     if (!closed()) healing_.give_up(peer, why);

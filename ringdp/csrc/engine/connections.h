@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/deadline.h"
+#include "base/fd.h"
 #include "engine/driver_role.h"
 #include "engine/failure_agreement.h"
 #include "engine/healing.h"
@@ -28,6 +29,7 @@ class Connections {
   bool hold(int peer);
   std::optional<uint64_t> settle(int peer);
   void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);
+  void add_stream(int peer, Fd socket);
   void not_healed(int peer, const std::string& why);
 
   void wait_until_whole(Deadline deadline);  // no connection heals any more

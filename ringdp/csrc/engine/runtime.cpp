@@ -94,6 +94,9 @@ void Runtime::start_connecting(int64_t heal_ms) {
   events.resume = [engine = engine_](int peer, std::unique_ptr<Channel> channel, uint64_t taken) {
     engine->connections().resume(peer, std::move(channel), taken);
   };
+  events.add_stream = [engine = engine_](int peer, Fd socket) {
+    engine->connections().add_stream(peer, std::move(socket));
+  };
   events.not_healed = [engine = engine_](int peer, const std::string& why) {
     engine->connections().not_healed(peer, why);
   };

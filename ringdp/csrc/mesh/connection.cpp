@@ -99,10 +99,10 @@ void Connection::fail_closed(int error_number) const {
   const std::string what = held                ? held_up_text(held_up, "and it gave this connection up", *channel_)
                            : error_number == 0 ? "the connection ended without a goodbye"
                                                : errno_text(error_number);
-  ErrorContext context = context_of(
-      *this, what,
-      held ? kLargePacketsAdvice
-           : "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
+  ErrorContext context =
+      context_of(*this, what,
+                 held ? kLargePacketsAdvice
+                      : "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
   context.unexplained = !held;
   throw ConnectionBroken(ErrorKind::kPeerLost, peer_.text() + ": " + what, context);
 }

@@ -1,7 +1,9 @@
 // Connector: turns the peers' addresses into one authenticated socket per wanted peer. It dials the lower ranks at all their
 // addresses, and accepts the higher ones, whether they are wanted or not; strangers get a bounded number of connections, a
 // bounded time, and no answer. It watches the sockets it has made until they are taken, so that the death of a rank is known
-// at once while others still meet. A pair that is far apart gets further connections (ExtraStreams). Owned by a RendezvousRun, later by LateConnections, and used by that one's thread.
+// at once while others still meet. A pair that is far apart gets further connections (ExtraStreams).
+// connector.cpp: who is dialled, what is made, what goes wrong; connector_handshake.cpp: the steps of one connection.
+// Owned by a RendezvousRun, later by LateConnections, and used by that one's thread.
 #pragma once
 
 #include <poll.h>
@@ -16,8 +18,10 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "mesh/door.h"
 #include "mesh/extra_streams.h"
 #include "mesh/handshake.h"
+#include "mesh/handshake_socket.h"
 #include "mesh/route.h"
 #include "mesh/shared_message.h"
 #include "transport/congestion.h"
@@ -32,8 +36,7 @@ class Connector {
   Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
             int streams = 1, std::string congestion = std::string(kSystemCongestion));
 
-  void listen_on(std::vector<TcpListener> listeners) { listeners_ = std::move(listeners); }
-  bool listening() const { return !listeners_.empty(); }
+  Door& door() { return door_; }
 
   // Where a peer listens: dialled if it is a lower rank. A higher rank dials itself; with `probe` it is asked to when it takes
   // its time, which also shows whether anything still listens there.
@@ -50,8 +53,6 @@ class Connector {
   bool complete() const;  // all that are wanted are connected
   bool connected(int peer) const { return joined_[peer] != 0 && streams_.complete(peer); }
   bool busy() const;  // an attempt is under way whose next step waits for time alone
-  // A text if no connection could be accepted for seconds, because descriptors are short; else empty.
-  std::string shortage() const;
 
   // A peer that cannot be connected any more, and the reason in a text that is true on every rank; nullopt while it still
   // may be.
@@ -78,8 +79,8 @@ class Connector {
   struct Resumption {
     int peer = -1;
     uint64_t number = 0;
-    Fd socket;
-    HandshakeMessage hello{};
+    int stream = 0;
+    std::optional<HandshakeSocket> socket = {};
   };
   std::vector<Resumption> take_resumptions() { return std::exchange(resumptions_, {}); }
   // What that class needs. `addresses`: by peer; first the one by which this rank has connected to it.
@@ -87,18 +88,17 @@ class Connector {
     HandshakeFields mine;
     std::vector<std::byte> secret;
     std::vector<std::vector<SocketAddress>> addresses;
+    ExtraStreams streams;  // with the same settings, of connections that take the place of others
   };
   Knowledge knowledge() const;
 
   void tell(const GivenUp& why);  // the peers that are connected, whose connections were not taken
 
-  std::string turned_away_text() const;  // for the log; empty if no stranger came
-
  private:
   enum class Aim { kNone, kCheck, kConnect };
   enum class Stage { kConnecting, kProbing, kAwaitReply, kAwaitHello, kAwaitConfirm, kAwaitPadding, kDone, kFailed };
   struct Attempt {
-    Fd fd;
+    HandshakeSocket socket;
     Stage stage = Stage::kConnecting;
     int peer = -1;
     int stream = 0;             // 0: the pair's first connection
@@ -107,19 +107,17 @@ class Connector {
     bool dialled = false;
     SocketAddress address;
     Deadline deadline = Deadline::never();
-    HandshakeMessage buffer{};
-    std::size_t filled = 0;
-    std::size_t padding = 0;  // announced; and of that still to come
-    std::size_t padding_left = 0;
-    std::vector<std::byte> transcript;
     Nonce nonce{};  // of the hello
+
+    bool over() const { return stage == Stage::kDone || stage == Stage::kFailed; }
+    bool connecting() const { return stage == Stage::kConnecting || stage == Stage::kProbing; }
   };
 
   void dial_due(int peer);
-  void accept_from(TcpListener& listener);
+  void begin(Attempt&& attempt);
+  void let_in(Fd socket, const SocketAddress& from);
   void evict_strangers();
   void advance(Attempt& attempt);
-  bool read_message(Attempt& attempt);
   bool send_message(Attempt& attempt, const HandshakeFields& fields);
   void on_connected(Attempt& attempt);
   void on_reply(Attempt& attempt);
@@ -127,21 +125,19 @@ class Connector {
   void on_confirm(Attempt& attempt);
   void on_knock(const HandshakeFields& knock);
   void await_padding(Attempt& attempt, std::size_t bytes);
-  bool read_padding(Attempt& attempt);
   void on_padding(Attempt& attempt);
   void expire(Attempt& attempt);
   Trouble large_trouble(int peer) const;
   void drop(Attempt& attempt, const std::string& why, bool refused = false, bool final = false);
   void watch(int peer);     // its socket says something
   void collect_attempts();  // takes finished attempts in, starts those that are due
-  void report(const std::string& line);
   HandshakeFields fields(HandshakeType type, int peer) const;
   bool awaits(int peer) const { return aims_[peer] != Aim::kNone && joined_[peer] == 0; }
 
   // Begins the nonces of a rank's hellos, so that its second connection can be told from a second process of that rank.
   using Instance = std::array<std::byte, 8>;
 
-  std::vector<TcpListener> listeners_;
+  Door door_;
   HandshakeFields mine_;
   const int rank_;
   const int world_;
@@ -162,13 +158,6 @@ class Connector {
   std::vector<std::string> large_;     // per rank: the connection on which large packets from it did not arrive
   std::list<Attempt> attempts_;
   std::optional<Trouble> lost_;
-  Clock::time_point accept_after_{};              // no descriptors are left: a pause
-  std::optional<Clock::time_point> short_since_;  // they have been short
-  Clock::time_point short_last_{};
-  std::string short_of_;
-  Clock::time_point report_after_{};
-  int unreported_ = 0;
-  int turned_away_ = 0;
 };
 
 // The first problem, if any, of the sockets of these pairs: see transport/congestion.h.

@@ -28,6 +28,9 @@ class ExtraStreams {
   ExtraStreams(int world, int setting, std::string congestion)
       : setting_(setting), congestion_(std::move(congestion)), peers_(static_cast<std::size_t>(world)) {}
 
+  // The same settings, and no connection yet.
+  ExtraStreams again() const { return {static_cast<int>(peers_.size()), setting_, congestion_}; }
+
   void needs_one(int peer) { peers_[peer].setting = 1; }  // it will share memory
   int wanted(int peer, int socket) const;                 // in all; `socket`: the first, connected
 

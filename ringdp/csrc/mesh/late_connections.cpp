@@ -57,11 +57,17 @@ void LateConnections::start_redialler() {
                      Redialler::Events{.hold = events_.hold,
                                        .settle = events_.settle,
                                        .resume =
-                                           [this](int peer, Fd socket, uint64_t taken) {
+                                           [this](int peer, Fd socket, int streams, uint64_t taken) {
+                                             ask_for_congestion(socket.get(), state_->congestion);
+                                             std::vector<Fd> sockets(static_cast<std::size_t>(streams));
+                                             sockets.front() = std::move(socket);
                                              const Transport& transport = state_->sharing.transport(peer);
-                                             std::vector<Fd> sockets;
-                                             sockets.push_back(std::move(socket));
                                              events_.resume(peer, transport.open(std::move(sockets)), taken);
+                                           },
+                                       .add_stream =
+                                           [this](int peer, Fd socket) {
+                                             ask_for_congestion(socket.get(), state_->congestion);
+                                             events_.add_stream(peer, std::move(socket));
                                            },
                                        .not_healed = events_.not_healed});
 }
@@ -93,7 +99,8 @@ void LateConnections::run() {
   } catch (const std::exception& error) {
     give_up(error.what());
   }
-  if (std::string text = state_->connector.turned_away_text(); !text.empty()) events_.notice(LogLevel::kWarning, text);
+  if (std::string text = state_->connector.door().turned_away_text(); !text.empty())
+    events_.notice(LogLevel::kWarning, text);
 }
 
 // False: it is to stop.
@@ -119,7 +126,7 @@ bool LateConnections::step() {
   if (redialler_) redialler_->step();
   hand_over();
   look_for_trouble();
-  if (std::string text = state_->connector.shortage(); !text.empty()) throw Error(ErrorKind::kSystem, text);
+  if (std::string text = state_->connector.door().shortage(); !text.empty()) throw Error(ErrorKind::kSystem, text);
   return true;
 }
 

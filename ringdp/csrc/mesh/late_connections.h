@@ -47,6 +47,7 @@ class LateConnections {
     std::function<bool(int peer)> hold = {};
     std::function<std::optional<uint64_t>(int peer)> settle = {};
     std::function<void(int peer, std::unique_ptr<Channel> channel, uint64_t taken)> resume = {};
+    std::function<void(int peer, Fd socket)> add_stream = {};
     std::function<void(int peer, const std::string& why)> not_healed = {};
   };
 

@@ -34,4 +34,9 @@ bool LinkRepair::resume(std::unique_ptr<Channel> channel, uint64_t taken) {
   return sender_.resumed(taken);
 }
 
+void LinkRepair::add_stream(Fd socket) {
+  if (connection_.connected() && connection_.usable() && !connection_.healing())
+    connection_.channel().add_stream(std::move(socket));
+}
+
 }  // namespace ringdp

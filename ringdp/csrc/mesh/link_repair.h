@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/fd.h"
 #include "mesh/connection.h"
 #include "mesh/link_receiver.h"
 #include "mesh/link_sender.h"
@@ -29,6 +30,7 @@ class LinkRepair {
   uint64_t frames_taken() const { return receiver_.frames(); }
   // To a peer that has taken so many. False: one that it lacks is not here any more.
   bool resume(std::unique_ptr<Channel> channel, uint64_t taken);
+  void add_stream(Fd socket);  // to the channel that it has resumed with, if that is whole
 
  private:
   Connection& connection_;

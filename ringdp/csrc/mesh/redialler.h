@@ -8,6 +8,10 @@
 //   reads it to its end (settle): resume       ->
 //   goes on with what the other lacks                 goes on with what the other lacks
 //
+// A pair with several connections (transport/striped.h) loses them all with one of them. It goes on as soon as the first of the new
+// ones is made; the confirm says how many there are to be. The higher rank dials the others, each up to confirm and padding,
+// and both add them to the channel one by one (add_stream). One that is never made is done without.
+//
 // Owned by LateConnections, used by its thread; nothing blocks but the events, which wait for the engine's driver.
 #pragma once
 
@@ -24,7 +28,10 @@
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "mesh/connector.h"
+#include "mesh/extra_streams.h"
 #include "mesh/handshake.h"
+#include "mesh/handshake_socket.h"
+#include "mesh/redial_tries.h"
 
 namespace ringdp {
 
@@ -33,7 +40,9 @@ class Redialler {
   struct Events {  // see Connections, of the engine
     std::function<bool(int peer)> hold;
     std::function<std::optional<uint64_t>(int peer)> settle;
-    std::function<void(int peer, Fd socket, uint64_t taken)> resume;
+    // `streams`: connections that there are to be, this one included.
+    std::function<void(int peer, Fd socket, int streams, uint64_t taken)> resume;
+    std::function<void(int peer, Fd socket)> add_stream;               // a further one
     std::function<void(int peer, const std::string& why)> not_healed;  // empty: its process has ended
   };
 
@@ -43,7 +52,7 @@ class Redialler {
   // The connection with that peer has broken, or only its host is silent.
   void heal(int peer, bool broken);
   void take(Connector::Resumption it);  // that the peer dials, or asks this rank to
-  bool busy() const { return !attempts_.empty() || open_ > 0; }
+  bool busy() const;
   void poll_for(std::vector<pollfd>& polled) const;
   void step();  // what can be done now
 
@@ -51,22 +60,14 @@ class Redialler {
   enum class Stage { kConnecting, kAwaitReply, kAwaitConfirm, kAwaitResume, kOver };
   struct Attempt {
     int peer = -1;
-    Fd fd;
+    HandshakeSocket socket;
     Stage stage = Stage::kConnecting;
     bool dialled = false;
-    std::size_t address = 0;  // of the case, if this side dials
+    int stream = 0;           // 0: the first, with which the pair goes on
+    int streams = 1;          // of the pair
+    std::size_t address = 0;  // of the case, if this side dials the first
     Clock::time_point begin;
     uint64_t number = 0;
-    HandshakeMessage buffer{};
-    std::size_t filled = 0;
-    std::size_t padding = 0;  // of the last message that is still to come
-    std::vector<std::byte> transcript;
-  };
-  struct Try {
-    Clock::time_point next{};
-    int failures = 0;
-    bool refused = false;  // the last time
-    std::string why;
   };
   struct Case {
     bool open = false;
@@ -76,10 +77,10 @@ class Redialler {
     uint64_t number = 0;  // of the last attempt: dialled, or let in
     uint64_t done = 0;    // of the last that came about
     Clock::time_point done_at{};
-    std::vector<Try> tries;
+    RedialTries tries;
   };
 
-  bool dials(int peer) const { return peer < static_cast<int>(knowledge_.mine.to); }
+  bool dials(int peer) const { return peer < static_cast<int>(mine_.to); }
   Case& at(int peer) { return cases_[static_cast<std::size_t>(peer)]; }
   void open(int peer, bool broken, Clock::time_point until);
   void close(int peer);
@@ -92,14 +93,17 @@ class Redialler {
   void on_confirm(Attempt& attempt);
   void on_resume(Attempt& attempt, uint64_t theirs);
   bool tell_frames(Attempt& attempt);  // after reading the old connection to its end
-  bool read_message(Attempt& attempt);
-  bool read_padding(Attempt& attempt);
+  void dial_streams(int peer, Clock::time_point now);
+  void on_stream(Attempt& attempt);  // a further one is made
+  bool fits(const Attempt& stream);  // the connection that it belongs to is in use
   bool send(Attempt& attempt, HandshakeType type, uint64_t number, Refusal refusal = Refusal::kNone);
   void drop(Attempt& attempt, const std::string& why, bool refused = false);
   void give_up(int peer, const std::string& why);
-  bool process_has_ended(const Case& it) const;
 
-  const Connector::Knowledge knowledge_;
+  ExtraStreams streams_;  // of connections made here
+  const HandshakeFields mine_;
+  const std::vector<std::byte> secret_;
+  const std::vector<std::vector<SocketAddress>> addresses_;  // by peer
   const std::chrono::milliseconds heal_;
   const Events events_;
   std::vector<Case> cases_;  // by peer

@@ -266,7 +266,7 @@ void RendezvousRun::listen_if_known() {
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
   connector_.emplace(mine, job_->secret, wanted, options_.streams, options_.congestion);
-  connector_->listen_on(std::move(listeners));
+  connector_->door().listen_on(std::move(listeners));
   store_.set(key("at", rank_), write_record({{"addresses", join(published, ",")}}));
 }
 

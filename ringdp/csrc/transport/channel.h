@@ -13,6 +13,8 @@
 #include <span>
 #include <string>
 
+#include "base/fd.h"
+
 namespace ringdp {
 
 enum class IoStatus {
@@ -60,6 +62,9 @@ class Channel {
     return IoStatus::kWouldBlock;
   }
   virtual void consume(std::size_t) {}
+
+  // A further socket to the peer, of a channel that was opened with a place for it (Transport::open).
+  virtual void add_stream(Fd) {}
 
   // Of what was sent: how many bytes may not have come to the peer's host, and are lost if the channel breaks now.
   virtual std::size_t undelivered() { return 0; }

@@ -26,6 +26,7 @@ class FaultyChannel final : public Channel {
   IoStatus peek(std::span<const std::byte>& bytes) override;
   void consume(std::size_t bytes) override { inner_->consume(bytes); }
   std::size_t undelivered() override { return inner_->undelivered(); }
+  void add_stream(Fd socket) override { inner_->add_stream(std::move(socket)); }
   bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }

@@ -44,6 +44,7 @@ class LimitedChannel final : public Channel {
   bool held_back() const override { return held_back_; }
   IoResult receive(std::span<const iovec> pieces) override { return inner_->receive(pieces); }
   std::size_t undelivered() override { return inner_->undelivered(); }
+  void add_stream(Fd socket) override { inner_->add_stream(std::move(socket)); }
   bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
   void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/fd.h"
 #include "transport/stripe_lane.h"
+#include "transport/tcp.h"
 
 namespace ringdp {
 namespace {
@@ -56,13 +57,7 @@ class StripedChannel final : public Channel {
         more_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         buffer_(reorder_bytes) {
     if (!more_) throw_system("create an eventfd", errno);
-    for (auto& it : sockets) {
-      const auto token = static_cast<uint32_t>(lanes_.size());
-      watch(readable_, it->poll_fd(), token, EPOLLIN);
-      watch(room_, it->poll_fd(), token, EPOLLOUT | EPOLLET);
-      it->limit_unsent(kUnsentBytes);
-      lanes_.push_back(std::make_unique<Lane>(std::move(it)));
-    }
+    for (auto& it : sockets) add(std::move(it));
     watch(readable_, room_.get(), kRoom, EPOLLIN);
     watch(readable_, more_.get(), kMore, EPOLLIN);
     look_for_room();  // each has some: nobody need be woken for that
@@ -72,7 +67,18 @@ class StripedChannel final : public Channel {
   IoResult receive(std::span<const iovec> pieces) override;
   void noticed() override { look_for_room(); }
 
+  // The stream's later stripes go on it, too.
+  void add_stream(Fd socket) override {
+    if (lanes_.size() == kMostStreams || closing_ || abandoned_ || send_error_ != 0)
+      return;  // its other end sees it end
+    add(make_tcp_channel(std::move(socket)));
+    if (silence_ms_ > 0) lanes_.back()->socket->watch_host(silence_ms_);
+    if (unsent_bytes_ > 0) limit_unsent(unsent_bytes_);
+    look_for_room();
+  }
+
   void limit_unsent(std::size_t bytes) override {
+    unsent_bytes_ = bytes;
     stripe_bytes_ = std::clamp(bytes / lanes_.size(), kLeastStripeBytes, kStripeBytes);
     for (auto& it : lanes_) it->socket->limit_unsent(stripe_bytes_);
   }
@@ -91,12 +97,14 @@ class StripedChannel final : public Channel {
   }
 
   void close_send() override {
+    closing_ = true;
     for (auto& it : lanes_) note_sent(it->out.finish(sent_));
   }
 
   int poll_fd() const override { return readable_.get(); }
 
   void watch_host(int64_t silence_ms) override {
+    silence_ms_ = silence_ms;
     for (auto& it : lanes_) it->socket->watch_host(silence_ms);
   }
 
@@ -119,10 +127,18 @@ class StripedChannel final : public Channel {
   }
 
   std::string describe() const override {
-    return lanes_.front()->socket->describe() + " and " + std::to_string(lanes_.size() - 1) + " more streams";
+    const std::string first = lanes_.front()->socket->describe();
+    return lanes_.size() == 1 ? first : first + " and " + std::to_string(lanes_.size() - 1) + " more streams";
   }
 
  private:
+  void add(std::unique_ptr<Channel> socket) {
+    const auto token = static_cast<uint32_t>(lanes_.size());
+    watch(readable_, socket->poll_fd(), token, EPOLLIN);
+    watch(room_, socket->poll_fd(), token, EPOLLOUT | EPOLLET);
+    socket->limit_unsent(kUnsentBytes);
+    lanes_.push_back(std::make_unique<Lane>(std::move(socket)));
+  }
   void look_for_room();
   void note_sent(const IoResult& result);
   void follow(uint32_t lane);
@@ -140,6 +156,9 @@ class StripedChannel final : public Channel {
   std::size_t turn_ = 0;  // the lane that is asked first
   uint64_t sent_ = 0;
   int send_error_ = 0;
+  std::size_t unsent_bytes_ = 0;  // as limited; 0: not
+  int64_t silence_ms_ = 0;        // as watched; 0: not
+  bool closing_ = false;
   bool abandoned_ = false;
   bool says_more_ = false;
 };

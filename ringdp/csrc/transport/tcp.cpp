@@ -291,9 +291,11 @@ std::unique_ptr<Channel> make_tcp_channel(Fd socket) { return std::make_unique<T
 namespace {
 
 std::unique_ptr<Channel> open_tcp(std::vector<Fd> sockets) {
+  const bool one = sockets.size() == 1;
   std::vector<std::unique_ptr<Channel>> channels;
-  for (Fd& it : sockets) channels.push_back(make_tcp_channel(std::move(it)));
-  return channels.size() == 1 ? std::move(channels.front()) : make_striped_channel(std::move(channels));
+  for (Fd& it : sockets)
+    if (it) channels.push_back(make_tcp_channel(std::move(it)));
+  return one ? std::move(channels.front()) : make_striped_channel(std::move(channels));
 }
 
 }  // namespace

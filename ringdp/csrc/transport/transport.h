@@ -24,7 +24,8 @@ struct Transport {
   bool direct = false;     // its channels are (Channel::direct): looking for bytes takes no system call
   bool checksums = false;  // bytes may change on the way: frames carry checksums where RINGDP_CHECKSUM says so
 
-  // The channel over the authenticated TCP connections to the peer, one or, where the path is long, several. Both ends call it
+  // The channel over the authenticated TCP connections to the peer, one or, where the path is long, several; an empty one, not the
+  // first, is made later and then added to the channel. Both ends call it
   // when the peer has nothing more to say on them; it must not wait for the peer. Null: the ranks set memory up first,
   // which can fail (mesh/shared_setup.h).
   std::unique_ptr<Channel> (*open)(std::vector<Fd> sockets) = nullptr;
