@@ -82,7 +82,7 @@ def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> 
 # For `init`.
 
 
-def check(world_size: int, hosts: int, backend: str, *, agent_store: bool, init_method: str | None) -> bool:
+def check(world_size: int, backend: str, *, agent_store: bool, init_method: str | None) -> bool:
     """Whether this job's group is elastic.
 
     Raises:
@@ -91,9 +91,7 @@ def check(world_size: int, hosts: int, backend: str, *, agent_store: bool, init_
     if not config.elastic() or world_size == 1:
         return False
     wrong = None
-    if hosts > 1:
-        wrong = f"the ranks are on {hosts} hosts: an elastic job runs on one"
-    elif backend != "ring":
+    if backend != "ring":
         wrong = f"the backend is {backend}: an elastic job has ring alone (pass device='cpu' to ringdp.init())"
     elif not agent_store and not (init_method or "").startswith("file:"):
         wrong = "rank 0 keeps the store where the ranks meet, and it would go with rank 0: start with ringrun --elastic"

@@ -139,13 +139,7 @@ def init(
         place = _device_of(ranks, rank)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        lasting = elastic.check(
-            world_size,
-            len({one.host_id for one in hellos}),
-            choice.backend,
-            agent_store=agent_store,
-            init_method=init_method,
-        )
+        lasting = elastic.check(world_size, choice.backend, agent_store=agent_store, init_method=init_method)
         with elastic.lasting_groups() if lasting else contextlib.nullcontext():
             _make_group(choice.backend, store, rank, world_size, timeout)
         if lasting:

@@ -76,6 +76,7 @@ class Placement:
         ssh: --ssh; None takes ssh, and no connection for this host itself.
         address, port: where the nodes meet, as given; None lets the hosts say.
         notice: where the hosts are from, if the user did not name them; or empty.
+        elastic: the job goes on without a host that is lost.
     """
 
     hosts: tuple[Host, ...]
@@ -87,6 +88,7 @@ class Placement:
     address: str | None
     port: int | None
     notice: str
+    elastic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +208,7 @@ def get_parser() -> argparse.ArgumentParser:
         "--elastic",
         action="store_true",
         help="Go on without a rank that dies: the others make the step again without it, and the job ends well when "
-        "they do. On one host, for scripts with RingDP (docs/how-to/elastic.md).",
+        "they do. For scripts with RingDP (docs/how-to/elastic.md).",
     )
     group.add_argument(
         "--console",
@@ -299,8 +301,10 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
     """What --elastic cannot do yet."""
     if not args.elastic:
         return
-    if max_nodes > 1 or placement is not None:
-        raise ValueError("--elastic goes on without ranks of one host: leave out --nnodes, -H and --hostfile")
+    if torchrun.parse_min_max_nnodes(args.nnodes)[0] != max_nodes:
+        raise ValueError(f"--elastic takes no new hosts into a job: give --nnodes one number, not {args.nnodes}")
+    if (max_nodes > 1 or placement is not None) and args.max_restarts > 0:
+        raise ValueError("--elastic on several hosts starts nothing again: leave out --max-restarts")
     if args.run_path:
         raise ValueError("--elastic starts each rank as a program of its own, which --run-path does not")
     if args.logs_specs is not None:
@@ -397,6 +401,7 @@ def _placement(args: argparse.Namespace, argv: list[str]) -> Placement | None:
         address=args.master_addr if args.master_addr != "127.0.0.1" else None,
         port=args.master_port,
         notice=notice,
+        elastic=args.elastic,
     )
 
 

@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher import api
 
 from ringdp.config import ELASTIC_MARK
+from ringdp.launcher import other_nodes
 
 
 def tell(
@@ -37,6 +38,19 @@ def tell(
             super().__init__(spec, *args, **named)
             self._watched: SubprocessContext | None = None
             self._dead: set[int] = set()  # of its local ranks, those that `lost` has heard of
+            self._others: other_nodes.OtherNodes | None = None
+
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            if lost is not None and worker_group.group_world_size > 1:
+                self._others = other_nodes.of(self)
+            return started
+
+        def _exit_barrier(self) -> None:
+            if self._others is None:
+                super()._exit_barrier()
+            else:
+                self._others.end(other_nodes.WELL)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             if lost is not None and (going_on := self._without_the_dead(worker_group, lost)) is not None:
@@ -63,11 +77,11 @@ def tell(
             new = {local: code for local, code in dead.items() if local not in self._dead}
             self._dead.update(new)
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-            if new and (running or len(dead) < len(codes)):
+            if new and (running or len(dead) < len(codes) or self._others is not None):
                 lost({ranks[local]: _failure(context, local, code) for local, code in new.items()})
             if running:
                 return RunResult(state=WorkerState.HEALTHY)
-            if len(dead) < len(codes):
+            if len(dead) < len(codes) or (self._others is not None and self._others.end(other_nodes.LOST)):
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
             return None
 

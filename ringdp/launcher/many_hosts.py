@@ -228,6 +228,8 @@ class ManyHosts:
                     node.kill()
             failed = [node for node in self._nodes if node.ended and node.process.returncode != 0]
             failed_s = now if failed and failed_s is None else failed_s
+            if self._goes_on(failed, alive):
+                failed_s = None
             if failed_s is not None and self._stop_signal is None and now - failed_s > AFTER_FAILURE_S:
                 self._stop(signal.SIGTERM, alive)
                 failed_s, stopped_s = now + 1e9, now
@@ -236,6 +238,10 @@ class ManyHosts:
                 self._stop(self._stop_signal, alive)
             if self._signals > 1 or (stopped_s is not None and now - stopped_s > self._grace_s + 5):
                 return
+
+    def _goes_on(self, failed: Sequence[_Node], others: Sequence[_Node]) -> bool:
+        """Whether an elastic job does without hosts that are gone: their launchers have said nothing of an end."""
+        return self._placement.elastic and bool(others) and all(node.end is None for node in failed)
 
     def _stop(self, number: int, nodes: Sequence[_Node]) -> None:
         for node in nodes:
@@ -271,7 +277,7 @@ class ManyHosts:
             if node.hello is None:
                 node.hello = Hello(**content)
             else:
-                node.end = End(**{**content, "lines": tuple(content["lines"])})
+                node.end = End(**{**content, "lines": tuple(content["lines"]), "lost": tuple(content["lost"])})
         elif node.hello is None:
             node.said.append(line.strip())
         elif (stream == "stdout" and node.number == 0) or _SHOWN_AS_IT_IS.match(line):
@@ -316,12 +322,14 @@ class ManyHosts:
             self._end_connections()  # the next line may be the last of this process
             return processes.die_of(self._stop_signal)
         failed = [node for node in self._nodes if not node.ended or node.process.returncode != 0]
-        if not failed:
+        if not failed or self._goes_on(failed, [node for node in self._nodes if node not in failed]):
             folders = [f"{node.end.logs} on {node.host.name}" for node in self._nodes if node.end and node.end.logs]
             logs = ", ".join([*folders[:_FOLDERS], *["…"] * (len(folders) > _FOLDERS)])
-            steps = self._nodes[0].end.steps if self._nodes[0].end else None
+            steps = next((node.end.steps for node in self._nodes if node.end and node.end.steps is not None), None)
             where = f" on {len(self._nodes)} hosts"
-            self._console.lines("stderr", [finished(seconds, steps, where=where, logs=logs)])
+            lost = [name for node in self._nodes if node.end for name in node.end.lost]
+            lost += [f"host {node.host.name} ({_short(node)})" for node in failed]
+            self._console.lines("stderr", [finished(seconds, steps, where=where, logs=logs, lost=lost)])
             return 0
         first, *others = sorted(failed, key=_order_of_blame)
         lines = list(first.end.lines) if first.end else [f"FAILED: {self._lost_text(first)}"]

@@ -381,6 +381,7 @@ class Supervisor:
             blame=None if first is None else int(first.blame),
             when_s=0.0 if first is None else first.when_s,
             steps=steps,
+            lost=tuple(self._lost),
         )
         self._console.lines("stderr", [MARK + tether.line(end).decode().rstrip("\n")])
 

@@ -84,6 +84,7 @@ class End:
         blame: of its first failure (`failure.Blame`); None without one.
         when_s: of its first failure, seconds since the epoch by its own clock.
         steps: of its first rank, which ended well; None where that is not known.
+        lost: ranks without which the others have gone on, and how they ended.
     """
 
     lines: tuple[str, ...]
@@ -91,6 +92,7 @@ class End:
     blame: int | None
     when_s: float
     steps: int | None = None
+    lost: tuple[str, ...] = ()
 
 
 def line(content: Any) -> bytes:
