@@ -1,6 +1,8 @@
-"""What the launchers of an elastic job's hosts tell each other through the store: that they are there, and how their ranks
-have ended. So each stays until all are over, or silent: the store is on one of them, and a host whose ranks are all lost
-cannot know alone how the job ends."""
+"""What the launchers of an elastic job's hosts tell each other through the store: that they live, and how ranks ended.
+
+Each stays until all are over, or silent: one of them keeps the store, and one whose ranks are all lost cannot know
+alone how the job ends.
+"""
 
 from __future__ import annotations
 

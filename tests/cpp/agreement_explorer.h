@@ -80,7 +80,8 @@ class Explorer {
   struct Result {
     std::size_t states = 0;
     bool to_the_end = false;
-    std::size_t counted = 0, redone = 0;  // states in which a decision has counted a unit that a rank had not left, or has not
+    std::size_t counted = 0,
+                redone = 0;  // states in which a decision has counted a unit that a rank had not left, or has not
     std::string violation;
     std::vector<std::string> steps;  // that lead to it
   };
@@ -215,7 +216,8 @@ class Explorer {
     for (const int other : now.now().members) {
       if (other == place || std::find(now.lost.begin(), now.lost.end(), other) != now.lost.end()) continue;
       World next = world;
-      if (world.lives(other) && !site(world, other).expelled && ++next.suspicions > static_cast<uint32_t>(limits_.suspicions))
+      if (world.lives(other) && !site(world, other).expelled &&
+          ++next.suspicions > static_cast<uint32_t>(limits_.suspicions))
         continue;
       step(at, next, place, "loses rank " + std::to_string(other), [&](Site& it) {
         it.lost.push_back(other);
@@ -284,8 +286,10 @@ class Explorer {
         if (!it.member_of(view)) continue;
         const auto result = it.results.find(decision->committed + 1);
         if (result != it.results.end() && result->second == view) return "a unit is redone that a rank has left";
-        const bool kept = std::find(decision->members.begin(), decision->members.end(), place) != decision->members.end();
-        const bool had = it.views.at(view).entered >= decision->committed || it.views.at(view).begun > decision->committed;
+        const bool kept =
+            std::find(decision->members.begin(), decision->members.end(), place) != decision->members.end();
+        const bool had =
+            it.views.at(view).entered >= decision->committed || it.views.at(view).begun > decision->committed;
         if (kept && !had) return "a unit is committed that a member has not done";
         counted = counted || decision->committed > 0;
         redone = redone || it.views.at(view).begun == decision->committed + 1;

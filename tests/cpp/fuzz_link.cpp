@@ -103,8 +103,8 @@ std::vector<std::byte> frame(Random& random, const Operation& about, uint64_t& o
   std::size_t payload = 0;
   std::string control;
   if (random.one_in(4)) {
-    constexpr std::array kOften{FrameType::kGrant, FrameType::kRequest, FrameType::kCredit,
-                                FrameType::kPing,  FrameType::kPong};
+    constexpr std::array kOften{FrameType::kGrant, FrameType::kRequest, FrameType::kCredit, FrameType::kPing,
+                                FrameType::kPong};
     header.type = random.one_in(20) ? static_cast<FrameType>(2 + random.below(7)) : kOften[random.below(kOften.size())];
     header.offset = random.one_in(4) ? random.odd_number() : about.memory.size();
     if (header.type == FrameType::kAbort || header.type == FrameType::kBye) payload = random.below(100);

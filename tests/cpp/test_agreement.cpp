@@ -74,7 +74,8 @@ CASE("three members, one is believed lost by two") {
 CASE("four members, one dies") { check("4 members, 1 death", {.members = 4, .deaths = 1, .views = 2}); }
 
 CASE("wrong: who has said where it stands goes on") {
-  check_found("mutant: no freeze", {.members = 3, .deaths = 1, .freezes = false}, "a unit is redone that a rank has left");
+  check_found("mutant: no freeze", {.members = 3, .deaths = 1, .freezes = false},
+              "a unit is redone that a rank has left");
 }
 
 CASE("wrong: a rank leaves a unit that others have not done") {
@@ -98,7 +99,8 @@ CASE("wrong: the leader does not wait until all have said where they stand") {
 }
 
 CASE("wrong: the last decision counts, not the first") {
-  check_found("mutant: no compare-and-set", {.members = 2, .deaths = 0, .suspicions = 1, .rules = {.first_counts = false}},
+  check_found("mutant: no compare-and-set",
+              {.members = 2, .deaths = 0, .suspicions = 1, .rules = {.first_counts = false}},
               "a view is decided in two ways");
 }
 

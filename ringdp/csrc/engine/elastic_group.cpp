@@ -130,8 +130,7 @@ void ElasticGroup::commit(uint64_t unit) {
     std::lock_guard lock(mutex_);
     const auto entry = progress_.enter(unit);
     if (entry == UnitProgress::Entry::kLeft) return;
-    if (entry == UnitProgress::Entry::kFrozen)
-      throw Error(ErrorKind::kPeerLost, "the members are about to change");
+    if (entry == UnitProgress::Entry::kFrozen) throw Error(ErrorKind::kPeerLost, "the members are about to change");
     group = group_;
     view = view_;
   }

@@ -120,8 +120,8 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   uint64_t called_ = 0;
   std::vector<std::shared_ptr<Work>> calls_;  // outside units, that may not have ended
   ViewChange last_;
-  bool unlogged_ = false;  // last_
-  std::string unit_;       // what it is
+  bool unlogged_ = false;          // last_
+  std::string unit_;               // what it is
   std::atomic<uint64_t> left_{0};  // as in progress_
   std::atomic<uint64_t> base_{0};  // left_ when the view began
   std::atomic<uint64_t> view_{1};

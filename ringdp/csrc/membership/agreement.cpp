@@ -115,14 +115,20 @@ Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, i
 }
 
 std::optional<std::string> StoreAgreement::ask(const StoreRequest& request) {
-  switch (request.kind) {
-    case StoreRequest::Kind::kSet:
-      store_->set(request.key, request.value);
-      return request.value;
-    case StoreRequest::Kind::kSetFirst:
-      return store_->set_first(request.key, request.value);
-    default:
-      return store_->find(request.key);
+  try {
+    if (request.kind == StoreRequest::Kind::kFind) return store_->find(request.key);
+    if (request.kind == StoreRequest::Kind::kSetFirst) return store_->set_first(request.key, request.value);
+    store_->set(request.key, request.value);
+    return request.value;
+  } catch (const StoreLost& error) {
+    ErrorContext context;
+    context.cause = error.what();
+    context.advice = "start the job again, from its last checkpoint";
+    throw Error(ErrorKind::kHandshake,
+                std::string("a member is lost, and the others cannot agree to go on without it, because the launcher's "
+                            "store, or the network to it, is lost, too: ") +
+                    error.what() + "; " + context.advice,
+                context);
   }
 }
 

@@ -62,9 +62,9 @@ class MemberTurn {
   Stage stage_ = Stage::kSay;
   StoreRequest request_;
   std::vector<int> lost_;
-  std::vector<int> living_;              // as this round began
-  std::map<int, std::string> said_;      // by members: once, it stays
-  std::vector<int> unasked_;             // in this round
+  std::vector<int> living_;          // as this round began
+  std::map<int, std::string> said_;  // by members: once, it stays
+  std::vector<int> unasked_;         // in this round
   std::vector<int> waiting_for_;
   std::optional<Decision> decision_;
 };
