@@ -42,7 +42,7 @@ def tell(
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             started: dict[int, Any] = super()._start_workers(worker_group)
-            if lost is not None and worker_group.group_world_size > 1:
+            if lost is not None and (worker_group.group_world_size or 1) > 1:
                 self._others = other_nodes.of(self)
             return started
 

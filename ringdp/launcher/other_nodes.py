@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 BEAT_S = 0.5
 SILENCE_S = 10.0

@@ -48,9 +48,9 @@ def specs(lab: Lab, folder: Path) -> list[RankSpec]:
 
 
 def keep_store(spec: RankSpec, outcome: Outcome) -> None:
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = dist.TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
+    store = TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
     Path(spec.method, "store-pid").write_text(str(outcome.pid))
     end = time.monotonic() + 60
     while not Path(spec.method, "over").exists() and time.monotonic() < end:
@@ -77,7 +77,7 @@ def train(spec: RankSpec, outcome: Outcome) -> None:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            text = " ".join(p.detach().sum().item().hex() for p in model.parameters())
+            text = " ".join(float(p.detach().sum()).hex() for p in model.parameters())
             log.write(f"{step} {ringdp.world_size()} {text}\n")
             log.flush()
             wanted = float((folder / "stop").exists())
