@@ -346,6 +346,25 @@ class CodecLibrary:
     @property
     def sha256(self) -> str: ...
 
+class SmallSum:
+    """A pushpull of one small key without an optimizer, over ring."""
+
+    def __call__(self, value: Any, out: Any) -> bool:
+        """Put the sum of all ranks' values into `out`, or into `value`; False where a tensor needs preparation: then
+        nothing was done.
+        """
+
+    def __init__(
+        self,
+        *,
+        group: ProcessGroup,
+        shape: Sequence[int],
+        slice: torch.Tensor,
+        parts: Sequence[tuple[int, int, int]],
+        average: bool,
+        name: str,
+    ) -> None: ...
+
 class RowDirectory:
     """Which ids of a growing table have a row on this rank."""
 

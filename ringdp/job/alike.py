@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.errors import MismatchError
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_where_different, device_for
 
@@ -82,12 +82,12 @@ def checked_alike(
         doing: what a rank cannot do whose `check` raises.
 
     Raises:
-        InvalidArgumentError: by `check`; the others learn why.
+        Exception: by `check`, as a rule InvalidArgumentError; the others learn why.
         MismatchError: by another rank's.
     """
     try:
         found = check()
-    except InvalidArgumentError as error:
+    except Exception as error:  # also Python's own, of arguments of another kind
         report_refusal(error, group, device_for(group), operation)
         raise
     if group.size() == 1:

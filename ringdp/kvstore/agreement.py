@@ -90,6 +90,7 @@ class Operations:
 
     def __init__(self, group: dist.ProcessGroup | None, who: str = "a key-value store") -> None:
         self._group, self._who = group, who
+        self._refused: Exception | None = None  # was told already
         self._scope: Any = None
         self._leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if group is not None and reaches_core(group):
@@ -99,13 +100,19 @@ class Operations:
             self._scope = _C.NamedScope()
             self._leaving = _Leaving(self._scope)
 
+    @property
+    def by_frames(self) -> bool:
+        """Whether the frames of an operation carry its name, and tensors on the CPU go over ring."""
+        return self._scope is not None
+
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that are in another operation, or come to one, that this rank cannot; the caller raises.
 
         They get a MismatchError with these words, unless they refuse the same.
         """
-        if self._group is None:
+        if self._group is None or error is self._refused:
             return
+        self._refused = error
         words = f"{self._who} refuses: {error}"
         if self._scope is None:
             with contextlib.suppress(Exception):

@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
-from ringdp.kvstore.keys import check_scale, flat
+from ringdp.kvstore.keys import check_number, flat
 
 if TYPE_CHECKING:
     from ringdp.kvstore.store import KVStore
@@ -57,7 +57,9 @@ class Attached:
     """
 
     def __init__(self, store: KVStore, model: nn.Module) -> None:
-        """Raises InvalidArgumentError where the model has no parameter to train, or a key of that name is there."""
+        """Raises InvalidArgumentError for what has no parameters to train, or where a key of that name is there."""
+        if not isinstance(model, nn.Module):
+            raise InvalidArgumentError(f"attach takes a torch.nn.Module, not {type(model).__name__}")
         named = {name: it for name, it in model.named_parameters() if it.requires_grad}
         if not named:
             raise InvalidArgumentError("attach: the model has no parameter that requires a gradient")
@@ -86,10 +88,9 @@ class Attached:
             MismatchError: the ranks differ in their models, optimizers or settings.
         """
         try:
-            scale = check_scale("step", scale)
+            scale = check_number("step: scale", scale)
         except InvalidArgumentError as error:
-            self._table.operations.refuse(error)
-            raise
+            self._refuse(error)
         self._warn_of_missing()
         if self._table.compression is not None:
             self._step_by_codes(scale)
@@ -177,12 +178,16 @@ class Attached:
             if not self._sync:
                 return
             if name in self._begun:
-                raise InvalidStateError(
-                    f"the gradient of {name!r} came twice in one step: call step() after each backward, or run all"
-                    " backwards but the last under no_sync()"
+                self._refuse(
+                    InvalidStateError(
+                        f"the gradient of {name!r} came twice in one step: call step() after each backward, or run all"
+                        " backwards but the last under no_sync()"
+                    )
                 )
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise InvalidArgumentError(f"the gradient of {name!r} is sparse, and the store takes dense ones")
+                self._refuse(
+                    InvalidArgumentError(f"the gradient of {name!r} is sparse, and the store takes dense ones")
+                )
             self._begun.add(name)
             self._bundles[index].missing -= 1
             if self._bundles[index].missing == 0 and self._table.compression is None:
@@ -190,6 +195,10 @@ class Attached:
                     self._leave(everything=False)
 
         return arrived
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        self._table.operations.refuse(error)
+        raise error
 
     def _leave(self, *, everything: bool) -> None:
         """Send the bundles that are complete, in their order on all ranks; or all of them, with zeros for the rest."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -124,6 +125,8 @@ def by_key(what: str, key: KeyName | Sequence[KeyName], values: Values) -> dict[
     if isinstance(key, str | int):
         name = name_of(key)
         return {name: tensors_of(what, name, values)}
+    if isinstance(key, Tensor) or not isinstance(key, Iterable):
+        raise InvalidArgumentError(f"{what}: a key is a text or a whole number, or keys are a list, not {key!r}")
     names = [name_of(one) for one in key]
     if isinstance(values, Tensor) or not isinstance(values, Sequence) or len(values) != len(names):
         given = len(values) if isinstance(values, Sequence) else type(values).__name__
@@ -161,15 +164,38 @@ def check(what: str, key: Key, tensors: Sequence[Tensor]) -> None:
             )
 
 
-def check_scale(what: str, scale: float) -> float:
-    """As a float. Raises InvalidArgumentError for what is not a finite number; `what` was called."""
+def check_number(what: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
+    """As a float. Raises InvalidArgumentError for what is not a finite number from `at_least` on and above `above`."""
     try:
-        number = math.nan if isinstance(scale, str) else float(scale)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise InvalidArgumentError(f"{what}: scale must be a finite number, not {scale!r}")
+    if not math.isfinite(number) or number < at_least or number <= above:
+        least = f" from {at_least:g} on" if at_least > -math.inf else f" above {above:g}" if above > -math.inf else ""
+        raise InvalidArgumentError(f"{what} must be a finite number{least}, not {value!r}")
     return number
+
+
+def check_priority(what: str, priority: Any) -> int:
+    """Raises InvalidArgumentError for what is not a whole number; `what` was called."""
+    try:
+        return operator.index(priority)
+    except TypeError:
+        raise InvalidArgumentError(f"{what}: a priority is a whole number, not {priority!r}") from None
+
+
+def check_rows(name: str, shape: Sequence[int], ids: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Raise InvalidArgumentError where rows `ids` of a key of that shape cannot be put into `outputs`."""
+    what = f"row_sparse_pull: key {name!r} {list(shape)}"
+    if len(ids) != len(outputs):
+        raise InvalidArgumentError(f"{what}: {len(outputs)} tensors need as many row_ids, not {len(ids)}")
+    for rows, tensor in zip(ids, outputs, strict=True):
+        if rows.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgumentError(f"{what}: row_ids are int32 or int64, not {str(rows.dtype).split('.')[-1]}")
+        if not shape or tensor.shape != (rows.numel(), *shape[1:]):
+            raise InvalidArgumentError(f"{what}: {rows.numel()} rows of it do not fit into {list(tensor.shape)}")
+        if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < shape[0]):
+            raise InvalidArgumentError(f"{what} has rows 0 to {shape[0] - 1} only")
 
 
 def flat(tensor: Tensor) -> Tensor:

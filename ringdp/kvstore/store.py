@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp.compression import Compression
-from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
 from ringdp.job.byte_collectives import alone, require_member
 from ringdp.kvstore import saved
 from ringdp.kvstore.compressed import compressor_of
-from ringdp.kvstore.keys import KeyName, Values, by_key, check_scale, summed
+from ringdp.kvstore.keys import KeyName, Values, by_key, check_number, check_priority, check_rows, summed
 from ringdp.kvstore.table import Table
 from ringdp.kvstore.updates import Callback, Optimizer, Updater, resolve
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _ALONE = ("local", "device")
 _OF_ALL_RANKS = ("dist_sync", "dist_device_sync", "dist", "dist_sync_device", "nccl", "ring")
+_OF_ARGUMENTS = (InvalidStateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -63,8 +64,9 @@ def _tells_others(method: Method) -> Method:
     def call(self: KVStore, *positional: Any, **named: Any) -> Any:
         try:
             return method(self, *positional, **named)
-        except InvalidArgumentError as error:
-            self._table.operations.refuse(error)
+        except _OF_ARGUMENTS as error:
+            if not isinstance(error, RingError) or isinstance(error, InvalidArgumentError | InvalidStateError):
+                self._table.operations.refuse(error)
             raise
 
     return call  # type: ignore[return-value]
@@ -126,6 +128,7 @@ class KVStore:
         Raises:
             InvalidArgumentError: a key that was never initialised, or a value of another shape or type.
         """
+        priority = check_priority("push", priority)
         for name, tensors in by_key("push", key, value).items():
             self._table.check("push", name, tensors)
             mine = summed(tensors, tensors[0].device)
@@ -133,7 +136,7 @@ class KVStore:
             free = next((one for one in self._pushed if name not in one), None)
             if free is None:
                 self._pushed.append(free := {})
-            free[name] = (int(priority), copied)
+            free[name] = (priority, copied)
 
     @_tells_others
     def pull(self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0) -> None:
@@ -143,7 +146,7 @@ class KVStore:
             InvalidArgumentError: a key that was never initialised, or a tensor of another shape or type.
             MismatchError: the ranks did not push the same keys, pull other ones, or have other optimizers.
         """
-        del priority  # a pull waits
+        check_priority("pull", priority)  # of no effect: a pull waits
         wanted = by_key("pull", key, out)
         for name, tensors in wanted.items():
             self._table.check("pull", name, tensors)
@@ -179,7 +182,7 @@ class KVStore:
 
     @_tells_others
     def _pushpull(self, key: KeyName | Sequence[KeyName], value: Values, out: Values, scale: float) -> None:
-        scale = check_scale("pushpull", scale)
+        scale = check_number("pushpull: scale", scale)
         inputs = by_key("pushpull", key, value)
         outputs = inputs if out is None else by_key("pushpull", key, out)
         self._table.check_all("pushpull", inputs)
@@ -214,17 +217,11 @@ class KVStore:
             InvalidArgumentError: also where an id is not a row.
         """
         wanted = by_key("row_sparse_pull", key, out)
+        if row_ids is None:
+            raise InvalidArgumentError("row_sparse_pull needs row_ids: the numbers of the rows, a tensor for each out")
         ids = by_key("row_sparse_pull", key, row_ids)
         for name, tensors in wanted.items():
-            shape = self._table.shape("row_sparse_pull", name)
-            for rows, tensor in zip(ids[name], tensors, strict=True):
-                if not shape or tensor.shape != (rows.numel(), *shape[1:]):
-                    raise InvalidArgumentError(
-                        f"row_sparse_pull: {rows.numel()} rows of key {name!r} {list(shape)} do not fit into"
-                        f" {list(tensor.shape)}"
-                    )
-                if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < shape[0]):
-                    raise InvalidArgumentError(f"row_sparse_pull: key {name!r} has rows 0 to {shape[0] - 1} only")
+            check_rows(name, self._table.shape("row_sparse_pull", name), ids[name], tensors)
         whole = {name: self._table.empty(name) for name in wanted}
         self.pull(list(wanted), list(whole.values()), priority)
         for name, tensors in wanted.items():
@@ -287,10 +284,9 @@ class KVStore:
     @_tells_others
     def set_learning_rate(self, learning_rate: float) -> None:
         """For the updates that follow; the same on all ranks. Raises InvalidArgumentError for what cannot be one."""
-        if not 0 <= learning_rate < float("inf"):
-            raise InvalidArgumentError(f"a learning rate is a finite number from 0 on, not {learning_rate!r}")
+        rate = check_number("set_learning_rate: a learning rate", learning_rate, at_least=0.0)
         self._flush_if_pushed()
-        self.optimizer.param_groups[0]["lr"] = float(learning_rate)
+        self.optimizer.param_groups[0]["lr"] = rate
 
     @_tells_others
     def set_gradient_compression(self, compression: Compression | Mapping[str, Any], **options: Any) -> None:
@@ -308,6 +304,7 @@ class KVStore:
 
     # Overlap, and saved states.
 
+    @_tells_others
     def attach(self, model: nn.Module) -> Attached:
         """Push the model's gradients while backward runs; see `Attached`."""
         from ringdp.kvstore.attached import Attached
@@ -365,11 +362,12 @@ class KVStore:
             key, value = key[0], value[0]
             if type(out) is list and len(out) == 1:
                 out = out[0]
+        if type(key) is int:
+            key = str(key)
         small = self._table.small_sum(key) if type(key) is str else None
-        if small is None or not small.takes(value) or not (out is None or small.takes(out)):
+        if small is None or not small(value, out):
             return False
         self._values.pop(key, None)
-        small.run(value, value if out is None else out)
         return True
 
     def _flush(self) -> set[str]:

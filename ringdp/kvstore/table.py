@@ -16,7 +16,7 @@ from ringdp.job.elastic import refuse_where_elastic
 from ringdp.kvstore.agreement import Operations, compare_settings, words_for, words_of_keys
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
 from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
-from ringdp.kvstore.small_sum import SmallSum
+from ringdp.kvstore.small_sum import small_sum
 from ringdp.kvstore.transfer import Transfer
 from ringdp.kvstore.updates import Assign, Optimizer, Update
 
@@ -63,7 +63,7 @@ class Table:
         self._stale = True  # the ranks have not compared since something changed
         self._plans: dict[tuple[str, ...], list[Lot]] = {}
         self._extra: dict[str, str] = {}
-        self._small_sums: dict[str, SmallSum] = {}
+        self._small_sums: dict[str, Any] = {}
 
     # Keys and settings.
 
@@ -119,7 +119,7 @@ class Table:
     def key(self, what: str, name: str) -> Key:
         """Raises InvalidArgumentError where the key is not there; after `settle`."""
         if name not in self.keys:
-            raise unknown(what, name, self.keys)
+            raise unknown(what, name, dict.fromkeys([*self.keys, *self._new]))
         return self.keys[name]
 
     def check(self, what: str, name: str, tensors: Sequence[Tensor]) -> None:
@@ -221,8 +221,8 @@ class Table:
         self.push(inputs, scale)
         self.pull(outputs)
 
-    def small_sum(self, name: Any) -> SmallSum | None:
-        """For a key whose last pushpull was a small one, while nothing is to be compared."""
+    def small_sum(self, name: str) -> Any:
+        """For a key whose last pushpull was a small one, while nothing is to be compared: see `small_sum.small_sum`."""
         return None if self._stale else self._small_sums.get(name)
 
     def pull(self, outputs: Mapping[str, Sequence[Tensor]]) -> None:
@@ -271,14 +271,12 @@ class Table:
         """A small sum at once: one message each way in place of two."""
         if key.name not in self._small_sums:
             words = f"pushpull {self.lot([key.name]).words}{self.purpose(1.0)}"
-            self._small_sums[key.name] = SmallSum(
+            self._small_sums[key.name] = small_sum(
                 key, self.slices[key.name], group, self.average, self.operations, words
             )
-        target = self._target(key.name, outputs)
-        mine = summed(inputs, key.device)
-        if mine.data_ptr() != target.data_ptr():
-            target.copy_(mine)
-        self._small_sums[key.name].run(target, target)
+        target = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+        target.view(-1).copy_(summed(inputs, key.device))
+        self._small_sums[key.name](target, None)
         _hand_out(target, outputs)
 
     def _push_codes(self, inputs: Mapping[str, Sequence[Tensor]], scale: float) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import torch
@@ -37,8 +38,9 @@ class Threshold:
     def __post_init__(self) -> None:
         if self.bits not in (1, 2):
             raise InvalidArgumentError(f"bits must be 1 or 2, not {self.bits!r}")
-        if not isinstance(self.threshold, int | float) or not (self.threshold > 0 or self.bits == 1):
-            raise InvalidArgumentError(f"threshold must be a number above 0, not {self.threshold!r}")
+        number = isinstance(self.threshold, int | float) and math.isfinite(self.threshold)
+        if not number or not (self.threshold > 0 or self.bits == 1):
+            raise InvalidArgumentError(f"threshold must be a finite number above 0, not {self.threshold!r}")
 
     def compress(self, x: Tensor, info: Info) -> Payload:
         del info

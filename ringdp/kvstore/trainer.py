@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.kvstore.keys import check_number
 from ringdp.kvstore.store import KVStore, create
 from ringdp.kvstore.updates import resolve
 
@@ -74,9 +75,13 @@ class Trainer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """The same on all ranks."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = float(learning_rate)
+        """The same on all ranks. Raises InvalidArgumentError for what cannot be one."""
+        if self._local is None:
+            self.kvstore.set_learning_rate(learning_rate)
+            return
+        rate = check_number("set_learning_rate: a learning rate", learning_rate, at_least=0.0)
+        for group in self._local.param_groups:
+            group["lr"] = rate
 
     @torch.no_grad()
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
@@ -145,11 +150,11 @@ class Trainer:
         return {name: it for name, it in self._parameters.items() if it.grad is not None}
 
     def _scale(self, batch_size: float) -> float:
-        if 0 < batch_size < float("inf"):
-            return 1.0 / batch_size
-        error = InvalidArgumentError(f"batch_size must be a finite number above 0, not {batch_size!r}")
-        self.kvstore._table.operations.refuse(error)
-        raise error
+        try:
+            return 1.0 / check_number("batch_size", batch_size, above=0.0)
+        except InvalidArgumentError as error:
+            self.kvstore._table.operations.refuse(error)
+            raise
 
     def _require_local(self, what: str) -> torch.optim.Optimizer:
         if self._local is None:

@@ -221,7 +221,12 @@ class ShardedEmbedding(nn.Module):
 
         An id of a growing table that has no row reads as zeros.
         """
-        lookup = self._exchange.look_up(self._flat(ids), False)
+        try:
+            flat = self._flat(ids)
+        except InvalidArgumentError as error:
+            self._exchange.refuse(error)
+            raise
+        lookup = self._exchange.look_up(flat, False)
         found = self._exchange.decoded(self._exchange.begin_rows(lookup, self._update.step))
         return sum_bags(found, lookup.inverse, None, False).view(*ids.shape, self.embedding_dim)
 
@@ -260,6 +265,8 @@ class ShardedEmbedding(nn.Module):
             _log.warning("the rows of %s are not in state_dict(): save(folder) writes them, on all ranks", name)
 
     def _flat(self, ids: Tensor) -> Tensor:
+        if not isinstance(ids, Tensor):
+            raise InvalidArgumentError(f"ids must be a tensor of integers, not {type(ids).__name__}")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InvalidArgumentError(f"ids must be integers, not {ids.dtype}")
         if ids.device.type != "cpu":

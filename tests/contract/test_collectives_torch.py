@@ -359,6 +359,18 @@ def coalesced() -> None:
         for piece in pieces:
             dist.reduce_scatter_tensor(piece, filled(rank + 1, world * len(piece)))
     assert all(bool((piece == total).all()) for piece in pieces)
+    # Results across each other's inputs: each input counts as it was.
+    count = 30_001
+    crossed = [filled(rank + 1, count, dtype=torch.float64), filled(rank + 2, count, dtype=torch.float64)]
+    group: Any = dist.group.WORLD
+    wholes = [torch.cat([crossed[1]] * world), torch.cat([crossed[0]] * world)]
+    group.reduce_scatter_tensor_coalesced([wholes[1][:count], wholes[0][:count]], wholes).wait()
+    assert wholes[1][:count].tolist() == [total + world] * count
+    assert wholes[0][:count].tolist() == [total] * count
+    one, other = filled(rank, world * 5), filled(10 + rank, world * 5)
+    group.allgather_into_tensor_coalesced([one, other], [other[:5], one[5:10]]).wait()
+    assert one.view(world, 5)[:, 4].tolist() == [10 + r for r in range(world)]
+    assert other.view(world, 5)[:, 0].tolist() == list(range(world))
 
     # The functional collectives, which DTensor and compiled code call.
     gathered = functional.all_gather_tensor(filled(rank, 2, 2), 0, dist.group.WORLD)

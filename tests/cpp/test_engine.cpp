@@ -1,5 +1,6 @@
 // The engine with ranks as threads: every collective and algorithm, concurrency, order, callbacks, and what fails.
 #include <cmath>
+#include <deque>
 #include <future>
 #include <mutex>
 #include <random>
@@ -150,6 +151,53 @@ CASE("broadcast, all-gather, reduce-scatter and barrier") {
           self.wait(self.group->barrier({}));
         });
       }
+    }
+  }
+}
+
+CASE("tensors in one operation get what each gets alone, whatever their sizes") {
+  const std::vector<std::size_t> sizes{70'001, 0,  1,      131'070,
+                                       3,      64, 200'003};  // bytes: blocks end within elements' granules
+  for (int world : {1, 2, 3, 5}) {
+    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
+      run_job(world, table, [&](Rank& self) {
+        const auto ranks = static_cast<std::size_t>(world);
+        auto byte = [](std::size_t rank, std::size_t tensor, std::size_t i) {
+          return static_cast<uint8_t>((i * 31 + tensor * 7 + rank * 101) % 251);
+        };
+        std::deque<std::vector<uint8_t>> kept;  // what the operations use
+        auto memory = [&](std::size_t bytes) { return bytes_of(kept.emplace_back(bytes)); };
+        std::vector<GatheredTensor> gathered;
+        std::vector<ScatteredTensor> scattered;
+        for (std::size_t t = 0; t < sizes.size(); ++t) {
+          GatheredTensor& to_all = gathered.emplace_back();
+          ScatteredTensor& to_owner = scattered.emplace_back();
+          to_all.input = memory(sizes[t]);
+          for (std::size_t i = 0; i < sizes[t]; ++i) kept.back()[i] = byte(static_cast<std::size_t>(self.rank), t, i);
+          for (std::size_t r = 0; r < ranks; ++r) {
+            to_owner.chunks.push_back(memory(sizes[t]));
+            for (std::size_t i = 0; i < sizes[t]; ++i)
+              kept.back()[i] = byte(static_cast<std::size_t>(self.rank) + r, t, i);
+            to_all.blocks.push_back(memory(sizes[t]));
+          }
+          to_owner.output = memory(sizes[t]);
+        }
+        const auto works = {self.group->all_gather(gathered, DType::kUint8, {}),
+                            self.group->reduce_scatter(scattered, DType::kUint8, ReduceOp::kMax, {})};
+        for (const auto& work : works) self.wait(work);
+        std::size_t wrong = 0;
+        for (std::size_t t = 0; t < sizes.size(); ++t) {
+          for (std::size_t i = 0; i < sizes[t]; ++i) {
+            uint8_t most = 0;
+            for (std::size_t r = 0; r < ranks; ++r) {
+              wrong += gathered[t].blocks[r][i] != std::byte{byte(r, t, i)};
+              most = std::max(most, byte(r + static_cast<std::size_t>(self.rank), t, i));
+            }
+            wrong += scattered[t].output[i] != std::byte{most};
+          }
+        }
+        CHECK_EQ(wrong, std::size_t{0});
+      });
     }
   }
 }

@@ -247,12 +247,32 @@ def disagree(how: str) -> None:
         store.pushpull("w", out, scale=float("nan") if other else 1.0)
     if how in ("step", "batch size"):
         step_with(how, store, (float("inf") if how == "step" else float("nan")) if other else 1.0)
+    if other:
+        _misuse(how, store)
     if how == "updater":
         store.set_updater(_fail_on_rank_1)
     if how == "barrier" and other:
         store.barrier()
     store.push("w", wrong)
     store.pull("w", out)
+
+
+def _misuse(how: str, store: kvstore.KVStore) -> None:
+    """Arguments of kinds that no call takes: what Python itself would raise about them the other ranks hear of, too."""
+    if how == "keys":
+        store.push(None, torch.ones(3))  # type: ignore[arg-type]
+    elif how == "urgent":
+        store.push("w", torch.empty(30, 40), priority="high")  # type: ignore[arg-type]
+    elif how == "row numbers":
+        store.row_sparse_pull("w", [torch.empty(1, 40), torch.empty(1, 40)], row_ids=torch.zeros(1, dtype=torch.long))
+    elif how == "rows of floats":
+        store.row_sparse_pull("w", torch.empty(1, 40), row_ids=torch.zeros(1))
+    elif how == "no model":
+        store.attach([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    elif how == "rate":
+        store.set_learning_rate("0.1")  # type: ignore[arg-type]
+    elif how == "two bits":
+        store.set_gradient_compression({"type": "2bit", "threshold": "high"})
 
 
 def step_with(how: str, store: kvstore.KVStore, number: float) -> None:

@@ -22,10 +22,15 @@ pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built
 def wrapped(module: nn.Module, **options: Any) -> Any:
     import ringdp
 
+    return ringdp.RingDP(begun(module), **options)
+
+
+def begun(module: nn.Module) -> nn.Module:
+    """With the parameters that all of these tests begin with."""
     torch.manual_seed(1)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return ringdp.RingDP(module, **options)
+    return module
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -124,9 +129,9 @@ def test_every_place_is_found_within_the_steps() -> None:
         assert max(took) <= every
 
 
-def warned(action: str) -> tuple[list[str], list[Tensor]]:
+def warned(action: str, rate: float = 0.01) -> tuple[list[str], list[Tensor]]:
     model = wrapped(mlp(), guard_every=4, on_divergence=action)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = torch.optim.SGD(model.parameters(), rate)
     with logged() as lines:
         for number in range(30):
             step(model, optimizer, number)
@@ -154,6 +159,10 @@ def test_sync_copies_from_the_majority(backend: str) -> None:
     assert "All ranks have the majority's from now on" in results[0][0][0]
     for _, parameters in results[1:]:
         assert all(map(torch.equal, parameters, results[0][1]))
+    for _, parameters in run_ranks(warned, "sync", 0.0, world_size=3, backend=backend):
+        assert all(
+            map(torch.equal, parameters, begun(mlp()).parameters())
+        )  # and none of rank 0's, which was the odd one
 
 
 def test_two_ranks_have_no_majority_and_take_the_lower_ones() -> None:
@@ -191,6 +200,25 @@ def test_a_rank_that_ran_another_number_of_backwards_is_found(backend: str, how:
     for text in texts:
         assert "differ" in text
         assert "parameter '0.weight' differs between rank 0 and rank 1" in text
+
+
+def uneven_backwards_of_equal_replicas() -> str:
+    model = wrapped(mlp(), guard_every=6, on_divergence="raise", broadcast_buffers=False)
+    try:
+        for number in range(40):
+            loss = model(batch(0, number)).square().mean()
+            if default_group().rank() == 1 and number == 7:
+                loss.backward(retain_graph=True)
+            loss.backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_a_backward_too_many_is_found_where_replicas_are_still_equal(backend: str) -> None:
+    for text in run_ranks(uneven_backwards_of_equal_replicas, world_size=2, backend=backend, timeout_s=50):
+        assert "the ranks' steps differ; rank 1 has run 9 backwards in 8 steps that began with a forward" in text
 
 
 class WithBuffers(nn.Module):

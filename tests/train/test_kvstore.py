@@ -16,6 +16,10 @@ from ringdp.testing import simulate
 from tests.train import kvstore_cases as cases
 from tests.train.harness import run_outcomes, run_ranks
 
+_REFUSED = (
+    *("value", "small", "scale", "step", "batch size"),
+    *("keys", "urgent", "row numbers", "rows of floats", "rate", "two bits", "no model"),
+)
 HOWS = ("ringdp", "trainer", "gradients", "attached", "keys")
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -108,6 +112,13 @@ def test_an_updater_gets_the_owners_slices() -> None:
         ("step", ["step: scale must be a finite number, not inf"]),
         ("batch size", ["batch_size must be a finite number above 0, not nan"]),
         ("small", ["pushpull: key 'first'", "cannot take 'first' float32 [4]"]),
+        ("keys", ["push: a key is a text or a whole number, or keys are a list, not None"]),
+        ("urgent", ["push: a priority is a whole number, not 'high'"]),
+        ("row numbers", ["row_sparse_pull: key 'w' [30, 40]: 2 tensors need as many row_ids, not 1"]),
+        ("rows of floats", ["row_sparse_pull: key 'w' [30, 40]: row_ids are int32 or int64, not float32"]),
+        ("no model", ["attach takes a torch.nn.Module, not list"]),
+        ("rate", ["a learning rate must be a finite number from 0 on, not '0.1'"]),
+        ("two bits", ["threshold must be a finite number above 0, not 'high'"]),
         ("barrier", ["barrier", "push"]),
         ("updater", ["the updater cannot"]),
     ],
@@ -116,11 +127,7 @@ def test_ranks_that_differ_all_get_an_error(how: str, words: list[str]) -> None:
     outcomes = run_outcomes(cases.outcome_of_disagreement, how, world_size=2, backend="ring", timeout_s=30)
     for outcome in outcomes:
         kind, text = ast.literal_eval(str(outcome.error))
-        expected = (
-            "InvalidArgumentError"
-            if how in ("value", "small", "scale", "step", "batch size") and outcome.rank == 1
-            else "MismatchError"
-        )
+        expected = "InvalidArgumentError" if how in _REFUSED and outcome.rank == 1 else "MismatchError"
         if how == "updater" and outcome.rank == 1:
             expected = "OverflowError"
         assert kind == expected, text

@@ -5,9 +5,10 @@
 namespace ringdp {
 namespace {
 
-std::span<std::byte> piece_of(const std::vector<DirectTransfer::Piece>& pieces, int member) {
+std::span<std::byte> part_of(const std::vector<DirectTransfer::Piece>& pieces, int member, uint64_t offset,
+                             std::size_t most) {
   auto it = std::find_if(pieces.begin(), pieces.end(), [&](const auto& piece) { return piece.member == member; });
-  return it == pieces.end() ? std::span<std::byte>{} : it->memory;
+  return it == pieces.end() ? std::span<std::byte>{} : it->memory.at(offset, most);
 }
 
 }  // namespace
@@ -15,8 +16,9 @@ std::span<std::byte> piece_of(const std::vector<DirectTransfer::Piece>& pieces, 
 DirectTransfer::DirectTransfer(GroupView group, OperationShape shape, std::string name, std::vector<Piece> outgoing,
                                std::vector<Piece> incoming)
     : Operation(std::move(group), shape, std::move(name)), out_(std::move(outgoing)), in_(std::move(incoming)) {
-  for (const Piece& piece : out_) uses(piece.memory);
-  for (const Piece& piece : in_) uses(piece.memory);
+  for (const auto* pieces : {&out_, &in_})
+    for (const Piece& piece : *pieces)
+      for (auto place : piece.memory.places()) uses(place);
 }
 
 void DirectTransfer::prepare() {
@@ -25,12 +27,11 @@ void DirectTransfer::prepare() {
 }
 
 std::span<const std::byte> DirectTransfer::outgoing(SendFlow& flow, uint64_t offset, std::size_t max) {
-  auto memory = piece_of(out_, flow.member);
-  return memory.subspan(offset, std::min<std::size_t>(max, memory.size() - offset));
+  return part_of(out_, flow.member, offset, max);
 }
 
 std::span<std::byte> DirectTransfer::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
-  return piece_of(in_, flow.member).subspan(offset, length);
+  return part_of(in_, flow.member, offset, length);
 }
 
 }  // namespace ringdp

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "collective/operation.h"
+#include "collective/scattered.h"
 
 namespace ringdp {
 
@@ -11,7 +12,7 @@ class DirectTransfer final : public Operation {
  public:
   struct Piece {
     int member;
-    std::span<std::byte> memory;  // may be empty: one empty frame is sent then
+    Scattered memory;  // may be empty: one empty frame is sent then
   };
 
   DirectTransfer(GroupView group, OperationShape shape, std::string name, std::vector<Piece> outgoing,

@@ -57,6 +57,13 @@ void check_pieces(const GroupView& group, const std::vector<std::span<std::byte>
                   what + " of " + std::to_string(piece.size()) + " bytes beside one of " + std::to_string(*bytes));
 }
 
+// Of a list: the elements of each stay whole where the next one begins.
+void check_elements(std::size_t tensors, std::size_t bytes, DType dtype, const std::string& what) {
+  if (tensors > 1 && bytes % dtype_size(dtype) != 0)
+    throw Error(ErrorKind::kValue, what + ": " + std::to_string(bytes) + " bytes: not a multiple of " +
+                                       std::to_string(dtype_size(dtype)) + " (" + std::string(dtype_name(dtype)) + ")");
+}
+
 void check_reduction(DType dtype, ReduceOp op) { (void)reduce_kernels(dtype, op); }
 
 void check_compression(const std::vector<CompressedSection>& sections, const Compression& compression) {
@@ -82,7 +89,7 @@ std::span<std::byte> writable(std::span<const std::byte> memory) {
   return {const_cast<std::byte*>(memory.data()), memory.size()};
 }
 
-std::vector<DirectTransfer::Piece> to_others(const GroupView& group, std::span<std::byte> memory) {
+std::vector<DirectTransfer::Piece> to_others(const GroupView& group, const Scattered& memory) {
   std::vector<DirectTransfer::Piece> out;
   for (int step = 1; step < group.size; ++step) out.push_back({(group.rank + step) % group.size, memory});
   return out;
@@ -110,8 +117,7 @@ void announce_in_large_group(Operation& operation, const GroupView& group, const
   if (!goes_direct(table, group.size)) operation.announces_to_neighbours();
 }
 
-std::vector<DirectTransfer::Piece> pieces_of_others(const GroupView& group,
-                                                    const std::vector<std::span<std::byte>>& all) {
+std::vector<DirectTransfer::Piece> pieces_of_others(const GroupView& group, const std::vector<Scattered>& all) {
   std::vector<DirectTransfer::Piece> out;
   for (int step = 1; step < group.size; ++step) {
     int member = (group.rank + step) % group.size;
@@ -184,12 +190,13 @@ std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupV
                                        DType dtype, ReduceOp op, int root, std::string name) {
   check_reduction(dtype, op);
   check_member(group, root, "reduce: root");
+  const auto world = static_cast<std::size_t>(group.size);
   Algorithm algorithm = choose_reduce(table, group.size, memory.size());
   OperationShape shape = shape_of(Collective::kReduce, dtype, op, algorithm, memory.size(), root);
   if (group.size == 1) return empty_exchange(group, shape, std::move(name));
   if (algorithm == Algorithm::kPairwise)
-    return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, dtype),
-                                      std::span<std::byte>{});
+    return std::make_unique<Pairwise>(group, shape, std::move(name), by_part({split(memory, group.size, dtype)}, world),
+                                      Scattered());
   if (algorithm == Algorithm::kTree) return std::make_unique<Tree>(group, shape, std::move(name), memory);
   auto operation = std::make_unique<Fold>(group, shape, std::move(name), memory);
   if (group.rank == root) announce_to_others(*operation, group);
@@ -219,40 +226,60 @@ std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const Gro
 }
 
 std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const GroupView& group,
-                                           std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
-                                           DType dtype, std::string name) {
-  check_pieces(group, blocks, input.size(), "all_gather: output");
-  Algorithm algorithm = choose_all_gather(table, group.size, input.size());
-  std::span<std::byte> own = blocks[group.rank];
-  OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum, algorithm, input.size());
+                                           const std::vector<GatheredTensor>& tensors, DType dtype, std::string name) {
+  const auto world = static_cast<std::size_t>(group.size), rank = static_cast<std::size_t>(group.rank);
+  std::vector<std::vector<std::span<std::byte>>> blocks;
+  std::size_t bytes = 0;
+  for (const GatheredTensor& tensor : tensors) {
+    check_pieces(group, tensor.blocks, tensor.input.size(), "all_gather: output");
+    check_elements(tensors.size(), tensor.input.size(), dtype, "all_gather");
+    bytes += tensor.input.size();
+    blocks.push_back(tensor.blocks);
+  }
+  Algorithm algorithm = choose_all_gather(table, group.size, bytes);
+  OperationShape shape = shape_of(Collective::kAllGather, dtype, ReduceOp::kSum, algorithm, bytes);
+  if (tensors.size() > 1)
+    for (const GatheredTensor& tensor : tensors) shape.layout_hash = hash_mix(shape.layout_hash, tensor.input.size());
   std::unique_ptr<Operation> operation;
   if (algorithm == Algorithm::kDirectTransfer) {
-    operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), to_others(group, own),
-                                                 pieces_of_others(group, blocks));
+    const std::vector<Scattered> by_rank = by_part(blocks, world);
+    operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), to_others(group, by_rank[rank]),
+                                                 pieces_of_others(group, by_rank));
   } else {
-    std::vector<std::vector<std::span<std::byte>>> one_slab{std::move(blocks)};
-    operation = std::make_unique<Ring>(group, shape, std::move(name), std::move(one_slab), false);
+    operation = std::make_unique<Ring>(group, shape, std::move(name), std::move(blocks), false);  // a slab for each
   }
-  operation->copy_at_start(own, input);
+  for (const GatheredTensor& tensor : tensors) operation->copy_at_start(tensor.blocks[rank], tensor.input);
   return operation;
 }
 
 std::unique_ptr<Operation> make_reduce_scatter(const AlgorithmTable& table, const GroupView& group,
-                                               std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
-                                               DType dtype, ReduceOp op, std::string name) {
+                                               const std::vector<ScatteredTensor>& tensors, DType dtype, ReduceOp op,
+                                               std::string name) {
   check_reduction(dtype, op);
-  check_pieces(group, chunks, output.size(), "reduce_scatter: input");
+  std::vector<std::vector<std::span<std::byte>>> chunks;
+  Scattered output;
+  for (const ScatteredTensor& tensor : tensors) {
+    check_pieces(group, tensor.chunks, tensor.output.size(), "reduce_scatter: input");
+    check_elements(tensors.size(), tensor.output.size(), dtype, "reduce_scatter");
+    chunks.push_back(tensor.chunks);
+    output.add(tensor.output);
+  }
   Algorithm algorithm = choose_reduce_scatter(table, group.hosts, output.size());
   OperationShape shape = shape_of(Collective::kReduceScatter, dtype, op, algorithm, output.size());
   shape.layout_hash = host_digest(group.hosts);
+  if (tensors.size() > 1)
+    for (const ScatteredTensor& tensor : tensors) shape.layout_hash = hash_mix(shape.layout_hash, tensor.output.size());
   if (group.size == 1) {
     auto alone = empty_exchange(group, shape, std::move(name));
-    alone->copy_at_start(output, chunks[0]);
+    for (const ScatteredTensor& tensor : tensors) alone->copy_at_start(tensor.output, tensor.chunks[0]);
     return alone;
   }
-  if (algorithm == Algorithm::kTwoLevel)
-    return std::make_unique<TwoLevel>(group, shape, std::move(name), std::move(chunks), output);
-  return std::make_unique<Pairwise>(group, shape, std::move(name), std::move(chunks), output);
+  if (algorithm == Algorithm::kTwoLevel) {
+    if (tensors.size() != 1) throw Error(ErrorKind::kValue, "reduce_scatter: in two levels one tensor goes at a time");
+    return std::make_unique<TwoLevel>(group, shape, std::move(name), std::move(chunks[0]), tensors[0].output);
+  }
+  return std::make_unique<Pairwise>(group, shape, std::move(name), by_part(chunks, group.hosts.size()),
+                                    std::move(output));
 }
 
 std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const std::byte> input,
@@ -271,7 +298,7 @@ std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const s
   check_pieces(group, blocks, input.size(), "gather: output");
   std::span<std::byte> own = blocks[static_cast<std::size_t>(root)];
   auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), std::vector<DirectTransfer::Piece>{},
-                                                    pieces_of_others(group, blocks));
+                                                    pieces_of_others(group, {blocks.begin(), blocks.end()}));
   operation->copy_at_start(own, input);
   announce_in_large_group(*operation, group, table);
   if (goes_direct(table, group.size)) announce_to_others(*operation, group);
@@ -293,7 +320,8 @@ std::unique_ptr<Operation> make_scatter(const GroupView& group, std::vector<std:
     return operation;
   }
   check_pieces(group, chunks, output.size(), "scatter: input");
-  auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), pieces_of_others(group, chunks),
+  auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name),
+                                                    pieces_of_others(group, {chunks.begin(), chunks.end()}),
                                                     std::vector<DirectTransfer::Piece>{});
   operation->copy_at_start(output, chunks[static_cast<std::size_t>(root)]);
   return operation;
@@ -311,8 +339,9 @@ std::unique_ptr<Operation> make_all_to_all(const GroupView& group, std::vector<s
   std::size_t sent = 0;
   for (auto chunk : chunks) sent += chunk.size();
   OperationShape shape = shape_of(Collective::kAllToAll, dtype, ReduceOp::kSum, Algorithm::kDirectTransfer, sent);
-  auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name), pieces_of_others(group, chunks),
-                                                    pieces_of_others(group, blocks));
+  auto operation = std::make_unique<DirectTransfer>(group, shape, std::move(name),
+                                                    pieces_of_others(group, {chunks.begin(), chunks.end()}),
+                                                    pieces_of_others(group, {blocks.begin(), blocks.end()}));
   FlowIdentity& identity = operation->mutable_identity();
   OperationShape common = identity.shape;
   common.count = 0;

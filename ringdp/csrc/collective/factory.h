@@ -46,13 +46,22 @@ std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupV
 std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,
                                           std::span<std::byte> memory, DType dtype, int root, std::string name);
 // `blocks[r]` receives rank r's `input`; all of the same size.
-std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const GroupView& group,
-                                           std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
-                                           DType dtype, std::string name);
+struct GatheredTensor {
+  std::span<const std::byte> input;
+  std::vector<std::span<std::byte>> blocks;
+};
 // `chunks[r]` of this rank's input go to rank r; `output` receives the reduction of everybody's chunk for this rank.
+struct ScatteredTensor {
+  std::vector<std::span<std::byte>> chunks;
+  std::span<std::byte> output;
+};
+// Of one tensor, or of several in one operation: then no output overlaps another tensor's input.
+std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const GroupView& group,
+                                           const std::vector<GatheredTensor>& tensors, DType dtype, std::string name);
+// Several: only where `choose_reduce_scatter` gives kPairwise for all of their outputs together.
 std::unique_ptr<Operation> make_reduce_scatter(const AlgorithmTable& table, const GroupView& group,
-                                               std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
-                                               DType dtype, ReduceOp op, std::string name);
+                                               const std::vector<ScatteredTensor>& tensors, DType dtype, ReduceOp op,
+                                               std::string name);
 // Root: `blocks[r]` receives rank r's `input`; elsewhere there are none.
 std::unique_ptr<Operation> make_gather(const GroupView& group, std::span<const std::byte> input,
                                        std::vector<std::span<std::byte>> blocks, DType dtype, int root,

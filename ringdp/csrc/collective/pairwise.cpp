@@ -1,21 +1,24 @@
 #include "collective/pairwise.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "collective/all_reduce.h"
 #include "collective/chunks.h"
 
 namespace ringdp {
 
-Pairwise::Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
-                   std::span<std::byte> out)
+Pairwise::Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<Scattered> chunks,
+                   Scattered out)
     : Operation(std::move(group), shape, std::move(name)),
       chunks_(std::move(chunks)),
       scratch_(nullptr, {}),
-      own_out_(shape.what == Collective::kReduceScatter ? out : chunks_[group_.rank]),
-      fold_(group_.rank, group_.size, shape.dtype, shape.op, group_.size, group_.far) {
-  for (auto chunk : chunks_) uses(chunk);
-  uses(out);
+      own_out_(shape.what == Collective::kReduceScatter ? std::move(out) : chunks_[group_.rank]),
+      fold_(group_.rank, group_.size, shape.dtype, shape.op, group_.size, group_.far, /*in_stages=*/true) {
+  for (const Scattered& chunk : chunks_)
+    for (auto place : chunk.places()) uses(place);
+  if (shape.what == Collective::kReduceScatter)
+    for (auto place : own_out_.places()) uses(place);
 }
 
 bool Pairwise::collects(int member) const {
@@ -27,10 +30,10 @@ bool Pairwise::collects(int member) const {
 void Pairwise::prepare() {
   if (identity().shape.what == Collective::kReduce && !collects(group_.rank)) {
     scratch_ = scratch().take(own_out_.size());
-    own_out_ = {scratch_.get(), own_out_.size()};
+    own_out_ = Scattered({scratch_.get(), own_out_.size()});
   }
   fold_.begin(scratch(), chunks_[group_.rank], own_out_);
-  fold_.received(group_.rank, there(chunks_[group_.rank]));
+  fold_.received(group_.rank, here(chunks_[group_.rank]));
   fold_.watch(&watch_, &watch_);
   std::size_t mine = own_out_.size();
   for (int step = 1; step < group_.size; ++step) {
@@ -42,43 +45,52 @@ void Pairwise::prepare() {
   }
 }
 
+std::size_t Pairwise::here(const Scattered& input) const {
+  std::size_t come = 0;
+  for (const auto place : input.places()) {
+    const std::size_t of_it = there(place);
+    come += of_it;
+    if (of_it < place.size()) break;
+  }
+  return come;
+}
+
 uint64_t Pairwise::ready(int member) const {
-  const std::size_t input = chunks_[member].size(), here = there(chunks_[member]);
-  if (here < input) return here;
+  const std::size_t input = chunks_[member].size(), come = here(chunks_[member]);
+  if (come < input) return come;
   return collects(member) ? input + fold_.folded() : input;
 }
 
 void Pairwise::more_came() {
   for (SendFlow& flow : sends_) flow.ready = ready(flow.member);
-  fold_.received(group_.rank, there(chunks_[group_.rank]));
+  fold_.received(group_.rank, here(chunks_[group_.rank]));
   advance();
 }
 
 std::span<const std::byte> Pairwise::outgoing(SendFlow& flow, uint64_t offset, std::size_t max) {
-  std::span<const std::byte> theirs = chunks_[flow.member];
-  if (offset < theirs.size()) {
-    std::size_t block_rest = RankOrderFold::kBlockBytes - offset % RankOrderFold::kBlockBytes;
-    std::size_t length = std::min<std::size_t>({max, block_rest, theirs.size() - offset});
-    if (offset + length < theirs.size()) length -= length % kGranuleBytes;
-    watch_.own(theirs.subspan(offset, length));
-    return theirs.subspan(offset, length);
+  const Scattered& theirs = chunks_[flow.member];
+  if (offset >= theirs.size()) return own_out_.at(offset - theirs.size(), max);
+  const std::size_t block_rest = RankOrderFold::kBlockBytes - offset % RankOrderFold::kBlockBytes;
+  std::span<const std::byte> next = theirs.at(offset, theirs.size());
+  if (const std::size_t most = std::min(max, block_rest); most < next.size()) {
+    const std::size_t over = (offset + most) % kGranuleBytes;
+    next = next.first(most - std::min(most, over));
   }
-  std::span<const std::byte> result = own_out_;
-  return result.subspan(offset - theirs.size(), std::min<std::size_t>(max, result.size() - (offset - theirs.size())));
+  watch_.own(next);
+  return next;
 }
 
 std::span<std::byte> Pairwise::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
   if (offset < own_out_.size()) return fold_.room(flow.member, offset, length);
-  std::span<std::byte> result = chunks_[flow.member];
-  offset -= own_out_.size();
-  if (offset + length > result.size()) return {};
-  return result.subspan(offset, length);
+  return chunks_[flow.member].at(offset - own_out_.size(), length);
 }
 
 void Pairwise::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
   if (offset >= own_out_.size()) {
     const std::size_t at = offset - own_out_.size();
-    return watch_.result(chunks_[flow.member], at, at + data.size());
+    if (!data.empty())
+      watch_.result(chunks_[flow.member].places().front(), at, at + data.size());  // an all-reduce's only one
+    return;
   }
   fold_.received(flow.member, std::min<uint64_t>(flow.received, own_out_.size()));
   advance();
@@ -119,8 +131,8 @@ const AllReduceAlgorithm kPairwiseAllReduce{
     },
     [](const GroupView& group, const OperationShape& shape, std::string name,
        std::span<std::byte> memory) -> std::unique_ptr<Operation> {
-      return std::make_unique<Pairwise>(group, shape, std::move(name), split(memory, group.size, shape.dtype),
-                                        std::span<std::byte>{});
+      return std::make_unique<Pairwise>(group, shape, std::move(name),
+                                        by_part({split(memory, group.size, shape.dtype)}, group.size), Scattered());
     }};
 
 }  // namespace ringdp

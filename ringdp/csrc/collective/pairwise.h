@@ -7,6 +7,7 @@
 
 #include "collective/operation.h"
 #include "collective/rank_fold.h"
+#include "collective/scattered.h"
 
 namespace ringdp {
 
@@ -14,9 +15,9 @@ class Pairwise final : public Operation {
  public:
   // All-reduce: `chunks[c]` of the buffer in place; `out` is empty.
   // Reduce: the same, but only the root's chunks change.
-  // Reduce-scatter: `chunks[c]` of the input, left as they are; `out` receives chunk `rank`.
-  Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
-           std::span<std::byte> out);
+  // Reduce-scatter: `chunks[c]` of the input, left as they are; `out` receives chunk `rank`. Of several tensors at once a chunk
+  // lies in several places, on all ranks in as many of the same sizes.
+  Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<Scattered> chunks, Scattered out);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
   std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) override;
@@ -35,10 +36,11 @@ class Pairwise final : public Operation {
   uint64_t ready(int member) const;  // how far the flow to it can go
   bool collects(int member) const;   // it receives the results of all chunks
   uint64_t receive_window(uint64_t total) const;
+  std::size_t here(const Scattered& input) const;  // how much of it, from its start, has come from the device
 
-  std::vector<std::span<std::byte>> chunks_;
-  ScratchPool::Block scratch_;    // reduce: this rank's part of the sum, on its way to the root
-  std::span<std::byte> own_out_;  // where this rank's chunk is summed
+  std::vector<Scattered> chunks_;
+  ScratchPool::Block scratch_;  // reduce: this rank's part of the sum, on its way to the root
+  Scattered own_out_;           // where this rank's chunk is summed
   RankOrderFold fold_;
 };
 

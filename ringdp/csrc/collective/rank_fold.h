@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "collective/finite.h"
+#include "collective/scattered.h"
 #include "collective/scratch.h"
 #include "kernels/kernels.h"
 
@@ -20,11 +21,14 @@ class RankOrderFold {
 
   // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here). `far`: as GroupView's, peers
   // may send as much as a long path holds.
-  RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor, bool far = false);
+  // `in_stages`: what comes in the order of the ranks is added at once, where it lies, to the sum of the ranks before it, and need
+  // not wait in a block until all have come. Then partial sums are in `out` before `folded` says so. Not of half types.
+  RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor, bool far = false, bool in_stages = false);
 
   // `own` and `out` may alias. With one rank they must, except for half types. Both [bytes]. All of `own` counts as
   // received; where it comes later, from a device, call `received` as for a peer.
   void begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out);
+  void begin(ScratchPool& pool, Scattered own, Scattered out);  // `own` is read only
 
   // They see the elements that are folded. Null: `own` is not this rank's input, or the sum is not the final result.
   void watch(FiniteWatch* own, FiniteWatch* result) { watch_own_ = own, watch_result_ = result; }
@@ -33,8 +37,8 @@ class RankOrderFold {
   std::span<std::byte> room(int member, uint64_t offset, std::size_t length);
   void received(int member, uint64_t upto) { upto_[member] = upto; }
 
-  // Folds the next bytes of the only other rank where they lie, without a copy. False where that cannot be done with these
-  // bytes or now, and with more ranks; the bytes then go to their room.
+  // Folds the next bytes of the only other rank where they lie, without a copy; in stages, of any rank as many as it is the turn of.
+  // False where that cannot be done with these bytes or now; the bytes then go to their room.
   bool take(int member, uint64_t offset, std::span<const std::byte> data, uint64_t limit);
 
   // Folds what all ranks have sent, not beyond `limit`. Returns how far the result reaches.
@@ -45,8 +49,17 @@ class RankOrderFold {
 
  private:
   const std::byte* source(int member, uint64_t offset) const;
-  void fold_wide(uint64_t begin, std::size_t bytes);
-  void fold_half(uint64_t begin, std::size_t bytes);
+  void fold_wide(uint64_t begin, std::span<std::byte> place);
+  void fold_half(uint64_t begin, std::span<std::byte> place);
+
+  // ---- In stages.
+  bool take_in_stages(int member, uint64_t offset, std::span<const std::byte> data, uint64_t limit);
+  void advance_in_stages(uint64_t limit);
+  uint64_t reach_of(int member, uint64_t limit) const;  // as far as the ranks before it are added up, and it is there
+  std::size_t add(int member, uint64_t end,
+                  const std::byte* data);  // one piece, of these bytes of the member; how long it was
+  std::span<std::byte> sum_upto(int member, uint64_t offset,
+                                std::size_t most);  // where the sum of the ranks upto this one is
 
   int rank_;
   int size_;
@@ -54,13 +67,15 @@ class RankOrderFold {
   std::size_t element_bytes_;
   std::size_t divisor_;
   const ReduceKernels& kernels_;
-  std::span<const std::byte> own_;
-  std::span<std::byte> out_;
+  Scattered own_;
+  Scattered out_;
   uint64_t block_bytes_ = 0;  // kBlockBytes, or the whole if that is smaller
   std::vector<ScratchPool::Block> slots_;
   ScratchPool::Block sum_;
   std::vector<uint64_t> upto_;
   uint64_t folded_ = 0;
+  const bool in_stages_;
+  std::vector<uint64_t> summed_;  // by rank: how far it and all ranks before it are added up; of rank 0, see `reach_of`
   FiniteWatch* watch_own_ = nullptr;
   FiniteWatch* watch_result_ = nullptr;
   std::span<const std::byte> lent_;  // during `take`: the other rank's bytes at `folded_`

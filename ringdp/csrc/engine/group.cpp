@@ -49,16 +49,25 @@ std::shared_ptr<Work> GroupHandle::broadcast(std::span<std::byte> memory, DType 
   return submit(make_broadcast(table_, view(), memory, dtype, root, current_name()), std::move(options));
 }
 
+std::shared_ptr<Work> GroupHandle::all_gather(const std::vector<GatheredTensor>& tensors, DType dtype,
+                                              CallOptions options) {
+  return submit(make_all_gather(table_, view(), tensors, dtype, current_name()), std::move(options));
+}
+
 std::shared_ptr<Work> GroupHandle::all_gather(std::span<const std::byte> input,
                                               std::vector<std::span<std::byte>> blocks, DType dtype,
                                               CallOptions options) {
-  return submit(make_all_gather(table_, view(), input, std::move(blocks), dtype, current_name()), std::move(options));
+  return all_gather({{input, std::move(blocks)}}, dtype, std::move(options));
+}
+
+std::shared_ptr<Work> GroupHandle::reduce_scatter(const std::vector<ScatteredTensor>& tensors, DType dtype, ReduceOp op,
+                                                  CallOptions options) {
+  return submit(make_reduce_scatter(table_, view(), tensors, dtype, op, current_name()), std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::reduce_scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
                                                   DType dtype, ReduceOp op, CallOptions options) {
-  return submit(make_reduce_scatter(table_, view(), std::move(chunks), output, dtype, op, current_name()),
-                std::move(options));
+  return reduce_scatter({{std::move(chunks), output}}, dtype, op, std::move(options));
 }
 
 std::shared_ptr<Work> GroupHandle::reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, int root,

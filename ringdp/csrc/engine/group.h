@@ -42,8 +42,16 @@ class GroupHandle : public OpenGroup {
   std::shared_ptr<Work> all_reduce_compressed(std::vector<CompressedSection> sections, const Compression& compression,
                                               CallOptions options);
   std::shared_ptr<Work> broadcast(std::span<std::byte> memory, DType dtype, int root, CallOptions options);
+  // Of several tensors in one operation: see make_all_gather.
+  std::shared_ptr<Work> all_gather(const std::vector<GatheredTensor>& tensors, DType dtype, CallOptions options);
   std::shared_ptr<Work> all_gather(std::span<const std::byte> input, std::vector<std::span<std::byte>> blocks,
                                    DType dtype, CallOptions options);
+  // Whether tensors whose outputs have so many bytes may be reduced in one operation.
+  bool scatters_together(std::size_t bytes) const {
+    return choose_reduce_scatter(table_, view().hosts, bytes) == Algorithm::kPairwise;
+  }
+  std::shared_ptr<Work> reduce_scatter(const std::vector<ScatteredTensor>& tensors, DType dtype, ReduceOp op,
+                                       CallOptions options);
   std::shared_ptr<Work> reduce_scatter(std::vector<std::span<std::byte>> chunks, std::span<std::byte> output,
                                        DType dtype, ReduceOp op, CallOptions options);
 

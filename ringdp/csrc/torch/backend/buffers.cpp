@@ -118,12 +118,29 @@ bool share_memory(const std::vector<at::Tensor>& tensors) {
   });
 }
 
+namespace {
+
+// From its first element to its last, whatever lies between them.
+std::span<const std::byte> extent(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const auto bytes = static_cast<std::size_t>(last + 1) * tensor.element_size();
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()), bytes};
+}
+
+}  // namespace
+
+bool memory_overlaps(const at::Tensor& one, const at::Tensor& other) {
+  const auto a = extent(one), b = extent(other);
+  return a.data() < b.data() + b.size() && b.data() < a.data() + a.size();
+}
+
 std::span<std::byte> Buffers::keep(const at::Tensor& flat) {
   kept_.push_back(flat);
   return {static_cast<std::byte*>(flat.data_ptr()), flat.nbytes()};
 }
 
-std::span<std::byte> Buffers::join(at::TensorList tensors, bool read, bool write) {
+std::span<std::byte> Buffers::join(at::TensorList tensors, bool read, bool write, bool copied) {
   int64_t count = 0;
   for (const at::Tensor& tensor : tensors) {
     dtype_of(tensor, what_);
@@ -136,7 +153,7 @@ std::span<std::byte> Buffers::join(at::TensorList tensors, bool read, bool write
     if (scale) multiply_at_start(kept_.back().view(tensors[0].scalar_type()));
     return memory;
   }
-  if (tensors.size() == 1 && tensors[0].is_contiguous() && !scale) return keep(tensors[0]);
+  if (tensors.size() == 1 && tensors[0].is_contiguous() && !scale && !copied) return keep(tensors[0]);
   at::Tensor flat = at::empty({count}, tensors[0].options().requires_grad(false));
   int64_t at = 0;
   for (const at::Tensor& tensor : tensors) {
@@ -189,18 +206,6 @@ void Buffers::repeat(const at::Tensor& from, const std::vector<at::Tensor>& to) 
 }
 
 // ---- On devices ----
-
-namespace {
-
-// From its first element to its last, whatever lies between them.
-std::span<const std::byte> extent(const at::Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  const auto bytes = static_cast<std::size_t>(last + 1) * tensor.element_size();
-  return {static_cast<const std::byte*>(tensor.const_data_ptr()), bytes};
-}
-
-}  // namespace
 
 void Buffers::use(const at::Tensor& tensor, bool write) {
   if (device_ && *device_ != tensor.device())

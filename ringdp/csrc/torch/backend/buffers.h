@@ -29,6 +29,8 @@ at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, 
 
 // Whether two of them have a storage in common; cheap, and true for disjoint views of one storage too.
 bool share_memory(const std::vector<at::Tensor>& tensors);
+// Whether there are bytes between the first and the last element of both, neither of which is empty.
+bool memory_overlaps(const at::Tensor& one, const at::Tensor& other);
 
 // The tensors of one operation. On the CPU contiguous ones are used in place; others through a flat copy, filled when the
 // operation starts and copied back when it is complete. Those on a device, one per operation, have a mirror in pinned memory;
@@ -43,6 +45,8 @@ class Buffers {
 
   // One tensor, or the concatenation of several.
   std::span<std::byte> input(at::TensorList tensors) { return join(tensors, true, false); }
+  // As it is when the operation starts, wherever results go meanwhile.
+  std::span<std::byte> copied_input(const at::Tensor& tensor) { return join(tensor, true, false, true); }
   std::span<std::byte> output(at::TensorList tensors) { return join(tensors, false, true); }
   std::span<std::byte> in_place(at::TensorList tensors) { return join(tensors, true, true); }
   // The reduction of several, which goes into all of them.
@@ -61,7 +65,7 @@ class Buffers {
   std::span<std::byte> stage_merged(const std::vector<at::Tensor>& tensors, DType dtype, ReduceOp op);
   void multiply_at_start(const at::Tensor& host);
   void use(const at::Tensor& tensor, bool write);
-  std::span<std::byte> join(at::TensorList tensors, bool read, bool write);
+  std::span<std::byte> join(at::TensorList tensors, bool read, bool write, bool copied = false);
   std::span<std::byte> keep(const at::Tensor& flat);
 
   DeviceSide& devices_;  // of the caller; only while it calls

@@ -1,9 +1,29 @@
 // The collectives in which ranks hold pieces: all-gather, reduce-scatter, gather, scatter, all-to-all.
+#include <algorithm>
+
 #include "torch/backend/arguments.h"
 #include "torch/backend/call.h"
 #include "torch/backend/process_group.h"
 
 namespace ringdp {
+namespace {
+
+// Several of one type go in one operation, whatever devices they are on: all ranks must decide alike.
+bool of_one_type(const std::vector<at::Tensor>& tensors) {
+  return !tensors.empty() && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& it) {
+    return it.scalar_type() == tensors[0].scalar_type();
+  });
+}
+
+// Whether a result of the same operation goes where `input`, the one at `index`, is still read.
+bool overlaps_another(const at::Tensor& input, std::size_t index, const std::vector<at::Tensor>& outputs) {
+  if (input.numel() == 0) return false;
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    if (i != index && outputs[i].numel() > 0 && memory_overlaps(input, outputs[i])) return true;
+  return false;
+}
+
+}  // namespace
 
 // With k inputs per rank each output list has k·world tensors: rank 0's inputs, rank 1's, …
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vector<at::Tensor>>& outputs,
@@ -50,12 +70,17 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced
   const auto group = counted();
   Call call(*group, *devices_, hooks_, c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp,
             opts.timeout, inputs, outputs);
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
+  const std::size_t each = of_one_type(inputs) ? inputs.size() : 1;  // tensors of one operation
+  for (std::size_t begin = 0; begin < inputs.size(); begin += each) {
     auto buffers = std::make_shared<Buffers>(*devices_, "all_gather_into_tensor");
-    auto input = buffers->input(inputs[i]);
-    auto blocks = cut(buffers->output(outputs[i]), size());
-    call.add(group->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather_into_tensor"),
-                               call.options(std::move(buffers), i + 1 == inputs.size())));
+    std::vector<GatheredTensor> tensors;
+    for (std::size_t i = begin; i < begin + each; ++i) {
+      const bool apart = each > 1 && overlaps_another(inputs[i], i, outputs);
+      auto input = apart ? buffers->copied_input(inputs[i]) : buffers->input(inputs[i]);
+      tensors.push_back({input, cut(buffers->output(outputs[i]), size())});
+    }
+    call.add(group->all_gather(tensors, dtype_of(inputs[begin], "all_gather_into_tensor"),
+                               call.options(std::move(buffers), begin + each == inputs.size())));
   }
   return call.done();
 }
@@ -101,13 +126,21 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced
   const auto group = counted();
   Call call(*group, *devices_, hooks_, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp,
             opts.timeout, inputs, outputs);
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
+  std::size_t bytes = 0;
+  for (const at::Tensor& output : outputs) bytes += output.nbytes();
+  const bool together = of_one_type(outputs) && group->scatters_together(bytes);
+  const std::size_t each = together ? inputs.size() : 1;  // tensors of one operation
+  for (std::size_t begin = 0; begin < inputs.size(); begin += each) {
     auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter_tensor",
-                                             premultiplier_of(opts.reduceOp, outputs[i], "reduce_scatter_tensor"));
-    auto chunks = cut(buffers->input(inputs[i]), size());
-    auto output = buffers->output(outputs[i]);
-    call.add(group->reduce_scatter(std::move(chunks), output, dtype_of(outputs[i], "reduce_scatter_tensor"), op,
-                                   call.options(std::move(buffers), i + 1 == inputs.size())));
+                                             premultiplier_of(opts.reduceOp, outputs[begin], "reduce_scatter_tensor"));
+    std::vector<ScatteredTensor> tensors;
+    for (std::size_t i = begin; i < begin + each; ++i) {
+      const bool apart = each > 1 && overlaps_another(inputs[i], i, outputs);
+      auto input = apart ? buffers->copied_input(inputs[i]) : buffers->input(inputs[i]);
+      tensors.push_back({cut(input, size()), buffers->output(outputs[i])});
+    }
+    call.add(group->reduce_scatter(tensors, dtype_of(outputs[begin], "reduce_scatter_tensor"), op,
+                                   call.options(std::move(buffers), begin + each == inputs.size())));
   }
   return call.done();
 }

@@ -1,0 +1,52 @@
+// Scattered: bytes that lie in several places and count as one stretch, one place after the other; mostly it is a single place.
+// It owns the list of the places, not their bytes. Value type, any thread.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace ringdp {
+
+class Scattered {
+ public:
+  Scattered() = default;
+  Scattered(std::span<std::byte> place) { add(place); }
+
+  void add(std::span<std::byte> place) {
+    if (place.empty()) return;
+    places_.push_back(place);
+    begins_.push_back(size_);
+    size_ += place.size();
+  }
+
+  std::size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  const std::vector<std::span<std::byte>>& places() const { return places_; }
+
+  // The bytes from `offset` on that lie together; at most `most`.
+  std::span<std::byte> at(std::size_t offset, std::size_t most) const {
+    if (offset >= size_) return {};
+    const auto behind = std::upper_bound(begins_.begin(), begins_.end(), offset);
+    const auto index = static_cast<std::size_t>(behind - begins_.begin()) - 1;
+    const std::span<std::byte> rest = places_[index].subspan(offset - begins_[index]);
+    return rest.first(std::min(most, rest.size()));
+  }
+
+ private:
+  std::vector<std::span<std::byte>> places_;
+  std::vector<std::size_t> begins_;  // where each is in the stretch
+  std::size_t size_ = 0;
+};
+
+// `lists[i][part]`: of each part, what the lists have of it.
+inline std::vector<Scattered> by_part(const std::vector<std::vector<std::span<std::byte>>>& lists, std::size_t parts) {
+  std::vector<Scattered> out(parts);
+  for (const auto& list : lists)
+    for (std::size_t part = 0; part < parts; ++part) out[part].add(list[part]);
+  return out;
+}
+
+}  // namespace ringdp
