@@ -48,6 +48,7 @@ struct ViewChange {
   bool counted = false;  // a unit that this rank had under way counts, with what the lost ranks gave
   bool replay = false;
   std::string unit;                // what was under way on this rank; empty: nothing
+  std::string also_lost;           // in words
   Clock::time_point noticed_at{};  // by this rank
 
   // What was lost and who goes on. `log_line` adds what became of the unit and how long it all took, until now.
@@ -70,6 +71,8 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   // Beside the view's own options, of this view and all later ones.
   void set_timeout_ms(int64_t timeout_ms);
   void close(const std::string& how);
+  // What goes with members that are lost, for the log.
+  void note_lost(const std::string& what);
 
   int rank() const { return rank_; }  // in the present view
   int size() const { return size_; }
@@ -84,9 +87,10 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   enum class Outcome { kCounts, kAgain };
   // `view` has lost a member: agrees on the next one, unless that is done. `unit`: what is under way, 0 for nothing.
   // Throws Error(kMembership) where operations outside units are unfinished, Error(kExpelled) where this rank is left out.
-  Outcome change(uint64_t unit, uint64_t view);
+  Outcome change(uint64_t unit, uint64_t view) { return change(unit, view, false); }
 
-  // Outside units. Before an operation: the present view, changed first where it is frozen.
+  // Outside units. Before an operation: the present view. Where that has lost a member it is changed, and all get
+  // Error(kMembership): what is about to be called was made for the old members (lists of one tensor for each, a root).
   std::shared_ptr<GroupHandle> group_for_call();
   // `in_order`: all members call it.
   void called(const std::vector<std::shared_ptr<Work>>& operations, bool in_order);
@@ -96,8 +100,10 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
  private:
   ElasticGroup(std::shared_ptr<Runtime> runtime, std::string name, int64_t timeout_ms, const AlgorithmTables& tables,
                std::unique_ptr<Agreement> agreement);
+  Outcome change(uint64_t unit, uint64_t view,
+                 bool calls);  // `calls`: an operation outside units is about to be called
   std::shared_ptr<GroupHandle> make_view(uint64_t view, const std::vector<int>& members);
-  MemberState freeze(const std::shared_ptr<GroupHandle>& group);
+  MemberState freeze(const std::shared_ptr<GroupHandle>& group, bool calls);
   void install(const Decision& decision, ViewChange change);
   void look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const;
   Error changed_error() const;
@@ -122,6 +128,7 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   ViewChange last_;
   bool unlogged_ = false;  // last_
   std::string unit_;       // what it is
+  std::string also_lost_;
   std::atomic<uint64_t> left_{0};  // as in progress_
   std::atomic<uint64_t> base_{0};  // left_ when the view began
   std::atomic<uint64_t> view_{1};

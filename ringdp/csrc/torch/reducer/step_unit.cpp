@@ -23,9 +23,14 @@ bool StepUnit::try_once(Lock& lock, Order& order, bool again) {
   ElasticGroup& elastic = layout_.repair.elastic();
   const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()));
   try {
-    if (again) filler_.send_again();
+    if (again) {
+      report_.drop();  // it is told in the next window
+      filler_.send_again();
+    }
+    const auto report = report_.under_way();
     lock.unlock();
     end_.wait_for_sent();
+    if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
     end_.wait_for_used_map();
     lock.lock();
     order = end_.ask_for_order();
