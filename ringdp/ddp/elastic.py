@@ -71,12 +71,9 @@ def refuse_hook(group: dist.ProcessGroup, state: object, hook: Callable[..., Any
 
 def refuse_rules(rules: Rules) -> None:
     """Raise InvalidArgumentError where a compressor is not one of the core's codecs."""
-    from ringdp import _core
-
     for compressor in (rules.compression, *(compressor for _, compressor in rules.pairs)):
         if compressor is not None and not isinstance(compressor, Auto) and getattr(compressor, "native", None) is None:
-            codecs = ", ".join(spec["name"] for spec in _core.codec_specs())
-            refuse(f"compression by {describe(compressor)}, which runs in Python,", but=f"the core's codecs: {codecs}")
+            refuse(f"compression by {describe(compressor)}, which runs in Python,", but="the core's codecs, as int8 and int4")
 
 
 def broadcast_in_unit(group: dist.ProcessGroup, tensors: list[torch.Tensor], broadcast: Any) -> None:

@@ -23,6 +23,7 @@ from ringdp.diagnosis.split import Split, split
 from ringdp.diagnosis.timeline_session import timelines
 from ringdp.diagnosis.verdict import COSTLY, Verdict, judge, usual_rate
 from ringdp.diagnosis.window import FIELDS, Window, step_of
+from ringdp.job.elastic import is_elastic
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
@@ -56,7 +57,7 @@ class StepMonitor:
 
         note_optimizers()
         self._reducer, self._group = reducer, group
-        self._view_of = _C.view_of if _C.is_elastic(group) else None
+        self._view_of = _C.view_of if is_elastic(group) else None
         self._view = 1 if self._view_of is None else self._view_of(group)
         self._traffic = _C.traffic
         self.attached: Attached | None = None

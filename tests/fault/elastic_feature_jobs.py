@@ -13,7 +13,7 @@ from tests.fault.elastic_jobs import Death, Lines, Net, Told, die, joined, one_s
 
 
 def reports(folder: str, death: Death, more: int) -> dict[str, Any]:
-    """Steps that the ranks report to each other, in one of which a rank dies. Then a replica is changed; `more` follow."""
+    """Steps that the ranks report to each other; in one a rank dies. Then a replica is changed; `more` follow."""
     os.environ["RINGDP_REPORT_EVERY"] = "2"
     lines = Lines()
     logging.getLogger("ringdp").addHandler(lines)

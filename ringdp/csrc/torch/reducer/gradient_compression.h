@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "collective/operation.h"
 #include "torch/reducer/bucket.h"
 #include "torch/reducer/overflow_report.h"
 #include "torch/reducer/reducer_group.h"
