@@ -76,12 +76,12 @@ class CompressedAllReduce final : public Operation {
 
   std::span<const std::byte> input(const Segment& segment, uint64_t offset, std::size_t max);
   const float* x(const Tile& tile) const { return sections_[tile.section].x + tile.begin; }
-  float* to(const Tile& tile) const {
+  float* result(const Tile& tile) const {
     const CompressedSection& section = sections_[tile.section];
     return (section.to != nullptr ? section.to : section.x) + tile.begin;
   }
   // The host's sum: where one rank is a host it is x, else `add_inputs` writes it to where the mean will be.
-  const float* sum(const Tile& tile) const { return hosts_.local().size() > 1 ? to(tile) : x(tile); }
+  const float* host_sum(const Tile& tile) const { return hosts_.local().size() > 1 ? result(tile) : x(tile); }
   void add_inputs(const Segment& segment, State& state);
   void encode(const Segment& segment, std::byte* code);
   void take_codes(const Segment& segment, State& state);

@@ -163,7 +163,7 @@ void ElasticGroup::write_log_line() {
   log(LogLevel::kWarning, change.log_line());
 }
 
-ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool calls) {
+ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool calling) {
   const auto noticed = Clock::now();
   std::lock_guard changing(change_mutex_);
   if (view == view_) {
@@ -172,7 +172,7 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
     const auto loss = loss_of(failure);
     if (failure && !loss) std::rethrow_exception(failure);
     if (!loss) throw Error(ErrorKind::kState, "a change of members was asked for, and no member is lost");
-    MemberState mine = freeze(group, calls);
+    MemberState mine = freeze(group, calling);
     mine.cause = clean_text(loss->context().cause.empty() ? loss->what() : loss->context().cause, kMostCauseBytes);
     const std::vector<int> before = group->view().members;
     const int self = group->engine()->rank();
@@ -203,14 +203,14 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
 }
 
 // From now on this rank starts nothing in that view and becomes done with nothing.
-MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, bool calls) {
+MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, bool calling) {
   std::vector<std::shared_ptr<Work>> calls;
   MemberState mine;
   {
     std::lock_guard lock(mutex_);
     mine = progress_.freeze();
     mine.called = called_;
-    mine.unfinished = calls;
+    mine.unfinished = calling;
     calls = calls_;
   }
   for (const auto& work : calls) {
@@ -282,7 +282,7 @@ std::shared_ptr<GroupHandle> ElasticGroup::group_for_call() {
   auto present = group();
   const uint64_t view = view_;
   if (!is_loss(present->failure())) return present;
-  change(0, view, /*calls=*/true);
+  change(0, view, /*calling=*/true);
   return group();
 }
 

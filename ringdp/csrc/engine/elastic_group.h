@@ -101,9 +101,9 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   ElasticGroup(std::shared_ptr<Runtime> runtime, std::string name, int64_t timeout_ms, const AlgorithmTables& tables,
                std::unique_ptr<Agreement> agreement);
   Outcome change(uint64_t unit, uint64_t view,
-                 bool calls);  // `calls`: an operation outside units is about to be called
+                 bool calling);  // `calling`: an operation outside units is about to be called
   std::shared_ptr<GroupHandle> make_view(uint64_t view, const std::vector<int>& members);
-  MemberState freeze(const std::shared_ptr<GroupHandle>& group, bool calls);
+  MemberState freeze(const std::shared_ptr<GroupHandle>& group, bool calling);
   void install(const Decision& decision, ViewChange change);
   void look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const;
   Error changed_error() const;
