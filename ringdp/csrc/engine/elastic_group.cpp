@@ -115,17 +115,13 @@ void ElasticGroup::set_timeout_ms(int64_t timeout_ms) {
 
 void ElasticGroup::close(const std::string& how) { group()->close(how); }
 
-void ElasticGroup::note_lost(const std::string& what) {
-  std::lock_guard lock(mutex_);
-  if (also_lost_.empty()) also_lost_ = what;
-}
-
 // ---- Units.
 
-uint64_t ElasticGroup::begin_unit(std::string what) {
+uint64_t ElasticGroup::begin_unit(std::string what, const char* also_lost) {
   throw_if_untold();
   std::lock_guard lock(mutex_);
   unit_ = std::move(what);
+  if (*also_lost != '\0') also_lost_ = also_lost;
   return left_ + 1;
 }
 

@@ -71,8 +71,6 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   // Beside the view's own options, of this view and all later ones.
   void set_timeout_ms(int64_t timeout_ms);
   void close(const std::string& how);
-  // What goes with members that are lost, for the log.
-  void note_lost(const std::string& what);
 
   int rank() const { return rank_; }  // in the present view
   int size() const { return size_; }
@@ -80,14 +78,15 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   // The unit that is made first in this view is made again by some ranks: its operations are issued at its end.
   bool first_unit() const { return view_ > 1 && left_ == base_; }
 
-  // The next unit; `what` it is, for the log: "step 917". Throws the error of a change that this rank has not been told of yet.
-  uint64_t begin_unit(std::string what);
+  // The next unit; `what` it is, for the log: "step 917"; `also_lost`: what goes with members that are lost from now on, in words. Throws the error of a change that this rank has not been told of yet.
+  uint64_t begin_unit(std::string what, const char* also_lost = "");
   // All members have done it when this returns. Throws Error(kPeerLost) where the view is frozen, and what `change` is for.
   void commit(uint64_t unit);
   enum class Outcome { kCounts, kAgain };
   // `view` has lost a member: agrees on the next one, unless that is done. `unit`: what is under way, 0 for nothing.
   // Throws Error(kMembership) where operations outside units are unfinished, Error(kExpelled) where this rank is left out.
-  Outcome change(uint64_t unit, uint64_t view) { return change(unit, view, false); }
+  // `calling`: an operation outside units is about to be called.
+  Outcome change(uint64_t unit, uint64_t view, bool calling = false);
 
   // Outside units. Before an operation: the present view. Where that has lost a member it is changed, and all get
   // Error(kMembership): what is about to be called was made for the old members (lists of one tensor for each, a root).
@@ -100,8 +99,6 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
  private:
   ElasticGroup(std::shared_ptr<Runtime> runtime, std::string name, int64_t timeout_ms, const AlgorithmTables& tables,
                std::unique_ptr<Agreement> agreement);
-  Outcome change(uint64_t unit, uint64_t view,
-                 bool calling);  // `calling`: an operation outside units is about to be called
   std::shared_ptr<GroupHandle> make_view(uint64_t view, const std::vector<int>& members);
   MemberState freeze(const std::shared_ptr<GroupHandle>& group, bool calling);
   void install(const Decision& decision, ViewChange change);

@@ -38,7 +38,6 @@ void StepRepair::begin_step() {
   if (!on()) return;
   follow_members();
   view_ = elastic_->view();
-  if (compression_.keeps_residuals()) elastic_->note_lost("what their error feedback held is lost with them");
   withholds_ = elastic_->first_unit();
   withheld_ = false;
   for (Kept& kept : kept_) kept.filled = false;

@@ -3,6 +3,11 @@
 #include <string>
 
 namespace ringdp {
+namespace {
+
+constexpr const char* kFeedbackLost = "what their error feedback held is lost with them";
+
+}  // namespace
 
 void StepUnit::make(Lock& lock, const BackwardEnd::Missing& missing, const std::function<void()>& reset) {
   const UnitScope scope;
@@ -21,7 +26,8 @@ void StepUnit::make(Lock& lock, const BackwardEnd::Missing& missing, const std::
 
 bool StepUnit::try_once(Lock& lock, Order& order, bool again) {
   ElasticGroup& elastic = layout_.repair.elastic();
-  const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()));
+  const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()),
+                                           layout_.compression.keeps_residuals() ? kFeedbackLost : "");
   try {
     if (again) {
       report_.drop();  // it is told in the next window
