@@ -383,8 +383,6 @@ def _refused(kind: str) -> None:
         ringdp.RingDP(net, find_unused_parameters=True, skip_all_reduce_unused_params=True)
     elif kind == "mixed precision":
         ringdp.RingDP(net, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    elif kind == "delayed":
-        ringdp.RingDP(net, delay_all_reduce_named_params=[("last.weight", net.last.weight)])
     elif kind == "local sgd":
         ringdp.LocalSGD(net, torch.optim.SGD(net.parameters(), 0.1), every=4)
     elif kind == "sparse":

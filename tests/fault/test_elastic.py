@@ -152,7 +152,6 @@ def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
         "guard": "guard_every",
         "skipping": "skip_all_reduce_unused_params",
         "mixed precision": "mixed_precision",
-        "delayed": "delay_all_reduce_named_params",
         "local sgd": "LocalSGD",
         "sparse": "sparse gradients",
         "hook": "communication hook noop_hook",

@@ -78,7 +78,8 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   // The unit that is made first in this view is made again by some ranks: its operations are issued at its end.
   bool first_unit() const { return view_ > 1 && left_ == base_; }
 
-  // The next unit; `what` it is, for the log: "step 917"; `also_lost`: what goes with members that are lost from now on, in words. Throws the error of a change that this rank has not been told of yet.
+  // The next unit; `what` it is, for the log: "step 917"; `also_lost`: what goes with members that are lost from now on, in
+  // words. Throws the error of a change that this rank has not been told of yet.
   uint64_t begin_unit(std::string what, const char* also_lost = "");
   // All members have done it when this returns. Throws Error(kPeerLost) where the view is frozen, and what `change` is for.
   void commit(uint64_t unit);

@@ -56,7 +56,8 @@ void GradientWeights::accumulate(int task, double weight) {
   if (task == task_) return check_same(weight);
   task_ = task;
   current_ = weight;
-  factors_ = {.incoming = done_.add(weight)};
+  factors_ = {};
+  factors_.incoming = done_.add(weight);
 }
 
 void GradientWeights::check_same(double weight) const {
