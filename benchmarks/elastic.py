@@ -48,8 +48,7 @@ def wrapped(name: str, rank: int, wrapper: str) -> tuple[models.Task, Any, torch
     task = models.make(name, rank=rank)
     os.environ["RINGDP_ELASTIC"] = str(int(wrapper == "elastic"))
     group = dist.group.WORLD if wrapper == "elastic" else dist.new_group(backend="ring")
-    # Without what is off in an elastic job: the comparison is of the repair alone.
-    model = ringdp.RingDP(task.module, process_group=group, guard_every=None if wrapper == "elastic" else 0)
+    model = ringdp.RingDP(task.module, process_group=group)
     return task, model, torch.optim.SGD(model.parameters(), task.learning_rate)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringdp import config
+from ringdp.compression import Auto, Rules
+from ringdp.compression.description import describe
 from ringdp.ddp.optimizer_in_backward import has_optimizers
+from ringdp.ddp.reproducible import ELEMENTWISE_HOOKS
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import BACKEND, backend_of
 from ringdp.job.elastic import as_unit, is_elastic
@@ -35,13 +39,11 @@ def steps_are_repaired(wrapper: Any) -> bool:
 def refuse_what_cannot_be_repaired(wrapper: Any) -> None:
     """Raise InvalidArgumentError where a step of this wrapper could not be made again; the same on all ranks."""
     reasons = {
-        "compression": wrapper._chosen is not None,
-        "weight=": wrapper._weight is not None,
         "mixed_precision": wrapper._precision is not None,
         "an optimizer that steps during backward": has_optimizers(wrapper._module_parameters),
         "skip_all_reduce_unused_params=True": wrapper.skip_all_reduce_unused_params,
         "delay_all_reduce_named_params": bool(getattr(wrapper, "_delay_all_reduce_params", None)),
-        "guard_every": bool(wrapper._guard_options.every),
+        "guard_every (without it parameters are compared within 500 steps)": bool(wrapper._guard_options.every),
         "a module with sparse gradients": any(
             getattr(layer, "sparse", False)
             for layer in wrapper.module.modules()
@@ -53,6 +55,26 @@ def refuse_what_cannot_be_repaired(wrapper: Any) -> None:
     for what, found in reasons.items():
         if found:
             refuse(what)
+
+
+def refuse_hook(group: dist.ProcessGroup, state: object, hook: Callable[..., Any]) -> None:
+    """Raise InvalidArgumentError but for hooks whose one operation on the group can be called again."""
+    name = getattr(hook, "__qualname__", repr(hook))
+    if not any(hook is known for known in ELEMENTWISE_HOOKS):
+        known = ", ".join(dict.fromkeys(one.__qualname__ for one in ELEMENTWISE_HOOKS))
+        refuse(
+            f"the communication hook {name}, which may keep something or write where the step reads again,", but=known
+        )
+    if state is not None and state is not group:
+        refuse(f"the communication hook {name} over another group than the model's")
+
+
+def refuse_rules(rules: Rules) -> None:
+    """Raise InvalidArgumentError where a compressor is not one of the core's codecs."""
+    for compressor in (rules.compression, *(compressor for _, compressor in rules.pairs)):
+        if compressor is not None and not isinstance(compressor, Auto) and getattr(compressor, "native", None) is None:
+            what = f"compression by {describe(compressor)}, which runs in Python,"
+            refuse(what, but="the core's codecs, as int8 and int4")
 
 
 def broadcast_in_unit(group: dist.ProcessGroup, tensors: list[torch.Tensor], broadcast: Any) -> None:

@@ -18,7 +18,7 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import BACKEND, backend_of
 
 # Those that treat elements one by one, and add by the group's all-reduces.
-_HOOKS = (
+ELEMENTWISE_HOOKS = (
     *(default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook),
     *(hooks.allreduce_hook, hooks.fp16_hook, hooks.bf16_hook),
 )
@@ -75,7 +75,7 @@ def refuse_rules(rules: Rules) -> None:
 
 def averages_elements(hook: Callable[..., Any]) -> bool:
     """Whether the hook is known to give all ranks the same mean, of each element by itself."""
-    return hook in _HOOKS or bool(getattr(hook, "per_parameter", False))
+    return hook in ELEMENTWISE_HOOKS or bool(getattr(hook, "per_parameter", False))
 
 
 def refuse_hook(hook: Callable[..., Any]) -> None:

@@ -299,7 +299,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             host_control=self._devices.host_control,
             weighted=self._weight is not None,
             gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
-            report_every=0 if self._repaired else report_every(),
+            report_every=report_every(),
         )
         self._monitor = StepMonitor(self.reducer, self.process_group)
         report_at_exit()
@@ -311,7 +311,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             self._sharded.watch(self.reducer, parameters, weighted=self._weight is not None)
             self._sharded.put_back()
         self._snapshot = _C.ModuleSnapshot(self.module)
-        self._guard = None if self._repaired else self._guard_options.guard(self, starts_alike=self._broadcast_new)
+        self._guard = self._guard_options.guard(self, starts_alike=self._broadcast_new)
         self._monitor.attached = self._guard if isinstance(self._guard, AttachedGuard) else None
         if self._precision is not None:
             hook = reduction_hook(self, self._precision)
@@ -459,7 +459,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         """
         self._check_comm_hook(hook)
         if self._repaired:
-            repair.refuse("a communication hook")
+            repair.refuse_hook(self.process_group, state, hook)
         if self._reproducible:
             rank_order.refuse_hook(hook)
         self.reducer.register_comm_hook(state, hook)
@@ -474,8 +474,6 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             self._log_and_throw(*wrong)
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        if self._repaired:
-            repair.refuse("a communication hook")
         self.reducer.register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
@@ -514,12 +512,17 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             rules, warmup_steps = asked()
             if self._reproducible:
                 rank_order.refuse_rules(rules)
+            if self._repaired:
+                repair.refuse_rules(rules)
             if rules.compress:
                 no_compression_beside(self._precision)
                 no_compression_in_backward(self._module_parameters)
             return rules, warmup_steps
 
-        return super()._attach_compression(possible)
+        attached = super()._attach_compression(possible)
+        if self._repaired and self._compression is not None and self._compression.auto is not None:
+            repair.refuse('compression="auto", where it chooses among codecs,')
+        return attached
 
     # The rest of torch's surface that names the reducer's type.
 

@@ -123,6 +123,10 @@ class FactCounters:
             **link,
         )
 
+    def forget_links(self) -> None:
+        """The ranks have other numbers now."""
+        self._links = {}
+
     def _busiest(self, carried: Carried) -> dict[str, Any]:
         before, self._links = self._links, dict(carried)
         since = {

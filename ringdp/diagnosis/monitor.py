@@ -23,6 +23,7 @@ from ringdp.diagnosis.split import Split, split
 from ringdp.diagnosis.timeline_session import timelines
 from ringdp.diagnosis.verdict import COSTLY, Verdict, judge, usual_rate
 from ringdp.diagnosis.window import FIELDS, Window, step_of
+from ringdp.job.elastic import is_elastic
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
@@ -56,6 +57,8 @@ class StepMonitor:
 
         note_optimizers()
         self._reducer, self._group = reducer, group
+        self._view_of = _C.view_of if is_elastic(group) else None
+        self._view = 1 if self._view_of is None else self._view_of(group)
         self._traffic = _C.traffic
         self.attached: Attached | None = None
         self._messages: list[bytes] | None = None
@@ -83,6 +86,9 @@ class StepMonitor:
 
     def before_forward(self) -> None:
         """At the beginning of each forward that records gradients."""
+        if self._view_of is not None and (view := self._view_of(self._group)) != self._view:
+            self._view = view
+            self.group_replaced(self._group)
         bits: int = self._reducer.note_forward()
         if bits & _STEP_ENDED:
             self._step_ended()
@@ -108,6 +114,7 @@ class StepMonitor:
         """The reducer averages over another group from now on."""
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
         self._told = self._messages = self._waited = None
+        self._counters.forget_links()
 
     def _step_ended(self) -> None:
         if self._records is None and not self._timelines.active:

@@ -34,11 +34,11 @@ def refuse_where_elastic(group: dist.ProcessGroup | None, what: str) -> None:
         refuse(what)
 
 
-def refuse(what: str) -> NoReturn:
-    """Raise InvalidArgumentError."""
+def refuse(what: str, *, but: str = "") -> NoReturn:
+    """Raise InvalidArgumentError. `but`: what there is."""
     raise InvalidArgumentError(
         f"RINGDP_ELASTIC=1: {what} is not there in an elastic job yet, because what it does could not be made again"
-        " after the loss of a rank: leave it out, or start without --elastic"
+        f" after the loss of a rank: leave it out, or start without --elastic{f' (there is {but})' if but else ''}"
     )
 
 

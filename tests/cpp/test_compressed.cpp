@@ -195,6 +195,39 @@ CASE("means of all ranks, several in flight, with small segments") {
   }
 }
 
+CASE("means that go into other memory have the bits of those in place, and the inputs stay") {
+  for (const auto& hosts : std::vector<std::vector<int>>{{0}, {0, 0}, {0, 0, 0}, {0, 0, 1}, {0, 1, 1, 0}}) {
+    MemoryStore store;
+    run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
+      RendezvousOptions options = rendezvous_options(rank, static_cast<int>(hosts.size()));
+      options.host_id = std::to_string(hosts[static_cast<std::size_t>(rank)]);
+      auto runtime = std::make_shared<Runtime>(store, options, EngineOptions{});
+      GroupHandle group(runtime, "everybody", everybody(static_cast<int>(hosts.size())), 30'000, AlgorithmTable{});
+      std::vector<float> input(70'001), residual(input.size()), left(input.size()), left_in_place(input.size());
+      for (std::size_t i = 0; i < input.size(); ++i) {
+        input[i] = 1.0F / static_cast<float>(1 + rank + static_cast<int>(i % 977));
+        residual[i] = static_cast<float>(i % 7) * 1e-3F;
+      }
+      const std::vector<float> before = input;
+      std::vector<float> in_place = input, result(input.size(), -1.0F);
+      const Compression how{.codec = CodecId::kInt8, .divisor = hosts.size()};
+      const auto section = [&](std::vector<float>& x, float* to, std::vector<float>& next) {
+        return std::vector<CompressedSection>{{.x = x.data(),
+                                               .to = to,
+                                               .count = x.size(),
+                                               .owner_offset = 5,
+                                               .residual = residual.data(),
+                                               .new_residual = next.data()}};
+      };
+      group.wait(*group.all_reduce_compressed(section(input, result.data(), left), how, {}));
+      group.wait(*group.all_reduce_compressed(section(in_place, nullptr, left_in_place), how, {}));
+      CHECK(result == in_place);
+      CHECK(left == left_in_place);
+      CHECK(input == before);
+    });
+  }
+}
+
 CASE("what a call refuses") {
   run_job(1, AlgorithmTable{}, [](Rank& self) {
     Parameters it({9}, 1);

@@ -129,6 +129,14 @@ def test_more_of_what_can_happen_when_a_connection_is_made_again() -> None:
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
 
 
+@pytest.mark.slow
+def test_a_rank_of_an_elastic_job_dies_at_any_byte() -> None:
+    """At every byte that it sends in a step, under each algorithm."""
+    need_command(COMPILER[0], "g++")
+    done = run([str(built("plain", "test_elastic_cuts")), "--limit-s", "900"], variables={"RINGDP_CUTS": "0"})
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
 @pytest.mark.parametrize("fuzzer", FUZZERS)
 def test_nothing_from_the_network_does_harm(fuzzer: str) -> None:
     need_command(COMPILER[0], "g++")

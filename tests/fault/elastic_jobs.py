@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import ringdp
 from ringdp import checkpoint
@@ -127,8 +130,11 @@ def train(
     accumulate: bool = False,
     each_step: str = "",
     overflow: tuple[int, int] | None = None,
+    uneven: bool = False,
+    hook: str = "",
 ) -> Told:
     """`overflow`: with a scaler; the gradients of that place are infinite in that step.
+    `uneven`: the batches have other numbers of samples. `hook`: a name in `HOOKS`.
     `places`: whose data this job's ranks have; None: their own. `each_step`: "mean" or "checkpoint"."""
     told, lines = Told(), Lines()
     logging.getLogger("ringdp").addHandler(lines)
@@ -136,6 +142,8 @@ def train(
         place = rank if places is None else places[rank]
         net = Net(width, norm=norm, branches=branches)
         model = ringdp.RingDP(net, bucket_cap_mb=0.1, **{"reproducible": width > 100, **(options or {})})
+        if hook:
+            HOOKS[hook](model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
         scaler = None if overflow is None else ringdp.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         if state is not None:
@@ -143,6 +151,7 @@ def train(
                 scaler.load_state_dict(state["scaler"])
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
+            model.reducer.give_residuals(state["residuals"][place])
         for step in steps:
             mine = [death for death in deaths if death.place == place and death.step == step]
 
@@ -154,7 +163,7 @@ def train(
             if scaler is not None:
                 scaled_step(model, optimizer, scaler, place, step, here, told, infinite=overflow == (place, step))
             else:
-                one_step(model, optimizer, place, step, here, told, accumulate=accumulate)
+                one_step(model, optimizer, place, step, here, told, accumulate=accumulate, uneven=uneven)
             if each_step == "mean":
                 told.extra.setdefault("means", []).append(ringdp.metrics.mean(float(place)))
             elif each_step == "checkpoint":
@@ -164,9 +173,20 @@ def train(
         model_state = {name: value.clone() for name, value in model.state_dict().items()}
         told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
         told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
+        told.extra["coded"] = sum(row["bytes_before"] - row["bytes_after"] for row in model.reducer.bucket_rows())
+        told.state["residuals"] = model.reducer.take_residuals(list(range(len(list(model.parameters())))))
     told.lines = lines.said
     logging.getLogger("ringdp").removeHandler(lines)
     return told
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "builtin allreduce": lambda model: model.register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE),
+    "builtin fp16": lambda model: model.register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS),
+    "torch fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "allreduce": lambda model: model.register_comm_hook(None, ringdp.hooks.allreduce_hook),
+    "bf16": lambda model: model.register_comm_hook(model.process_group, ringdp.hooks.bf16_hook),
+}
 
 
 def one_step(
@@ -178,9 +198,12 @@ def one_step(
     told: Told,
     *,
     accumulate: bool = False,
+    uneven: bool = False,
 ) -> None:
     net = model.module
     x, y = batch(place, step)
+    if uneven:
+        x, y = (part[: 5 + (place + step) % 4] for part in (x, y))
     began = time.monotonic()
     told.began.append(time.time())
     here("forward")
@@ -349,15 +372,31 @@ def refusals(folder: str, kinds: tuple[str, ...]) -> dict[str, str]:
 def _refused(kind: str) -> None:
     net = Net(8)
     if kind == "compression":
-        ringdp.RingDP(net, compression="int8")
-    elif kind == "weight":
-        ringdp.RingDP(net, weight="samples")
+        ringdp.RingDP(net, compression=ringdp.compression.TopK(0.1))
+    elif kind == "compression set later":
+        ringdp.RingDP(net).set_compression(ringdp.compression.PowerSGD(2))
+    elif kind == "measuring":
+        ringdp.RingDP(Net(300), compression="int8").measure_compression(every=2)
     elif kind == "guard":
         ringdp.RingDP(net, guard_every=10)
+    elif kind == "skipping":
+        ringdp.RingDP(net, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    elif kind == "mixed precision":
+        ringdp.RingDP(net, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    elif kind == "local sgd":
+        ringdp.LocalSGD(net, torch.optim.SGD(net.parameters(), 0.1), every=4)
     elif kind == "sparse":
         ringdp.RingDP(nn.Embedding(5, 2, sparse=True))
     elif kind == "hook":
         ringdp.RingDP(net).register_comm_hook(None, ringdp.hooks.noop_hook)
+    elif kind == "hook of the program":
+
+        def mine(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            raise NotImplementedError
+
+        ringdp.RingDP(net).register_comm_hook(None, mine)
+    elif kind == "hook over another group":
+        ringdp.RingDP(net).register_comm_hook(dist.new_group([0, 1]), ringdp.hooks.allreduce_hook)
     elif kind == "join":
         with ringdp.RingDP(net).join():
             pass

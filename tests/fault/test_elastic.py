@@ -9,68 +9,11 @@ from typing import Any
 import pytest
 
 from tests.fault import elastic_jobs as jobs
-from tests.fault.elastic_jobs import PHASES, Death, Told
+from tests.fault.elastic_jobs import PHASES, Death
+from tests.fault.elastic_oracle import check_equal, live, members_after, plain
 from tests.train.harness import ring_is_built, run_outcomes, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
-
-STEPS = range(4)
-
-
-def live(folder: Path, world: int, deaths: tuple[Death, ...], **options: Any) -> dict[int, Told]:
-    """By place, what the ranks tell that live to the end. All others have died."""
-    outcomes = run_outcomes(jobs.train, str(folder), STEPS, deaths, world_size=world, backend=None, **options)
-    dead = {death.place for death in deaths if death.stop_s == 0}
-    for outcome in outcomes:
-        if outcome.rank in dead:
-            assert "died with code -9" in (outcome.text or "")
-        else:
-            assert outcome.text is None, outcome.text
-    return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in dead}
-
-
-def plain(folder: Path, members: list[tuple[int, ...]], **options: Any) -> tuple[list[str], list[str]]:
-    """The gradients and parameters of a job without elasticity, in which exactly these have made each step."""
-    gradients: list[str] = []
-    parameters: list[str] = []
-    state = None
-    for step, places in zip(STEPS, members, strict=True):
-        own = folder / f"plain{step}"
-        own.mkdir()
-        told: Told = run_ranks(
-            jobs.train,
-            str(own),
-            range(step, step + 1),
-            elastic=False,
-            places=places,
-            state=state,
-            world_size=len(places),
-            backend=None,
-            **options,
-        )[0]
-        gradients += told.gradients
-        parameters += told.parameters
-        state = told.state
-    return gradients, parameters
-
-
-def check_equal(told: dict[int, Told], expected: tuple[list[str], list[str]]) -> None:
-    for place, one in told.items():
-        assert one.gradients == expected[0], f"gradients of place {place}"
-        assert one.parameters == expected[1], f"parameters of place {place}"
-
-
-def members_after(world: int, deaths: tuple[Death, ...]) -> list[tuple[int, ...]]:
-    """Who has made each step: a rank that died behind its backward has."""
-    members = []
-    for step in STEPS:
-        gone = {
-            death.place
-            for death in deaths
-            if death.step < step or (death.step == step and PHASES.index(death.phase) < PHASES.index("after backward"))
-        }
-        members.append(tuple(place for place in range(world) if place not in gone))
-    return members
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -203,11 +146,17 @@ def test_a_program_that_goes_on_from_its_checkpoint(tmp_path: Path, victim: int)
 
 def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
     expected = {
-        "compression": "compression",
-        "weight": "weight=",
+        "compression": "top-k",
+        "compression set later": "PowerSGD",
+        "measuring": "measure_compression",
         "guard": "guard_every",
+        "skipping": "skip_all_reduce_unused_params",
+        "mixed precision": "mixed_precision",
+        "local sgd": "LocalSGD",
         "sparse": "sparse gradients",
-        "hook": "communication hook",
+        "hook": "communication hook noop_hook",
+        "hook of the program": "communication hook mine",
+        "hook over another group": "another group",
         "join": "Join",
         "subgroup": "default process group",
         "sampler": "BalancedSampler",

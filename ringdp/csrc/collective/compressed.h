@@ -13,7 +13,8 @@ namespace ringdp {
 // One parameter's gradient. Its blocks are counted from its own start, and `count` and `owner_offset` alone say which rank
 // owns which part of it, so the bits do not depend on the other sections of the buffer.
 struct CompressedSection {
-  float* x = nullptr;  // [count]; this rank's gradient, then the mean
+  float* x = nullptr;   // [count]; this rank's gradient, then the mean
+  float* to = nullptr;  // [count]; where the mean goes, and `x` stays as it is; null: to `x`
   std::size_t count = 0;
   uint32_t owner_offset = 0;  // the first part that gets one of the remaining units; a hash of the parameter's name
   const float* residual = nullptr;  // [count] of error feedback; null: without

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <functional>
 
 #include "base/deadline.h"
@@ -44,6 +45,7 @@ CompressedAllReduce::CompressedAllReduce(GroupView group, OperationShape shape, 
   watch(report_);
   for (const CompressedSection& it : sections_) {
     uses(std::as_bytes(std::span(it.x, it.count)));
+    if (it.to != nullptr) uses(std::as_bytes(std::span(it.to, it.count)));
     if (it.residual == nullptr) continue;
     uses(std::as_bytes(std::span(it.residual, it.count)));
     uses(std::as_bytes(std::span(it.new_residual, it.count)));
@@ -53,7 +55,10 @@ CompressedAllReduce::CompressedAllReduce(GroupView group, OperationShape shape, 
 void CompressedAllReduce::prepare() {
   if (report_ != nullptr) *report_ = {};
   if (group_.size == 1) {
-    for (const CompressedSection& it : sections_) look_at(it.x, it.count);
+    for (const CompressedSection& it : sections_) {
+      look_at(it.x, it.count);
+      if (it.to != nullptr) std::memcpy(it.to, it.x, it.count * sizeof(float));
+    }
     if (report_ != nullptr) report_->finite = report_->own == nullptr;
     return;
   }
@@ -160,7 +165,7 @@ std::span<const std::byte> CompressedAllReduce::input(const Segment& segment, ui
 void CompressedAllReduce::encode(const Segment& segment, std::byte* code) {
   const CodingTime timed(report_.get());
   for (const Tile& tile : plan_->tiles(segment)) {
-    const Encoded seen = compress(tile, code + tile.code, x(tile));
+    const Encoded seen = compress(tile, code + tile.code, host_sum(tile));
     if (seen == Encoded::kNonFinite) explain(tile, code + tile.code);
   }
 }
@@ -244,7 +249,7 @@ void CompressedAllReduce::add_inputs(const Segment& segment, State& state) {
     };
     const void* left = values(0);
     for (int place = 1; place < ranks; ++place) {
-      void* to = place == ranks - 1 ? static_cast<void*>(x(tile)) : sum_.get();
+      void* to = place == ranks - 1 ? static_cast<void*>(result(tile)) : sum_.get();
       kernels.combine(to, left, values(place), tile.count);
       left = to;
     }
@@ -271,10 +276,10 @@ const float* CompressedAllReduce::add_codes(const Tile& tile, const State& state
   // a + b = b + a: with this rank's part first or second, the other one is decoded into the sum.
   const int first = hosts_.here == 0 ? 1 : 0;
   codec_.decode_set(sum, code(first), tile.count);
-  if (hosts_.here <= 1) kernels.combine(sum, x(tile), sum, tile.count);
+  if (hosts_.here <= 1) kernels.combine(sum, host_sum(tile), sum, tile.count);
   for (int host = hosts_.here <= 1 ? 2 : 1; host < hosts_.count(); ++host) {
     if (host == hosts_.here)
-      kernels.combine(sum, sum, x(tile), tile.count);
+      kernels.combine(sum, sum, host_sum(tile), tile.count);
     else
       codec_.decode_add(sum, code(host), tile.count);
   }
@@ -285,8 +290,8 @@ const float* CompressedAllReduce::add_codes(const Tile& tile, const State& state
 void CompressedAllReduce::take_result(const Segment& segment, State& state) {
   for (const Tile& tile : plan_->tiles(segment)) {
     const std::byte* code = state.result.get() + tile.code;
-    codec_.decode_set(x(tile), code, tile.count);
-    if (report_ != nullptr && inspect(codec_, code, x(tile), tile.count) == Encoded::kNonFinite)
+    codec_.decode_set(result(tile), code, tile.count);
+    if (report_ != nullptr && inspect(codec_, code, result(tile), tile.count) == Encoded::kNonFinite)
       report_->finite = false;
   }
   state.done = true;

@@ -48,7 +48,7 @@ class CompressedAllReduce final : public Operation {
     std::size_t inputs_missing = 0;
     std::size_t codes_missing = 0;
     std::size_t sends = 0;  // of the result
-    bool done = false;      // the mean is in x
+    bool done = false;      // the mean is where it belongs
   };
   struct Outgoing {
     const Stream* stream;
@@ -75,8 +75,14 @@ class CompressedAllReduce final : public Operation {
   void move_on();
 
   std::span<const std::byte> input(const Segment& segment, uint64_t offset, std::size_t max);
-  float* x(const Tile& tile) const { return sections_[tile.section].x + tile.begin; }
-  void add_inputs(const Segment& segment, State& state);  // x = the host's sum
+  const float* x(const Tile& tile) const { return sections_[tile.section].x + tile.begin; }
+  float* result(const Tile& tile) const {
+    const CompressedSection& section = sections_[tile.section];
+    return (section.to != nullptr ? section.to : section.x) + tile.begin;
+  }
+  // The host's sum: where one rank is a host it is x, else `add_inputs` writes it to where the mean will be.
+  const float* host_sum(const Tile& tile) const { return hosts_.local().size() > 1 ? result(tile) : x(tile); }
+  void add_inputs(const Segment& segment, State& state);
   void encode(const Segment& segment, std::byte* code);
   void take_codes(const Segment& segment, State& state);
   const float* add_codes(const Tile& tile, const State& state);

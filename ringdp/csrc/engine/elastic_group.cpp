@@ -55,6 +55,7 @@ std::string ViewChange::log_line() const {
     out << unit << " was made again without the lost ranks' part";
   else
     out << "this rank had nothing under way";
+  if (!also_lost.empty()) out << "; " << also_lost;
   out.setf(std::ios::fixed);
   out.precision(3);
   out << "; " << std::chrono::duration<double>(Clock::now() - noticed_at).count() << " s";
@@ -116,10 +117,11 @@ void ElasticGroup::close(const std::string& how) { group()->close(how); }
 
 // ---- Units.
 
-uint64_t ElasticGroup::begin_unit(std::string what) {
+uint64_t ElasticGroup::begin_unit(std::string what, const char* also_lost) {
   throw_if_untold();
   std::lock_guard lock(mutex_);
   unit_ = std::move(what);
+  if (*also_lost != '\0') also_lost_ = also_lost;
   return left_ + 1;
 }
 
@@ -156,7 +158,7 @@ void ElasticGroup::write_log_line() {
   log(LogLevel::kWarning, change.log_line());
 }
 
-ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view) {
+ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool calling) {
   const auto noticed = Clock::now();
   std::lock_guard changing(change_mutex_);
   if (view == view_) {
@@ -165,7 +167,7 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view) {
     const auto loss = loss_of(failure);
     if (failure && !loss) std::rethrow_exception(failure);
     if (!loss) throw Error(ErrorKind::kState, "a change of members was asked for, and no member is lost");
-    MemberState mine = freeze(group);
+    MemberState mine = freeze(group, calling);
     mine.cause = clean_text(loss->context().cause.empty() ? loss->what() : loss->context().cause, kMostCauseBytes);
     const std::vector<int> before = group->view().members;
     const int self = group->engine()->rank();
@@ -196,13 +198,14 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view) {
 }
 
 // From now on this rank starts nothing in that view and becomes done with nothing.
-MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group) {
+MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, bool calling) {
   std::vector<std::shared_ptr<Work>> calls;
   MemberState mine;
   {
     std::lock_guard lock(mutex_);
     mine = progress_.freeze();
     mine.called = called_;
+    mine.unfinished = calling;
     calls = calls_;
   }
   for (const auto& work : calls) {
@@ -240,6 +243,7 @@ void ElasticGroup::install(const Decision& decision, ViewChange change) {
     untold_ = untold_ || decision.replay;
     called_ = 0;
     calls_.clear();
+    change.also_lost = also_lost_;
     last_ = change;
     unlogged_ = true;
     rank_ = now->view().rank;
@@ -273,7 +277,7 @@ std::shared_ptr<GroupHandle> ElasticGroup::group_for_call() {
   auto present = group();
   const uint64_t view = view_;
   if (!is_loss(present->failure())) return present;
-  change(0, view);
+  change(0, view, /*calling=*/true);
   return group();
 }
 

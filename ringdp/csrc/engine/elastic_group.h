@@ -48,6 +48,7 @@ struct ViewChange {
   bool counted = false;  // a unit that this rank had under way counts, with what the lost ranks gave
   bool replay = false;
   std::string unit;                // what was under way on this rank; empty: nothing
+  std::string also_lost;           // in words
   Clock::time_point noticed_at{};  // by this rank
 
   // What was lost and who goes on. `log_line` adds what became of the unit and how long it all took, until now.
@@ -77,16 +78,19 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   // The unit that is made first in this view is made again by some ranks: its operations are issued at its end.
   bool first_unit() const { return view_ > 1 && left_ == base_; }
 
-  // The next unit; `what` it is, for the log: "step 917". Throws the error of a change that this rank has not been told of yet.
-  uint64_t begin_unit(std::string what);
+  // The next unit; `what` it is, for the log: "step 917"; `also_lost`: what goes with members that are lost from now on, in
+  // words. Throws the error of a change that this rank has not been told of yet.
+  uint64_t begin_unit(std::string what, const char* also_lost = "");
   // All members have done it when this returns. Throws Error(kPeerLost) where the view is frozen, and what `change` is for.
   void commit(uint64_t unit);
   enum class Outcome { kCounts, kAgain };
   // `view` has lost a member: agrees on the next one, unless that is done. `unit`: what is under way, 0 for nothing.
   // Throws Error(kMembership) where operations outside units are unfinished, Error(kExpelled) where this rank is left out.
-  Outcome change(uint64_t unit, uint64_t view);
+  // `calling`: an operation outside units is about to be called.
+  Outcome change(uint64_t unit, uint64_t view, bool calling = false);
 
-  // Outside units. Before an operation: the present view, changed first where it is frozen.
+  // Outside units. Before an operation: the present view. Where that has lost a member it is changed, and all get
+  // Error(kMembership): what is about to be called was made for the old members (lists of one tensor for each, a root).
   std::shared_ptr<GroupHandle> group_for_call();
   // `in_order`: all members call it.
   void called(const std::vector<std::shared_ptr<Work>>& operations, bool in_order);
@@ -97,7 +101,7 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   ElasticGroup(std::shared_ptr<Runtime> runtime, std::string name, int64_t timeout_ms, const AlgorithmTables& tables,
                std::unique_ptr<Agreement> agreement);
   std::shared_ptr<GroupHandle> make_view(uint64_t view, const std::vector<int>& members);
-  MemberState freeze(const std::shared_ptr<GroupHandle>& group);
+  MemberState freeze(const std::shared_ptr<GroupHandle>& group, bool calling);
   void install(const Decision& decision, ViewChange change);
   void look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const;
   Error changed_error() const;
@@ -120,8 +124,9 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   uint64_t called_ = 0;
   std::vector<std::shared_ptr<Work>> calls_;  // outside units, that may not have ended
   ViewChange last_;
-  bool unlogged_ = false;          // last_
-  std::string unit_;               // what it is
+  bool unlogged_ = false;  // last_
+  std::string unit_;       // what it is
+  std::string also_lost_;
   std::atomic<uint64_t> left_{0};  // as in progress_
   std::atomic<uint64_t> base_{0};  // left_ when the view began
   std::atomic<uint64_t> view_{1};

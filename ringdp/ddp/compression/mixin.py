@@ -13,6 +13,7 @@ from ringdp.compression.auto import with_permission
 from ringdp.compression.description import describe
 from ringdp.compression.parameters import other_parameters
 from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.job.elastic import as_unit, refuse_where_elastic
 
 if TYPE_CHECKING:
     from ringdp.compression.parameters import ModelParameter
@@ -86,7 +87,12 @@ class CompressedModule:
         """
         from ringdp.ddp.compression.state import state_dict
 
-        return state_dict(self._compressed("compression_state_dict"), consolidated=consolidated)
+        compression = self._compressed("compression_state_dict")
+        if not consolidated:
+            return state_dict(compression, consolidated=False)
+        return as_unit(
+            self.process_group, "the state of compression", lambda: state_dict(compression, consolidated=True)
+        )
 
     def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `compression_state_dict` gave; call it between two steps, on all ranks.
@@ -114,6 +120,7 @@ class CompressedModule:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise InvalidArgumentError(f"every must be a number of steps from 0 on, not {every!r}")
         compression = self._compressed("measure_compression")
+        refuse_where_elastic(self.process_group, "measure_compression")
         if compression.probe is not None:
             compression.probe.remove()
         compression.probe = QualityProbe(compression, every) if every else None

@@ -27,6 +27,7 @@ from ringdp.hooks.parameters import Parameters
 from ringdp.job.alike import raise_refusal, report_refusal
 from ringdp.job.backend import named, traffic
 from ringdp.job.byte_collectives import all_gather_where_different
+from ringdp.job.elastic import is_elastic
 from ringdp.job.placement import Placement
 
 _log = logging.getLogger("ringdp.model_compression")
@@ -128,6 +129,8 @@ class ModelCompression:
         Raises:
             InvalidStateError: the group was reconfigured to another number of ranks.
         """
+        if self.group.size() != self._ranks and is_elastic(self.group):
+            self._ranks = self.group.size()  # the reducer has made the residuals theirs
         if self.group.size() != self._ranks:
             raise InvalidStateError(
                 f"the process group was reconfigured from {self._ranks} to {self.group.size()} ranks, and the error"

@@ -24,13 +24,17 @@ void BackwardEnd::wait_for_sent() { wait_for(0, arrivals_.sending()); }
 
 void BackwardEnd::wait_for_late() { wait_for(arrivals_.sending(), layout_.store.size()); }
 
+// A hook's bucket has room for no marks, and its operations are over by now.
 void BackwardEnd::wait_for_used_map() {
-  failure_.keeping_in(-1, "which parameters were used", [&] { used_.wait(); });
+  failure_.keeping_in(-1, "which parameters were used", [&] {
+    if (layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
+    used_.wait();
+  });
 }
 
 void BackwardEnd::learn_used(const Missing& missing) {
   failure_.keeping_in(-1, "which parameters were used", [&] {
-    if (layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
+    if (layout_.calls_back() && layout_.sends_used_map() && !layout_.repair.on()) used_.launch(/*with_input=*/true);
     used_.end_backward(layout_.store[layout_.plan.kept() - 1].marks, !missing.empty() || layout_.may_skip(),
                        backward_.step(), join_.joining());
   });

@@ -45,7 +45,7 @@ class BackwardEnd {
 
   // ---- The steps of an end, in their order.
   void wait_for_sent();      // the buckets that left during backward; without the lock
-  void wait_for_used_map();  // where it is an operation of its own; without the lock
+  void wait_for_used_map();  // in an elastic job, where it is an operation of its own; without the lock
   void learn_used(const Missing& missing);
   bool may_send_late() const;  // some buckets were to stay at home
   void send_late();            // those of them for which some rank has a gradient after all

@@ -30,6 +30,7 @@ void BetweenSteps::follow_requires_grad() {
 
 void BetweenSteps::announce_weight(double weight, bool sync) {
   if (layout_.parameters.size() == 0) return;
+  layout_.repair.follow_members();
   const bool discarded = layout_.weights.accumulated() && layout_.left_over.none();
   const auto announce = [&] { layout_.weights.announce(weight, sync, discarded); };
   sync ? failure_.keeping(announce) : announce();
@@ -84,6 +85,7 @@ void BetweenSteps::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool 
 
 GradientCompression& BetweenSteps::compression(const char* refusal) {
   guard_.refuse_in_backward(refusal);
+  layout_.repair.follow_members();
   return layout_.compression;
 }
 

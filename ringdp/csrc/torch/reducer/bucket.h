@@ -69,6 +69,7 @@ struct Bucket {
   c10::ScalarType dtype = at::kFloat;  // of the buffer; a gradient of another one is cast in, and the result back
   at::Tensor buffer;                   // [memory.numel + marks]: what is sent
   at::Tensor result;                   // where the mean goes; undefined: into the buffer (see StepRepair)
+  bool in_result = false;              // what is sent is there already: the gradients times a factor
   at::Tensor gradients;                // [memory.numel]: the same memory without the marks
   at::Tensor marks;  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if
                      // some rank lacked one; undefined in all but one bucket

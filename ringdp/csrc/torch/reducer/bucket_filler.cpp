@@ -80,7 +80,12 @@ void BucketFiller::send(Bucket& bucket) {
 void BucketFiller::send_again() {
   used_.drop_operations();
   layout_.repair.restore();
-  for (std::size_t index = 0; index < arrivals_.sending(); ++index) send(layout_.store[index]);
+  failure_.keeping_in(-1, "weights", [&] { layout_.weights.tell_again(backward_.step()); });
+  for (std::size_t index = 0; index < arrivals_.sending(); ++index) {
+    Bucket& bucket = layout_.store[index];
+    bucket.factors = layout_.weights.factors().of_ranks;
+    failure_.keeping_in(static_cast<int64_t>(index), bucket.name, [&] { send(bucket); });
+  }
 }
 
 std::vector<std::size_t> BucketFiller::finish() {

@@ -20,6 +20,13 @@ ReductionStrategy& BucketReducer::strategy_of(const Bucket& bucket) {
   return exact_;
 }
 
+// A codec's gradients are multiplied in place, and residuals are added there.
+bool BucketReducer::leaves_input(const Bucket& bucket, bool weighted) {
+  if (bucket.sparse || hook_.hook_of(bucket) != nullptr) return false;
+  const ReductionStrategy& strategy = strategy_of(bucket);
+  return &strategy == &exact_ || (&strategy == &codec_ && !weighted && !compression_.exchanges_codes());
+}
+
 // What launch and shadow have in common, before the operation of their own.
 ReductionStrategy& BucketReducer::begin(Bucket& bucket, const at::Tensor& buffer, int64_t step, bool shadowing) {
   bucket.operation.hook = hook_.hook_of(bucket);
@@ -38,10 +45,16 @@ ReductionStrategy& BucketReducer::begin(Bucket& bucket, const at::Tensor& buffer
 // Zeros are written here in any case: what they take the place of may not be finite.
 void BucketReducer::multiply(Bucket& bucket, const ReductionStrategy& strategy) const {
   const double own = bucket.factors[static_cast<std::size_t>(group_.rank())];
-  const bool later = strategy.multiplies(bucket);
+  const bool later = bucket.direct && strategy.multiplies(bucket);
+  at::Tensor gradients = bucket.gradients;
+  if (bucket.result.defined()) {
+    copy_gradient(bucket.result, bucket.buffer);
+    bucket.in_result = true;
+    gradients = bucket.result.narrow(0, 0, gradients.numel());
+  }
   if (!later || own == 0) {
     wait_for_streams(bucket);
-    multiply_gradient(bucket.gradients, own);
+    multiply_gradient(gradients, own);
   }
   if (!later) bucket.factors.clear();
 }

@@ -23,6 +23,7 @@ class BucketReducer {
   BucketReducer(ReducerGroup& group, const TrainableParameters& parameters, GradientCompression& compression,
                 OverflowReport& overflow)
       : group_(group),
+        compression_(compression),
         exact_(group, overflow),
         residual_(group, overflow, compression),
         codec_(group, overflow, compression),
@@ -34,6 +35,8 @@ class BucketReducer {
   bool has_hook() const { return hook_.has_hook(); }
   void group_replaced() { announcer_.group_replaced(); }
 
+  // Whether `launch` reads the bucket's buffer and leaves it as it is, where the mean goes into memory of its own.
+  bool leaves_input(const Bucket& bucket, bool weighted);
   // Starts the bucket's operation, named after the bucket.
   void launch(Bucket& bucket, int64_t step, std::size_t bucket_count);
   // Waits until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws the error of
@@ -61,6 +64,7 @@ class BucketReducer {
   ReductionStrategy& begin(Bucket& bucket, const at::Tensor& buffer, int64_t step, bool shadowing);
 
   const ReducerGroup& group_;
+  const GradientCompression& compression_;
   ExactStrategy exact_;
   ResidualStrategy residual_;
   CodecStrategy codec_;

@@ -154,8 +154,8 @@ void BucketStore::write(std::size_t parameter) {
   } else if (grad.unsafeGetTensorImpl() != slot.view.unsafeGetTensorImpl() || owns_gradient(parameter)) {
     adopt(parameter, grad);
   }
-  if (bucket.direct)
-    bucket.factors = factors_.of_ranks;  // the all-reduce can do it
+  if (bucket.direct || factors_.when_sent)
+    bucket.factors = factors_.of_ranks;  // of a direct one the all-reduce can do it
   else if (!slot.weighted)
     multiply_gradient(slot.view, factors_.outgoing);
   slot.weighted = true;

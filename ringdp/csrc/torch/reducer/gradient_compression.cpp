@@ -23,7 +23,7 @@ bool same_reduction(const Reduction* a, const Reduction* b) {
   return x->codec() == y->codec() && x->feedback() == y->feedback();
 }
 
-bool keeps_residuals(const Reduction* reduction) {
+bool has_feedback(const Reduction* reduction) {
   if (const auto* chosen = dynamic_cast<const AutoReduction*>(reduction)) return chosen->feedback();
   const auto* native = dynamic_cast<const CodecReduction*>(reduction);
   return native != nullptr && native->feedback();
@@ -43,7 +43,7 @@ ReductionPlan GradientCompression::set(ReductionPlan reductions) {
   ReductionPlan replaced = reductions_.replace(std::move(reductions));
   for (std::size_t i = 0; i < count; ++i) {
     const Reduction* now = reductions_.of_parameter(i);
-    if (!keeps_residuals(now) || !same_reduction(before[i], now)) residuals_.drop(name_of(i));
+    if (!has_feedback(now) || !same_reduction(before[i], now)) residuals_.drop(name_of(i));
   }
   return replaced;
 }
@@ -51,6 +51,11 @@ ReductionPlan GradientCompression::set(ReductionPlan reductions) {
 ReductionPlan GradientCompression::clear() {
   residuals_.clear();
   return reductions_.replace({});
+}
+
+bool GradientCompression::keeps_residuals() const {
+  const auto& all = reductions_.all().reductions;
+  return std::any_of(all.begin(), all.end(), [](const auto& one) { return has_feedback(one.get()); });
 }
 
 // A power of two, so that residuals keep their bits when the scale changes; torch's scales are powers of two as a rule.
@@ -61,13 +66,33 @@ void GradientCompression::begin_backward() {
   scale_ = std::isfinite(scale) && scale > 0 ? static_cast<float>(std::exp2(std::floor(std::log2(scale)))) : 1.0f;
 }
 
+// What the mean lacks is its owner's to send, so many times as there are ranks; another rank sends its own gradient's part.
+void GradientCompression::follow_members() {
+  const ProcessGroupRing* ring = group_.ring(c10::kCPU);
+  if (ring == nullptr || reductions_.none()) return;
+  const GroupView now = ring->group()->all_reduce_view();
+  const GroupView before = std::exchange(members_, now);
+  if (before.members.empty() || before.members == now.members) return;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (std::size_t index = 0; index < parameters_.all().size(); ++index) {
+    const at::Tensor current = residuals_.current(name_of(index));
+    if (!current.defined()) continue;
+    const at::Tensor own = current.clone();
+    scale_owned_part(before, index, own, static_cast<float>(before.size));
+    scale_owned_part(now, index, own, 1.0f / static_cast<float>(now.size));
+    residuals_.set(name_of(index), own);
+  }
+}
+
 void GradientCompression::list_sections(Bucket& bucket, const CodecReduction& reduction, const at::Tensor& buffer,
                                         bool with_residuals) {
   auto* memory = buffer.mutable_data_ptr<float>();
+  auto* result = bucket.result.defined() ? bucket.result.mutable_data_ptr<float>() : nullptr;
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
     const std::size_t param_index = parameters_.param_index(bucket.members[position]);
     CompressedSection section;
     section.x = memory + bucket.memory.offsets[position];
+    if (result != nullptr) section.to = result + bucket.memory.offsets[position];
     section.count = bucket.memory.lengths[position];
     section.owner_offset = reductions_.owner_offset(param_index);
     const std::string& name = name_of(param_index);
@@ -114,9 +139,13 @@ void GradientCompression::commit(const UsedMap& used, const OverflowReport& over
 void GradientCompression::scale_owned_part(std::size_t param_index, const at::Tensor& residual, float factor) const {
   ProcessGroupRing* ring = group_.ring(c10::kCPU);
   if (ring == nullptr) return;
+  scale_owned_part(ring->group()->all_reduce_view(), param_index, residual, factor);
+}
+
+void GradientCompression::scale_owned_part(const GroupView& members, std::size_t param_index,
+                                           const at::Tensor& residual, float factor) const {
   const auto count = static_cast<std::size_t>(residual.numel());
-  for (const auto& [begin, end] :
-       owned_elements(ring->group()->all_reduce_view(), count, reductions_.owner_offset(param_index)))
+  for (const auto& [begin, end] : owned_elements(members, count, reductions_.owner_offset(param_index)))
     residual.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin)).mul_(factor);
 }
 
@@ -164,7 +193,7 @@ void GradientCompression::set_residuals(const ByParameter& residuals) {
   for (const auto& [index, values] : residuals) {
     const std::string what = "a residual of " + std::to_string(values.numel()) + " elements for parameter ";
     if (index >= all.size()) refuse_residual(what + std::to_string(index) + ", which does not exist");
-    const bool kept = keeps_residuals(reductions_.of_parameter(index));
+    const bool kept = has_feedback(reductions_.of_parameter(index));
     if (!kept || values.numel() != all[index].tensor.numel()) {
       refuse_residual(what + all[index].name + ", which has " + std::to_string(all[index].tensor.numel()) +
                       (kept ? " elements" : " elements and no error feedback"));

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "collective/operation.h"
 #include "torch/reducer/bucket.h"
 #include "torch/reducer/overflow_report.h"
 #include "torch/reducer/reducer_group.h"
@@ -35,12 +36,16 @@ class GradientCompression {
   ReductionPlan set(ReductionPlan reductions);
   ReductionPlan clear();  // also all residuals
 
+  bool keeps_residuals() const;  // of some parameter
   bool exchanges_codes() const { return reductions_.all().exchange_codes; }
 
   // ---- A backward.
   // torch's scaler sets it; ringdp's calls note_loss_scale instead.
   void set_loss_scale(double scale) { program_scale_ = scale; }
   void begin_backward();
+  // The group may have other members (elastic jobs): residuals are what the new owners of the mean's parts need. Between the
+  // operations of one view and those of the next.
+  void follow_members();
   float loss_scale() const { return scale_; }  // a power of two: gradients are that much larger than residuals
   // Bucket.codes for `buffer`, which is the bucket's or takes its place; with residuals if the gradients are this rank's.
   void list_sections(Bucket& bucket, const CodecReduction& reduction, const at::Tensor& buffer, bool with_residuals);
@@ -62,11 +67,14 @@ class GradientCompression {
  private:
   const std::string& name_of(std::size_t param_index) const { return parameters_.all()[param_index].name; }
   void scale_owned_part(std::size_t param_index, const at::Tensor& residual, float factor) const;
+  void scale_owned_part(const GroupView& members, std::size_t param_index, const at::Tensor& residual,
+                        float factor) const;
 
   const TrainableParameters& parameters_;
   ReductionAssignment& reductions_;
   ReducerGroup& group_;
   Residuals residuals_;
+  GroupView members_;  // to which they belong, where those may change
   double program_scale_ = 1.0;
   float scale_ = 1.0f;
 };

@@ -34,7 +34,7 @@ GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_
       compression(parameters, reductions, group),
       overflow(parameters),
       buckets(group, parameters, compression, overflow),
-      repair(group, store) {
+      repair(group, store, compression, buckets, options.weighted) {
   start();
 }
 

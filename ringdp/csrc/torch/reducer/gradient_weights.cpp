@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/naming.h"
+#include "engine/elastic_group.h"
 
 namespace ringdp {
 namespace {
@@ -35,7 +36,8 @@ constexpr const char* kOrder =
 void GradientWeights::announce(double weight, bool sync, bool discarded) {
   if (discarded) done_.clear();
   if (!repeats_) announced_.reset();
-  const bool sends = sync && !announced_;
+  const bool sends = sync && !announced_ && !group_.first_unit();
+  const UnitScope unit;
   of_forward_ = weight;
   if (!MicroBatches::valid(weight)) {
     if (sends) finish(begin_exchange({weight, weight}));  // throws on all ranks
@@ -54,7 +56,8 @@ void GradientWeights::accumulate(int task, double weight) {
   if (task == task_) return check_same(weight);
   task_ = task;
   current_ = weight;
-  factors_ = {done_.add(weight), 1, {}};
+  factors_ = {};
+  factors_.incoming = done_.add(weight);
 }
 
 void GradientWeights::check_same(double weight) const {
@@ -67,11 +70,31 @@ void GradientWeights::begin(int task, double weight, int64_t step) {
   if (!on_) return;
   accumulate(task, weight);
   // A backward that averages on demand has a forward that did not know of it. A group may have got other ranks since.
-  if (announced_ && announced_->shares.size(0) != group_.ranks()) announced_.reset();
+  if (announced_ && (announced_->shares.size(0) != group_.ranks() || announced_->view != group_.view()))
+    announced_.reset();
+  unknown_ = group_.first_unit();
+  factors_.when_sent = group_.members_may_change();
+  if (unknown_) return announced_.reset();
+  const UnitScope unit;
   Exchange exchange = announced_ ? std::move(*announced_) : begin_exchange(done());
   announced_.reset();
   if (exchange.own != done()) throw Error(ErrorKind::kState, kOrder);
-  factors_.of_ranks = finish(std::move(exchange));
+  try {
+    know(finish(std::move(exchange)), step);
+  } catch (const Error& error) {
+    if (!factors_.when_sent || !is_loss(error)) throw;
+    unknown_ = true;
+  }
+}
+
+void GradientWeights::tell_again(int64_t step) {
+  if (!on_) return;
+  know(finish(begin_exchange(done())), step);
+  unknown_ = false;
+}
+
+void GradientWeights::know(std::vector<double> of_ranks, int64_t step) {
+  factors_.of_ranks = std::move(of_ranks);
   const auto is = [this](double value) {
     return std::all_of(factors_.of_ranks.begin(), factors_.of_ranks.end(), [=](double one) { return one == value; });
   };
@@ -79,7 +102,7 @@ void GradientWeights::begin(int task, double weight, int64_t step) {
     TORCH_WARN("RingDP: the batches of all ranks weigh nothing in step ", step,
                ": its gradients are zeros. This warning appears once.");
   }
-  factors_.outgoing = factors_.of_ranks[static_cast<std::size_t>(group_.rank())];
+  if (!factors_.when_sent) factors_.outgoing = factors_.of_ranks[static_cast<std::size_t>(group_.rank())];
   if (is(1)) factors_.of_ranks.clear();
 }
 
@@ -88,6 +111,7 @@ void GradientWeights::end() {
   done_.clear();
   task_ = -1;
   factors_ = {};
+  unknown_ = false;
 }
 
 void GradientWeights::check_announced(const std::string& parameter) const {
@@ -104,6 +128,7 @@ double GradientWeights::factor_of_left_over() {
 GradientWeights::Exchange GradientWeights::begin_exchange(Share own) {
   Exchange exchange;
   exchange.own = own;
+  exchange.view = group_.view();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   exchange.shares = at::zeros({group_.ranks(), 2}, at::kDouble);
   auto* mine = exchange.shares.mutable_data_ptr<double>() + 2 * group_.rank();

@@ -25,6 +25,7 @@ struct GradientFactors {
   double incoming = 1;           // a gradient of the backward under way, before it is added to .grad
   double outgoing = 1;           // the .grad that is sent; with one rank, the .grad that stays
   std::vector<double> of_ranks;  // `outgoing` of each rank; empty: all are 1
+  bool when_sent = false;  // `outgoing` is 1, and a bucket is multiplied where it is sent: its gradients may go again
 };
 
 class GradientWeights {
@@ -55,6 +56,11 @@ class GradientWeights {
   void check_same(double weight) const;
   // One that averages: waits for the other ranks' weights.
   void begin(int task, double weight, int64_t step);
+  // In an elastic job: whether the other ranks' weights will be known at the end of the backward only, in `tell_again`: a member is
+  // lost, or the step is the first one of its view, where ranks do not know each other's forwards.
+  bool unknown() const { return unknown_; }
+  // The backward's buckets are sent at its end, or again: the present members tell each other what they weigh.
+  void tell_again(int64_t step);
   void end();
   bool accumulated() const { return done_.total() > 0; }  // backwards that did not average have weighed something
   // A gradient that no forward has announced cannot be weighed.
@@ -72,12 +78,14 @@ class GradientWeights {
     Share own;
     at::Tensor shares;  // float64 [ranks, 2]: zeros but for this rank's, and all ranks' as soon as `work` has ended
     c10::intrusive_ptr<c10d::Work> work;
+    uint64_t view = 0;  // see ReducerGroup
   };
 
   Share done() const { return {done_.total(), done_.reference()}; }
   Exchange begin_exchange(Share own);
   // The factors of all ranks, by rank. Throws on all ranks, if the weight of one of them is not valid.
   std::vector<double> finish(Exchange exchange);
+  void know(std::vector<double> of_ranks, int64_t step);
   [[noreturn]] void throw_invalid(int rank, double weight) const;
 
   ReducerGroup& group_;
@@ -91,6 +99,7 @@ class GradientWeights {
   int task_ = -1;       // the last backward that did not average
   GradientFactors factors_;
   bool warned_ = false;
+  bool unknown_ = false;
 };
 
 }  // namespace ringdp

@@ -17,6 +17,7 @@ void Reducer::prepare_for_forward() {
   if (recomputing()) return;
   guard_.throw_if_failed();
   failure_.keeping([&] { layout_.throw_if_group_failed(); });
+  layout_.repair.follow_members();
   guard_.throw_if_unfinished(/*notify=*/true);
   between_steps_.follow_requires_grad();
 }
@@ -87,6 +88,7 @@ void Reducer::begin(double weight) {
   join_.divide();
   failure_.keeping_in(-1, "weights",
                       [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
+  if (layout_.weights.unknown()) layout_.repair.withhold();
   failure_.keeping_in(-1, "step report", [&] { report_.tell_if_due(join_.joining()); });
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
   torch::autograd::Engine::get_default_engine().queue_callback(

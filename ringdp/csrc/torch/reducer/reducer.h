@@ -55,7 +55,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // `parameters`: all of the module's, also those that do not require grad now.
   Reducer(std::vector<ModuleParameter> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options)
       : layout_(std::move(parameters), std::move(group), std::move(options), *this) {
-    if (layout_.repair.on()) failure_.let_losses_pass();
+    if (layout_.repair.on())
+      failure_.let_losses_pass([this] { return is_loss(layout_.repair.elastic().group()->failure()); });
   }
 
   // ---- Forward.
@@ -110,7 +111,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   StepReport report_{layout_, times_, layout_.options.report_every};
   BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_};
   BackwardEnd end_{layout_, arrivals_, backward_, used_, join_, failure_, times_, filler_};
-  StepUnit unit_{layout_, backward_, failure_, filler_, end_};
+  StepUnit unit_{layout_, backward_, failure_, filler_, end_, report_};
   BetweenSteps between_steps_{layout_, arrivals_, backward_, used_, failure_, guard_, times_};
 };
 

@@ -41,6 +41,16 @@ bool ReducerGroup::members_may_change() const {
   return on_cpu != nullptr && on_cpu->elastic() != nullptr;
 }
 
+uint64_t ReducerGroup::view() const {
+  const ProcessGroupRing* on_cpu = ring(c10::kCPU);
+  return on_cpu != nullptr && on_cpu->elastic() != nullptr ? on_cpu->elastic()->view() : 0;
+}
+
+bool ReducerGroup::first_unit() const {
+  const ProcessGroupRing* on_cpu = ring(c10::kCPU);
+  return on_cpu != nullptr && on_cpu->elastic() != nullptr && on_cpu->elastic()->first_unit();
+}
+
 void ReducerGroup::follow_view() { ranks_ = group_->getSize(); }
 
 ProcessGroupRing* ReducerGroup::ring(c10::DeviceType device) const { return ring_of(*group_, device); }

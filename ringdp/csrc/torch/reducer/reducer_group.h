@@ -28,7 +28,9 @@ class ReducerGroup {
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const { return group_; }
   int rank() const { return group_->getRank(); }
   bool members_may_change() const;
-  void follow_view();  // the members may have changed (elastic jobs)
+  uint64_t view() const;    // where the members may change: the number of the present ones; else 0
+  bool first_unit() const;  // see ElasticGroup
+  void follow_view();       // the members may have changed (elastic jobs)
   int ranks() const { return ranks_; }
   // The group's ring for that kind of device; null where another backend has it.
   ProcessGroupRing* ring(c10::DeviceType device) const;

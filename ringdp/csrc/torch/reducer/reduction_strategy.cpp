@@ -126,11 +126,11 @@ void ExactStrategy::launch(Bucket& bucket, std::size_t /*bucket_count*/) {
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   ProcessGroupRing* ring = group_.ring(bucket.buffer.device().type());
-  if (ring != nullptr && factors.empty() && operation(bucket.buffer) == c10d::ReduceOp::AVG) {
+  if (ring != nullptr && !bucket.in_result && operation(bucket.buffer) == c10d::ReduceOp::AVG) {
     bucket.operation.work = ring->all_reduce_watched(as_real(bucket.result), c10d::ReduceOp::AVG, bucket.report, {},
                                                      as_real(bucket.buffer));
   } else {
-    bucket.result.copy_(bucket.buffer);
+    if (!bucket.in_result) bucket.result.copy_(bucket.buffer);
     bucket.operation.work = mean(bucket.result, bucket.report, std::move(factors));
   }
 }
@@ -221,8 +221,10 @@ WorkPointer CodecStrategy::all_reduce(Bucket& bucket, at::Tensor buffer) {
   compression.divisor = static_cast<std::size_t>(group_.ranks_with_input());
   if (exchanging) return all_reduce_over_c10d(bucket, std::move(buffer), compression);
   ProcessGroupRing* ring = group_.ring(buffer.device().type());
+  std::vector<at::Tensor> kept = bucket.codes.residuals;
+  if (bucket.result.defined()) kept.push_back(bucket.result);
   return ring->all_reduce_compressed(std::move(buffer), bucket.codes.sections, compression, bucket.report,
-                                     bucket.codes.residuals);
+                                     std::move(kept));
 }
 
 WorkPointer CodecStrategy::all_reduce_over_c10d(Bucket& bucket, at::Tensor buffer, const Compression& compression) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -38,15 +39,18 @@ class StepFailure {
         try {
           std::forward<Action>(action)();
         } catch (const Error& error) {
-          if (!repairs_ || !is_loss(error)) throw;
+          if (!lost_ || !is_loss(error)) throw;
           loss = std::current_exception();
+        } catch (...) {  // what a hook makes of the same
+          if (!lost_ || !lost_()) throw;
+          loss = std::make_exception_ptr(Error(ErrorKind::kPeerLost, current_error_text()));
         }
       });
     });
     if (loss) std::rethrow_exception(loss);
   }
-  // The loss of a member is no failure: the step is made again (StepRepair).
-  void let_losses_pass() { repairs_ = true; }
+  // The loss of a member is no failure: the step is made again (StepRepair). `lost`: whether the present members have lost one.
+  void let_losses_pass(std::function<bool()> lost) { lost_ = std::move(lost); }
 
   // The text of that exception; empty: nothing has failed. Under the lock.
   const std::string& text() const { return text_; }
@@ -61,7 +65,7 @@ class StepFailure {
   std::recursive_mutex& mutex_;
   const BackwardState& backward_;
   std::string text_;
-  bool repairs_ = false;
+  std::function<bool()> lost_;  // empty: no loss passes
 };
 
 }  // namespace ringdp

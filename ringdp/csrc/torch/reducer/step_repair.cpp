@@ -1,14 +1,18 @@
 #include "torch/reducer/step_repair.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
 
+#include <chrono>
 #include <utility>
 
+#include "torch/backend/future_wait.h"
 #include "torch/backend/process_group.h"
 
 namespace ringdp {
 namespace {
+
+constexpr std::chrono::milliseconds kHookGrace{10'000};  // what a hook still does with an operation that has failed
 
 bool fills_its_storage(const at::Tensor& buffer) {
   return buffer.storage_offset() == 0 && buffer.storage().nbytes() == buffer.nbytes();
@@ -16,15 +20,23 @@ bool fills_its_storage(const at::Tensor& buffer) {
 
 }  // namespace
 
-StepRepair::StepRepair(ReducerGroup& group, BucketStore& store) : group_(group), store_(store) {
+StepRepair::StepRepair(ReducerGroup& group, BucketStore& store, GradientCompression& compression,
+                       BucketReducer& buckets, bool weighted)
+    : group_(group), store_(store), compression_(compression), buckets_(buckets), weighted_(weighted) {
   const ProcessGroupRing* ring = group_.ring(c10::kCPU);
   if (ring != nullptr) elastic_ = ring->elastic();
+}
+
+void StepRepair::follow_members() {
+  if (!on()) return;
+  group_.follow_view();
+  compression_.follow_members();
 }
 
 // In the first step of a view some ranks make it again, at its end: so all ranks send then.
 void StepRepair::begin_step() {
   if (!on()) return;
-  group_.follow_view();
+  follow_members();
   view_ = elastic_->view();
   withholds_ = elastic_->first_unit();
   withheld_ = false;
@@ -37,10 +49,12 @@ bool StepRepair::keep(Bucket& bucket) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor& buffer = bucket.buffer;
   if (!kept.spare.defined() || kept.spare.numel() != buffer.numel() || kept.spare.scalar_type() != buffer.scalar_type())
-    kept.spare = at::empty_like(buffer);
-  kept.copied = !fills_its_storage(buffer) || !fills_its_storage(kept.spare);
+    kept.spare = at::zeros_like(buffer);  // a codec writes nothing between two gradients
+  kept.copied =
+      !fills_its_storage(buffer) || !fills_its_storage(kept.spare) || !buckets_.leaves_input(bucket, weighted_);
   kept.filled = true;
   bucket.result.reset();
+  bucket.in_result = false;
   if (kept.copied)
     kept.spare.copy_(buffer);
   else
@@ -53,15 +67,16 @@ void StepRepair::restore() {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (std::size_t index = 0; index < store_.size(); ++index) {
     Bucket& bucket = store_[index];
-    if (const auto operation = std::exchange(bucket.operation, {}); operation.work) {
-      try {
-        operation.work->wait();
-      } catch (const Error&) {  // its view is over
-      }
+    bucket.in_result = false;
+    const BucketOperation operation = std::exchange(bucket.operation, {});
+    try {
+      if (operation.work) operation.work->wait();
+      if (operation.future) wait_until_complete(*operation.future, kHookGrace);
+    } catch (const std::exception&) {  // its view is over
     }
     if (index < kept_.size() && kept_[index].filled && kept_[index].copied) bucket.buffer.copy_(kept_[index].spare);
   }
-  group_.follow_view();
+  follow_members();
   view_ = elastic_->view();
   withheld_ = withholds_ = false;
 }

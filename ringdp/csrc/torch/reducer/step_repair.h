@@ -12,20 +12,27 @@
 
 #include "engine/elastic_group.h"
 #include "torch/reducer/bucket.h"
+#include "torch/reducer/bucket_reducer.h"
 #include "torch/reducer/bucket_store.h"
+#include "torch/reducer/gradient_compression.h"
 #include "torch/reducer/reducer_group.h"
 
 namespace ringdp {
 
 class StepRepair {
  public:
-  StepRepair(ReducerGroup& group, BucketStore& store);
+  // `weighted`: buckets are multiplied by a factor of their rank.
+  StepRepair(ReducerGroup& group, BucketStore& store, GradientCompression& compression, BucketReducer& buckets,
+             bool weighted);
 
   bool on() const { return elastic_ != nullptr; }
   ElasticGroup& elastic() const { return *elastic_; }
   uint64_t view() const { return view_; }  // in which this step's buckets are sent
 
+  void follow_members();  // at any time: the group's ranks, and what belongs to them, are those of the present view
   void begin_step();
+  // The buckets of this step cannot be sent in its view: all go at its end.
+  void withhold() { withholds_ = withheld_ = true; }
   // The bucket is about to be sent. False: it is sent at the end of the step, with all others, as on all ranks.
   bool keep(Bucket& bucket);
   // Some buckets were not sent, or in a view that is over.
@@ -44,6 +51,9 @@ class StepRepair {
 
   ReducerGroup& group_;
   BucketStore& store_;
+  GradientCompression& compression_;
+  BucketReducer& buckets_;
+  const bool weighted_;
   std::shared_ptr<ElasticGroup> elastic_;  // the process group's; null: its members stay
   std::vector<Kept> kept_;                 // by bucket
   uint64_t view_ = 0;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/naming.h"
+#include "engine/elastic_group.h"
 #include "torch/backend/process_group.h"
 #include "torch/backend/work.h"
 
@@ -30,6 +31,7 @@ void append(StepReport::Bytes& bytes, const T& value) {
 }  // namespace
 
 int StepReport::note_forward() {
+  if (layout_.repair.on() && told()) same_members();
   phases_.forward_began(Clock::now(), RingWork::waited_ns());
   hear();
   int answer = std::exchange(step_ended_, false) ? kStepEnded : 0;
@@ -53,6 +55,8 @@ void StepReport::finished(bool joining) {
     if (const auto& report = layout_.store[index].report; report && layout_.store[index].sent_in == stats.steps)
       last_[kCoding] += static_cast<float>(report->coding_ns) * 1e-9F;
   if (joining || !told() || !same_members()) return;
+  // Of a view all members count the same steps: not the one that counts with the part of members that were lost in it.
+  if (layout_.group.first_unit()) return;
   if (rows_.size() == every_) rows_.erase(rows_.begin());
   rows_.push_back(last_);
   due_ = due(++steps_);
@@ -111,6 +115,7 @@ void StepReport::hear() {
 void StepReport::tell_if_due(bool joining) {
   if (!due_ || joining || !told() || !same_members() || !due_) return;
   due_ = false;
+  const UnitScope unit;  // the step's
   hear();
   const Bytes mine = packed(times_.stats().steps);
   facts_.clear();

@@ -45,6 +45,7 @@ class StepReport {
   void tell_if_due(bool joining);
   // What the end of this backward waits for, beside its buckets; null: nothing.
   c10::intrusive_ptr<c10d::Work> under_way() const { return exchange_.work; }
+  void drop() { exchange_ = {}; }  // its members are others now
   void computed(Clock::time_point now);
   // The backward has ended and counted.
   void finished(bool joining);

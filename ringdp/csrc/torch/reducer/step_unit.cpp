@@ -3,6 +3,11 @@
 #include <string>
 
 namespace ringdp {
+namespace {
+
+constexpr const char* kFeedbackLost = "what their error feedback held is lost with them";
+
+}  // namespace
 
 void StepUnit::make(Lock& lock, const BackwardEnd::Missing& missing, const std::function<void()>& reset) {
   const UnitScope scope;
@@ -21,11 +26,17 @@ void StepUnit::make(Lock& lock, const BackwardEnd::Missing& missing, const std::
 
 bool StepUnit::try_once(Lock& lock, Order& order, bool again) {
   ElasticGroup& elastic = layout_.repair.elastic();
-  const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()));
+  const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()),
+                                           layout_.compression.keeps_residuals() ? kFeedbackLost : "");
   try {
-    if (again) filler_.send_again();
+    if (again) {
+      report_.drop();  // it is told in the next window
+      filler_.send_again();
+    }
+    const auto report = report_.under_way();
     lock.unlock();
     end_.wait_for_sent();
+    if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
     end_.wait_for_used_map();
     lock.lock();
     order = end_.ask_for_order();

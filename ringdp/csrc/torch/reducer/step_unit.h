@@ -14,6 +14,7 @@
 #include "torch/reducer/bucket_filler.h"
 #include "torch/reducer/gradient_layout.h"
 #include "torch/reducer/step_failure.h"
+#include "torch/reducer/step_report.h"
 
 namespace ringdp {
 
@@ -22,8 +23,8 @@ class StepUnit {
   using Lock = std::unique_lock<std::recursive_mutex>;
 
   StepUnit(GradientLayout& layout, const BackwardState& backward, StepFailure& failure, BucketFiller& filler,
-           BackwardEnd& end)
-      : layout_(layout), backward_(backward), failure_(failure), filler_(filler), end_(end) {}
+           BackwardEnd& end, StepReport& report)
+      : layout_(layout), backward_(backward), failure_(failure), filler_(filler), end_(end), report_(report) {}
 
   bool on() const { return layout_.repair.on(); }
   // Returns when the buckets hold the means. Lets go of the lock while it waits. `reset`: forgets the backward; called before
@@ -40,6 +41,7 @@ class StepUnit {
   StepFailure& failure_;
   BucketFiller& filler_;
   BackwardEnd& end_;
+  StepReport& report_;
 };
 
 }  // namespace ringdp

@@ -1,0 +1,47 @@
+"""What the ranks of test_elastic_features.py do beside tests/fault/elastic_jobs.py."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+import ringdp
+from tests.fault.elastic_jobs import Death, Lines, Net, Told, die, joined, one_step
+
+
+def reports(folder: str, death: Death, more: int) -> dict[str, Any]:
+    """Steps that the ranks report to each other; in one a rank dies. Then a replica is changed; `more` follow."""
+    os.environ["RINGDP_REPORT_EVERY"] = "2"
+    lines = Lines()
+    logging.getLogger("ringdp").addHandler(lines)
+    with joined(folder, elastic=True) as place:
+        model = ringdp.RingDP(Net(8))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        told: dict[str, Any] = {}
+
+        def step(number: int) -> None:
+            def here(phase: str) -> None:
+                if (place, number, phase) == (death.place, death.step, death.phase):
+                    die(death)
+
+            one_step(model, optimizer, place, number, here, Told())
+
+        for number in range(5):
+            step(number)
+        told["before"] = len(model.report().ranks)
+        for number in range(5, 15):
+            step(number)
+        told["after"] = len(model.report().ranks)
+        told["steps"] = model.report().step
+        told["guarded"] = model._guard is not None
+        if ringdp.rank() == 1:
+            with torch.no_grad():
+                model.module.last.bias += 1.0
+        for number in range(15, 15 + more):
+            step(number)
+        told["differs"] = any("differ" in line for line in lines.said)
+    logging.getLogger("ringdp").removeHandler(lines)
+    return told
