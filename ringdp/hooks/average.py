@@ -17,12 +17,15 @@ def all_reduce_mean(
 ) -> torch.futures.Future[Tensor]:
     """Average `tensor` over the group's ranks, in place, and complete with what `then` makes of the mean.
 
-    Rounded once where the group's backend has ``ReduceOp.AVG``; elsewhere, and for sparse tensors, the sum is divided.
+    Rounded once where the group's backend has ``ReduceOp.AVG``. Elsewhere parts of 1/n are added up, for the bits of
+    the reducer and of torch's DDP; of sparse tensors the sum is divided.
     """
     in_one = has_average(group, tensor.device.type) and not tensor.is_sparse
     operation = dist.ReduceOp.AVG if in_one else dist.ReduceOp.SUM
+    if not in_one and not tensor.is_sparse:
+        tensor.mul_(1.0 / group.size())
     reduced = dist.all_reduce(tensor, operation, group=group, async_op=True).get_future()
-    ranks = 1 if in_one else group.size()
+    ranks = group.size() if tensor.is_sparse else 1
 
     def finish(reduced: list[Tensor]) -> Tensor:
         [result] = reduced

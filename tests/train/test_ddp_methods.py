@@ -429,6 +429,22 @@ def test_as_ddp(backend: str, case: Any) -> None:
     run_ranks(case, backend=backend)
 
 
+def bits_of_an_optimizer_in_backward() -> None:
+    plain, module = RingDP(models.build("mlp")), models.build("mlp")
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
+    ours, optimizer = RingDP(module), torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in range(3):
+        for model in (plain, ours):
+            loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+
+
+def test_an_optimizer_in_backward_gets_the_bits_of_one_behind_it(backend: str) -> None:
+    run_ranks(bits_of_an_optimizer_in_backward, world_size=3, backend=backend)
+
+
 def joined_with_zero() -> list[Tensor]:
     """One Join over the wrapper and a sharded optimizer, with uneven inputs."""
     from torch.distributed.algorithms.join import Join
