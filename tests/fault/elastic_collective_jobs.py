@@ -142,17 +142,18 @@ def everything(folder: str, death: Death, places: tuple[int, ...] | None, steps:
     """Two wrappers whose backward is one, a compiled module, workers that load data, clipping, a schedule, a scaler."""
     with joined(folder, elastic=places is None) as rank:
         place = rank if places is None else places[rank]
-        first = ringdp.RingDP(torch.compile(Pair(), backend="aot_eager"), bucket_cap_mb=0.001)
+        compiled: Any = torch.compile(Pair(), backend="aot_eager")
+        first = ringdp.RingDP(compiled)
         second = ringdp.RingDP(Net(8), weight="samples")
         parameters = [*first.parameters(), *second.parameters()]
         optimizer = torch.optim.AdamW(parameters, 0.01)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         scaler = ringdp.amp.GradScaler("cpu", init_scale=4.0)
-        kept = (first, second, optimizer, schedule, scaler)
+        kept: tuple[Any, ...] = (first, second, optimizer, schedule, scaler)
         if state is not None:
             for one, saved in zip(kept, state, strict=True):
                 one.load_state_dict(saved)
-        data = [batch(place, step)[0][: 4 + place] for step in steps]
+        data: Any = [batch(place, step)[0][: 4 + place] for step in steps]
         told: dict[str, Any] = {"gradients": [], "sizes": []}
         for step, x in zip(steps, torch.utils.data.DataLoader(data, batch_size=None, num_workers=2), strict=True):
 
@@ -167,7 +168,7 @@ def everything(folder: str, death: Death, places: tuple[int, ...] | None, steps:
             handle.remove()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-            told["gradients"].append(hexadecimal([one.grad for one in parameters]))
+            told["gradients"].append(hexadecimal([one.grad for one in parameters if one.grad is not None]))
             here("optimizer")
             scaler.step(optimizer)
             scaler.update()

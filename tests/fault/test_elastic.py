@@ -146,7 +146,7 @@ def test_a_program_that_goes_on_from_its_checkpoint(tmp_path: Path, victim: int)
 
 def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
     expected = {
-        "compression": "top-k",
+        "compression": "TopK",
         "compression set later": "PowerSGD",
         "measuring": "measure_compression",
         "guard": "guard_every",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ringdp.compression import Int8
 from tests.fault import elastic_feature_jobs as jobs
 from tests.fault.elastic_jobs import HOOKS, Death
 from tests.fault.elastic_oracle import check_equal, live, members_after, plain
@@ -25,7 +26,7 @@ def compare(folder: Path, world: int, deaths: tuple[Death, ...], **options: Any)
 
 @pytest.mark.parametrize("phase", ENDS)
 def test_int8_with_error_feedback_in_each_phase(tmp_path: Path, phase: str) -> None:
-    told = compare(tmp_path, 3, (Death(1, 2, phase),), options={"compression": "int8"})
+    told = compare(tmp_path, 3, (Death(1, 2, phase),), options={"compression": Int8(error_feedback=True)})
     for one in told.values():
         assert one.extra["coded"] > 100_000  # it was codes that were compared
         (line,) = [line for line in one.lines if "was lost" in line]
@@ -52,7 +53,7 @@ def test_weights_by_samples(tmp_path: Path, phase: str, width: int) -> None:
 
 
 def test_weights_of_micro_batches_with_buffers_and_codes(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"options": {"weight": "samples", "compression": "int8"}, "uneven": True}
+    options: dict[str, Any] = {"options": {"weight": "samples", "compression": "int4"}, "uneven": True}
     options |= {"accumulate": True, "norm": True}
     compare(tmp_path, 4, (Death(0, 1, "first bucket"), Death(2, 2, "forward")), **options)
 
