@@ -39,7 +39,11 @@ struct Parameters {
   std::vector<CompressedSection> sections() {
     std::vector<CompressedSection> out;
     for (std::size_t i = 0; i < x.size(); ++i)
-      out.push_back({x[i].data(), x[i].size(), static_cast<uint32_t>(i), residual[i].data(), next[i].data()});
+      out.push_back({.x = x[i].data(),
+                     .count = x[i].size(),
+                     .owner_offset = static_cast<uint32_t>(i),
+                     .residual = residual[i].data(),
+                     .new_residual = next[i].data()});
     return out;
   }
   std::vector<std::vector<float>> x, residual, next;

@@ -155,7 +155,7 @@ def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
         "local sgd": "LocalSGD",
         "sparse": "sparse gradients",
         "hook": "communication hook noop_hook",
-        "hook of the program": "communication hook mine",
+        "hook of the program": "mine",
         "hook over another group": "another group",
         "join": "Join",
         "subgroup": "default process group",
