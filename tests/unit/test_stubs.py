@@ -33,7 +33,7 @@ def differences(module: ModuleType, stub: str) -> list[str]:
 def of_build(names: Mapping[str, object], inside: str = "") -> Iterator[tuple[str, str]]:
     """Places and what is there: ("Reducer.find", "(self, tensors)")."""
     for name, value in names.items():
-        if name.startswith("_pybind11_") or (name.startswith("__") and not is_constructor(name, value)):
+        if name.startswith("_pybind11_") or (name.startswith("__") and not counts(name, value)):
             continue
         if inspect.isclass(value):
             bases = [base.__name__ for base in value.__bases__ if base.__name__ != "pybind11_object"]
@@ -45,8 +45,9 @@ def of_build(names: Mapping[str, object], inside: str = "") -> Iterator[tuple[st
             yield inside + name, arguments_of(inspect.getdoc(value) or "")
 
 
-def is_constructor(name: str, value: object) -> bool:
-    return name == "__init__" and (inspect.getdoc(value) or "").startswith("__init__(")
+def counts(name: str, value: object) -> bool:
+    """A constructor or what makes it callable: others are Python's own, or pybind11's."""
+    return name in ("__init__", "__call__") and (inspect.getdoc(value) or "").startswith(f"{name}(")
 
 
 def arguments_of(doc: str) -> str:
