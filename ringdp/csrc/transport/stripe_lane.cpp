@@ -34,6 +34,7 @@ IoResult StripeSender::put(uint64_t offset, std::size_t length, const PieceCurso
 }
 
 std::optional<uint64_t> StripeSender::undelivered_from() {
+  if (doubted_) return put_.empty() ? std::nullopt : std::optional(put_.front().offset);
   const std::size_t waits = rest_.size() - rest_sent_;
   const std::size_t under_way = socket_.undelivered();
   const uint64_t delivered = under_way <= carried_ && waits <= carried_ - under_way ? carried_ - under_way - waits : 0;
@@ -80,6 +81,7 @@ void StripeReceiver::end(int error_number) {
 
 IoResult StripeReceiver::read(std::vector<iovec>& pieces) {
   const IoResult result = socket_.receive(pieces);
+  begun_ |= result.status == IoStatus::kOk;
   if (result.status == IoStatus::kClosed) end(0);
   if (result.status == IoStatus::kBroken) end(result.error_number);
   return result;

@@ -28,8 +28,12 @@ class StripeSender {
   IoResult flush();                  // the socket has room again, or may have. kWouldBlock: not enough
   IoResult finish(uint64_t offset);  // the stream ends there; nothing may be put any more
 
-  // Where in the stream the first stripe begins that may not have come to the peer's host whole; nullopt: all have.
+  // Where in the stream the first stripe begins that may not have come to the peer's channel whole; nullopt: all have.
   std::optional<uint64_t> undelivered_from();
+  // The peer's host acknowledges what comes on a socket that its channel does not have yet, and would not read it if the
+  // connection broke now: none of it counts as delivered, until something comes back on the socket.
+  void doubt() { doubted_ = true; }
+  void trust() { doubted_ = false; }
 
  private:
   static constexpr std::size_t kLeastPut = 256;
@@ -50,6 +54,7 @@ class StripeSender {
   std::vector<iovec> pieces_;
   bool full_ = false;
   bool finishing_ = false;
+  bool doubted_ = false;
 };
 
 class StripeReceiver {
@@ -58,6 +63,7 @@ class StripeReceiver {
 
   // Reads what has come. Bytes whose turn it is go to `to`; it stops where that is full.
   void pull(ReorderBuffer& buffer, PieceCursor& to);
+  bool has_begun() const { return begun_; }  // something has come
 
   // The next stripe is out of the buffer's reach: it waits in the system.
   bool stalled(const ReorderBuffer& buffer) const {
@@ -81,6 +87,7 @@ class StripeReceiver {
   std::vector<std::byte> block_;  // where they go, unless it is their turn
   std::vector<iovec> pieces_;
   uint64_t least_ = 0;  // where the next stripe begins at the earliest
+  bool begun_ = false;
   bool ended_ = false;
   int error_number_ = 0;
   std::optional<uint64_t> stream_end_;

@@ -72,6 +72,7 @@ class StripedChannel final : public Channel {
     if (lanes_.size() == kMostStreams || closing_ || abandoned_ || send_error_ != 0)
       return;  // its other end sees it end
     add(make_tcp_channel(std::move(socket)));
+    lanes_.back()->out.doubt();
     if (silence_ms_ > 0) lanes_.back()->socket->watch_host(silence_ms_);
     if (unsent_bytes_ > 0) limit_unsent(unsent_bytes_);
     look_for_room();
@@ -205,6 +206,7 @@ IoResult StripedChannel::receive(std::span<const iovec> pieces) {
     for (int i = 0; i < count; ++i)
       if (const uint32_t lane = events[i].data.u32; lane < lanes_.size()) {
         lanes_[lane]->in.pull(buffer_, to);
+        if (lanes_[lane]->in.has_begun()) lanes_[lane]->out.trust();
         follow(lane);
       }
   } while (wake_stalled() && to.left() > 0);
