@@ -1,4 +1,4 @@
-"""Builds the C++ tests beside this file and runs each under no sanitizer, under ASan + UBSan, and under TSan."""
+"""Builds the C++ tests beside this file and runs them: plain, under ASan, ASan + UBSan and, with threads, TSan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -39,9 +40,8 @@ SEEN = {
 FUZZ_S = 16  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
 WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
 MOST_WHERE_PLAIN = ("test_agreement",)  # explores less under the sanitizers
-UNTRIED = ("test_elastic",)  # under ThreadSanitizer, so far
-ONE_THREAD = ("test_cuda_kernels",)  # of fibers, which ThreadSanitizer does not follow
-SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
+FIBERS = ("test_cuda_kernels",)  # which ThreadSanitizer does not follow
+SANITIZERS = {"plain": "", "asan": "address", "ubsan": "address,undefined", "tsan": "thread"}
 # A thread, because that is where a sanitizer's run time fails to start if it does.
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 
@@ -74,31 +74,40 @@ def launch_prefix(build: str) -> list[str]:
         binary.unlink(missing_ok=True)
 
 
+def binary(build: str, test: str) -> str:
+    return f"../../build/cpp/{build}/{test}"
+
+
 @cache
 def build_all(build: str) -> None:
     """All binaries of a build at once, which keeps the cores busy. What fails is reported by the test it belongs to."""
     if build != "plain":
-        make(build)
+        make(*(binary(build, test) for test in tests_of(build)))
 
 
 def built(build: str, test: str) -> Path:
-    binary = BUILD / build / test
     build_all(build)
-    done = make(f"../../build/cpp/{build}/{test}")
+    done = make(binary(build, test))
     errors = [line for line in done.stderr.splitlines() if line.strip()]
     assert done.returncode == 0, "\n".join(["does not build:", *errors[:40]])
-    return binary
+    return BUILD / build / test
+
+
+def has_threads(test: str) -> bool:
+    """Of its own or of an engine (job.h)."""
+    return bool(re.search(r'^#include (<thread>|"job\.h")', (HERE / f"{test}.cpp").read_text(), re.MULTILINE))
+
+
+def tests_of(build: str) -> list[str]:
+    return [test for test in TESTS if build != "tsan" or (has_threads(test) and test not in FIBERS)]
 
 
 def passing() -> Iterator[Any]:
-    """Kernels as they are shipped; whatever has threads or bytes from others, under the sanitizers."""
+    """CI runs kernels as they are shipped, all under ASan, and what has threads under TSan; all else is slow."""
     for build in SANITIZERS:
-        for test in TESTS:
-            if build == "tsan" and test in ONE_THREAD:
-                continue
+        for test in tests_of(build):
             twice = build == "plain" and test not in (*WITHOUT_THE_CORE, *MOST_WHERE_PLAIN)
-            slow = twice or (build == "tsan" and test in UNTRIED)
-            yield pytest.param(build, test, marks=[pytest.mark.slow] if slow else [])
+            yield pytest.param(build, test, marks=[pytest.mark.slow] if twice or build == "ubsan" else [])
 
 
 @pytest.mark.parametrize(("build", "test"), list(passing()))
@@ -110,7 +119,7 @@ def test_passes(build: str, test: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", ["plain", "asan"])
+@pytest.mark.parametrize("build", ["plain", "ubsan"])
 def test_connections_heal_wherever_they_are_cut(build: str) -> None:
     """At every byte that a rank sends in a short operation, in both directions; some thousand places of long ones."""
     need_command(COMPILER[0], "g++")
@@ -138,11 +147,12 @@ def test_a_rank_of_an_elastic_job_dies_at_any_byte() -> None:
 
 
 @pytest.mark.parametrize("fuzzer", FUZZERS)
-def test_nothing_from_the_network_does_harm(fuzzer: str) -> None:
+@pytest.mark.parametrize("build", ["asan", pytest.param("ubsan", marks=pytest.mark.slow)])
+def test_nothing_from_the_network_does_harm(build: str, fuzzer: str) -> None:
     need_command(COMPILER[0], "g++")
-    prefix = launch_prefix("asan")
+    prefix = launch_prefix(build)
     seconds = FUZZ_S / len(FUZZERS)
-    done = run([*prefix, str(built("asan", fuzzer)), "--seconds", str(seconds)], variables=FUZZ_OPTIONS)
+    done = run([*prefix, str(built(build, fuzzer)), "--seconds", str(seconds)], variables=FUZZ_OPTIONS)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     # It must have got somewhere: past the door, into the flows.
     seen = {what: int(times) for times, what in re.findall(r"^ *(\d+) (.+)$", done.stdout, re.MULTILINE)}
@@ -160,9 +170,13 @@ def test_more_of_what_can_happen_to_a_view() -> None:
 def test_no_member_is_used_without_its_lock() -> None:
     """clang reads in the annotations of base/thread_safety.h which lock, or the driver's role, guards a member."""
     clang = need_command("clang++", "clang")
-    csrc = HERE.parents[1] / "ringdp" / "csrc"
-    files = [str(path) for path in sorted((csrc / "engine").glob("*.cpp"))]
-    done = run([clang, "-std=c++20", "-fsyntax-only", "-Wthread-safety", "-Werror", f"-I{csrc}", *files])
+    root = HERE.parents[1]
+    files = [
+        str(root / path) for path in run([sys.executable, str(root / "tools" / "unity.py"), "engine"]).stdout.split()
+    ]
+    assert len(files) > 1
+    flags = ["-std=c++20", "-fsyntax-only", "-Wthread-safety", "-Werror", f"-I{root / 'ringdp' / 'csrc'}"]
+    done = run([clang, *flags, *files])
     assert done.returncode == 0, done.stderr[-6000:]
 
 
