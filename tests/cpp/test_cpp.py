@@ -82,7 +82,7 @@ def binary(build: str, test: str) -> str:
 def build_all(build: str) -> None:
     """All binaries of a build at once, which keeps the cores busy. What fails is reported by the test it belongs to."""
     if build != "plain":
-        make(*(binary(build, test) for test in tests_of(build)))
+        make(*(binary(build, test) for test in of_build(build)))
 
 
 def built(build: str, test: str) -> Path:
@@ -98,14 +98,14 @@ def has_threads(test: str) -> bool:
     return bool(re.search(r'^#include (<thread>|"job\.h")', (HERE / f"{test}.cpp").read_text(), re.MULTILINE))
 
 
-def tests_of(build: str) -> list[str]:
+def of_build(build: str) -> list[str]:
     return [test for test in TESTS if build != "tsan" or (has_threads(test) and test not in FIBERS)]
 
 
 def passing() -> Iterator[Any]:
     """CI runs kernels as they are shipped, all under ASan, and what has threads under TSan; all else is slow."""
     for build in SANITIZERS:
-        for test in tests_of(build):
+        for test in of_build(build):
             twice = build == "plain" and test not in (*WITHOUT_THE_CORE, *MOST_WHERE_PLAIN)
             yield pytest.param(build, test, marks=[pytest.mark.slow] if twice or build == "ubsan" else [])
 
