@@ -21,12 +21,9 @@ CI = (
     "unit/test_wheel.py",
     "unit/test_cuda_toolkit.py",
     "unit/test_docs.py::test_a_walk_shows_what_the_page_shows",
-    "unit/test_compression_low_rank.py::test_it_keeps_its_promises",
-    "unit/test_compression_sparse.py::test_it_keeps_its_promises",
     "unit/test_compression_check.py::test_what_the_tests_use_keeps_its_promises",
     "train/test_digits.py",
     "train/test_examples.py",
-    "train/test_hybrid_2d.py",
     "train/test_kvstore.py::test_codes_are_those_of_a_simulation[3",
     "train/test_kvstore.py::test_it_trains_as_ringdp_with_the_same_optimizer[1",
     "train/test_kvstore.py::test_it_trains_as_ringdp_with_the_same_optimizer[3",
@@ -47,6 +44,15 @@ SLOW = (
     "fault/test_kubernetes.py::test_two_pods_are_stopped_and_go_on[of_the_operator]",
     "unit/test_compression_benchmarks.py",
     "unit/test_docs.py::test_a_walk_shows_what_the_page_shows[docs/start/slow_network.md]",
+    "unit/test_benchmarks.py::test_what_a_tool_started_ends_with_it",
+    "unit/test_compression_low_rank.py::test_it_keeps_its_promises",
+    "unit/test_compression_sparse.py::test_it_keeps_its_promises",
+    "unit/test_run_tests.py::test_not_where_many_fail",
+    "unit/test_tools_bench.py::test_all_collectives_beside_gloo_and_compressors_without_numpy",
+    "unit/test_wheel.py::test_trains_without_a_compiler",
+    "train/test_digits.py::test_one_rank_needs_no_launcher",
+    "train/test_examples.py::test_one_rank_needs_no_launcher_and_a_check_can_fail",
+    "train/test_hybrid_2d.py",
 )
 
 # These measure time or memory: nothing runs beside them. The other files of fault/ have bounds too, but wide ones: they
