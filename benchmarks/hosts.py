@@ -135,7 +135,7 @@ class Hosts:
         """Links that were made with a speed get another one, or `only` that host's; what is under way is not lost."""
         for host in range(self.count) if only is None else (only,):
             for where, device in ((["-n", namespace(self.name, host)], INTERFACE), ([], f"{self.name}v{host}")):
-                _run("tc", *where, "class", "change", "dev", device, *_class(rate))
+                tool("tc", *where, "class", "change", "dev", device, *_class(rate))
         if only is None:
             self.rate = rate
 
@@ -164,8 +164,8 @@ class Hosts:
                 self._shape([], outer)
 
     def _shape(self, where: Sequence[str], device: str) -> None:
-        _run("tc", *where, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
-        _run("tc", *where, "class", "add", "dev", device, *_class(self.rate))
+        tool("tc", *where, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
+        tool("tc", *where, "class", "add", "dev", device, *_class(self.rate))
 
     def _write_names(self, space: str) -> None:
         folder = NETNS_ETC / space
@@ -263,10 +263,11 @@ def _end_processes(space: str) -> None:
 
 
 def _ip(*words: str, check: bool = True) -> str:
-    return _run("ip", *words, check=check)
+    return tool("ip", *words, check=check)
 
 
-def _run(*words: str, check: bool = True) -> str:
+def tool(*words: str, check: bool = True) -> str:
+    """What it prints. Raises HostsError where it fails and `check` says so."""
     # A session of its own: a Ctrl-C must not end the command that cleans up.
     done = subprocess.run(words, capture_output=True, text=True, start_new_session=True, check=False)
     if check and done.returncode != 0:

@@ -9,6 +9,8 @@
     python benchmarks/rounds.py overlap --hosts 2 --rate 100mbit
                                             a larger GPT between hosts: a step alone, and with streaming rounds
     ringrun -H one,two benchmarks/rounds.py overlap         the same between your own machines
+    sudo python benchmarks/long_line.py --rate 100mbit --timeout 1500 -- python benchmarks/rounds.py overlap
+                                            and between two namespaces, 50 ms there and back
 
 `step` checks that both come to the same parameters before it times them. `loss` prints nats per character on text that
 was not trained on, after the last round; differences are between runs of the same seed, with 95 % intervals.
@@ -28,14 +30,14 @@ import session
 import torch
 import torch.distributed as dist
 from measure import interval, machine, table
-from quality_runs import gpt_loss, gpt_options, small_gpt_options, text, unseen_nats, windows_of
+from quality_runs import gpt_loss, small_gpt_options, text, unseen_nats, windows_of
+from rounds_overlap import STREAMING, large_gpt, overlap, report_overlap
 from torch import nn
 
 import ringdp
 from examples.char_lm import GPT
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-STREAMING: dict[str, Any] = {"fragments": 4, "delay": 5}
 RUNS: dict[str, dict[str, Any] | None] = {
     "RingDP": None,
     "every 50, streaming": {"every": 50, **STREAMING},
@@ -76,11 +78,6 @@ class Round:
 
     def __call__(self) -> None:
         self.inner.step()
-
-
-def large_gpt(width: int = 384, layers: int = 6) -> nn.Module:
-    torch.manual_seed(0)
-    return GPT(96, gpt_options(width=width, layers=layers, heads=6, context=64))
 
 
 def drift(module: nn.Module, rank: int) -> None:
@@ -206,68 +203,6 @@ def report_losses(result: dict[str, Any]) -> str:
     words = f"{result['ranks']} ranks, {settings['steps']} steps each, {exact}, seeds {seeds}"
     columns = ["", "nats per character", "σ of seeds", f"to {next(iter(found))}, 95 %", "bytes"]
     return words + "\n\n" + table(columns, rows)
-
-
-# Overlap.
-
-
-def overlap(given: dict[str, Any], group: Any, rank: int, world_size: int) -> dict[str, Any]:
-    """Seconds of a step alone and with rounds, in alternating blocks, of the slower rank."""
-    alone, shared = large_gpt(given["width"], given["layers"]), large_gpt(given["width"], given["layers"])
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-4) for one in (alone, shared)]
-    rounds = ringdp.DiLoCo(
-        shared, optimizers[1], every=given["every"], compression=given["compression"], process_group=group, **STREAMING
-    )
-    draw = torch.Generator().manual_seed(rank)
-    ends = torch.zeros(1, dtype=torch.float64)
-
-    def block(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
-        began = time.perf_counter()
-        for _ in range(steps):
-            x = torch.randint(96, (given["batch"], 65), generator=draw)
-            optimizer.zero_grad()
-            gpt_loss(module, x).backward()
-            optimizer.step()
-        return (time.perf_counter() - began) / steps
-
-    for module, optimizer in zip((alone, shared), optimizers, strict=True):
-        block(module, optimizer, 2)
-    dist.all_reduce(ends, group=group)
-    before = rounds.stats()
-    each: list[tuple[float, float]] = []
-    steps = -(-given["every"] // 2)
-    for turn in range(given["blocks"]):
-        mine = [0.0, 0.0]
-        for which in (0, 1) if turn % 2 else (1, 0):
-            mine[which] = block((alone, shared)[which], optimizers[which], steps)
-        told = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        each.append((told[0].item(), told[1].item()))
-    after = rounds.stats()
-    rounds.finish()
-    waited = (after.waited_s - before.waited_s) / (steps * len(each))
-    return {
-        "alone": [one for one, _ in each],
-        "with rounds": [one for _, one in each],
-        "waited_s": waited,
-        "parameters": sum(p.numel() for p in alone.parameters()),
-        "ranks": world_size,
-    }
-
-
-def report_overlap(result: dict[str, Any]) -> str:
-    row, settings = result["rows"][0], result["settings"]
-    alone, shared = row["alone"], row["with rounds"]
-    ratio, half = interval([b / a for a, b in zip(alone, shared, strict=True)])
-    code = settings["compression"] or "exact"
-    rows = [
-        ["alone", f"{statistics.median(alone) * 1e3:.1f} ms", "1"],
-        [f"every {settings['every']}, streaming, {code}", f"{statistics.median(shared) * 1e3:.1f} ms",
-         f"{ratio:.3f} ± {half:.3f}"],
-    ]  # fmt: skip
-    wait = row["waited_s"] / statistics.median(shared)
-    words = f"{row['parameters']:,} parameters, {result['where']}; exposed wait {100 * wait:.2f} % of a step"
-    return words + "\n\n" + table(["", "a step of the slower rank", "ratio, 95 %"], rows)
 
 
 # Running.

@@ -3,13 +3,15 @@
     python launch.py --nproc-per-node 2 examples/far_apart.py
     python launch.py --nproc-per-node 4 examples/far_apart.py --sites 2    # exact inside a site, rounds between the two
     ringrun -H paris:2,oslo:2 examples/far_apart.py                        # two real ones
+    sudo python benchmarks/long_line.py --hosts 2 --per-host 2 --rate 20mbit -- python examples/far_apart.py
+                                                                           # two in namespaces, 50 ms there and back
     python examples/far_apart.py                                           # one rank, no launcher
 
 A small network learns scikit-learn's digits. First RingDP averages gradients over all ranks in every step. Then the
 ranks of a site do that among themselves (where it has several), and DiLoCo averages between sites every --every steps,
-in fragments, as 4-bit codes, while the ranks go on. Printed are both losses on images that were not trained on, and
-what a rank sent for each. The exit code is 1 if rounds end with a loss above --worst times the exact one, or if the
-ranks do not have the same bits at the end.
+in fragments, as 4-bit codes, while the ranks go on. Printed are both losses on images that were not trained on, the
+seconds of both, and what a rank sent for each. The exit code is 1 if rounds end with a loss above --worst times the
+exact one, or if the ranks do not have the same bits at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     network = build(options.seed)
     model = ringdp.RingDP(network)
+    began = time.monotonic()
     train("exact", model, training, options)
+    exact_s = time.monotonic() - began
     exact, exact_bytes = loss_on(network, unseen), options.steps * gradient_bytes(network)
 
     if options.sites:  # as if this rank were in another place than some others
@@ -47,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inside, between = ringdp.levels()
     network = build(options.seed)
     site = network if inside is None else ringdp.RingDP(network, process_group=inside)
+    began = time.monotonic()
     rounds_bytes = train("rounds", site, training, options, between)
+    rounds_s = time.monotonic() - began
     rounds = loss_on(network, unseen)
 
     same = len(set(gathered(digest(network)))) == 1
@@ -56,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         places = 1 if between is None else between.size()
         where = f"{places} place{'s' if places > 1 else ''}"
         print(f"{ranks} rank{'s' if ranks > 1 else ''} in {where}, {options.steps} steps")
-        print(f"  exact in every step: loss {exact:.4f}; {exact_bytes / 1e6:.2f} MB of gradients")
+        print(f"  exact in every step: loss {exact:.4f}; {exact_s:.1f} s, {exact_bytes / 1e6:.2f} MB of gradients")
         print(f"  {'ok    ' if good else 'FAILED'} rounds of {options.every} steps: loss {rounds:.4f}", end="; ")
-        print(f"{rounds_bytes / 1e6:.2f} MB of codes between places")
+        print(f"{rounds_s:.1f} s, {rounds_bytes / 1e6:.2f} MB of codes between places")
         print(f"  {'ok    ' if same else 'FAILED'} parameters bit-identical on all ranks", flush=True)
     ringdp.shutdown()
     return 0 if good and same else 1

@@ -14,6 +14,7 @@ CI = (
     "cpp/",
     "unit/test_benchmarks.py",
     "unit/test_benchmark_commands.py",
+    "unit/test_long_line.py",
     "unit/test_compression_benchmarks.py",
     "unit/test_tools_bench.py",
     "unit/test_run_tests.py",

@@ -107,7 +107,8 @@ def named(name: str, *, bulk: bool = False) -> Iterator[None]:
     Args:
         name: not empty.
         bulk: their bytes go where no other operation has any to send, between two ranks: others do not wait behind
-            them. For what is large and not waited for soon.
+            them. On a long path they go only as fast as the line carries them without packets waiting before it. For
+            what is large and not waited for soon.
     """
     if not name:
         raise InvalidArgumentError("ringdp.named needs a name that is not empty")

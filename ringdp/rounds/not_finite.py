@@ -38,5 +38,5 @@ def tell(flight: Flight, fragment: Fragment, arrival: Arrival, rank: int) -> Non
             whose,
             other,
         )
-    if not arrival.usable and not arrival.left_out:
+    if not arrival.usable and not arrival.left_out and any(one.weight > 0 for one in arrival.records):
         _log.warning("%s: the mean is not finite; the global parameters stay as they are", flight.name)

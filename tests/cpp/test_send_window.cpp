@@ -45,6 +45,12 @@ CASE("without a grant a flow goes its first bytes, and no further") {
   CHECK(!window.must_request(large));  // its grant comes unasked
   large.granted = 3 * kSmallFlowBytes;
   CHECK_EQ(window.allowance(large), 2 * kSmallFlowBytes);
+  SendFlow far = flow_of(identity, 10 * kSmallFlowBytes);
+  far.eager = 4 * kSmallFlowBytes;
+  CHECK_EQ(window.allowance(far), 4 * kSmallFlowBytes);
+  far.sent = far.eager;
+  CHECK(!window.sendable(far));
+  CHECK(!window.must_request(far));
 }
 
 CASE("what is eager never exceeds the peer's window, and credits open it again, also past 2^32 bytes") {

@@ -1,5 +1,6 @@
 // A channel over several sockets (transport/striped.h): who carries what, order, bounded memory, and every way to end. What it has
 // in common with other channels is in test_channel.cpp.
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 
 #include "base/deadline.h"
 #include "testing.h"
+#include "transport/crowded_line.h"
 #include "transport/poller.h"
 #include "transport/reorder_buffer.h"
 #include "transport/stripe.h"
@@ -130,6 +132,64 @@ IoResult take(Channel& from, std::vector<std::byte>& into, std::size_t most) {
 }
 
 void pass(Wire& wire) { wire.passed = wire.bytes.size(); }
+
+CASE(
+    "a line that loses much gets fewer sockets, one that loses little keeps them, and after a while it may have more "
+    "again") {
+  CrowdedLine line;
+  Clock::time_point now{std::chrono::hours(1)};
+  uint64_t packets = 0, lost = 0;
+  const auto next = [&](uint64_t sent, uint64_t again, Clock::duration time = CrowdedLine::kLookEvery) {
+    now += time;
+    CHECK(line.wants_look(now));
+    line.look(packets += sent, lost += again, 32, now);
+    return line.in_use(32);
+  };
+  CHECK_EQ(next(1000, 100), 32u);
+  CHECK_EQ(next(50, 49), 32u);  // too few to say
+  CHECK_EQ(next(1000, 500), 16u);
+  for (int i = 0; i < 10; ++i) next(1000, 500);
+  CHECK_EQ(line.in_use(32), 1u);
+  CHECK_EQ(next(1000, 10), 1u);
+  CHECK_EQ(next(1000, 10, CrowdedLine::kMoreAgainAfter * 2), 2u);
+  CHECK_EQ(next(1000, 10), 2u);
+  CHECK_EQ(next(1000, 500), 1u);
+}
+
+// Nothing arrives on it for a while, or so much, as its system says.
+class HeldUpChannel final : public Channel {
+ public:
+  HeldUpChannel(int64_t held_up_ms, std::shared_ptr<uint64_t> arrived)
+      : held_up_ms_(held_up_ms), arrived_(std::move(arrived)), fd_(eventfd(0, EFD_CLOEXEC)) {}
+
+  IoResult send(std::span<const iovec>) override { return {IoStatus::kWouldBlock, 0, 0}; }
+  IoResult receive(std::span<const iovec>) override { return {IoStatus::kWouldBlock, 0, 0}; }
+  bool drained() override { return true; }
+  void close_send() override {}
+  int poll_fd() const override { return fd_.get(); }
+  HeldUp held_up() override { return {held_up_ms_, 1448}; }
+  std::optional<Carried> carried() const override { return Carried{.bytes = *arrived_}; }
+  std::string describe() const override { return "held up"; }
+
+ private:
+  const int64_t held_up_ms_;
+  std::shared_ptr<uint64_t> arrived_;
+  Fd fd_;
+};
+
+CASE("a socket of which nothing arrives is unlucky as long as much arrives on the others, but not for ever") {
+  for (int64_t ms : {5'000, 16'000}) {
+    const auto arrived = std::make_shared<uint64_t>(0);
+    std::vector<std::unique_ptr<Channel>> sockets;
+    sockets.push_back(std::make_unique<HeldUpChannel>(ms, std::make_shared<uint64_t>(0)));
+    sockets.push_back(std::make_unique<HeldUpChannel>(0, arrived));
+    const auto channel = make_striped_channel(std::move(sockets));
+    *arrived = 100'000;
+    const int64_t said_ms = channel->held_up().ms;
+    if (ms < 15'000) CHECK(said_ms < 4'000);
+    if (ms > 15'000) CHECK_EQ(said_ms, ms);
+  }
+}
 
 }  // namespace
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fault import hosts
 from tests.helpers import need
 from tests.train.harness import ROOT, ring_is_built, run_ranks
 
@@ -136,6 +137,22 @@ def test_two_ranks(name: str) -> None:
     assert "100%" in err, "a bar"
     assert other_out == "", "rank 0 alone speaks"
     assert "%|" not in other_err, "and shows a bar"
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_two_sites_in_network_namespaces() -> None:
+    """As the example's own text says: the command makes the sites."""
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    command = "benchmarks/long_line.py --hosts 2 --per-host 2 --rate 20mbit --delay 5ms --"
+    words = [sys.executable, *command.split(), sys.executable, "examples/far_apart.py", *QUICK["far_apart"][0]]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    if done.returncode == 2 and "/dev/net/tun" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    said = "\n".join(line.removeprefix("[0] ") for line in done.stdout.splitlines() if line.startswith("[0] "))
+    assert re.search(r"^4 ranks in 2 places, 100 steps$", said, re.MULTILINE), done.stdout
+    assert re.search(QUICK["far_apart"][1], said), said
 
 
 def port_of_mxnet(folder: str) -> float:

@@ -451,7 +451,9 @@ def one_rank(tmp_path: Any) -> Iterator[None]:
 # What is not finite.
 
 
-def rank_has_a_nan() -> list[str]:
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What ringdp.rounds logs inside the block."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -459,23 +461,30 @@ def rank_has_a_nan() -> list[str]:
             lines.append(record.getMessage())
 
     logging.getLogger("ringdp.rounds").addHandler(handler := Keep())
+    try:
+        yield lines
+    finally:
+        logging.getLogger("ringdp.rounds").removeHandler(handler)
+
+
+def rank_has_a_nan() -> list[str]:
     rank = dist.get_rank()
     module = reference.model(torch.float32)
     optimizer = adamw(list(module.parameters()))
     rounds = DiLoCo(module, optimizer, every=4, fragments=2, compression="int8")
-    for step in range(1, 17):
-        optimizer.zero_grad()
-        loss_of(module, rank, step, torch.float32).backward()
-        if step == 8 and rank == 1:  # fragment 2 leaves after it
-            gradient_of(module, "2.weight").fill_(torch.nan)
-        optimizer.step()
-        with rounds.global_parameters():
-            assert all(bool(p.isfinite().all()) for p in module.parameters())
-            require_same_bits(values(module))
-    rounds.finish()
-    assert all(bool(p.isfinite().all()) for p in module.parameters())
-    assert rounds.stats().left_out == (1 if rank == 1 else 0), lines
-    logging.getLogger("ringdp.rounds").removeHandler(handler)
+    with logged() as lines:
+        for step in range(1, 17):
+            optimizer.zero_grad()
+            loss_of(module, rank, step, torch.float32).backward()
+            if step == 8 and rank == 1:  # fragment 2 leaves after it
+                gradient_of(module, "2.weight").fill_(torch.nan)
+            optimizer.step()
+            with rounds.global_parameters():
+                assert all(bool(p.isfinite().all()) for p in module.parameters())
+                require_same_bits(values(module))
+        rounds.finish()
+        assert all(bool(p.isfinite().all()) for p in module.parameters())
+        assert rounds.stats().left_out == (1 if rank == 1 else 0), lines
     return lines
 
 
@@ -486,6 +495,28 @@ def test_a_rank_whose_parameters_are_not_finite_is_left_out_and_named() -> None:
     assert len(first) == 1
     assert "fragment 2/2" in first[0]
     assert "2.weight of rank 1 is not finite, and this fragment of rank 1 does not count" in first[0]
+
+
+def rank_has_nothing_to_count(compression: str | None) -> list[str]:
+    module = reference.model(torch.float32)
+    optimizer = sgd(list(module.parameters()))
+    rounds = DiLoCo(module, optimizer, every=2, compression=compression)
+    with logged() as lines:
+        for step in range(1, 5):
+            rounds.did(1 if step > 2 else 0)  # in the first round no rank did
+            loss_of(module, dist.get_rank(), step, torch.float32).backward()
+            optimizer.step()
+            if step == 2:
+                assert difference(values(module), values(reference.model(torch.float32))) == 0
+    rounds.finish()
+    require_same_bits(values(module))
+    return lines
+
+
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_a_round_in_which_no_rank_counts_is_no_news(compression: str | None) -> None:
+    """As when unequal ranks finish right after a turn: what has left last has made no step since."""
+    assert run_ranks(rank_has_nothing_to_count, compression, world_size=2, backend="ring") == [[], []]
 
 
 def rank_has_a_flipped_bit() -> None:

@@ -25,10 +25,12 @@ import compression_quality  # noqa: E402
 import elastic  # noqa: E402
 import embedding  # noqa: E402
 import far  # noqa: E402
+import far_loss  # noqa: E402
 import guard  # noqa: E402
 import hosts  # noqa: E402
 import kernels  # noqa: E402
 import kvstore  # noqa: E402
+import long_line  # noqa: E402
 import memory  # noqa: E402
 import plots  # noqa: E402
 import reconfigure  # noqa: E402
@@ -51,10 +53,12 @@ TOOLS = (
     elastic,
     embedding,
     far,
+    far_loss,
     guard,
     hosts,
     kernels,
     kvstore,
+    long_line,
     memory,
     plots,
     reconfigure,
@@ -74,6 +78,7 @@ DOCUMENTS = {
     "docs/how-to/compression.md": 0,
     "docs/lab/compression_measured.md": 3,
     "docs/lab/elastic.md": 1,
+    "docs/lab/far_apart.md": 1,
 }
 """And how many commands of benchmarks each has at least."""
 

@@ -7,6 +7,13 @@
 #include "collective/chunks.h"
 
 namespace ringdp {
+namespace {
+
+// Between far hosts of a peer's chunk: waiting for its grant would take as long as its first bytes need to arrive. A quarter of the
+// peer's window, so that several operations have room.
+constexpr uint64_t kFarEagerBytes = kEagerWindowBytes / 4;
+
+}  // namespace
 
 Pairwise::Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<Scattered> chunks,
                    Scattered out)
@@ -41,7 +48,9 @@ void Pairwise::prepare() {
     std::size_t back = collects(group_.rank) ? chunks_[from].size() : 0, result = collects(to) ? mine : 0;
     add_receive(from, mine + back, receive_window(mine + back));
     // Its part of their chunk is overwritten by their sum, of which it is a part.
-    add_send(to, chunks_[to].size() + result, ready(to)).lasting = true;
+    SendFlow& flow = add_send(to, chunks_[to].size() + result, ready(to));
+    flow.lasting = true;
+    if (group_.far && result > 0) flow.eager = std::clamp<uint64_t>(chunks_[to].size(), flow.eager, kFarEagerBytes);
   }
 }
 

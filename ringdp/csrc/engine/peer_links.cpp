@@ -175,7 +175,10 @@ Clock::time_point PeerLinks::next_send() const {
   const auto links = all();
   const bool held_back =
       limiter_ && std::any_of(links.begin(), links.end(), [](auto& link) { return link && link->held_back(); });
-  return held_back ? limiter_->next() : Clock::time_point::max();
+  auto next = held_back ? limiter_->next() : Clock::time_point::max();
+  for (const auto& link : links)
+    if (link && link->has_outgoing()) next = std::min(next, link->next_bulk());
+  return next;
 }
 
 bool PeerLinks::check_hosts(Clock::time_point now) {

@@ -76,7 +76,10 @@ class SendFlow {
   uint64_t ready = 0;    // bytes the operation could send by now
   uint64_t sent = 0;     // bytes handed to the transport
   uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
-  bool opened = false;   // its first frame is out (a flow of no bytes has one frame too)
+  // So many of its first bytes go before any are granted. Below `total` where that is above kSmallFlowBytes: the last grant comes before the
+  // flow ends then.
+  uint64_t eager = kSmallFlowBytes;
+  bool opened = false;  // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
   bool encodes = false;  // `outgoing` computes its bytes
   // Until its operation ends, what it has sent is overwritten only by what depends on the peer's having had it, or after

@@ -57,9 +57,10 @@ class Link : public Connection {
   bool wants_write() const {  // it is full: poll for room
     return sender_.blocked() && !healing() && !channel().held_back();
   }
-  bool held_back() const { return has_outgoing() && channel().held_back(); }  // no use in polling: try later
-  bool has_outgoing() const { return sender_.has_outgoing(); }                // frames or sendable flows wait
-  bool expects() const { return incoming_.any() || sender_.has_flows(); }     // bytes, or grants
+  bool held_back() const { return has_outgoing() && channel().held_back(); }         // no use in polling: try later
+  Clock::time_point next_bulk() { return sender_.window().bulk_rate().wakes_at(); }  // when a frame may go that waits
+  bool has_outgoing() const { return sender_.has_outgoing(); }                       // frames or sendable flows wait
+  bool expects() const { return incoming_.any() || sender_.has_flows(); }            // bytes, or grants
 
   struct Traffic {
     uint64_t sent = 0, received = 0;  // bytes, headers included

@@ -11,7 +11,6 @@ namespace {
 constexpr std::size_t kSmallPayloadBytes = 16 * 1024;  // leaves in no time
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
-constexpr std::size_t kBulkFrameBytes = 64 * 1024;     // 5 ms at 100 Mbit/s
 constexpr std::size_t kBulkUnsentBytes = 64 * 1024;
 constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
 constexpr std::size_t kControlPieceBytes =
@@ -43,6 +42,7 @@ bool LinkSender::resumed(uint64_t taken) {
   stream_sent_ = 0;
   heard_ = false;
   unsent_is_limited_ = false;
+  window_.bulk_rate() = BulkRate();
   control(FrameHeader::of(FrameType::kCredit, 0, 0));  // by which it hears that this rank reads
   for (auto& [header, payload] : std::exchange(waiting_, {})) control(header, payload);
   return true;
@@ -148,12 +148,13 @@ bool LinkSender::stage_next() {
   std::swap(head_, control_);
   if (said_bye_) return !head_.empty();
   SendFlow* const next = window_.next_of(sending_);
-  if (next == nullptr) return !head_.empty();
+  const bool bulk = next != nullptr && next->identity->bulk && !connection_.direct();
+  if (!window_.bulk_rate().admits(bulk ? &connection_.channel() : nullptr) || next == nullptr) return !head_.empty();
   SendFlow& flow = *next;
   FrameHeader header;
   std::size_t limit = std::min<uint64_t>({segment_bytes_, window_.allowance(flow), flow.ready - flow.sent});
-  if (flow.identity->bulk && !connection_.direct()) {
-    limit = std::min(limit, kBulkFrameBytes);
+  if (bulk) {
+    limit = std::min(limit, window_.bulk_rate().frame_bytes());
     if (!std::exchange(unsent_is_limited_, true)) connection_.channel().limit_unsent(kBulkUnsentBytes);
   }
   if (flow.total > 0) {
@@ -163,6 +164,7 @@ bool LinkSender::stage_next() {
     if (timed) flow.record->note_work(nanoseconds_of(began));
   }
   if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
+  if (bulk) window_.bulk_rate().sent(payload_.size(), Clock::now());
   payload_flow_ = &flow;
   if (flow.record != nullptr && payload_.size() > kSmallPayloadBytes) flow.record->note_begin();
   padding_ = padding_on(connection_, payload_.size());

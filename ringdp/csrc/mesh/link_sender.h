@@ -1,5 +1,6 @@
 // LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time.
-// Flows of bulk operations go where no other can, in short frames, and little of them waits in the system unsent. A
+// Flows of bulk operations go where no other can, in short frames, as fast as a BulkRate says, and little of them waits in the system
+// unsent. A
 // flow goes as far as the SendWindow lets it: so small messages need no round trip, and a slow rank holds large ones back.
 // Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
 #pragma once

@@ -11,12 +11,12 @@ constexpr std::size_t kLeastEagerBytes = 64;  // less is not worth a frame, and 
 
 }  // namespace
 
-// Bytes beyond the grant are eager: within the flow's first kSmallFlowBytes and the peer's window. A larger flow never ends
+// Bytes beyond the grant are eager: within the flow's first ones and the peer's window. A larger flow never ends
 // before its last grant has come, so no grant arrives too late.
 std::size_t SendWindow::allowance(const SendFlow& flow) const {
   if (flow.sent < flow.granted) return flow.granted - flow.sent;
   if (flow.requested) return 0;
-  uint64_t eager_end = std::min<uint64_t>(flow.total, kSmallFlowBytes);
+  uint64_t eager_end = std::min(flow.total, flow.eager);
   if (flow.sent >= eager_end) return 0;
   std::size_t window = kEagerWindowBytes - static_cast<uint32_t>(eager_sent_ - eager_credited_);
   std::size_t rest = eager_end - flow.sent;

@@ -1,5 +1,5 @@
 // SendWindow: how far the flows to one peer may go. A flow may go as far as the receiver has granted, and eagerly beyond that for
-// its first kSmallFlowBytes, while the peer's window has room. It keeps the grants for operations that have not started here yet.
+// its first bytes (SendFlow::eager), while the peer's window has room. It keeps the grants for operations that have not started here yet.
 // Owned by the LinkSender, used by it on the thread that drives the engine.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "mesh/bulk_rate.h"
 #include "mesh/flow.h"
 #include "mesh/frame.h"
 
@@ -29,8 +30,10 @@ class SendWindow {
   bool keep_grant(const FrameHeader& header);
   void take_grant(SendFlow& flow);  // what was granted before the flow was there
   void discard_group(uint64_t group);
+  BulkRate& bulk_rate() { return bulk_rate_; }
 
  private:
+  BulkRate bulk_rate_;
   std::map<std::pair<uint64_t, uint64_t>, uint64_t> early_grants_;  // by group and sequence
   uint32_t eager_sent_ = 0;                                         // modulo 2^32, like the credits that answer it
   uint32_t eager_credited_ = 0;

@@ -97,6 +97,8 @@ class Channel {
     uint64_t bytes = 0;   // that have arrived
     int64_t busy_us = 0;  // while there was something to carry, but for when the peer had no room
     int64_t round_trip_us = 0;
+    int64_t least_round_trip_us = 0;
+    int64_t idle_ms = 0;       // since it was last given something
     uint64_t bytes_per_s = 0;  // lately, at its best
   };
   virtual std::optional<Carried> carried() const { return std::nullopt; }

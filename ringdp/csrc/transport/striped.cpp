@@ -10,18 +10,25 @@
 #include <string>
 #include <utility>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "base/fd.h"
+#include "transport/crowded_line.h"
 #include "transport/stripe_lane.h"
 #include "transport/tcp.h"
+#include "transport/tcp_limits.h"
 
 namespace ringdp {
 namespace {
 
 constexpr std::size_t kStripeBytes = 16 * 1024;
 constexpr std::size_t kLeastStripeBytes = 4 * 1024;
+constexpr std::size_t kShortStripeBytes =
+    2 * 1400;  // what a socket sends at once after a rest; the next packets follow at its rate
 constexpr std::size_t kUnsentBytes = 32 * 1024;  // of one socket: more would wait behind its losses
-constexpr int64_t kUnluckyMs = 15'000;  // without an answer on one socket: the sixth time a packet is sent again
+constexpr int64_t kRestsMs = 200;              // one that has carried nothing for so long knows the round trip of then
+constexpr uint64_t kArrivesBytes = 16 * 1024;  // on any of them: large packets do
+constexpr int64_t kUnluckyMs = 15'000;         // without an answer on one socket: the sixth time a packet is sent again
 // In the events of sockets:
 constexpr uint32_t kRoom = kMostStreams;  // one of them has room
 constexpr uint32_t kMore = kRoom + 1;     // what is here already was not all taken
@@ -142,6 +149,7 @@ class StripedChannel final : public Channel {
   }
   void look_for_room();
   void note_sent(const IoResult& result);
+  void look_for_losses();
   void follow(uint32_t lane);
   bool wake_stalled();
   void note_more();
@@ -155,6 +163,9 @@ class StripedChannel final : public Channel {
   ReorderBuffer buffer_;
   std::size_t stripe_bytes_ = kStripeBytes;
   std::size_t turn_ = 0;  // the lane that is asked first
+  CrowdedLine line_;
+  uint64_t arrived_ = 0;  // bytes, when they were last seen to
+  Clock::time_point arrived_at_ = Clock::now();
   uint64_t sent_ = 0;
   int send_error_ = 0;
   std::size_t unsent_bytes_ = 0;  // as limited; 0: not
@@ -174,23 +185,40 @@ void StripedChannel::look_for_room() {
   for (int i = 0; i < count; ++i) note_sent(lanes_[events[i].data.u32]->out.flush());
 }
 
+void StripedChannel::look_for_losses() {
+  const auto now = Clock::now();
+  if (!line_.wants_look(now)) return;
+  uint64_t packets = 0, lost = 0;
+  for (auto& it : lanes_) {
+    const TcpLimits seen = TcpLimits::of(it->socket->poll_fd());
+    packets += seen.sent;
+    lost += seen.sent_again;
+  }
+  line_.look(packets, lost, lanes_.size(), now);
+}
+
 IoResult StripedChannel::send(std::span<const iovec> pieces) {
+  look_for_losses();
+  const std::size_t in_use = line_.in_use(lanes_.size());
   PieceCursor from(pieces);
   bool looked = false;
+  // All of them carry a part of what is short: it is there sooner.
+  const std::size_t share = (from.left() + in_use - 1) / in_use;
+  const std::size_t stripe = std::clamp(share, std::min(kShortStripeBytes, stripe_bytes_), stripe_bytes_);
   while (from.left() > 0 && send_error_ == 0) {
     std::size_t tried = 0;
-    for (; tried < lanes_.size() && !lanes_[turn_]->out.has_room(); ++tried) turn_ = (turn_ + 1) % lanes_.size();
-    if (tried == lanes_.size()) {
+    for (turn_ %= in_use; tried < in_use && !lanes_[turn_]->out.has_room(); ++tried) turn_ = (turn_ + 1) % in_use;
+    if (tried == in_use) {
       if (std::exchange(looked, true)) break;
       look_for_room();
       continue;
     }
-    const IoResult result = lanes_[turn_]->out.put(sent_, std::min(stripe_bytes_, from.left()), from);
+    const IoResult result = lanes_[turn_]->out.put(sent_, std::min(stripe, from.left()), from);
     note_sent(result);
     if (result.status != IoStatus::kOk) continue;
     sent_ += result.bytes;
     from.skip(result.bytes);
-    turn_ = (turn_ + 1) % lanes_.size();
+    turn_ = (turn_ + 1) % in_use;
   }
   if (from.done() > 0) return {IoStatus::kOk, from.done(), 0};
   if (send_error_ != 0) return {IoStatus::kBroken, 0, send_error_};
@@ -287,6 +315,14 @@ Channel::HeldUp StripedChannel::held_up() {
     longest_silence = std::max(longest_silence, silence);
     if (held_up.ms > longest.ms) longest = held_up;
   }
+  // Where packets arrive on the others, it is no path that loses the large ones.
+  const auto now = Clock::now();
+  if (const auto all = carried(); all && all->bytes - arrived_ >= kArrivesBytes) {
+    arrived_ = all->bytes;
+    arrived_at_ = now;
+  }
+  const auto since_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now - arrived_at_).count();
+  if (longest.ms < kUnluckyMs) longest.ms = std::min<int64_t>(longest.ms, since_ms);
   // On one of them nothing arrives, on others it does. One of many is unlucky more often than one alone.
   if (longest.ms == 0 && longest_silence >= kUnluckyMs && shortest_silence < kUnluckyMs) longest.ms = longest_silence;
   return longest;
@@ -294,14 +330,21 @@ Channel::HeldUp StripedChannel::held_up() {
 
 std::optional<Channel::Carried> StripedChannel::carried() const {
   Carried all;
+  const auto shorter = [](int64_t a, int64_t b) { return a == 0 || b == 0 ? std::max(a, b) : std::min(a, b); };
+  int64_t resting_us = 0;
+  all.idle_ms = INT64_MAX;
   for (const auto& it : lanes_) {
     const auto one = it->socket->carried();
     if (!one) return std::nullopt;
     all.bytes += one->bytes;
     all.busy_us = std::max(all.busy_us, one->busy_us);
-    all.round_trip_us = all.round_trip_us == 0 ? one->round_trip_us : std::min(all.round_trip_us, one->round_trip_us);
+    int64_t& round_trip_us = one->idle_ms < kRestsMs ? all.round_trip_us : resting_us;
+    round_trip_us = shorter(round_trip_us, one->round_trip_us);
+    all.least_round_trip_us = shorter(all.least_round_trip_us, one->least_round_trip_us);
+    all.idle_ms = std::min(all.idle_ms, one->idle_ms);
     all.bytes_per_s += one->bytes_per_s;
   }
+  if (all.round_trip_us == 0) all.round_trip_us = resting_us;
   return all;
 }
 

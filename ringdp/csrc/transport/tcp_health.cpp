@@ -25,14 +25,15 @@ int64_t ms_between(Clock::time_point from, Clock::time_point to) {
   return std::chrono::duration_cast<milliseconds>(to - from).count();
 }
 
+int64_t known(uint32_t round_trip_us) { return round_trip_us == ~uint32_t{0} ? 0 : round_trip_us; }
+
 }  // namespace
 
 int64_t tcp_round_trip_us(int fd) {
   tcp_info info{};
   socklen_t length = sizeof(info);
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return 0;
-  constexpr uint32_t kNone = ~uint32_t{0};
-  return info.tcpi_min_rtt == kNone ? 0 : info.tcpi_min_rtt;
+  return known(info.tcpi_min_rtt);
 }
 
 std::optional<TcpHealth::Counters> TcpHealth::Counters::of(int fd) {
@@ -63,6 +64,8 @@ std::optional<Channel::Carried> TcpHealth::carried(int fd) {
   return Channel::Carried{.bytes = info.tcpi_bytes_acked,
                           .busy_us = static_cast<int64_t>(info.tcpi_busy_time - info.tcpi_rwnd_limited),
                           .round_trip_us = info.tcpi_rtt,
+                          .least_round_trip_us = known(info.tcpi_min_rtt),
+                          .idle_ms = info.tcpi_last_data_sent,
                           .bytes_per_s = info.tcpi_delivery_rate};
 }
 

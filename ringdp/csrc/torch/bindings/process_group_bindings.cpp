@@ -333,9 +333,9 @@ void bind_process_group(py::module_& module) {
         for (int rank = 0; rank < members->view().size; ++rank) {
           const auto it = carried.find(members->view().members[static_cast<std::size_t>(rank)]);
           if (it == carried.end()) continue;
-          const auto& [bytes, busy_us, round_trip_us, bytes_per_s] = it->second;
-          found[rank] = {bytes, static_cast<double>(busy_us) * 1e-6, static_cast<double>(round_trip_us) * 1e-6,
-                         bytes_per_s};
+          const Channel::Carried& peer = it->second;
+          found[rank] = {peer.bytes, static_cast<double>(peer.busy_us) * 1e-6,
+                         static_cast<double>(peer.round_trip_us) * 1e-6, peer.bytes_per_s};
         }
         return found;
       },

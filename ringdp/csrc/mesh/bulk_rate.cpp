@@ -1,0 +1,93 @@
+#include "mesh/bulk_rate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "transport/channel.h"
+
+namespace ringdp {
+namespace {
+
+constexpr int64_t kLongPathUs = 5000;          // over shorter ones nothing is held back
+constexpr double kFirstBytesPerS = 5'000'000;  // 40 Mbit/s
+constexpr int64_t kJitterUs = 2500;            // of paths, and of busy hosts: no queue
+constexpr double kLeastBytesPerS = 1'250'000;  // slower lines are filled as by others: 10 Mbit/s
+constexpr double kStarts = 1.2;         // times as fast after each round trip, until packets wait for the first time
+constexpr double kFaster = 0.03;        // by so much from then on, and ...
+constexpr int64_t kQueueStepUs = 1000;  // ... no more than what lets packets wait so much longer, ...
+constexpr int kPatience = 12;           // ... but after so many steps without packets that waited ...
+constexpr double kDoubles = 4;          // ... twice that after so many further ones, ...
+constexpr double kFastest = 0.1;        // ... at most so much, and ...
+constexpr int64_t kMostStepUs = 5000;   // ... so long
+constexpr double kSlower = 0.9;         // than what arrives
+constexpr double kUsed = 0.6;           // of the rate: less says nothing about a higher one
+constexpr double kLeastShare = 0.5;     // of the best rate: others' packets may be those that wait, or hosts are busy
+constexpr auto kLateness = std::chrono::milliseconds(10);
+constexpr auto kShortPathsEvery = std::chrono::seconds(1);
+constexpr auto kLongestPause =
+    std::chrono::milliseconds(500);  // what was carried before one says nothing about the line
+
+constexpr double kFrameS = 0.002;
+constexpr std::size_t kLeastFrameBytes = 4 * 1024;
+constexpr std::size_t kMostFrameBytes = 64 * 1024;
+
+double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
+
+}  // namespace
+
+BulkRate::BulkRate() : bytes_per_s_(kFirstBytesPerS) {}
+
+bool BulkRate::admits(const Channel* channel) {
+  waits_ = false;
+  if (channel == nullptr) return true;
+  const auto now = Clock::now();
+  if (wants_look(now))
+    if (const auto it = channel->carried()) look({it->bytes, it->round_trip_us, it->least_round_trip_us}, now);
+  waits_ = !may_send(now);
+  return !waits_;
+}
+
+void BulkRate::look(const Sample& sample, Clock::time_point now) {
+  paced_ = sample.least_round_trip_us >= kLongPathUs;
+  if (!paced_) {
+    next_look_ = now + kShortPathsEvery;
+    return;
+  }
+  const auto round_trip = std::chrono::microseconds(std::max(sample.round_trip_us, int64_t{1000}));
+  next_look_ = now + round_trip;
+  const auto since = now - std::exchange(looked_at_, now);
+  const auto carried = static_cast<double>(sample.carried_bytes - std::exchange(carried_, sample.carried_bytes));
+  const auto sent = static_cast<double>(std::exchange(sent_, 0));
+  if (since > std::max<Clock::duration>(kLongestPause, 4 * round_trip) || since <= Clock::duration{}) return;
+  const double arrived = carried / seconds(since);
+  best_bytes_per_s_ = std::max(best_bytes_per_s_, arrived);
+  const int64_t queue_us = sample.round_trip_us - sample.least_round_trip_us - kJitterUs;
+  if (queue_us > (starting_ ? kLittleQueueUs : kMostQueueUs)) {
+    starting_ = false;
+    steps_ = 0;
+    const double least = std::max(kLeastBytesPerS, kLeastShare * best_bytes_per_s_);
+    bytes_per_s_ = std::max(least, kSlower * std::min(bytes_per_s_, arrived));
+    next_look_ += round_trip;  // it shows only then
+  } else if (queue_us < kLittleQueueUs && sent > kUsed * bytes_per_s_ * seconds(since)) {
+    const auto round_trip_us = static_cast<double>(sample.least_round_trip_us);
+    const double step = std::min(kFaster, static_cast<double>(kQueueStepUs) / round_trip_us);
+    const double most = std::min(kFastest, static_cast<double>(kMostStepUs) / round_trip_us);
+    const double faster = step * std::exp2(std::max(0, ++steps_ - kPatience) / kDoubles);
+    bytes_per_s_ *= starting_ ? kStarts : 1 + std::min(faster, most);
+  }
+}
+
+std::size_t BulkRate::frame_bytes() const {
+  if (!paced_) return kMostFrameBytes;
+  return std::clamp(static_cast<std::size_t>(bytes_per_s_ * kFrameS), kLeastFrameBytes, kMostFrameBytes);
+}
+
+// A sender that comes late gets what it missed, up to kLateness.
+void BulkRate::sent(std::size_t bytes, Clock::time_point now) {
+  sent_ += bytes;
+  free_at_ = std::max(free_at_, now - kLateness) +
+             std::chrono::nanoseconds(static_cast<int64_t>(static_cast<double>(bytes) * 1e9 / bytes_per_s_));
+}
+
+}  // namespace ringdp
