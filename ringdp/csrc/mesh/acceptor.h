@@ -1,5 +1,6 @@
-// Acceptor: the connections that others begin. It lets them in at the Door and judges their hellos: those of higher ranks get an
-// answer, whether they are wanted or not. Strangers get a bounded number of connections, a bounded time, and no answer.
+// Acceptor: the connections that others begin. It lets them in at the Door and judges their hellos: those of higher
+// ranks get an answer, whether they are wanted or not. Strangers get a bounded number of connections, a bounded time,
+// and no answer.
 // Owned by the Connector, used by its thread.
 #pragma once
 

@@ -1,7 +1,7 @@
-// Connector: turns the peers' addresses into one authenticated connection per wanted peer, or several where the pair is far
-// apart. Its Dialler begins those with lower ranks, its Acceptor takes those of higher ones, and MadeConnections keeps and watches
-// what they have made until it is taken. The Connector waits for all of them at once, and says which peer cannot be
-// connected any more.
+// Connector: turns the peers' addresses into one authenticated connection per wanted peer, or several where the pair is
+// far apart. Its Dialler begins those with lower ranks, its Acceptor takes those of higher ones, and MadeConnections
+// keeps and watches what they have made until it is taken. The Connector waits for all of them at once, and says which
+// peer cannot be connected any more.
 // Owned by a RendezvousRun, later by LateConnections, and used by that one's thread.
 #pragma once
 

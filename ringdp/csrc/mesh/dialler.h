@@ -1,6 +1,6 @@
 // Dialler: which ranks are wanted, and the connections that this rank begins. It dials the lower ranks at all their
-// addresses, and the further connections of a pair whose first one it has made (ExtraStreams). A higher rank dials itself; where
-// it takes its time it is asked to.
+// addresses, and the further connections of a pair whose first one it has made (ExtraStreams). A higher rank dials
+// itself; where it takes its time it is asked to.
 // Owned by the Connector, used by its thread.
 #pragma once
 

@@ -1,6 +1,6 @@
-// MadeConnections: the connections of a Connector that are made. It watches them until they are taken, so that the death
-// of a rank is known at once while others still meet. A pair that is far apart has further ones (ExtraStreams), and is
-// connected when all are made.
+// MadeConnections: the connections of a Connector that are made. It watches them until they are taken, so that the
+// death of a rank is known at once while others still meet. A pair that is far apart has further ones (ExtraStreams),
+// and is connected when all are made.
 // Owned by the Connector, used by its thread; owns the sockets until they are taken.
 #pragma once
 
