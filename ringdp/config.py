@@ -11,12 +11,10 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-import ipaddress
 import logging
 import os
 import re
 import socket
-import stat
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +23,9 @@ from ringdp.errors import InvalidArgumentError, SystemResourceError
 from ringdp.job import tuning
 from ringdp.job.launchers import LaunchEnvironment as LaunchEnvironment
 from ringdp.job.launchers import optional_integer, several_hosts, whole_number
+from ringdp.job.secret import read_secret as read_secret
+from ringdp.job.values import check_interfaces, milliseconds, read_port_range, read_rate, read_streams, switch
+from ringdp.job.values import parse_rate as parse_rate
 
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
@@ -72,8 +73,6 @@ ELASTIC_MARK = "elastic"
 
 _CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmg]?)bit(?:/s)?|([kMG]?)B/s)", re.ASCII)
-_HEX_SECRET = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 class _Fields(dict[str, Any]):
@@ -163,7 +162,7 @@ class RingConfig:
                 raise InvalidArgumentError(
                     f"{field} must be at most {limit} printable characters without blanks, not {text!r}"
                 )
-        _check_iface(self.iface)
+        check_interfaces(self.iface)
         if self.port_range is not None:
             low, high = self.port_range
             if not 1 <= low <= high <= 65535:
@@ -270,9 +269,7 @@ def timeline_dir(environ: Mapping[str, str] | None = None) -> str | None:
 
 def _switch(name: str, environ: Mapping[str, str] | None, *, default: bool) -> bool:
     choice = (os.environ if environ is None else environ).get(name, "").strip()
-    if choice not in ("", "0", "1"):
-        raise InvalidArgumentError(f"{name}={choice} is neither 0 nor 1")
-    return choice == "1" if choice else default
+    return switch(name, choice) if choice else default
 
 
 def tensorboard(environ: Mapping[str, str] | None = None) -> bool:
@@ -337,42 +334,6 @@ def host_identity(host_id: str = "") -> str:
         raise SystemResourceError(f"cannot tell which host this is ({error}): is /proc mounted?") from error
 
 
-def read_secret(path: str) -> bytes:
-    """The 32 bytes of the job's secret in the file at ``path`` (64 hexadecimal characters).
-
-    Raises:
-        SystemResourceError: the file is not there or cannot be read.
-        InvalidArgumentError: it is not a regular file, others may read it, or its contents are not a secret.
-    """
-    make = f"make one with: (umask 077; openssl rand -hex 32 > {path})"
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise SystemResourceError(f"RINGDP_SECRET_FILE={path}: {error.strerror}; {make}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidArgumentError(f"RINGDP_SECRET_FILE={path} is not a regular file; {make}")
-        if status.st_mode & 0o077:
-            raise InvalidArgumentError(
-                f"RINGDP_SECRET_FILE={path} has mode {stat.S_IMODE(status.st_mode):04o}, so others may read"
-                f" the secret: chmod 600 {path}, and make a new secret if this host is shared"
-            )
-        if status.st_uid not in (os.geteuid(), 0):
-            raise InvalidArgumentError(
-                f"RINGDP_SECRET_FILE={path} belongs to user {status.st_uid}, not to you (user {os.geteuid()})"
-            )
-        content = os.read(descriptor, 4096).strip()
-    finally:
-        os.close(descriptor)
-    if not _HEX_SECRET.fullmatch(content):
-        # The content itself is never shown: it may be most of a secret.
-        raise InvalidArgumentError(
-            f"RINGDP_SECRET_FILE={path} holds {len(content)} characters where 64 hexadecimal ones are expected; {make}"
-        )
-    return bytes.fromhex(content.decode())
-
-
 _DDP_LOGS = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 _DDP_LOGS_OF_BACKEND = {
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
@@ -418,102 +379,24 @@ def apply_log_level(environ: Mapping[str, str] | None = None) -> None:
         logger.addHandler(handler)
 
 
-def _check_iface(text: str) -> None:
-    items = text.split(",") if text else []
-    if any(not item.strip("^=") for item in items):
-        raise InvalidArgumentError(f"iface has an empty item: {text!r}")
-    if items and not items[0].startswith("^") and any(item.startswith("^") for item in items):
-        raise InvalidArgumentError(
-            f"iface {text!r} mixes interfaces to use with some to leave out: ^ goes first, for all"
-        )
-    for item in items:
-        if "/" in item:
-            try:
-                ipaddress.ip_network(item.lstrip("^"), strict=False)
-            except ValueError as error:
-                raise InvalidArgumentError(f"iface {text!r}: {error}; a network looks like 10.0.0.0/8") from None
-
-
-def _port_range(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,5})\s*[-:]\s*(\d{1,5})|(\d{1,5})", text)
-    if match is None:
-        raise InvalidArgumentError(f"RINGDP_PORT_RANGE={text} is not LOW-HIGH, for example 29600-29699")
-    low, high, single = match.groups()
-    return (int(single), int(single)) if single else (int(low), int(high))
-
-
-def parse_rate(text: str) -> float:
-    """Bytes a second of ``1gbit``, ``900mbit`` or ``100MB/s``.
-
-    Decimal, as for every network: 1 gbit is 10^9 bits, 1 MB/s is 10^6 bytes a second.
-
-    Raises:
-        ValueError: it is not a rate; the message is the end of a sentence that begins with the text.
-    """
-    match = _RATE.fullmatch(text if text.endswith("B/s") else text.lower())
-    if match is None:
-        raise ValueError("is not a rate: write 1gbit, 100mbit or 500kbit, or bytes a second as 125MB/s")
-    amount, bits, many = match.groups()
-    per_s = float(amount) * 1000.0 ** " kmg".index((bits or (many or "").lower()) or " ")
-    return per_s if bits is None else per_s / 8
-
-
-def _rate(text: str) -> int:
-    try:
-        rate = round(parse_rate(text))
-    except ValueError as error:
-        raise InvalidArgumentError(f"RINGDP_RATE={text} {error}") from None
-    if rate == 0:
-        raise InvalidArgumentError(f"RINGDP_RATE={text} would send nothing; leave the variable out for no limit")
-    return rate
-
-
-def _spin_us(text: str) -> int:
-    return whole_number("RINGDP_SPIN_US", text)
-
-
-def _streams(text: str) -> int:
-    if text.lower() == "auto":
-        return 0
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 32:
-        raise InvalidArgumentError(f"RINGDP_STREAMS={text} is neither auto nor a number from 1 to 32")
-    return int(text)
-
-
-def _checksum(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise InvalidArgumentError(f"RINGDP_CHECKSUM={text} is neither 0 nor 1")
-    return text == "1"
-
-
-def _milliseconds(variable: str) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            return int(float(text) * 1000)
-        except (ValueError, OverflowError):
-            raise InvalidArgumentError(f"{variable}={text} is not a number of seconds") from None
-
-    return parse
-
-
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_SECRET_FILE": ("secret", read_secret),
     "RINGDP_HOST_ID": ("host_id", str),
     "RINGDP_SITE": ("site", str),
     "RINGDP_IFACE": ("iface", str),
     "RINGDP_ADVERTISE": ("advertise", str),
-    "RINGDP_PORT_RANGE": ("port_range", _port_range),
+    "RINGDP_PORT_RANGE": ("port_range", read_port_range),
     "RINGDP_TRANSPORT": ("transport", str.lower),
-    "RINGDP_STREAMS": ("streams", _streams),
+    "RINGDP_STREAMS": ("streams", read_streams),
     "RINGDP_CONGESTION": ("congestion", str.lower),
-    "RINGDP_CHECKSUM": ("checksum", _checksum),
+    "RINGDP_CHECKSUM": ("checksum", functools.partial(switch, "RINGDP_CHECKSUM")),
     "RINGDP_FULL_MESH_RANKS": ("full_mesh_ranks", functools.partial(whole_number, "RINGDP_FULL_MESH_RANKS")),
-    "RINGDP_RATE": ("rate_bytes_per_s", _rate),
-    "RINGDP_SPIN_US": ("spin_us", _spin_us),
-    "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", _milliseconds("RINGDP_CONNECT_TIMEOUT")),
-    "RINGDP_STALL_NOTICE": ("stall_notice_ms", _milliseconds("RINGDP_STALL_NOTICE")),
-    "RINGDP_HOST_TIMEOUT": ("host_silence_ms", _milliseconds("RINGDP_HOST_TIMEOUT")),
-    "RINGDP_HEAL": ("heal_ms", _milliseconds("RINGDP_HEAL")),
+    "RINGDP_RATE": ("rate_bytes_per_s", read_rate),
+    "RINGDP_SPIN_US": ("spin_us", functools.partial(whole_number, "RINGDP_SPIN_US")),
+    "RINGDP_CONNECT_TIMEOUT": ("connect_timeout_ms", milliseconds("RINGDP_CONNECT_TIMEOUT")),
+    "RINGDP_STALL_NOTICE": ("stall_notice_ms", milliseconds("RINGDP_STALL_NOTICE")),
+    "RINGDP_HOST_TIMEOUT": ("host_silence_ms", milliseconds("RINGDP_HOST_TIMEOUT")),
+    "RINGDP_HEAL": ("heal_ms", milliseconds("RINGDP_HEAL")),
     "RINGDP_TUNING": ("tuning", tuning.read),
     "RINGDP_DUMP_DIR": ("dump_dir", os.path.abspath),
 }

@@ -1,5 +1,5 @@
 // HandshakeSocket: a connection while its two ends prove who they are. Messages come in and go out whole, with their padding, and
-// each covers those before it. What they mean is for its owner: a Connector or a Redialler. Nothing blocks.
+// each covers those before it. What they mean is for its owner: a HandshakeAttempt or a Redialler. Nothing blocks.
 // Used by its owner's thread.
 #pragma once
 

@@ -7,9 +7,10 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "base/sha256.h"
+#include "mesh/addresses.h"
+#include "mesh/introductions.h"
 #include "mesh/job.h"
 #include "mesh/record.h"
-#include "mesh/rendezvous_run.h"
 
 namespace ringdp {
 namespace {

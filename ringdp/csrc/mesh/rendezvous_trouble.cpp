@@ -1,9 +1,10 @@
-// What a rank does about trouble while the ranks meet: it tells the others, hears from them, and all end with one story.
+#include "mesh/rendezvous_trouble.h"
+
 #include <poll.h>
 
 #include <algorithm>
 
-#include "mesh/rendezvous_run.h"
+#include "transport/channel.h"
 
 namespace ringdp {
 namespace {
@@ -16,92 +17,85 @@ std::string heard_key(int rank) { return "heard/" + std::to_string(rank); }
 
 }  // namespace
 
-Error RendezvousRun::failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const {
+Error RendezvousTrouble::failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const {
   ErrorContext context;
-  peers_[rank_].info.fill_self(context);
-  peers_[peer].info.fill_peer(context);
+  ranks_.self().info.fill_self(context);
+  ranks_[peer].info.fill_peer(context);
   context.cause = story;
   context.advice = advice;
-  std::string self = "rank " + std::to_string(rank_);
+  std::string self = "rank " + std::to_string(options_.rank);
   std::string message = story.starts_with(self + " ") ? story : self + " cannot join: " + story;
   return Error(kind, message + (advice.empty() ? "" : "; " + advice), context);
 }
 
-Error RendezvousRun::failure(int from, const GivenUp& why) const {
-  const bool known = why.peer >= 0 && why.peer < world_ && why.peer != rank_;
+Error RendezvousTrouble::failure(int from, const GivenUp& why) const {
+  const bool known = why.peer >= 0 && why.peer < options_.world && why.peer != options_.rank;
   return failure(why.kind, known ? why.peer : from, why.story, "rank " + std::to_string(from) + " has said so");
 }
 
-void RendezvousRun::tell(const Error& error) {
+std::string RendezvousTrouble::story_of(const Error& error) const {
   const std::string& cause = error.context().cause;
-  const GivenUp why{error.kind(), error.context().peer,
-                    cause.empty() ? peers_[rank_].info.text() + ": " + error.what() : cause};
-  if (sharing_) {
-    sharing_->tell(why);
-  } else if (connector_) {
-    connector_->tell(why);
-  }
+  return cause.empty() ? ranks_.self().info.text() + ": " + error.what() : cause;
 }
 
-std::optional<Error> RendezvousRun::heard_trouble() {
+GivenUp RendezvousTrouble::words_for_peers(const Error& error) const {
+  return {error.kind(), error.context().peer, story_of(error)};
+}
+
+std::optional<Error> RendezvousTrouble::heard() {
   auto text = store_.find("trouble");
   if (!text) return std::nullopt;
   heard_ = true;
   Record told = read_record(*text);
-  store_.set(heard_key(rank_), "");
+  store_.set(heard_key(options_.rank), "");
   auto rank_in = [&](const char* name) {
     int64_t rank = number(field(told, name));
-    return rank >= 0 && rank < world_ ? static_cast<int>(rank) : -1;
+    return rank >= 0 && rank < options_.world ? static_cast<int>(rank) : -1;
   };
   int by = std::max(0, rank_in("by")), peer = rank_in("peer");
-  if (peer < 0 || peer == rank_) peer = by;
+  if (peer < 0 || peer == options_.rank) peer = by;
   auto kind = static_cast<ErrorKind>(number(field(told, "kind")));
   if (kind != ErrorKind::kPeerLost && kind != ErrorKind::kTimeout) kind = ErrorKind::kHandshake;
   std::string advice = field(told, "advice");
   return failure(kind, peer, field(told, "story"), advice == kLargePackets ? kLargePacketsAdvice : advice);
 }
 
-Error RendezvousRun::settle_error(const Error& error, bool stopped) {
+Error RendezvousTrouble::settle(const Error& error, bool stopped) {
   Error out = error;
-  if (options_.listeners) {
-    tell(error);
-    return out;
-  }
   if (!heard_ && !stopped)
-    if (auto told = heard_trouble()) out = *told;
+    if (auto told = heard()) out = *told;
   if (!heard_) {
     const ErrorContext& context = error.context();
-    std::string me = peers_[rank_].info.text();
-    std::string story = context.cause.empty() ? me + ": " + error.what() : context.cause;
+    const std::string story = story_of(error);
     if (context.cause.empty() && context.peer >= 0)  // of the store
       out = failure(error.kind(), context.peer, story, context.advice);
     std::string mine =
-        write_record({{"by", std::to_string(rank_)},
+        write_record({{"by", std::to_string(options_.rank)},
                       {"peer", std::to_string(context.peer)},
                       {"kind", std::to_string(static_cast<int>(error.kind()))},
                       {"story", story},
                       {"advice", context.advice == kLargePacketsAdvice ? kLargePackets : context.advice}});
     bool first = store_.set_first("trouble", mine) == mine;
-    auto told = heard_trouble();
+    auto told = heard();
     if (!first && !stopped && told) out = *told;
   }
   linger(stopped ? kLingerStoppedMs : kLingerMs, out.kind() == ErrorKind::kPeerLost ? out.context().peer : -1);
   return out;
 }
 
-void RendezvousRun::linger(int limit_ms, int dead) {
-  if (rank_ != 0) return;
+void RendezvousTrouble::linger(int limit_ms, int dead) {
+  if (options_.rank != 0) return;
   for (Deadline deadline = Deadline::after_ms(limit_ms); !deadline.expired(); poll(nullptr, 0, 20)) {
     bool all = true;
-    for (int rank = 1; rank < world_ && all; ++rank)
+    for (int rank = 1; rank < options_.world && all; ++rank)
       all =
-          rank == dead || !peers_[rank].present || certainly_gone(peers_[rank].process) || store_.find(heard_key(rank));
+          rank == dead || !ranks_[rank].present || certainly_gone(ranks_[rank].process) || store_.find(heard_key(rank));
     if (all) return;
   }
 }
 
-Error RendezvousRun::store_lost(const Error& error) const {
-  const Peer& keeper = peers_[0];
+Error RendezvousTrouble::store_lost(const Error& error) const {
+  const Introduction& keeper = ranks_[0];
   for (Deadline deadline = Deadline::after_ms(500); keeper.present && !deadline.expired(); poll(nullptr, 0, 20))
     if (certainly_gone(keeper.process))
       return failure(ErrorKind::kPeerLost, 0,

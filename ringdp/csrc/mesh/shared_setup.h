@@ -1,32 +1,23 @@
-// SharedSetup: how the ranks of a host come to share memory, pair by pair and several pairs at once. The lower rank of a pair
-// makes the memory and waits with it at an FdSocket; over the authenticated TCP connection it tells the higher one where. That
-// one fetches it, and alone decides: accepted, or refused with the reason, and then the pair uses its fallback. When the pairs of
-// the start are done, all ranks hear through a tree that all are ready (ReadyTree), also where nothing is shared. Pairs may be
-// added after that. Nothing blocks. A pair whose transport needs no memory has nothing to set up: its channel is opened over
-// the TCP connection.
-// Used by one thread, that of a `meet` and later that of LateConnections; owns the connections until they become channels.
-//
-//   lower rank                     higher rank
-//   offer (socket, token)   ->     refused, where there is no memory to be had: nothing follows
-//                           <-     token, at the socket
-//   memory (descriptor)     ->     or refused
-//                           <-     accepted, or refused
+// SharedSetup: how the ranks of a host come to share memory: a PairSetup for each peer, several of them at once. When
+// the pairs of the start are done, all ranks hear through a tree that all are ready (ReadyTree), also where nothing is
+// shared. Pairs may be added after that. Nothing blocks. A pair whose transport needs no memory has nothing to set up:
+// its channel is opened over the TCP connection.
+// Used by one thread, that of a `meet` and later that of LateConnections; owns the pairs, and with them their connections
+// until they become channels.
 #pragma once
 
 #include <poll.h>
-#include <sys/socket.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "base/deadline.h"
 #include "base/fd.h"
 #include "mesh/fd_socket.h"
+#include "mesh/pair_setup.h"
 #include "mesh/ready_tree.h"
 #include "transport/channel.h"
-#include "transport/pair_memory.h"
 #include "transport/transport.h"
 
 namespace ringdp {
@@ -69,17 +60,11 @@ class SharedSetup {
   void tell(const GivenUp& why);                             // the peers, before this rank leaves
   const Plan& plan() const { return plan_; }
 
-  struct Trouble {
-    int peer = -1;
-    bool lost = false;  // its connection has ended; otherwise it talks nonsense
-    std::string text;
-    std::optional<GivenUp> given_up = {};  // if `lost`: it said why before it left
-  };
+  using Trouble = PairSetup::Trouble;
   const std::optional<Trouble>& trouble() const { return trouble_; }
   void forget(int peer);  // its connection goes, and the trouble with it
-  const std::string& problem(int peer) const {
-    return pairs_[peer].problem;
-  }  // why it uses its fallback; same words on both
+  // Why the pair uses its fallback; same words on both.
+  const std::string& problem(int peer) const { return pairs_[peer].problem(); }
   bool settled() const;              // with every peer it is decided what carries the bytes
   std::vector<int> awaited() const;  // with whom it is not; after that, whose word is missing that all ranks are ready
   int turned_away() const { return turned_away_; }
@@ -93,46 +78,17 @@ class SharedSetup {
   std::unique_ptr<Channel> take(int peer);  // when complete
 
  private:
-  enum class Stage { kAwaitOffer, kConnecting, kAwaitMemory, kAwaitAnswer, kSettled };
-  struct Pair {
-    Fd tcp;
-    std::vector<Fd> streams;  // further connections
-    SharedReader tcp_reader;
-    Stage stage = Stage::kSettled;
-    SharedMessage offer;
-    Fd handout;      // what the peer is to fetch
-    Fd unix_socket;  // connected to the peer's, or the peer's connection to ours
-    SharedReader unix_reader;
-    Deadline deadline = Deadline::never();
-    std::optional<PairMemory> memory;
-    std::string problem;
-  };
-
-  void offer(int peer);
-  void say(int peer, SharedMessage message);
-  void refuse(int peer, const std::string& reason);  // tells the peer
-  void use_fallback(int peer, const std::string& reason);
-  void use_memory(int peer);
+  PairSetup pair_of(int peer, Fd socket, std::vector<Fd> streams) const;
+  void begin(int peer);
   void hear(int peer);
-  void on_message(int peer, const SharedMessage& message);
-  void on_offer(int peer);
-  void connect_to(int peer);
-  void fetch(int peer);
-  void hand_out(FdSocket::Client client);
   void pass_on();  // what the tree of ready ranks has to tell
   bool lacks_required() const;
-  void lose(int peer, const std::string& text);
-  void object(int peer, const std::string& text);
-  std::string stranger_text(int peer, const ucred& credentials) const;  // empty: it is that rank
-  std::string own(const std::string& problem) const { return "rank " + std::to_string(rank_) + ": " + problem; }
-
-  void begin(int peer);
-  std::string memory_problem(std::size_t bytes) const;  // that there is not so much to be had; empty: there is
+  void note_trouble(PairSetup& pair);  // the first counts, until it is forgotten
 
   const int rank_;
   Plan plan_;
   std::string no_memory_;  // for the pairs of the start
-  std::vector<Pair> pairs_;
+  std::vector<PairSetup> pairs_;
   std::optional<FdSocket> fd_socket_;
   std::optional<Trouble> trouble_;
   ReadyTree tree_;

@@ -1,12 +1,11 @@
-// What a rank does once it is connected to everybody: it comes to share memory with the ranks of its host, or learns why not,
-// and waits until all ranks have got as far.
+#include "mesh/transport_setup.h"
+
 #include <algorithm>
 #include <bit>
 #include <map>
 
 #include "base/log.h"
 #include "base/text.h"
-#include "mesh/rendezvous_run.h"
 #include "transport/congestion.h"
 #include "transport/tcp_health.h"
 
@@ -15,52 +14,46 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kPollMs = 50;  // how soon signals are seen
-constexpr milliseconds kLongestPause{250};
 constexpr std::size_t kReasonsShown = 4;
 constexpr int64_t kGraceMs = 2000;         // after the deadline: a rank that waits for a connection has more to tell
 constexpr int64_t kWithoutStoreMs = 5000;  // for word that all are ready, though the store has gone
 
 }  // namespace
 
-TransportChoice RendezvousRun::transport_between(const Peer& a, const Peer& b) const {
-  return choose_transport(a.transport, b.transport, a.identity == b.identity);
-}
-
-// Every rank looks at all pairs, so that all raise the same story.
-void RendezvousRun::check_settings() const {
-  auto names_a_site = [](const Peer& it) { return !it.site.empty(); };
-  auto named = std::find_if(peers_.begin(), peers_.end(), names_a_site);
-  auto silent = std::find_if_not(peers_.begin(), peers_.end(), names_a_site);
-  if (named != peers_.end() && silent != peers_.end())
-    throw failure(ErrorKind::kHandshake, silent->info.rank,
-                  named->info.text() + " has RINGDP_SITE=" + named->site + ", " + silent->info.text() + " has none",
-                  "set RINGDP_SITE on the ranks of every host, or on none");
+void TransportSetup::check_settings() const {
+  auto names_a_site = [](const Introduction& it) { return !it.site.empty(); };
+  auto named = std::find_if(ranks_.all().begin(), ranks_.all().end(), names_a_site);
+  auto silent = std::find_if_not(ranks_.all().begin(), ranks_.all().end(), names_a_site);
+  if (named != ranks_.all().end() && silent != ranks_.all().end())
+    throw trouble_.failure(
+        ErrorKind::kHandshake, silent->info.rank,
+        named->info.text() + " has RINGDP_SITE=" + named->site + ", " + silent->info.text() + " has none",
+        "set RINGDP_SITE on the ranks of every host, or on none");
   for (const Transport* wanted : transports())
-    for (const Peer& it : peers_) {
+    for (const Introduction& it : ranks_.all()) {
       if (it.transport != wanted) continue;
-      for (const Peer& other : peers_) {
+      for (const Introduction& other : ranks_.all()) {
         if (other.transport == nullptr || other.transport == wanted) continue;
         if (transport_between(it, other).first != nullptr) continue;
         const bool same_host = it.identity == other.identity;
-        throw failure(ErrorKind::kHandshake, other.info.rank,
-                      it.info.text() + " has RINGDP_TRANSPORT=" + std::string(wanted->name) + ", " + other.info.text() +
-                          (same_host ? " on the same host" : "") +
-                          " RINGDP_TRANSPORT=" + std::string(other.transport->name),
-                      std::string("give all ranks ") + (same_host ? "of a host " : "") + "the same");
+        throw trouble_.failure(ErrorKind::kHandshake, other.info.rank,
+                               it.info.text() + " has RINGDP_TRANSPORT=" + std::string(wanted->name) + ", " +
+                                   other.info.text() + (same_host ? " on the same host" : "") +
+                                   " RINGDP_TRANSPORT=" + std::string(other.transport->name),
+                               std::string("give all ranks ") + (same_host ? "of a host " : "") + "the same");
       }
     }
 }
 
-SharedSetup::Plan RendezvousRun::sharing_plan() const {
+SharedSetup::Plan TransportSetup::plan() const {
   SharedSetup::Plan plan;
   plan.transports.resize(world_);
   plan.pids.resize(world_, -1);
-  const Peer& self = peers_[rank_];
+  const Introduction& self = ranks_.self();
   int sharing = 1;
   auto here = [&](int peer) { return peer == rank_ || plan.shares(peer); };
   for (int peer = 0; peer < world_; ++peer) {
-    const Peer& it = peers_[peer];
+    const Introduction& it = ranks_[peer];
     if (peer == rank_) continue;
     plan.transports[peer] = transport_between(self, it);
     if (it.process.space == self.process.space) plan.pids[peer] = it.process.pid;
@@ -69,51 +62,30 @@ SharedSetup::Plan RendezvousRun::sharing_plan() const {
   plan.ring_bytes = options_.shm_ring_bytes > 0 ? options_.shm_ring_bytes : shared_ring_bytes(sharing);
   std::size_t pairs = 0;
   for (int a = 0; a < world_; ++a)
-    for (int b = 0; b < a; ++b) pairs += here(a) && here(b) && at_start(a, b) ? 1 : 0;
+    for (int b = 0; b < a; ++b)
+      pairs += here(a) && here(b) && connected_from_start(a, b, world_, options_.full_mesh_ranks) ? 1 : 0;
   plan.bytes_on_host = pairs * (2 * plan.ring_bytes + PairMemory::kControlBytes);
   return plan;
 }
 
-void RendezvousRun::set_up_transports() {
-  check_settings();  // before the sockets are taken: where it throws they must stay open for a while
-  SharedSetup::Plan plan = sharing_plan();
+void TransportSetup::run(std::vector<MadeConnections::Connected> connected) {
+  SharedSetup::Plan plan = this->plan();
   std::vector<Fd> sockets(world_);
-  std::vector<Connector::Connected> connected = connector_->take();
   const std::string congestion = ask_for_congestion(connected, options_.congestion);
   std::map<std::size_t, std::vector<int>> with_streams;  // by how many
   std::vector<std::vector<Fd>> streams(world_);
-  for (Connector::Connected& it : connected) {
+  for (MadeConnections::Connected& it : connected) {
     sockets[it.peer] = std::move(it.socket);
     if (!it.more.empty()) with_streams[it.more.size() + 1].push_back(it.peer);
     streams[it.peer] = std::move(it.more);
   }
   int64_t round_trip_us = 0;
   for (int peer = 0; peer < world_; ++peer)
-    if (sockets[peer] && peers_[peer].identity != peers_[rank_].identity)
+    if (sockets[peer] && ranks_[peer].identity != ranks_.self().identity)
       round_trip_us = std::max(round_trip_us, tcp_round_trip_us(sockets[peer].get()));
   plan.round_trip_us = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(round_trip_us)));
   sharing_.emplace(rank_, std::move(sockets), std::move(plan), std::move(streams));
-  auto begin = Clock::now(), next_look = begin + milliseconds(2);
-  while (!sharing_->complete()) {
-    check_sharing();
-    sharing_->step(sharing_->settled() ? kPollMs : deadline_.remaining_ms(kPollMs));
-    if (options_.check_interrupt) options_.check_interrupt();
-    if (sharing_->complete()) break;
-    hear_trouble_now_and_then(next_look, begin);
-    std::vector<int> awaited = sharing_->awaited();
-    if (Clock::now() >= notice_at_) {
-      notice_every_ *= 2;
-      notice_at_ += notice_every_;
-      log(LogLevel::kWarning, "rank " + std::to_string(rank_) + " of " + std::to_string(world_) + " waits for " +
-                                  ranks_text(awaited) + what_for());
-    }
-    if (!deadline_.expired() || awaited.empty()) continue;
-    if (sharing_->settled() && Clock::now() < deadline_.at() + milliseconds(kGraceMs)) continue;
-    throw failure(
-        ErrorKind::kTimeout, awaited.front(),
-        peers_[rank_].info.text() + " Timed out: it waited for " + peers_[awaited.front()].info.text() + what_for(),
-        "look at its log: it may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
-  }
+  wait_for_all();
   tell_transports();
   const std::string self = "rank " + std::to_string(rank_);
   for (const auto& [count, ranks] : with_streams)
@@ -123,50 +95,72 @@ void RendezvousRun::set_up_transports() {
     log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning, self + " " + congestion);
 }
 
-std::string RendezvousRun::what_for() const {
+void TransportSetup::wait_for_all() {
+  auto begin = Clock::now(), next_look = begin + milliseconds(2);
+  while (!sharing_->complete()) {
+    check();
+    sharing_->step(sharing_->settled() ? RendezvousWait::kPollMs
+                                       : wait_.deadline().remaining_ms(RendezvousWait::kPollMs));
+    if (options_.check_interrupt) options_.check_interrupt();
+    if (sharing_->complete()) break;
+    hear_trouble_now_and_then(next_look, begin);
+    std::vector<int> awaited = sharing_->awaited();
+    if (wait_.notice_due()) wait_.notice(ranks_text(awaited) + what_for());
+    if (!wait_.deadline().expired() || awaited.empty()) continue;
+    if (sharing_->settled() && Clock::now() < wait_.deadline().at() + milliseconds(kGraceMs)) continue;
+    throw trouble_.failure(
+        ErrorKind::kTimeout, awaited.front(),
+        ranks_.self().info.text() + " Timed out: it waited for " + ranks_[awaited.front()].info.text() + what_for(),
+        "look at its log: it may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
+  }
+}
+
+std::string TransportSetup::what_for() const {
   if (!sharing_->settled()) return " to set up shared memory";
   return ", or ranks that report through it, to be connected to all others";
 }
 
-void RendezvousRun::check_sharing() const {
+void TransportSetup::check() const {
   if (const auto& trouble = sharing_->trouble()) {
-    std::string peer = peers_[trouble->peer].info.text();
+    std::string peer = ranks_[trouble->peer].info.text();
     if (trouble->lost && store_lost_) throw *store_lost_;  // it left because of that
-    if (trouble->given_up) throw failure(trouble->peer, *trouble->given_up);
+    if (trouble->given_up) throw trouble_.failure(trouble->peer, *trouble->given_up);
     if (trouble->lost)
-      throw failure(ErrorKind::kPeerLost, trouble->peer, peer + " died while the ranks met: " + trouble->text,
-                    "look at its log for the reason");
-    throw failure(ErrorKind::kHandshake, trouble->peer,
-                  peers_[rank_].info.text() + " cannot set up shared memory with " + peer + ": " + trouble->text,
-                  "start all ranks with the same version of ringdp");
+      throw trouble_.failure(ErrorKind::kPeerLost, trouble->peer, peer + " died while the ranks met: " + trouble->text,
+                             "look at its log for the reason");
+    throw trouble_.failure(
+        ErrorKind::kHandshake, trouble->peer,
+        ranks_.self().info.text() + " cannot set up shared memory with " + peer + ": " + trouble->text,
+        "start all ranks with the same version of ringdp");
   }
   for (int peer = 0; peer < world_; ++peer) {
     if (!at_start(peer)) continue;
     const TransportChoice& choice = sharing_->plan().transports[peer];
     if (peer == rank_ || !choice.required || sharing_->problem(peer).empty()) continue;
     int low = std::min(rank_, peer), high = std::max(rank_, peer);
-    throw failure(ErrorKind::kHandshake, peer,
-                  peers_[low].info.text() + " and " + peers_[high].info.text() + " " +
-                      must_share_text(choice, sharing_->problem(peer)),
-                  instead_text(choice));
+    throw trouble_.failure(ErrorKind::kHandshake, peer,
+                           ranks_[low].info.text() + " and " + ranks_[high].info.text() + " " +
+                               must_share_text(choice, sharing_->problem(peer)),
+                           instead_text(choice));
   }
 }
 
 // What another rank found goes through the store. Its keeper may know already that all are ready, and have left.
-void RendezvousRun::hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin) {
+void TransportSetup::hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin) {
   auto now = Clock::now();
   if (now < next) return;
   if (store_lost_) throw *store_lost_;
-  next = now + std::clamp(std::chrono::duration_cast<milliseconds>(now - begin) / 4, milliseconds(2), kLongestPause);
+  next = now + std::clamp(std::chrono::duration_cast<milliseconds>(now - begin) / 4, milliseconds(2),
+                          RendezvousWait::kLongestPause);
   try {
-    if (auto told = heard_trouble()) throw *told;
+    if (auto told = trouble_.heard()) throw *told;
   } catch (const StoreLost& error) {
     store_lost_ = error;
     next = now + milliseconds(kWithoutStoreMs);
   }
 }
 
-void RendezvousRun::tell_transports() const {
+void TransportSetup::tell_transports() const {
   std::string self = "rank " + std::to_string(rank_);
   std::map<const Transport*, std::vector<int>> users;
   std::map<std::string, std::vector<int>> problems;
@@ -181,7 +175,7 @@ void RendezvousRun::tell_transports() const {
   std::vector<std::string> used;
   for (const Transport* it : transports())
     if (users.contains(it)) used.push_back(std::string(it->title) + " with " + ranks_text(users[it]));
-  const Transport* named = peers_[rank_].transport;
+  const Transport* named = ranks_.self().transport;
   const bool usual = named == nullptr || named == transports().front();
   log(LogLevel::kInfo,
       self + " uses " + join(used, ", ") + (usual ? "" : " (RINGDP_TRANSPORT=" + std::string(named->name) + ")"));

@@ -1,0 +1,134 @@
+#include "mesh/acceptor.h"
+
+#include <algorithm>
+
+#include "transport/striped.h"
+
+namespace ringdp {
+namespace {
+
+constexpr int kMaxStrangers = 64;   // connections that have not proved anything yet; one per rank in larger jobs
+constexpr int kMaxUnconfirmed = 4;  // of one rank: more are a replay of its hello
+
+bool is_stranger(const HandshakeAttempt& it) { return it.stage() == HandshakeAttempt::Stage::kAwaitHello; }
+
+}  // namespace
+
+Acceptor::Acceptor(HandshakeSelf self)
+    : self_(std::move(self)), problems_(self_.mine.world), large_(self_.mine.world) {}
+
+bool Acceptor::answers(int peer) const {
+  return std::any_of(attempts_.begin(), attempts_.end(),
+                     [&](const HandshakeAttempt& it) { return it.facts().peer == peer; });
+}
+
+void Acceptor::poll_for(std::vector<pollfd>& polled) const {
+  door_.poll_for(polled);
+  ringdp::poll_for(attempts_, polled);
+}
+
+void Acceptor::step(std::span<const pollfd> polled, const MadeConnections& made) {
+  std::size_t index = door_.size();
+  for (HandshakeAttempt& it : attempts_) {
+    if (polled[index++].revents != 0) move_on(it, made);
+    it.expire(self_);
+    note_failure(it);
+  }
+  for (std::size_t i = 0; i < door_.size(); ++i)
+    if (polled[i].revents != 0)
+      door_.let_in(i, [&](Fd socket, const SocketAddress& from) { let_in(std::move(socket), from, made); });
+}
+
+void Acceptor::let_in(Fd socket, const SocketAddress& from, const MadeConnections& made) {
+  HandshakeAttempt& attempt = attempts_.emplace_back(std::move(socket), from);
+  move_on(attempt, made);  // one of ours has spoken by now
+  note_failure(attempt);
+  evict_strangers();
+}
+
+// When the table is full the oldest attempt goes, not the newest: a rank of this job speaks at once, and dials again.
+void Acceptor::evict_strangers() {
+  if (std::count_if(attempts_.begin(), attempts_.end(), is_stranger) > std::max(kMaxStrangers, self_.world())) {
+    HandshakeAttempt& oldest = *std::find_if(attempts_.begin(), attempts_.end(), is_stranger);
+    oldest.fail("others waited");
+    note_failure(oldest);
+  }
+  // Not by `collect` alone: a flood would hold a descriptor for each until the step ends.
+  attempts_.remove_if([](const HandshakeAttempt& it) { return it.stage() == HandshakeAttempt::Stage::kClosed; });
+}
+
+void Acceptor::collect(MadeConnections& made) {
+  made.collect(attempts_);
+  attempts_.remove_if([](const HandshakeAttempt& it) {
+    // A further connection of a pair waits for the first one.
+    return it.stage() == HandshakeAttempt::Stage::kClosed ||
+           (it.stage() == HandshakeAttempt::Stage::kDone && it.facts().stream == 0);
+  });
+}
+
+void Acceptor::forget(int peer) {
+  large_[peer].clear();
+  for (HandshakeAttempt& it : attempts_)
+    if (it.facts().peer == peer) it.close();
+}
+
+void Acceptor::move_on(HandshakeAttempt& attempt, const MadeConnections& made) {
+  if (attempt.advance(self_) == HandshakeAttempt::Event::kHello) on_hello(attempt, made);
+}
+
+void Acceptor::on_hello(HandshakeAttempt& attempt, const MadeConnections& made) {
+  const HandshakeFields& hello = attempt.facts().hello;
+  if (hello.type == HandshakeType::kKnock) {
+    on_knock(hello);
+    return attempt.close();
+  }
+  const Refusal verdict = judge_hello(hello, self_.mine);
+  if (verdict != Refusal::kNone) return refuse(attempt, verdict);
+  const int peer = static_cast<int>(hello.from);
+  if (hello.stream >= kMostStreams) return attempt.fail("no hello");
+  if (hello.purpose == Purpose::kResume) {
+    resumptions_.push_back({peer, hello.number, hello.stream, attempt.take_socket()});
+    return attempt.close();
+  }
+  if (made.joined(peer)) {
+    if (!made.same_process(peer, hello.nonce)) return refuse(attempt, Refusal::kDuplicate);
+    if (!made.streams().lacks(peer, hello.stream)) return attempt.close();
+  }
+  const auto unconfirmed = std::count_if(attempts_.begin(), attempts_.end(), [&](const HandshakeAttempt& it) {
+    return it.facts().peer == peer && it.facts().stream == hello.stream &&
+           it.stage() == HandshakeAttempt::Stage::kAwaitConfirm;
+  });
+  if (unconfirmed >= kMaxUnconfirmed) return attempt.fail("a handshake was replayed");
+  attempt.reply(self_);
+}
+
+void Acceptor::on_knock(const HandshakeFields& knock) {
+  const int peer = static_cast<int>(knock.from);
+  if (judge_hello(knock, self_.mine) != Refusal::kNone || peer >= self_.rank()) return;
+  if (knock.purpose == Purpose::kResume)
+    resumptions_.push_back({.peer = peer, .number = knock.number});
+  else
+    knocks_.push_back(peer);
+}
+
+void Acceptor::refuse(HandshakeAttempt& attempt, Refusal verdict) {
+  const HandshakeFields& hello = attempt.facts().hello;
+  const std::string reason = refusal_text(verdict, hello, self_.mine);
+  door_.report("refused a connection from " + attempt.facts().address.text() + ": " + reason);
+  attempt.refuse(self_, verdict);
+  if (verdict != Refusal::kDuplicate && hello.from < self_.mine.world) problems_[hello.from] = reason;
+}
+
+void Acceptor::note_failure(HandshakeAttempt& attempt) {
+  const auto failure = attempt.take_failure();
+  if (!failure) return;
+  const int peer = attempt.facts().peer;
+  if (peer < 0) {
+    if (!failure->why.empty()) door_.turned_away();
+    return;
+  }
+  if (!failure->large.empty()) large_[peer] = failure->large;
+  problems_[peer] = attempt.facts().address.text() + ": " + failure->why;
+}
+
+}  // namespace ringdp

@@ -1,0 +1,70 @@
+// Acceptor: the connections that others begin. It lets them in at the Door and judges their hellos: those of higher
+// ranks get an answer, whether they are wanted or not. Strangers get a bounded number of connections, a bounded time,
+// and no answer.
+// Owned by the Connector, used by its thread.
+#pragma once
+
+#include <poll.h>
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/fd.h"
+#include "mesh/door.h"
+#include "mesh/handshake_attempt.h"
+#include "mesh/handshake_socket.h"
+#include "mesh/made_connections.h"
+
+namespace ringdp {
+
+class Acceptor {
+ public:
+  // An authentic hello or knock for a connection in place of one that has broken: it is answered by another class. A knock has
+  // no socket.
+  struct Resumption {
+    int peer = -1;
+    uint64_t number = 0;
+    int stream = 0;
+    std::optional<HandshakeSocket> socket = {};
+  };
+
+  explicit Acceptor(HandshakeSelf self);
+
+  Door& door() { return door_; }
+  const Door& door() const { return door_; }
+  const HandshakeAttempts& attempts() const { return attempts_; }
+  bool answers(int peer) const;                                           // a connection of that peer is under way
+  const std::string& problem(int peer) const { return problems_[peer]; }  // the last, of a connection of that peer
+  const std::string& large(int peer) const { return large_[peer]; }       // see HandshakeAttempt::Failure
+
+  void poll_for(std::vector<pollfd>& polled) const;
+  void step(std::span<const pollfd> polled, const MadeConnections& made);  // which begins with those of `poll_for`
+  void collect(MadeConnections& made);                                     // hands over what is done
+  void forget(int peer);
+  std::vector<Resumption> take_resumptions() { return std::exchange(resumptions_, {}); }
+  // Lower ranks that need a connection. A knock that was recorded and is sent again has no other effect.
+  std::vector<int> take_knocks() { return std::exchange(knocks_, {}); }
+
+ private:
+  void let_in(Fd socket, const SocketAddress& from, const MadeConnections& made);
+  void evict_strangers();
+  void move_on(HandshakeAttempt& attempt, const MadeConnections& made);
+  void on_hello(HandshakeAttempt& attempt, const MadeConnections& made);
+  void on_knock(const HandshakeFields& knock);
+  void refuse(HandshakeAttempt& attempt, Refusal verdict);
+  void note_failure(HandshakeAttempt& attempt);
+
+  const HandshakeSelf self_;
+  Door door_;
+  HandshakeAttempts attempts_;
+  std::vector<std::string> problems_;  // these are per peer
+  std::vector<std::string> large_;
+  std::vector<Resumption> resumptions_;
+  std::vector<int> knocks_;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,141 @@
+#include "mesh/dialler.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace ringdp {
+namespace {
+
+constexpr auto kProbeAfter = std::chrono::seconds(1);
+constexpr auto kKnockAgain = std::chrono::seconds(1);
+
+}  // namespace
+
+Dialler::Dialler(HandshakeSelf self, const std::vector<char>& wanted)
+    : self_(std::move(self)),
+      aims_(wanted.size(), Aim::kNone),
+      routes_(wanted.size()),
+      probe_from_(wanted.size(), Clock::time_point::max()),
+      large_(wanted.size()) {
+  for (int peer = 0; peer < self_.world(); ++peer)
+    if (peer != self_.rank() && wanted[peer] != 0) aims_[peer] = Aim::kConnect;
+}
+
+void Dialler::set_route(int peer, Candidates candidates, bool probe) {
+  const auto now = Clock::now();
+  const bool lower = peer < self_.rank();
+  const auto begin = lower ? now : now + kProbeAfter;
+  routes_[peer] = Route(std::move(candidates), begin);
+  if (lower || probe) probe_from_[peer] = begin;
+}
+
+void Dialler::want(int peer) {
+  if (wants(peer) || peer == self_.rank()) return;
+  if (aims_[peer] == Aim::kNone) routes_[peer].restart(Clock::now());
+  aims_[peer] = Aim::kConnect;
+  probe_from_[peer] = Clock::time_point::min();
+}
+
+void Dialler::check(int peer) {
+  if (aims_[peer] != Aim::kNone || peer >= self_.rank()) return;
+  aims_[peer] = Aim::kCheck;
+  routes_[peer].restart(Clock::now());
+}
+
+void Dialler::forget(int peer) {
+  aims_[peer] = Aim::kNone;
+  large_[peer].clear();
+  for (HandshakeAttempt& it : attempts_)
+    if (it.facts().peer == peer) it.close();
+}
+
+void Dialler::step(std::span<const pollfd> polled, MadeConnections& made) {
+  std::size_t index = 0;
+  for (HandshakeAttempt& it : attempts_) {
+    if (polled[index++].revents != 0) move_on(it, made);
+    it.expire(self_);
+    note_failure(it, made);
+  }
+}
+
+void Dialler::move_on(HandshakeAttempt& attempt, MadeConnections& made) {
+  switch (attempt.advance(self_)) {
+    case HandshakeAttempt::Event::kConnected:
+      return on_connected(attempt);
+    case HandshakeAttempt::Event::kProven:
+      return on_proven(attempt, made);
+    case HandshakeAttempt::Event::kHello:
+    case HandshakeAttempt::Event::kNone:
+      return;
+  }
+}
+
+void Dialler::on_connected(HandshakeAttempt& attempt) {
+  const HandshakeAttempt::Facts& facts = attempt.facts();
+  Route& route = routes_[facts.peer];
+  if (facts.probe) {
+    if (attempt.knock(self_)) route.restart(Clock::now() + kKnockAgain);
+    return;
+  }
+  if (facts.stream == 0) route.answered(facts.candidate);
+  attempt.greet(self_);
+}
+
+void Dialler::on_proven(HandshakeAttempt& attempt, const MadeConnections& made) {
+  const HandshakeAttempt::Facts& facts = attempt.facts();
+  if (checks(facts.peer)) {
+    aims_[facts.peer] = Aim::kNone;  // it can be reached
+    return attempt.close();
+  }
+  const bool first = facts.stream == 0;
+  const auto is_made = [&](const HandshakeAttempt& it) {
+    return it.facts().peer == facts.peer && it.facts().stream == 0 && it.stage() == HandshakeAttempt::Stage::kDone;
+  };
+  const bool better = first ? made.joined(facts.peer) || std::any_of(attempts_.begin(), attempts_.end(), is_made)
+                            : !made.streams().lacks(facts.peer, facts.stream);
+  if (better) return attempt.fail("");  // one confirm per peer: the other side may believe it
+  attempt.confirm(self_, first ? made.streams().wanted(facts.peer, attempt.fd()) : facts.streams);
+}
+
+void Dialler::note_failure(HandshakeAttempt& attempt, MadeConnections& made) {
+  const auto failure = attempt.take_failure();
+  if (!failure) return;
+  const HandshakeAttempt::Facts& facts = attempt.facts();
+  if (!failure->large.empty()) large_[facts.peer] = failure->large;
+  if (facts.stream > 0)
+    made.streams().failed(facts.peer, facts.stream, failure->why, Clock::now());
+  else
+    routes_[facts.peer].failed(facts.candidate, failure->why, failure->refused, failure->final, Clock::now());
+}
+
+void Dialler::collect(MadeConnections& made) {
+  made.collect(attempts_);
+  attempts_.remove_if([&](const HandshakeAttempt& it) {
+    const int peer = it.facts().peer, stream = it.facts().stream;
+    const bool needless = stream > 0 ? !made.streams().lacks(peer, stream) : !awaits(peer, made);
+    return it.over() || needless;
+  });
+  for (int peer = 0; peer < self_.world(); ++peer) dial_due(peer, made);
+}
+
+void Dialler::dial_due(int peer, MadeConnections& made) {
+  const auto now = Clock::now();
+  ExtraStreams& streams = made.streams();
+  while (auto stream = streams.due(peer, now))
+    dial({.peer = peer, .stream = *stream, .streams = streams.streams(peer), .address = streams.address(peer)}, made);
+  Route& route = routes_[peer];
+  if (!awaits(peer, made) || !route.known() || now < probe_from_[peer]) return;
+  while (auto candidate = route.due(now)) {
+    route.started(*candidate, now);
+    dial({.peer = peer, .candidate = *candidate, .address = route.address(*candidate), .probe = peer > self_.rank()},
+         made);
+  }
+}
+
+void Dialler::dial(HandshakeAttempt::Facts facts, MadeConnections& made) {
+  HandshakeAttempt attempt(std::move(facts));
+  note_failure(attempt, made);
+  if (!attempt.over()) attempts_.push_back(std::move(attempt));
+}
+
+}  // namespace ringdp

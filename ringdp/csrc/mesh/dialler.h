@@ -1,0 +1,60 @@
+// Dialler: which ranks are wanted, and the connections that this rank begins. It dials the lower ranks at all their
+// addresses, and the further connections of a pair whose first one it has made (ExtraStreams). A higher rank dials
+// itself; where it takes its time it is asked to.
+// Owned by the Connector, used by its thread.
+#pragma once
+
+#include <poll.h>
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "mesh/handshake_attempt.h"
+#include "mesh/made_connections.h"
+#include "mesh/route.h"
+
+namespace ringdp {
+
+class Dialler {
+ public:
+  Dialler(HandshakeSelf self, const std::vector<char>& wanted);
+
+  // See Connector for these. The peers of `want` and `check` are not connected yet.
+  void set_route(int peer, Candidates candidates, bool probe);
+  void want(int peer);
+  void check(int peer);
+  void forget(int peer);
+
+  bool aims_at(int peer) const { return aims_[peer] != Aim::kNone; }  // to connect with it, or to check
+  bool wants(int peer) const { return aims_[peer] == Aim::kConnect; }
+  bool checks(int peer) const { return aims_[peer] == Aim::kCheck; }
+  const Route& route(int peer) const { return routes_[peer]; }
+  const std::string& large(int peer) const { return large_[peer]; }  // see HandshakeAttempt::Failure
+  const HandshakeAttempts& attempts() const { return attempts_; }
+
+  void poll_for(std::vector<pollfd>& polled) const { ringdp::poll_for(attempts_, polled); }
+  void step(std::span<const pollfd> polled, MadeConnections& made);  // which begins with those of `poll_for`
+  void collect(MadeConnections& made);                               // hands over what is done, begins what is due
+
+ private:
+  enum class Aim { kNone, kCheck, kConnect };
+
+  bool awaits(int peer, const MadeConnections& made) const { return aims_at(peer) && !made.joined(peer); }
+  void move_on(HandshakeAttempt& attempt, MadeConnections& made);
+  void on_connected(HandshakeAttempt& attempt);
+  void on_proven(HandshakeAttempt& attempt, const MadeConnections& made);
+  void note_failure(HandshakeAttempt& attempt, MadeConnections& made);
+  void dial_due(int peer, MadeConnections& made);
+  void dial(HandshakeAttempt::Facts facts, MadeConnections& made);
+
+  const HandshakeSelf self_;
+  std::vector<Aim> aims_;  // these are per peer
+  std::vector<Route> routes_;
+  std::vector<Clock::time_point> probe_from_;  // for ever away where it is not to be probed
+  std::vector<std::string> large_;
+  HandshakeAttempts attempts_;
+};
+
+}  // namespace ringdp

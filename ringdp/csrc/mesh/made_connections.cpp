@@ -1,0 +1,120 @@
+#include "mesh/made_connections.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "base/error.h"
+#include "mesh/fd_socket.h"
+#include "transport/congestion.h"
+
+namespace ringdp {
+namespace {
+
+// What a peer has sent before its connection ended: perhaps its part of the set-up, and at the end why it left.
+std::optional<GivenUp> last_words(int socket) {
+  std::array<std::byte, 8 * kSharedMessageBytes> read{};
+  const ssize_t got = recv(socket, read.data(), read.size(), MSG_DONTWAIT);
+  if (got < static_cast<ssize_t>(kSharedMessageBytes)) return std::nullopt;
+  SharedBytes last;
+  std::copy_n(read.begin() + got - static_cast<ssize_t>(last.size()), last.size(), last.begin());
+  const auto message = SharedMessage::decode(last);
+  return message ? GivenUp::from(*message) : std::nullopt;
+}
+
+}  // namespace
+
+MadeConnections::MadeConnections(int world, ExtraStreams streams)
+    : streams_(std::move(streams)), peers_(static_cast<std::size_t>(world)) {}
+
+bool MadeConnections::same_process(int peer, const Nonce& nonce) const {
+  const HandshakeSelf::Instance& instance = peers_[peer].instance;
+  return std::equal(instance.begin(), instance.end(), nonce.begin());
+}
+
+void MadeConnections::collect(HandshakeAttempts& attempts) {
+  for (HandshakeAttempt& it : attempts) {
+    const HandshakeAttempt::Facts& facts = it.facts();
+    if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream > 0 || joined(facts.peer)) continue;
+    Peer& peer = peers_[facts.peer];
+    peer.joined = peer.watched = true;
+    streams_.expect(facts.peer, facts.streams, facts.dialled ? std::optional(facts.address) : std::nullopt);
+    peer.socket = it.take_socket().take();
+    if (facts.dialled) peer.dialled = facts.address;
+    std::copy_n(facts.hello.nonce.begin(), peer.instance.size(), peer.instance.begin());
+  }
+  for (HandshakeAttempt& it :
+       attempts) {  // of those that were accepted, the first of a pair may be slower than the others
+    const HandshakeAttempt::Facts& facts = it.facts();
+    if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream == 0 || !joined(facts.peer)) continue;
+    if ((facts.dialled || same_process(facts.peer, facts.hello.nonce)) && streams_.lacks(facts.peer, facts.stream))
+      streams_.add(facts.peer, facts.stream, it.take_socket().take());
+    it.close();
+  }
+}
+
+std::vector<MadeConnections::Connected> MadeConnections::take() {
+  std::vector<Connected> out;
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    const int peer = static_cast<int>(i);
+    if (!peers_[i].socket || !streams_.complete(peer)) continue;
+    peers_[i].watched = false;
+    out.push_back({peer, std::move(peers_[i].socket), streams_.take(peer)});
+  }
+  return out;
+}
+
+void MadeConnections::forget(int peer) {
+  if (!streams_.complete(peer)) {
+    peers_[peer].socket.reset();
+    peers_[peer].watched = false;
+  }
+  streams_.forget(peer);
+  if (lost_ && lost_->peer == peer) lost_.reset();
+}
+
+void MadeConnections::poll_for(std::vector<pollfd>& polled) const {
+  for (const Peer& it : peers_)
+    if (it.watched) polled.push_back({it.socket.get(), POLLRDHUP, 0});
+}
+
+void MadeConnections::watch(std::span<const pollfd> polled) {
+  std::size_t index = 0;
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer)
+    if (peers_[peer].watched && polled[index++].revents != 0) note_end(static_cast<int>(peer));
+}
+
+// No rank leaves in good order before all are connected: the end of a connection means that the rank has died, or that it
+// has failed and has written why into the store.
+void MadeConnections::note_end(int peer) {
+  const int socket = peers_[peer].socket.get();
+  const int error_number = connect_error(socket);
+  peers_[peer].watched = false;
+  if (!lost_)
+    lost_ = Lost{.peer = peer,
+                 .text = error_number == 0 ? "its connection was closed" : errno_text(error_number),
+                 .given_up = last_words(socket)};
+}
+
+void MadeConnections::tell(const GivenUp& why) {
+  for (const Peer& it : peers_)
+    if (it.socket)
+      send_shared_message(it.socket.get(), why.message());  // where that fails, the end of the connection says it
+}
+
+std::string ask_for_congestion(const std::vector<MadeConnections::Connected>& connected, const std::string& setting) {
+  std::string problem;
+  const auto ask = [&](const Fd& socket) {
+    std::string text = ask_for_congestion(socket.get(), setting);
+    if (problem.empty()) problem = std::move(text);
+  };
+  for (const MadeConnections::Connected& it : connected) {
+    ask(it.socket);
+    for (const Fd& socket : it.more) ask(socket);
+  }
+  return problem;
+}
+
+}  // namespace ringdp

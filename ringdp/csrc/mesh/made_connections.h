@@ -1,0 +1,72 @@
+// MadeConnections: the connections of a Connector that are made. It watches them until they are taken, so that the
+// death of a rank is known at once while others still meet. A pair that is far apart has further ones (ExtraStreams),
+// and is connected when all are made.
+// Owned by the Connector, used by its thread; owns the sockets until they are taken.
+#pragma once
+
+#include <poll.h>
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/fd.h"
+#include "mesh/extra_streams.h"
+#include "mesh/handshake_attempt.h"
+#include "mesh/shared_message.h"
+
+namespace ringdp {
+
+class MadeConnections {
+ public:
+  struct Connected {
+    int peer = -1;
+    Fd socket;
+    std::vector<Fd> more = {};  // streams of the same pair
+  };
+  struct Lost {
+    int peer = -1;
+    std::string text;
+    std::optional<GivenUp> given_up = {};  // it said why before it left
+  };
+
+  MadeConnections(int world, ExtraStreams streams);
+
+  ExtraStreams& streams() { return streams_; }
+  const ExtraStreams& streams() const { return streams_; }
+  bool joined(int peer) const { return peers_[peer].joined; }  // its first one is made, and perhaps taken
+  bool complete(int peer) const { return joined(peer) && streams_.complete(peer); }
+  // Whether the hello with this nonce is of the process that has made the peer's first connection.
+  bool same_process(int peer, const Nonce& nonce) const;
+  const SocketAddress& dialled(int peer) const { return peers_[peer].dialled; }  // of length 0 where the peer has
+
+  void collect(HandshakeAttempts& attempts);  // those that are done; the others stay as they are
+  std::vector<Connected> take();              // pairs that were not taken before
+  void forget(int peer);                      // what is incomplete, and that it was lost
+
+  void poll_for(std::vector<pollfd>& polled) const;
+  void watch(std::span<const pollfd> polled);  // which begins with those of `poll_for`
+  const std::optional<Lost>& lost() const { return lost_; }
+  void tell(const GivenUp& why);  // the peers whose connections were not taken
+
+ private:
+  struct Peer {
+    bool joined = false;
+    bool watched = false;
+    Fd socket;              // until it is taken
+    SocketAddress dialled;  // by which it was made, where this side has dialled
+    HandshakeSelf::Instance instance{};
+  };
+
+  void note_end(int peer);
+
+  ExtraStreams streams_;
+  std::vector<Peer> peers_;
+  std::optional<Lost> lost_;  // the first, until it is forgotten
+};
+
+// The first problem, if any, of the sockets of these pairs: see transport/congestion.h.
+std::string ask_for_congestion(const std::vector<MadeConnections::Connected>& connected, const std::string& setting);
+
+}  // namespace ringdp

@@ -1,0 +1,214 @@
+#include "mesh/pair_setup.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <utility>
+
+#include "base/error.h"
+#include "base/sha256.h"
+#include "transport/shm.h"
+
+namespace ringdp {
+namespace {
+
+constexpr int kConnectAgainMs = 5;
+
+std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
+
+// Why the process at the other end of a Unix socket is not the peer; empty: it is.
+std::string stranger_text(const PairSetup::Terms& terms, const ucred& credentials) {
+  const std::string who = rank_text(terms.peer), me = rank_text(terms.self);
+  if (credentials.uid != geteuid())
+    return who + " runs as another user than " + me + " (" + std::to_string(credentials.uid) + " and " +
+           std::to_string(geteuid()) + ", as " + me + " sees it)";
+  if (terms.pid < 0 || credentials.pid == terms.pid) return "";
+  return "process " + std::to_string(credentials.pid) + " came in the place of " + who + ", which is process " +
+         std::to_string(terms.pid);
+}
+
+}  // namespace
+
+PairSetup::PairSetup(const Terms& terms, Fd tcp, std::vector<Fd> streams)
+    : terms_(terms), tcp_(std::move(tcp)), streams_(std::move(streams)) {}
+
+int PairSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
+  if (stage_ == Stage::kConnecting) wait_ms = std::min(wait_ms, kConnectAgainMs);
+  if (stage_ == Stage::kAwaitMemory) wait_ms = deadline_.remaining_ms(wait_ms);
+  polled.push_back({tcp_.get(), POLLIN, 0});
+  if (stage_ == Stage::kAwaitMemory) polled.push_back({unix_socket_.get(), POLLIN, 0});
+  return wait_ms;
+}
+
+void PairSetup::move_on() {
+  if (stage_ == Stage::kConnecting) connect();
+  if ((stage_ == Stage::kAwaitMemory || stage_ == Stage::kConnecting) && deadline_.expired())
+    refuse(rank_text(terms_.peer) + " did not hand the memory out in time");
+}
+
+// ---- The lower rank ----
+
+void PairSetup::offer(FdSocket& fd_socket) {
+  std::string problem;
+  handout_ = PairMemory::create(terms_.ring_bytes, problem);
+  if (handout_) memory_ = PairMemory::map(handout_, terms_.ring_bytes, problem);
+  if (!memory_) return fail(problem);
+  SharedMessage message;
+  message.type = SharedType::kOffer;
+  message.ring_bytes = terms_.ring_bytes;
+  message.name = fd_socket.name();
+  random_bytes(message.token);
+  fd_socket.expect(message.token, terms_.peer);
+  stage_ = Stage::kAwaitAnswer;
+  say(message);
+}
+
+void PairSetup::hand_out(FdSocket::Client client) {
+  if (stage_ != Stage::kAwaitAnswer) return;  // it gave up meanwhile
+  SharedMessage reply;
+  reply.type = SharedType::kMemory;
+  reply.reason = stranger_text(terms_, client.credentials);
+  if (reply.reason.empty()) {
+    int error_number = send_shared_message(client.socket.get(), reply, handout_);
+    handout_.reset();
+    unix_socket_ = std::move(client.socket);
+    if (error_number == 0) return;
+    reply.reason = rank_text(terms_.self) + ": handing the memory over: " + errno_text(error_number);
+    client.socket = std::move(unix_socket_);
+  }
+  reply.type = SharedType::kRefused;
+  send_shared_message(client.socket.get(), reply);  // where that fails, too, the end of the connection says it
+}
+
+// ---- The higher rank ----
+
+void PairSetup::on_offer() {
+  std::size_t bytes = offer_.ring_bytes;
+  if (!std::has_single_bit(bytes) || bytes < PairMemory::kMinRingBytes || bytes > PairMemory::kMaxRingBytes)
+    return report(false, "it offered to share rings of " + std::to_string(bytes) + " bytes");
+  stage_ = Stage::kConnecting;
+  deadline_ = Deadline::after_ms(terms_.patience_ms);
+  connect();
+}
+
+void PairSetup::connect() {
+  int error_number = 0;
+  unix_socket_ = connect_fd_socket(offer_.name, error_number);
+  if (!unix_socket_ && (error_number == EAGAIN || error_number == EINTR)) return;  // many wait there
+  if (!unix_socket_) return fail("a Unix socket: " + errno_text(error_number));
+  std::string problem = stranger_text(terms_, credentials_of(unix_socket_.get()));
+  if (!problem.empty()) return refuse(problem);
+  SharedMessage message;
+  message.type = SharedType::kToken;
+  message.token = offer_.token;
+  error_number = send_shared_message(unix_socket_.get(), message);
+  if (error_number != 0) return fail("a Unix socket: " + errno_text(error_number));
+  stage_ = Stage::kAwaitMemory;
+}
+
+void PairSetup::fetch() {
+  if (stage_ != Stage::kAwaitMemory) return;
+  SharedReader::Status status = unix_reader_.read(unix_socket_.get());
+  if (status == SharedReader::Status::kWaiting) return;
+  Fd memory = unix_reader_.take_descriptor();
+  const SharedMessage& reply = unix_reader_.message();
+  if (status == SharedReader::Status::kClosed)
+    return refuse(rank_text(terms_.peer) + " did not hand the memory out: " + unix_reader_.why());
+  if (status == SharedReader::Status::kMessage && reply.type == SharedType::kRefused) return refuse(reply.reason);
+  if (status != SharedReader::Status::kMessage || reply.type != SharedType::kMemory)
+    return refuse(rank_text(terms_.peer) + " answered something else than memory");
+  if (!memory) return fail("the memory's descriptor did not come through (ulimit -n, or a security module?)");
+  std::string problem;
+  memory_ = PairMemory::map(memory, offer_.ring_bytes, problem);
+  if (!memory_) return fail(problem);
+  say({.type = SharedType::kAccepted});
+  use_memory();
+}
+
+// ---- Both ----
+
+std::optional<SharedMessage> PairSetup::hear() {
+  switch (tcp_reader_.read(tcp_.get())) {
+    case SharedReader::Status::kWaiting:
+      return std::nullopt;
+    case SharedReader::Status::kClosed:
+      report(true, tcp_reader_.why());
+      return std::nullopt;
+    case SharedReader::Status::kNonsense:
+      report(false, "it sent something that is not part of the set-up");
+      return std::nullopt;
+    case SharedReader::Status::kMessage:
+      break;
+  }
+  const SharedMessage& message = tcp_reader_.message();
+  if (auto why = GivenUp::from(message)) {
+    report(true, "it gave up");
+    trouble_->given_up = std::move(why);
+    return std::nullopt;
+  }
+  if (settled()) return message;
+  on_message(message);
+  return std::nullopt;
+}
+
+void PairSetup::on_message(const SharedMessage& message) {
+  if (stage_ == Stage::kAwaitOffer && message.type == SharedType::kOffer) {
+    offer_ = message;
+    return on_offer();
+  }
+  if ((stage_ == Stage::kAwaitOffer || stage_ == Stage::kAwaitAnswer) && message.type == SharedType::kRefused)
+    return use_fallback(message.reason);
+  if (stage_ == Stage::kAwaitAnswer && message.type == SharedType::kAccepted && unix_socket_) return use_memory();
+  out_of_turn(message);
+}
+
+void PairSetup::out_of_turn(const SharedMessage& message) {
+  report(false, "it sent a message out of turn (" + std::to_string(static_cast<int>(message.type)) + ")");
+}
+
+void PairSetup::say(const SharedMessage& message) {
+  // 256 bytes, three of them at most, always fit into a fresh socket's buffer.
+  if (int error_number = send_shared_message(tcp_.get(), message); error_number != 0)
+    report(true, errno_text(error_number));
+}
+
+void PairSetup::fail(const std::string& problem) { refuse(rank_text(terms_.self) + ": " + problem); }
+
+void PairSetup::refuse(const std::string& reason) {
+  SharedMessage message;
+  message.reason = reason;
+  use_fallback(SharedMessage::decode(message.encode())->reason);  // the peer's words are cut, so are these
+  say(message);
+}
+
+void PairSetup::use_fallback(const std::string& reason) {
+  stage_ = Stage::kSettled;
+  problem_ = reason.empty() ? "no reason was given" : reason;
+  handout_.reset();
+  memory_.reset();
+  unix_socket_.reset();
+}
+
+void PairSetup::use_memory() {
+  stage_ = Stage::kSettled;
+  handout_.reset();
+}
+
+void PairSetup::report(bool lost, const std::string& text) {
+  if (!trouble_) trouble_ = Trouble{terms_.peer, lost, text};
+}
+
+std::unique_ptr<Channel> PairSetup::take(const Transport& without_memory) {
+  if (!memory_) {
+    std::vector<Fd> sockets = std::move(streams_);
+    sockets.insert(sockets.begin(), std::move(tcp_));
+    return without_memory.open(std::move(sockets));
+  }
+  tcp_.reset();
+  int side = terms_.peer > terms_.self ? 0 : 1;
+  return make_shm_channel({std::move(*memory_), std::move(unix_socket_), side, rank_text(terms_.peer)});
+}
+
+}  // namespace ringdp
