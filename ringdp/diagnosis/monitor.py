@@ -44,6 +44,19 @@ class Attached(Protocol):
         """By rank; zeros of one that gave none. In the backward after step `step`."""
 
 
+class BucketLayout(Protocol):
+    """Chooses buckets by what the ranks tell each other."""
+
+    @property
+    def text(self) -> str:
+        """Which it has chosen, and why."""
+
+    def hear(self, told: list[bytes]) -> None:
+        """By rank. Between the backward that carried it and the end of the next forward."""
+
+    def group_replaced(self, group: dist.ProcessGroup) -> None: ...
+
+
 class StepMonitor:
     """Used by the thread that runs forward.
 
@@ -61,6 +74,7 @@ class StepMonitor:
         self._view = 1 if self._view_of is None else self._view_of(group)
         self._traffic = _C.traffic
         self.attached: Attached | None = None
+        self.layout: BucketLayout | None = None
         self._messages: list[bytes] | None = None
         self._counters = FactCounters()
         self._counters.since_last(self._carried())
@@ -98,7 +112,7 @@ class StepMonitor:
                 facts = facts.ljust(FACTS_BYTES - ATTACHED_BYTES, b"\0") + self.attached.message()
             self._reducer.set_facts(facts)
         if bits & _WINDOW_CAME:
-            self._take()
+            self.take()
         if self._messages is not None and time.monotonic() >= self._hear_again_at:
             began = time.monotonic()
             self._hear()
@@ -115,6 +129,8 @@ class StepMonitor:
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
         self._told = self._messages = self._waited = None
         self._counters.forget_links()
+        if self.layout is not None:
+            self.layout.group_replaced(group)
 
     def _step_ended(self) -> None:
         if self._records is None and not self._timelines.active:
@@ -164,9 +180,15 @@ class StepMonitor:
                     memory_bytes=facts.memory_bytes,
                 )
             )
-        return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)
+        return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict, self.layout_text)
 
-    def _take(self) -> None:
+    @property
+    def layout_text(self) -> str:
+        """Which sizes of buckets were chosen, and why; empty: they are fixed."""
+        return "" if self.layout is None else self.layout.text
+
+    def take(self) -> None:
+        """Hear what the ranks have told each other, if there is something new."""
         messages = self._reducer.take_window()
         if messages is None:
             return
@@ -174,9 +196,11 @@ class StepMonitor:
         if self.attached is not None:
             step = step_of(messages[self._group.rank()])
             self.attached.hear(step, [one[-ATTACHED_BYTES:] for one in messages])
+        if self.layout is not None:
+            self.layout.hear(messages)
 
     def _hear(self) -> None:
-        self._take()
+        self.take()
         messages, self._messages = self._messages, None
         if messages is None:
             return
