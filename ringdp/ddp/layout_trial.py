@@ -8,6 +8,7 @@ other one is faster both times.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -17,8 +18,9 @@ CLEAR = 0.03  # of a step: what another layout than the default must save, both 
 BLOCK_STEPS = 4
 _SKIPPED = 1  # of them: memory is allocated
 _ROUNDS = 3  # of the first turns
-_PAIRS = 4  # of blocks, of the second ones; and
-_PAIRS_WON = 3  # in so many the other layout must be faster
+_PAIRS = 6  # of blocks, of the second ones; and
+_PAIRS_WON = 5  # in so many the other layout must be faster
+_ERRORS = 2.0  # and by so many standard errors of the difference of the two medians
 
 _FACTORS = (("the default size", 1.0), ("a quarter of the default size", 0.25), ("four times the default size", 4.0))
 
@@ -110,13 +112,11 @@ class Trial:
     def _counted(self, block: _Block) -> list[float]:
         return [self._costs[step] for step in block.steps if step in self._costs]
 
-    def _median(self, layout: int) -> float:
-        return statistics.median(
-            cost for block in self._blocks if block.layout == layout for cost in self._counted(block)
-        )
+    def _costs_of(self, layout: int) -> list[float]:
+        return [cost for block in self._blocks if block.layout == layout for cost in self._counted(block)]
 
     def _look_for_best(self, steps: int) -> None:
-        medians = [self._median(layout) for layout in range(len(self._layouts))]
+        medians = [statistics.median(self._costs_of(layout)) for layout in range(len(self._layouts))]
         best = min(range(1, len(medians)), key=medians.__getitem__)
         if medians[best] > (1 - CLEAR) * medians[0]:
             self._keep_default(best, medians[0], medians[best])
@@ -125,13 +125,14 @@ class Trial:
         self._lay_out([layout for pair in range(_PAIRS) for layout in ((0, best) if pair % 2 else (best, 0))], steps)
 
     def _judge_best(self) -> None:
-        default, other = self._median(0), self._median(self._best)
+        default, other = (statistics.median(self._costs_of(layout)) for layout in (0, self._best))
+        error = math.hypot(*(_error_of_median(self._costs_of(layout)) for layout in (0, self._best)))
         won = 0
         for pair in range(_PAIRS):
             first, second = (self._blocks[2 * pair + i] for i in (0, 1))
             ours, usual = (first, second) if first.layout == self._best else (second, first)
             won += statistics.median(self._counted(ours)) < statistics.median(self._counted(usual))
-        if other > (1 - CLEAR) * default or won < _PAIRS_WON:
+        if default - other < max(CLEAR * default, _ERRORS * error) or won < _PAIRS_WON:
             self._keep_default(self._best, default, other)
             return
         self._keep(self._best, f"a step takes {format_time(other)}, {format_time(default)} with the default size")
@@ -139,9 +140,15 @@ class Trial:
     def _keep_default(self, best: int, default_s: float, best_s: float) -> None:
         self._keep(
             0,
-            f"no other is {CLEAR:.0%} faster: a step takes {format_time(default_s)},"
+            f"no other is clearly faster: a step takes {format_time(default_s)},"
             f" {format_time(best_s)} with {self._layouts[best].name}",
         )
 
     def _keep(self, layout: int, reason: str) -> None:
         self.chosen, self.reason = layout, reason
+
+
+def _error_of_median(values: Sequence[float]) -> float:
+    """Its standard error, as that of a normal distribution with these quartiles."""
+    quartiles = statistics.quantiles(values, n=4)
+    return 1.253 * (quartiles[2] - quartiles[0]) / 1.349 / math.sqrt(len(values))

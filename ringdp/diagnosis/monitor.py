@@ -28,7 +28,7 @@ from ringdp.job.elastic import is_elastic
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
 _LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
-_PERIOD_OF_COST = 1000  # and at least so many times what the last look took
+_PERIOD_OF_COST = 4000  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
 _numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
@@ -89,6 +89,7 @@ class StepMonitor:
         self._recorded = 0  # the last step that was
         self._records = step_records()
         self._number = next(_numbers)
+        self._place = group.rank(), group.size()
         self._sent_before: int = self._traffic()[0]
         self._ratio = 1.0
         self._skipped = 0
@@ -127,6 +128,7 @@ class StepMonitor:
     def group_replaced(self, group: dist.ProcessGroup) -> None:
         """The reducer averages over another group from now on."""
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
+        self._place = group.rank(), group.size()
         self._told = self._messages = self._waited = None
         self._counters.forget_links()
         if self.layout is not None:
@@ -281,8 +283,7 @@ class StepMonitor:
         verdict, self._verdict = self._verdict, None
         taken = StepTaken(
             time.time(),
-            self._group.rank(),
-            self._group.size(),
+            *self._place,
             self._number,
             step,
             row,

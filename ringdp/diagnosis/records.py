@@ -145,11 +145,13 @@ class StepRecords:
 
     def log(self, values: Record) -> None:
         """Values that go with the next record."""
-        self._logged.update(values)
+        self._logged = {**self._logged, **values}  # the dict of before may be on its way
 
     def add(self, make: Callable[[], Record]) -> None:
         """The record is made by the thread that writes."""
-        logged, self._logged = self._logged, {}
+        logged = self._logged
+        if logged:
+            self._logged = {}
         self._waiting.append((make, logged))
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def test_what_is_clearly_faster_is_kept_whatever_the_ranks_tell_each_other_when(
 def test_the_default_stays_where_nothing_is_clearly_faster(gain: float) -> None:
     trial, used = train(lambda it, chance: (1 - gain if it else 1.0) * chance.uniform(0.99, 1.01))
     assert (trial.chosen, used[-1]) == (0, 0)
-    assert trial.reason.startswith("no other is 3% faster: a step takes ")
+    assert trial.reason.startswith("no other is clearly faster: a step takes ")
     assert len(used) - used[::-1].index(next(it for it in reversed(used) if it)) <= 12 * BLOCK_STEPS
 
 
