@@ -155,7 +155,7 @@ CASE("the last bucket is an exact one with memory of its own, where there is one
   CHECK_EQ(plan.dense_bytes(0), 0u);
 }
 
-CASE("other caps make other buckets in the order that was learned, and what was learned and not followed stays to be followed") {
+CASE("other caps make other buckets in the same order, and what was learned stays to be followed") {
   BucketPlan plan({4});
   plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});
   CHECK_EQ(plan.described(), 1);

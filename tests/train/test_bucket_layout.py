@@ -26,7 +26,7 @@ from tests.train.harness import RankFailed, default_group, ring_is_built, run_ra
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 CAP_MB = 0.02  # in place of the default, so that a small model has several buckets
 STEPS = 40  # until all is decided
-SHORT = {"BLOCK_STEPS": 2, "_ROUNDS": 2, "_PAIRS": 2, "_PAIRS_WON": 2}  # of ringdp.ddp.layout_trial
+SHORT: Any = {"BLOCK_STEPS": 2, "_ROUNDS": 2, "_PAIRS": 2, "_PAIRS_WON": 2}  # of ringdp.ddp.layout_trial
 
 
 class Net(nn.Module):
