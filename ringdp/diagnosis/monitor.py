@@ -120,6 +120,12 @@ class StepMonitor:
             ended = time.monotonic()
             self._hear_again_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
 
+    def __del__(self) -> None:
+        # A script whose model lives in a function lets go of it before the process ends.
+        records: StepRecords | None = self.__dict__.get("_records")
+        if records is not None and records.open:
+            self.record_last()
+
     def record_last(self) -> None:
         """The last step, if it has ended and no forward has followed that recorded it. It is not recorded again."""
         self._step_ended()

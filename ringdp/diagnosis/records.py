@@ -154,9 +154,14 @@ class StepRecords:
             self._logged = {}
         self._waiting.append((make, logged))
 
+    @property
+    def open(self) -> bool:
+        """False once it is closed, and in a process that its own has forked."""
+        return not self._ended and os.getpid() == self._pid
+
     def close(self) -> None:
         """Write what waits, for some seconds at most."""
-        if self._ended or os.getpid() != self._pid:  # a process that this one has forked
+        if not self.open:
             return
         for source in list(self._sources):
             source.record_last()

@@ -266,6 +266,9 @@ def refuse(what: str) -> str:
             if what == "report":
                 with mock.patch.dict(os.environ, {"RINGDP_REPORT_EVERY": "0"}):
                     made()
+            elif what == "elastic":
+                with mock.patch("ringdp.ddp.elastic.steps_are_repaired", return_value=True):
+                    made()
             elif what == "codes":
                 made(compression="auto")
             elif what == "later":
@@ -288,6 +291,7 @@ def refuse(what: str) -> str:
     ("what", "words"),
     [
         ("report", "another RINGDP_REPORT_EVERY than 0"),
+        ("elastic", 'RINGDP_ELASTIC=1: bucket_cap_mb="auto" is not there in an elastic job yet'),
         ("codes", 'compression="auto" do not go together'),
         ("later", 'compression="auto" do not go together'),
         ("hook", "powerSGD_hook may keep state by the number or the size of a bucket"),

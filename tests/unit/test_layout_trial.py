@@ -25,9 +25,8 @@ def train(
     chance, used, told = random.Random(seed), [], dict[int, float]()
     trial = Trial(tried, 3)
     for done in range(3, steps):
-        if (done - min(10, every) - 1) % every == 0 and done > min(
-            10, every
-        ):  # heard in the forward after the next backward
+        since_first = done - min(10, every) - 1  # heard in the forward after the next backward
+        if since_first >= 0 and since_first % every == 0:
             trial.heard({step: it for step, it in told.items() if step < done}, done)
             told = {step: it for step, it in told.items() if step >= done}
         used.append(trial.layout_after(done))
