@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -30,8 +29,10 @@ from ringdp.ddp.arguments import (
     growing_caps,
     reduction_dtype,
     shows_all_arguments,
+    value_is_auto,
 )
-from ringdp.ddp.batch_weight import BatchWeight, WeightedModule
+from ringdp.ddp.batch_weight import BatchWeight
+from ringdp.ddp.bucket_layout import LayoutChoosingModule
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.mixin import GuardedModule
 from ringdp.ddp.divergence.options import GuardOptions
@@ -49,7 +50,9 @@ from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
 from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
+from ringdp.ddp.uneven_inputs import UnevenInputs
 from ringdp.diagnosis.monitor import StepMonitor
+from ringdp.diagnosis.window import REPORT_FORM
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
@@ -64,12 +67,13 @@ if TYPE_CHECKING:
     from ringdp.compression.rules import Rule
     from ringdp.ddp.arguments import DDPArguments
     from ringdp.diagnosis.report import Report
-from ringdp.diagnosis.window import REPORT_FORM
 
 _log = logging.getLogger("ringdp.parallel")
 
 
-class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModule, DistributedDataParallel):
+class RingDP(
+    UnevenInputs, LayoutChoosingModule, GuardedModule, AutomaticFinalization, ChangingModule, DistributedDataParallel
+):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
@@ -92,7 +96,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         bucket_cap_mb: a bucket leaves when it holds this many MiB; the first one at 1 MiB, each later one at twice as
             much, until that is reached. None: 4 over ring, and from 16 ranks on a quarter of their number, up to 25; 25
             over other backends and with compression. A list caps the first, second, … bucket one by one, its last
-            number all others.
+            number all others. "auto": sizes are tried in the first steps, and another than the default is kept where
+            it is clearly faster; see docs/how-to/diagnosis.md.
         find_unused_parameters: see above.
         compression: how gradients are compressed on their way: a name ("int8", "int4", "bf16", "fp16", "auto", or one
             that was registered), a compressor of `ringdp.compression` or of your own, None (the default): not at all.
@@ -149,7 +154,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | list[float] | None = None,
+        bucket_cap_mb: float | list[float] | str | None = None,
         find_unused_parameters: bool | None = None,
         *positional: Any,
         compression: Compression = None,
@@ -176,6 +181,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             )
         # Plain attributes before Module.__init__ are fine; DistributedDataParallel calls the methods that read them.
         self._find_unused = None if find_unused_parameters is None else bool(find_unused_parameters)
+        self._asks_for_layout = value_is_auto(bucket_cap_mb)
         listed, self._caps_bytes = bucket_caps(arguments)
         self._compare_models = self._broadcast_new = bool(init_sync)
         self._precision = arguments.get("mixed_precision")
@@ -204,7 +210,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         try:
             super().__init__(
                 module,
-                bucket_cap_mb=None if listed else bucket_cap_mb,
+                bucket_cap_mb=None if listed or self._asks_for_layout else bucket_cap_mb,
                 bucket_cap_mb_list=listed,
                 find_unused_parameters=bool(find_unused_parameters),
                 gradient_as_bucket_view=True if as_view is None else bool(as_view),
@@ -253,6 +259,8 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             settings["step report"] = f"{about} (RINGDP_REPORT_EVERY=0 on all ranks turns it off)"
         if self._reproducible:
             settings["reproducible"] = "True"
+        if self._asks_for_layout:
+            settings["bucket_cap_mb"] = "auto"
         if config.elastic():
             settings["elastic"] = "True (RINGDP_ELASTIC)"
         return settings
@@ -302,6 +310,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             report_every=report_every(),
         )
         self._monitor = StepMonitor(self.reducer, self.process_group)
+        self._choose_layout_if_asked()
         report_at_exit()
         self._watched = watched
         self._reduced = ReducedGradients(self)
@@ -335,7 +344,9 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
-        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor"))
+        none = dict.fromkeys(
+            ("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor", "_layout_choice")
+        )
         state = super().__getstate__() | none | {"_watched": [], "_before_forward": [], "_repeated_after": -1}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
@@ -435,7 +446,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
 
     def stats(self) -> Stats:
         """What reducing gradients cost; reading it costs a call, keeping it two clock readings per step."""
-        return Stats(**self.reducer.stats())
+        return Stats(**self.reducer.stats(), layout=self._monitor.layout_text)
 
     def report(self) -> Report:
         """Where the time of the last steps went, on all ranks, what costs most, and what helps. Prints as tables.
@@ -458,6 +469,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
+        self._check_hook_beside_layout(hook)
         if self._repaired:
             repair.refuse_hook(self.process_group, state, hook)
         if self._reproducible:
@@ -481,32 +493,6 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
         """Reduce by torch's ``ALLREDUCE`` or ``FP16_COMPRESS`` hook, without Python in backward."""
         self._register_builtin_comm_hook(comm_hook_type)
 
-    # Uneven inputs (torch's Join): a rank without input repeats the others' collectives.
-
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
-        """As torch's; a rank without input learns how many have some, which its part of a compressed bucket needs."""
-        syncs = float(not is_joined_rank and self.require_backward_grad_sync)
-        ranks = torch.full((1,), syncs, device=self.device)
-        work = dist.all_reduce(ranks, group=self.process_group, async_op=True)
-        if not is_joined_rank:
-            return work
-        work.wait()
-        with_input = int(ranks.item())
-        self.reducer.shadow_with(self.process_group.size() if self._divide_by_initial_world_size else with_input)
-        return with_input != 0
-
-    def _match_all_reduce_for_bwd_pass(self) -> None:
-        self._shadow_weight()
-        super()._match_all_reduce_for_bwd_pass()
-        self.reducer.shadow_used_map()
-
-    def _match_unused_params_allreduce(self) -> None:
-        """Nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
-            super()._sync_final_model(is_last_joiner)
-
     def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
         def possible() -> tuple[Rules, int]:
             rules, warmup_steps = asked()
@@ -514,6 +500,7 @@ class RingDP(WeightedModule, GuardedModule, AutomaticFinalization, ChangingModul
                 rank_order.refuse_rules(rules)
             if self._repaired:
                 repair.refuse_rules(rules)
+            self._refuse_beside_layout(rules)
             if rules.compress:
                 no_compression_beside(self._precision)
                 no_compression_in_backward(self._module_parameters)

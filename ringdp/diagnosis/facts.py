@@ -10,7 +10,8 @@ import struct
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,14 @@ class Facts:
     host: str = ""
 
     def packed(self) -> bytes:
-        *numbers, host = astuple(self)
+        *numbers, host = _in_order(self)
         return _PACKED.pack(*numbers, host.encode()[:64])
 
     @classmethod
     def unpacked(cls, data: bytes) -> Facts:
-        fields: list[Any] = list(_PACKED.unpack(data[: _PACKED.size]))
-        fields[-1] = fields[-1].rstrip(b"\0").decode(errors="replace")
-        return cls(*fields)
+        values: list[Any] = list(_PACKED.unpack(data[: _PACKED.size]))
+        values[-1] = values[-1].rstrip(b"\0").decode(errors="replace")
+        return cls(*values)
 
     @property
     def rate(self) -> float:
@@ -90,6 +91,9 @@ class Facts:
         if self.link_bytes >= _MANY_BYTES and self.link_busy_s >= _LONG_S:
             return self.rate
         return max(self.rate, self.link_bytes_per_s)
+
+
+_in_order = attrgetter(*(field.name for field in fields(Facts)))  # dataclasses.astuple takes 30 µs
 
 
 class FactCounters:
@@ -172,10 +176,19 @@ class _KeptFile:
         return ""
 
 
+def _text(path: str) -> str:
+    """As pathlib's read_text, in a third of the time. OSError: it cannot be read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 4096).decode()
+    finally:
+        os.close(descriptor)
+
+
 def memory_bytes() -> int:
     """Resident memory of this process; 0 where the kernel does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int((_PROC / "self/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(_text(f"{_PROC}/self/statm").split()[1]) * resource.getpagesize()
     return 0
 
 
@@ -188,7 +201,7 @@ def _kernel() -> int:
 def _ready_s() -> float:
     """proc(5), schedstat: how long this thread waited for a core."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int((_PROC / "thread-self/schedstat").read_text().split()[1]) * 1e-9
+        return int(_text(f"{_PROC}/thread-self/schedstat").split()[1]) * 1e-9
     return 0.0
 
 
@@ -210,12 +223,11 @@ def _cpu_groups() -> list[Path]:
 
 def _throttled_s(stat: str) -> float | None:
     """Of a cpu.stat."""
-    with contextlib.suppress(ValueError):
-        values = dict(line.split() for line in stat.splitlines())
-        if "throttled_usec" in values:
-            return int(values["throttled_usec"]) * 1e-6
-        if "throttled_time" in values:
-            return int(values["throttled_time"]) * 1e-9
+    for name, unit in (("throttled_usec ", 1e-6), ("throttled_time ", 1e-9)):
+        _, found, rest = stat.partition(name)
+        if found:
+            with contextlib.suppress(ValueError):
+                return int(rest.partition("\n")[0]) * unit
     return None
 
 

@@ -28,7 +28,7 @@ from ringdp.job.elastic import is_elastic
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
 _LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
-_PERIOD_OF_COST = 1000  # and at least so many times what the last look took
+_PERIOD_OF_COST = 4000  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
 _numbers = itertools.count()  # of the monitors of this process
 _REPEAT_S = 300.0  # between two lines that say the same
@@ -42,6 +42,19 @@ class Attached(Protocol):
 
     def hear(self, step: int, told: list[bytes]) -> None:
         """By rank; zeros of one that gave none. In the backward after step `step`."""
+
+
+class BucketLayout(Protocol):
+    """Chooses buckets by what the ranks tell each other."""
+
+    @property
+    def text(self) -> str:
+        """Which it has chosen, and why."""
+
+    def hear(self, told: list[bytes]) -> None:
+        """By rank. Between the backward that carried it and the end of the next forward."""
+
+    def group_replaced(self, group: dist.ProcessGroup) -> None: ...
 
 
 class StepMonitor:
@@ -61,6 +74,7 @@ class StepMonitor:
         self._view = 1 if self._view_of is None else self._view_of(group)
         self._traffic = _C.traffic
         self.attached: Attached | None = None
+        self.layout: BucketLayout | None = None
         self._messages: list[bytes] | None = None
         self._counters = FactCounters()
         self._counters.since_last(self._carried())
@@ -75,6 +89,7 @@ class StepMonitor:
         self._recorded = 0  # the last step that was
         self._records = step_records()
         self._number = next(_numbers)
+        self._place = group.rank(), group.size()
         self._sent_before: int = self._traffic()[0]
         self._ratio = 1.0
         self._skipped = 0
@@ -98,12 +113,18 @@ class StepMonitor:
                 facts = facts.ljust(FACTS_BYTES - ATTACHED_BYTES, b"\0") + self.attached.message()
             self._reducer.set_facts(facts)
         if bits & _WINDOW_CAME:
-            self._take()
+            self.take()
         if self._messages is not None and time.monotonic() >= self._hear_again_at:
             began = time.monotonic()
             self._hear()
             ended = time.monotonic()
             self._hear_again_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
+
+    def __del__(self) -> None:
+        # A script whose model lives in a function lets go of it before the process ends.
+        records: StepRecords | None = self.__dict__.get("_records")
+        if records is not None and records.open:
+            self.record_last()
 
     def record_last(self) -> None:
         """The last step, if it has ended and no forward has followed that recorded it. It is not recorded again."""
@@ -113,8 +134,11 @@ class StepMonitor:
     def group_replaced(self, group: dist.ProcessGroup) -> None:
         """The reducer averages over another group from now on."""
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
+        self._place = group.rank(), group.size()
         self._told = self._messages = self._waited = None
         self._counters.forget_links()
+        if self.layout is not None:
+            self.layout.group_replaced(group)
 
     def _step_ended(self) -> None:
         if self._records is None and not self._timelines.active:
@@ -164,9 +188,15 @@ class StepMonitor:
                     memory_bytes=facts.memory_bytes,
                 )
             )
-        return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)
+        return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict, self.layout_text)
 
-    def _take(self) -> None:
+    @property
+    def layout_text(self) -> str:
+        """Which sizes of buckets were chosen, and why; empty: they are fixed."""
+        return "" if self.layout is None else self.layout.text
+
+    def take(self) -> None:
+        """Hear what the ranks have told each other, if there is something new."""
         messages = self._reducer.take_window()
         if messages is None:
             return
@@ -174,9 +204,11 @@ class StepMonitor:
         if self.attached is not None:
             step = step_of(messages[self._group.rank()])
             self.attached.hear(step, [one[-ATTACHED_BYTES:] for one in messages])
+        if self.layout is not None:
+            self.layout.hear(messages)
 
     def _hear(self) -> None:
-        self._take()
+        self.take()
         messages, self._messages = self._messages, None
         if messages is None:
             return
@@ -257,8 +289,7 @@ class StepMonitor:
         verdict, self._verdict = self._verdict, None
         taken = StepTaken(
             time.time(),
-            self._group.rank(),
-            self._group.size(),
+            *self._place,
             self._number,
             step,
             row,

@@ -145,16 +145,23 @@ class StepRecords:
 
     def log(self, values: Record) -> None:
         """Values that go with the next record."""
-        self._logged.update(values)
+        self._logged = {**self._logged, **values}  # the dict of before may be on its way
 
     def add(self, make: Callable[[], Record]) -> None:
         """The record is made by the thread that writes."""
-        logged, self._logged = self._logged, {}
+        logged = self._logged
+        if logged:
+            self._logged = {}
         self._waiting.append((make, logged))
+
+    @property
+    def open(self) -> bool:
+        """False once it is closed, and in a process that its own has forked."""
+        return not self._ended and os.getpid() == self._pid
 
     def close(self) -> None:
         """Write what waits, for some seconds at most."""
-        if self._ended or os.getpid() != self._pid:  # a process that this one has forked
+        if not self.open:
             return
         for source in list(self._sources):
             source.record_last()

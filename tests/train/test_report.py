@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -121,6 +122,30 @@ def test_nothing_is_told_under_join_and_it_goes_on_after_it() -> None:
     (step, first), (_, second) = run_ranks(count_steps_under_join, world_size=2, backend="ring")
     assert second - first == 3
     assert step == 7 + 4 + 3  # the tenth of those outside
+
+
+def train_in_a_function(parent: str) -> list[int]:
+    from ringdp.diagnosis.records import step_records
+
+    def main() -> None:
+        model, optimizer, _ = made()
+        steps(model, optimizer, 5)
+
+    folder = Path(parent) / str(default_group().rank())
+    step_records.cache_clear()
+    with mock.patch.dict(os.environ, {"RINGDP_METRICS_DIR": str(folder)}):
+        main()
+        gc.collect()
+        records = step_records()
+        assert records is not None
+        records.close()
+    step_records.cache_clear()
+    (file,) = folder.glob("rank_*.jsonl")
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_the_last_step_of_a_model_that_is_gone_has_its_metrics(tmp_path: Path) -> None:
+    assert run_ranks(train_in_a_function, str(tmp_path), world_size=2, backend="ring") == [[1, 2, 3, 4, 5]] * 2
 
 
 def end_at(count: int) -> None:

@@ -26,6 +26,7 @@ class BetweenSteps {
   // ---- At a forward. True: the plan of the buckets is another one.
   void follow_requires_grad();
   bool follow_learned_order();
+  bool set_caps(std::vector<std::size_t> caps_bytes);
   // Its batch weighs that much; see GradientWeights.
   void announce_weight(double weight, bool sync);
   void repeat_batch() { layout_.weights.repeat(); }

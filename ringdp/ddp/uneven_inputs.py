@@ -1,0 +1,49 @@
+"""The part of RingDP for uneven inputs (torch's Join): a rank without input repeats the others' collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ringdp.ddp.batch_weight import WeightedModule
+from ringdp.ddp.bucket_layout import LayoutChoice
+from ringdp.ddp.dtensors import ShardedParameters
+
+
+class UnevenInputs(WeightedModule, DistributedDataParallel):
+    """What torch's Join calls, on ranks with input and without. Owner, thread: the wrapper's."""
+
+    reducer: Any
+    _sharded: ShardedParameters | None
+    _layout_choice: LayoutChoice | None
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        """As torch's; a rank without input learns how many have some, which its part of a compressed bucket needs."""
+        if self._layout_choice is not None:
+            self._layout_choice.settle()  # all ranks come by here before the first step under Join
+        syncs = float(not is_joined_rank and self.require_backward_grad_sync)
+        ranks = torch.full((1,), syncs, device=self.device)
+        work = dist.all_reduce(ranks, group=self.process_group, async_op=True)
+        if not is_joined_rank:
+            return work
+        assert work is not None
+        work.wait()
+        with_input = int(ranks.item())
+        self.reducer.shadow_with(self.process_group.size() if self._divide_by_initial_world_size else with_input)
+        return with_input != 0
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self._shadow_weight()
+        super()._match_all_reduce_for_bwd_pass()
+        self.reducer.shadow_used_map()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
+            super()._sync_final_model(is_last_joiner)
