@@ -21,6 +21,7 @@ import allreduce  # noqa: E402
 import auto_compression  # noqa: E402
 import bucket_sizes  # noqa: E402
 import checksum  # noqa: E402
+import churn  # noqa: E402
 import compression_plots  # noqa: E402
 import compression_quality  # noqa: E402
 import elastic  # noqa: E402
@@ -50,6 +51,7 @@ TOOLS = (
     auto_compression,
     bucket_sizes,
     checksum,
+    churn,
     compression_plots,
     compression_quality,
     elastic,
@@ -79,7 +81,7 @@ DOCUMENTS = {
     "docs/lab/benchmarks.md": 3,
     "docs/how-to/compression.md": 0,
     "docs/lab/compression_measured.md": 3,
-    "docs/lab/elastic.md": 1,
+    "docs/lab/elastic.md": 2,
     "docs/lab/far_apart.md": 1,
 }
 """And how many commands of benchmarks each has at least."""
@@ -105,6 +107,8 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("checksum.py", "--ranks 1", "at least two are needed"),
         ("reconfigure.py", "--ranks 1", "at least two ranks"),
         ("elastic.py", "--losses 1", "at least two ranks"),
+        ("churn.py", "--ranks 1", "at least two ranks"),
+        ("churn.py", "--faults flood", "'flood' is not known: choose from kill,"),
         ("startup.py", "--ranks 2,0", "at least one is needed"),
         ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
         ("kvstore.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt, small"),
