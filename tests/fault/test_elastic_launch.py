@@ -36,6 +36,30 @@ TRAIN = """
 """
 
 
+IN_BACKWARD = """
+    import time
+    import torch
+    import ringdp
+
+    def refuse(gradient):
+        raise ValueError("a gradient of another size")
+
+    ringdp.init()
+    place = ringdp.rank()
+    torch.manual_seed(1)
+    model = ringdp.RingDP(torch.nn.Sequential(torch.nn.Linear(10, 64), torch.nn.Linear(64, 6000)))
+    for step in range(6):
+        if step == 3 and place == 1:
+            model.module[0].weight.register_hook(refuse)
+        loss = model(torch.full((4, 10), float(place + step))).square().mean()
+        if step == 3 and place != 1:
+            time.sleep(1.0)  # the last layer's bucket of place 1 is in flight when its backward raises
+        loss.backward()
+        model.zero_grad()
+    print(f"place {place} is rank {ringdp.rank()} of {ringdp.world_size()}")
+"""
+
+
 def run(jobs: list[Job], folder: Path, *arguments: str | Path) -> Job:
     job = Job(folder, *arguments)
     jobs.append(job)
@@ -59,6 +83,17 @@ def test_a_killed_rank_and_one_that_raises_do_not_end_the_job(tmp_path: Path, jo
     )
     said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
     assert said == ["place 1 is rank 0 of 2", "place 3 is rank 1 of 2"]
+
+
+def test_a_rank_that_raises_while_its_buckets_are_in_flight_is_lost_to_the_others(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", "--console", "all", script(tmp_path, IN_BACKWARD))
+    assert job.process.returncode == 0, job.err
+    words = "its program ended by ValueError: a gradient of another size"
+    assert len(re.findall(rf"rank 1 \(host .*\) was lost .*{words}.*step 4 was made again", job.err)) == 2, job.err
+    said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
+    assert said == ["place 0 is rank 0 of 2", "place 2 is rank 1 of 2"]
 
 
 def test_when_all_fail_the_job_has_failed(tmp_path: Path, jobs: list[Job]) -> None:

@@ -239,13 +239,12 @@ void Engine::shut_down() {
   if (fork_generation() != generation_) return;
   role_.run([this] {
     progress_.take_inbox();
-    Error failure(ErrorKind::kState, "rank " + std::to_string(rank()) + " shut down while operations were in flight");
-    failures_.fail_all(std::vector<GroupPtr>(groups_.busy()), failure);
     std::string reason;
     {
       MutexLock lock(role_.mutex());
       reason = farewell_;
     }
+    failures_.leave(std::vector<GroupPtr>(groups_.busy()), reason);
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
     say_goodbye(links_, reason, deadline);
     while (copies_.under_way() && !deadline.expired()) {

@@ -30,6 +30,10 @@ AbortNotice notice_of(const Error& error) {
   return notice;
 }
 
+std::string departure_text(const std::string& reason) {
+  return "it left the job" + (reason.empty() ? "" : ": " + reason);
+}
+
 }  // namespace
 
 FailureAgreement::FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, int64_t listen_ms,
@@ -247,6 +251,27 @@ void FailureAgreement::fail_all(const std::vector<GroupPtr>& groups, const Error
   for (const GroupPtr& group : groups) fail(*group, error);
 }
 
+void FailureAgreement::leave(const std::vector<GroupPtr>& groups, const std::string& reason) {
+  role_.assert_held();
+  const Error here(ErrorKind::kState,
+                   "rank " + std::to_string(peers_.rank()) + " shut down while operations were in flight");
+  for (const GroupPtr& group : groups) {
+    if (groups_.failure_of(*group)) continue;
+    AbortNotice notice = notice_of(here);
+    notice.kind = ErrorKind::kPeerLost;
+    notice.guilty_rank = notice.found_by = peers_.rank();
+    std::string during;
+    if (const InFlight* oldest = group->oldest(); oldest != nullptr) {
+      notice.sequence = oldest->sequence();
+      during = " during " + oldest->work->text();
+    }
+    notice.text = "lost " + peers_.info(peers_.rank()).text() + during + ": " + departure_text(reason) +
+                  "; look at that rank's own log for the reason";
+    notify_members(*group, notice);
+    fail_quietly(*group, here, notice);
+  }
+}
+
 // The members know it already.
 void FailureAgreement::fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice) {
   std::exception_ptr failure = std::make_exception_ptr(error);
@@ -301,9 +326,7 @@ Error FailureAgreement::explain_departure(const GroupState& group, int peer) con
     const bool told = loss->kind() == ErrorKind::kHandshake && links_[peer]->broken();  // there never was a connection
     return told ? *loss : explain_loss(group, peer, *loss);
   }
-  const std::string& reason = farewells_[peer];
-  return explain_loss(group, peer,
-                      Error(ErrorKind::kPeerLost, "it left the job" + (reason.empty() ? "" : ": " + reason)));
+  return explain_loss(group, peer, Error(ErrorKind::kPeerLost, departure_text(farewells_[peer])));
 }
 
 }  // namespace ringdp

@@ -44,6 +44,9 @@ class FailureAgreement {
   // At once, and the members are told: this rank ends the group, nobody can know an earlier cause.
   void fail(GroupState& group, const Error& error);
   void fail_all(const std::vector<GroupPtr>& groups, const Error& error);
+  // This rank leaves while these groups have operations in flight: here they end as shut down, and the members are told that
+  // this rank is lost to them. `reason`: of its goodbye.
+  void leave(const std::vector<GroupPtr>& groups, const std::string& reason);
   void forget_queued();
 
   // The link to the peer has thrown. It is closed, unless it is damaged.
