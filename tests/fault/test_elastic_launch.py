@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -85,12 +86,25 @@ def test_a_killed_rank_and_one_that_raises_do_not_end_the_job(tmp_path: Path, jo
     assert said == ["place 1 is rank 0 of 2", "place 3 is rank 1 of 2"]
 
 
+CAUSES = {
+    "": "its program ended by ValueError: a gradient of another size",
+    "ringdp.shutdown()": "its process group was destroyed",
+    "torch.distributed.destroy_process_group()": "its process group was destroyed",
+}
+
+
+@pytest.mark.parametrize("last", CAUSES, ids=["nothing", "shutdown", "destroy"])
 def test_a_rank_that_raises_while_its_buckets_are_in_flight_is_lost_to_the_others(
-    tmp_path: Path, jobs: list[Job]
+    tmp_path: Path, jobs: list[Job], last: str
 ) -> None:
-    job = run(jobs, tmp_path, "--elastic", "-n", "3", "--console", "all", script(tmp_path, IN_BACKWARD))
+    """Also where a `finally` of the script ends the group."""
+    text = textwrap.dedent(IN_BACKWARD)
+    if last:
+        head, training = text.split("for step in", 1)
+        text = f"{head}try:\n{textwrap.indent('for step in' + training, '    ')}finally:\n    {last}\n"
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", "--console", "all", script(tmp_path, text))
     assert job.process.returncode == 0, job.err
-    words = "its program ended by ValueError: a gradient of another size"
+    words = CAUSES[last]
     assert len(re.findall(rf"rank 1 \(host .*\) was lost .*{words}.*step 4 was made again", job.err)) == 2, job.err
     said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
     assert said == ["place 0 is rank 0 of 2", "place 2 is rank 1 of 2"]

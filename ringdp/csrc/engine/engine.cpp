@@ -102,10 +102,13 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
     GroupPtr group = groups_.find(id);
     if (!group) return;
     progress_.take_inbox();
-    bool in_flight = !group->idle();
-    Error error(ErrorKind::kState, "the process group was " + how + " on rank " + std::to_string(rank()) +
-                                       " while operations were in flight");
-    if (in_flight) failures_.fail(*group, error);
+    const bool in_flight = !group->idle();
+    if (in_flight && group->outlives_losses) {  // the job goes on without this rank
+      failures_.leave({group}, "its process group was " + how);
+    } else if (in_flight) {
+      failures_.fail(*group, Error(ErrorKind::kState, "the process group was " + how + " on rank " +
+                                                          std::to_string(rank()) + " while operations were in flight"));
+    }
     links_.discard_group(id, group->view.members);
     groups_.remove(id);
     recorder_.remove_group(id);
