@@ -13,9 +13,10 @@ to a random rank, `first` to rank 0, `two` to two at once, `repair` to one and t
 
 After each job, of what its ranks have written down: a step that counts has the same gradients and parameters, to the
 bit, on all ranks, dead ones included; its mean is exactly the one of the members of one view, computed without RingDP
-(not asked of the kinds `samples` and `int8`, whose means are rounded); no rank leaves out a step; all go through the same views; each change is one line, which says what has become of the
-step; descriptors do not grow; the exit code is 0; no process and no temporary file is left. A rank that does not go on
-within --patience seconds after a fault is a hang: its stacks are printed. The exit code is 1 if anything was wrong.
+(not asked of the kinds `samples` and `int8`, whose means are rounded); no rank leaves out a step; all go
+through the same views; each change is one line, which says what has become of the step; descriptors do
+not grow; the exit code is 0; no process and no temporary file is left. A rank that does not go on within --patience
+seconds after a fault is a hang: its stacks are printed. The exit code is 1 if anything was wrong.
 """
 
 from __future__ import annotations
