@@ -133,7 +133,8 @@ def train_in_a_function(parent: str) -> list[int]:
 
     folder = Path(parent) / str(default_group().rank())
     step_records.cache_clear()
-    with mock.patch.dict(os.environ, {"RINGDP_METRICS_DIR": str(folder)}):
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # which nobody asks: the ranks have met
+    with mock.patch.dict(os.environ, {"RINGDP_METRICS_DIR": str(folder), **where}):
         main()
         gc.collect()
         records = step_records()
