@@ -168,11 +168,11 @@ class Job:
             self.signal(other, signal.SIGKILL)
 
     def made_s(self, fault: Fault) -> float | None:
-        """From the fault until the last of those that live had a step without its victims."""
-        ends = []
+        """From the fault until the last of those that live had the first step behind which the victims are gone."""
+        ends, size = [], len(self.alive)
         for place in self.alive:
             told = self.told(place)
-            after = [step.at for step in told.steps if step.at > fault.at]
+            after = [step.at for step in told.steps if step.at > fault.at and step.size == size]
             if not after:
                 return None
             ends.append(after[0])
