@@ -103,12 +103,12 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
     if (!group) return;
     progress_.take_inbox();
     const bool in_flight = !group->idle();
-    if (in_flight && group->outlives_losses) {  // the job goes on without this rank
-      failures_.leave({group}, "its process group was " + how);
-    } else if (in_flight) {
-      failures_.fail(*group, Error(ErrorKind::kState, "the process group was " + how + " on rank " +
-                                                          std::to_string(rank()) + " while operations were in flight"));
-    }
+    const Error error(ErrorKind::kState, "the process group was " + how + " on rank " + std::to_string(rank()) +
+                                             " while operations were in flight");
+    if (in_flight && group->outlives_losses)
+      failures_.leave({group}, error, "its process group was " + how);  // the job goes on without this rank
+    else if (in_flight)
+      failures_.fail(*group, error);
     links_.discard_group(id, group->view.members);
     groups_.remove(id);
     recorder_.remove_group(id);
@@ -247,7 +247,8 @@ void Engine::shut_down() {
       MutexLock lock(role_.mutex());
       reason = farewell_;
     }
-    failures_.leave(std::vector<GroupPtr>(groups_.busy()), reason);
+    Error failure(ErrorKind::kState, "rank " + std::to_string(rank()) + " shut down while operations were in flight");
+    failures_.leave(std::vector<GroupPtr>(groups_.busy()), failure, reason);
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
     say_goodbye(links_, reason, deadline);
     while (copies_.under_way() && !deadline.expired()) {

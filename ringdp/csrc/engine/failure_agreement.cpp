@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kListenForReasonMs = 100;  // why a connection ended
 constexpr int64_t kNameMs = 1000;            // for the other side's name of an operation
+constexpr const char* kLookAtItsLog = "look at that rank's own log for the reason";
 
 bool earlier(const AbortNotice& a, const AbortNotice& b) {
   auto key = [](const AbortNotice& it) {
@@ -32,6 +33,16 @@ AbortNotice notice_of(const Error& error) {
 
 std::string departure_text(const std::string& reason) {
   return "it left the job" + (reason.empty() ? "" : ": " + reason);
+}
+
+// What the group was doing, in words, and the rest of it in the context.
+std::string note_oldest(const GroupState& group, ErrorContext& context) {
+  const InFlight* oldest = group.oldest();
+  if (oldest == nullptr) return "between operations";
+  context.operation = oldest->work->text();
+  context.sequence = static_cast<int64_t>(oldest->sequence());
+  context.name = oldest->operation->identity().name;
+  return "during " + context.operation;
 }
 
 }  // namespace
@@ -239,36 +250,28 @@ void FailureAgreement::notify_members(const GroupState& group, const AbortNotice
   }
 }
 
-void FailureAgreement::fail(GroupState& group, const Error& error) {
+void FailureAgreement::fail(GroupState& group, const Error& error) { fail(group, error, notice_of(error)); }
+
+void FailureAgreement::fail(GroupState& group, const Error& error, const AbortNotice& told) {
   role_.assert_held();
   if (groups_.failure_of(group)) return;
-  const AbortNotice notice = notice_of(error);
-  notify_members(group, notice);
-  fail_quietly(group, error, notice);
+  notify_members(group, told);
+  fail_quietly(group, error, told);
 }
 
 void FailureAgreement::fail_all(const std::vector<GroupPtr>& groups, const Error& error) {
   for (const GroupPtr& group : groups) fail(*group, error);
 }
 
-void FailureAgreement::leave(const std::vector<GroupPtr>& groups, const std::string& reason) {
-  role_.assert_held();
-  const Error here(ErrorKind::kState,
-                   "rank " + std::to_string(peers_.rank()) + " shut down while operations were in flight");
+void FailureAgreement::leave(const std::vector<GroupPtr>& groups, const Error& error, const std::string& reason) {
+  const PeerInfo& self = peers_.self();
   for (const GroupPtr& group : groups) {
-    if (groups_.failure_of(*group)) continue;
-    AbortNotice notice = notice_of(here);
-    notice.kind = ErrorKind::kPeerLost;
-    notice.guilty_rank = notice.found_by = peers_.rank();
-    std::string during;
-    if (const InFlight* oldest = group->oldest(); oldest != nullptr) {
-      notice.sequence = oldest->sequence();
-      during = " during " + oldest->work->text();
-    }
-    notice.text = "lost " + peers_.info(peers_.rank()).text() + during + ": " + departure_text(reason) +
-                  "; look at that rank's own log for the reason";
-    notify_members(*group, notice);
-    fail_quietly(*group, here, notice);
+    ErrorContext context;
+    self.fill_self(context);
+    self.fill_peer(context);
+    const std::string during = note_oldest(*group, context);
+    const std::string text = "lost " + self.text() + " " + during + ": " + departure_text(reason);
+    fail(*group, error, notice_of(Error(ErrorKind::kPeerLost, text + "; " + kLookAtItsLog, context)));
   }
 }
 
@@ -286,17 +289,10 @@ Error FailureAgreement::explain_loss(const GroupState& group, int peer, const Er
   peers_.self().fill_self(context);
   peers_.info(peer).fill_peer(context);
   if (context.cause.empty()) context.cause = cause.what();
-  if (context.advice.empty()) context.advice = "look at that rank's own log for the reason";
-  std::string during = "between operations";
-  if (const InFlight* oldest = group.oldest(); oldest != nullptr) {
-    const InFlight& in_flight = *oldest;
-    context.operation = in_flight.work->text();
-    context.sequence = static_cast<int64_t>(in_flight.sequence());
-    context.name = in_flight.operation->identity().name;
-    during = "during " + in_flight.work->text();
-    if (std::string waiting = in_flight.operation->waiting_for(); !waiting.empty())
-      during += ", waiting for " + waiting;
-  }
+  if (context.advice.empty()) context.advice = kLookAtItsLog;
+  std::string during = note_oldest(group, context);
+  if (const InFlight* oldest = group.oldest(); oldest != nullptr)
+    if (std::string waiting = oldest->operation->waiting_for(); !waiting.empty()) during += ", waiting for " + waiting;
   return Error(ErrorKind::kPeerLost,
                "rank " + std::to_string(peers_.rank()) + " (host " + context.host + ") lost " +
                    peers_.info(peer).text() + " " + during + ": Connection closed by peer: " + context.cause + "; " +
@@ -306,13 +302,7 @@ Error FailureAgreement::explain_loss(const GroupState& group, int peer, const Er
 
 Error FailureAgreement::explain_damage(const GroupState& group, int peer, const Error& cause) const {
   ErrorContext context = cause.context();
-  std::string during = "between operations";
-  if (const InFlight* oldest = group.oldest(); oldest != nullptr) {
-    context.operation = oldest->work->text();
-    context.sequence = static_cast<int64_t>(oldest->work->sequence());
-    context.name = oldest->operation->identity().name;
-    during = "during " + oldest->work->text();
-  }
+  const std::string during = note_oldest(group, context);
   return Error(ErrorKind::kDamaged,
                "rank " + std::to_string(peers_.rank()) + " (host " + context.host + ") received damaged bytes from " +
                    peers_.info(peer).text() + " " + during + ": " + context.cause + "; " + context.advice,

@@ -44,9 +44,9 @@ class FailureAgreement {
   // At once, and the members are told: this rank ends the group, nobody can know an earlier cause.
   void fail(GroupState& group, const Error& error);
   void fail_all(const std::vector<GroupPtr>& groups, const Error& error);
-  // This rank leaves while these groups have operations in flight: here they end as shut down, and the members are told that
+  // This rank leaves while these groups have operations in flight: here they end by `error`, and the members are told that
   // this rank is lost to them. `reason`: of its goodbye.
-  void leave(const std::vector<GroupPtr>& groups, const std::string& reason);
+  void leave(const std::vector<GroupPtr>& groups, const Error& error, const std::string& reason);
   void forget_queued();
 
   // The link to the peer has thrown. It is closed, unless it is damaged.
@@ -81,6 +81,7 @@ class FailureAgreement {
   void make_pending(const GroupPtr& group, Failure failure, int64_t ms, std::optional<Disagreement> unnamed)
       RINGDP_REQUIRES(role_);
   void defer(const GroupPtr& group, Failure failure) RINGDP_REQUIRES(role_);
+  void fail(GroupState& group, const Error& error, const AbortNotice& told);  // by `error` here, by `told` elsewhere
   void fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice) RINGDP_REQUIRES(role_);
   void notify_members(const GroupState& group, const AbortNotice& notice);
   bool notifies(const GroupState& group, int member) const;
