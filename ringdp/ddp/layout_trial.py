@@ -81,15 +81,15 @@ class Trial:
         """What the step that follows so many has."""
         if self.chosen is not None:
             return self.chosen
-        position = steps - self._first
-        return self._order[position // BLOCK_STEPS] if 0 <= position < self._steps else 0
+        block = (steps - self._first) // BLOCK_STEPS
+        return self._blocks[block].layout if 0 <= block < len(self._blocks) else 0
 
     def heard(self, costs: Mapping[int, float], steps: int) -> None:
         """What some steps took, in seconds, by their numbers; so many are over."""
         if self.chosen is not None:
             return
         self._costs.update(costs)
-        if max(self._costs, default=0) < self._first + self._steps:
+        if max(self._costs, default=0) < self._first + len(self._blocks) * BLOCK_STEPS:
             return
         if any(not self._counted(block) for block in self._blocks):
             self._keep(0, "not all layouts were measured")
@@ -103,8 +103,7 @@ class Trial:
         self._keep(0, reason)
 
     def _lay_out(self, order: Sequence[int], steps: int) -> None:
-        self._order, self._first, self._steps = tuple(order), steps, len(order) * BLOCK_STEPS
-        self._blocks = []
+        self._first, self._blocks = steps, []
         for turn, layout in enumerate(order):
             first = steps + 1 + turn * BLOCK_STEPS
             self._blocks.append(_Block(layout, tuple(range(first + _SKIPPED, first + BLOCK_STEPS))))
