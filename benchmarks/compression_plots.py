@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pictures import pyplot
 from time_to_loss import WINDOW, seconds_until, smooth
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "plots"
@@ -84,20 +85,14 @@ PLOTS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        import matplotlib
-    except ImportError:
-        print("compression_plots.py: matplotlib is missing: pip install -r requirements/plots.txt", file=sys.stderr)
+    plt = pyplot("compression_plots.py")
+    if plt is None:
         return 2
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "ringdp"  # the same picture is the same file
     source = args.folder / f"{args.plot}.json"
     if not source.exists():
         print(f"compression_plots.py: nothing was measured yet: {source} is not there", file=sys.stderr)
         return 2
-    figure = PLOTS[args.plot](json.loads(source.read_text(encoding="utf-8")), pyplot)
+    figure = PLOTS[args.plot](json.loads(source.read_text(encoding="utf-8")), plt)
     figure.tight_layout()
     path = args.folder / f"{args.plot}.svg"
     figure.savefig(path, metadata={"Date": None})

@@ -32,6 +32,7 @@ import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from measure import format_size, format_time, table
+from session import slowest
 
 import ringdp
 from ringdp import config
@@ -43,18 +44,11 @@ MIXED_COUNTS = (1, 1000, 20_000, 300_000, 1_000_000)  # of --minutes, float32
 LONGEST_REST_S = 5.0
 
 
-def slower(seconds: float, group: dist.ProcessGroup) -> float:
-    """The same on all ranks."""
-    told = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    return told.item()
-
-
 def timed(call: Callable[[], object], group: dist.ProcessGroup) -> float:
     dist.barrier(group)
     began = time.perf_counter()
     call()
-    return slower(time.perf_counter() - began, group)
+    return slowest(time.perf_counter() - began, group)
 
 
 def one_way(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -110,7 +104,7 @@ def soak(group: dist.ProcessGroup, minutes: float, seed: int) -> dict[str, float
             calls += 1
         more[0] = 1.0 if time.monotonic() < end else 0.0
         dist.broadcast(more, group_src=0, group=group)
-    return {"calls": calls, "slowest_s": slower(slowest_s, group)}
+    return {"calls": calls, "slowest_s": slowest(slowest_s, group)}
 
 
 def echo(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
@@ -141,11 +135,11 @@ def beside_bulk(group: dist.ProcessGroup, size: int, calls: int) -> tuple[list[f
     beside = []
     for _ in range(calls):
         seconds = echo(small, other)
-        if slower(float(work.is_completed()), other):
+        if slowest(float(work.is_completed()), other):
             break  # nothing was beside it any more
         beside.append(seconds)
     work.wait()
-    return alone, beside, slower(time.perf_counter() - began, other)
+    return alone, beside, slowest(time.perf_counter() - began, other)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

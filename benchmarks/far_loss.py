@@ -29,6 +29,7 @@ import session
 import torch
 import torch.distributed as dist
 from measure import machine, table
+from pictures import pyplot
 from quality_runs import gpt_loss, small_gpt_options, text, unseen_nats, windows_of
 from ranks import RanksFailed
 from torch import nn
@@ -103,13 +104,9 @@ def pace_of(way: str) -> float:
         at = time.perf_counter()
         one.step()
         times.append(time.perf_counter() - at)
-        over = torch.tensor([time.perf_counter() - began])
         if len(times) % every == 0:  # the ranks end together
-            dist.all_reduce(over, op=dist.ReduceOp.MAX)
-            began = time.perf_counter() - over.item()
-    mean = torch.tensor([statistics.fmean(times)], dtype=torch.float64)
-    dist.all_reduce(mean, op=dist.ReduceOp.MAX)
-    return mean.item()
+            began = time.perf_counter() - session.slowest(time.perf_counter() - began)
+    return session.slowest(statistics.fmean(times))
 
 
 def keep(path: Path, kind: str, found: dict[str, Any]) -> None:
@@ -169,17 +166,11 @@ def pace(args: argparse.Namespace) -> int:
 
 
 def draw(path: Path) -> int:
-    try:
-        import matplotlib
-    except ImportError:
-        print("far_loss.py: matplotlib is missing: pip install -r requirements/plots.txt", file=sys.stderr)
+    plt = pyplot("far_loss.py")
+    if plt is None:
         return 2
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "ringdp"  # the same picture is the same file
     kept = json.loads(path.read_text(encoding="utf-8"))
-    figure, axis = pyplot.subplots(figsize=(7, 4.5))
+    figure, axis = plt.subplots(figsize=(7, 4.5))
     rates = sorted(kept["pace"], key=float)
     for (way, its), colour in zip(kept["steps"].items(), COLOURS, strict=False):
         steps, last = its["seen"][-1]

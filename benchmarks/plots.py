@@ -24,6 +24,7 @@ from ceiling import CeilingUnavailable
 from goodput import NoGoodput
 from hosts import HostsError
 from measure import format_size
+from pictures import pyplot
 from ranks import RanksFailed
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "plots"
@@ -163,15 +164,9 @@ def results_for(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        import matplotlib
-    except ImportError:
-        print("plots.py: matplotlib is missing: pip install -r requirements/plots.txt", file=sys.stderr)
+    plt = pyplot("plots.py")
+    if plt is None:
         return 2
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "ringdp"  # the same picture is the same file
     try:
         results = results_for(args)
     except (session.Unavailable, HostsError, NoGoodput, CeilingUnavailable) as error:
@@ -186,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not results:
         print("plots.py: nothing was measured yet: run `plots.py busbw` and `plots.py hosts` first", file=sys.stderr)
         return 2
-    figure = PLOTS[args.plot][1](results, pyplot)
+    figure = PLOTS[args.plot][1](results, plt)
     figure.tight_layout()
     path = args.folder / f"{args.plot}.svg"
     figure.savefig(path, metadata={"Date": None})

@@ -255,11 +255,11 @@ def join(path: str) -> Joined:
     )
 
 
-def slowest(seconds: float) -> float:
-    """The most of what the ranks give; all of them call it, after `join`."""
+def slowest(seconds: float, group: Any = None) -> float:
+    """The most of what the ranks give; all of them call it, after `join`. `group`: whose; the default group's."""
     import torch
     import torch.distributed as dist
 
     most = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return most.item()
