@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import logging
 import shutil
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -33,3 +36,21 @@ def need_entry_points() -> None:
     """Skip where ringdp is run from its checkout without being installed, so that torch cannot find it by itself."""
     if not any(point.name == "ringdp" for point in importlib.metadata.entry_points(group="torch.backends")):
         pytest.skip("ringdp is not installed (pip install --no-build-isolation -e .)")
+
+
+@contextlib.contextmanager
+def logged(name: str, level: int | None = None) -> Iterator[list[str]]:
+    """What the logger of this name says meanwhile; from that level on, or from the level that it has."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(name)
+    before = log.level
+    log.addHandler(handler)
+    if level is not None:
+        log.setLevel(level)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

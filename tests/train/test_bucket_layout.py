@@ -21,6 +21,7 @@ from torch.distributed.algorithms.join import Join
 from ringdp.ddp import bucket_layout, layout_trial
 from ringdp.diagnosis.window import Window
 from ringdp.errors import InvalidArgumentError, MismatchError
+from tests.helpers import logged
 from tests.train.harness import RankFailed, default_group, ring_is_built, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -98,24 +99,10 @@ def more(buckets: int) -> float:
     return 2.0 - 0.05 * buckets
 
 
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("ringdp.bucket_layout")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-
-
 def choose() -> list[Any]:
     found: list[Any] = []
     for cost in (fewer, more, lambda _: 1.0):
-        with small_buckets(cost) as had, logged() as lines:
+        with small_buckets(cost) as had, logged("ringdp.bucket_layout", logging.INFO) as lines:
             model, optimizer, _ = made()
             train(model, optimizer, had)
             found.append((had, model.stats().layout, model.report().layout, lines, str(model.report())))

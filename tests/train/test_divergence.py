@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import MismatchError
+from tests.helpers import logged
 from tests.train.harness import RankFailed, backends, default_group, ring_is_built, run_outcomes, run_ranks
 from tests.train.models import Tied, convolutional, mlp
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+LOG = ("ringdp.divergence", logging.INFO)
 
 
 def wrapped(module: nn.Module, **options: Any) -> Any:
@@ -47,23 +47,6 @@ def flip(tensor: Tensor, bit: int = 0) -> None:
     with torch.no_grad():
         flat = tensor.view(-1)[-1:].view(torch.int32)
         flat ^= 1 << bit
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """What the guard logs, at any level."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("ringdp.divergence")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 def found_after(every: int, guilty: int, when: int, name: str, bit: int) -> tuple[int, str, Any]:
@@ -132,7 +115,7 @@ def test_every_place_is_found_within_the_steps() -> None:
 def warned(action: str, rate: float = 0.01) -> tuple[list[str], list[Tensor]]:
     model = wrapped(mlp(), guard_every=4, on_divergence=action)
     optimizer = torch.optim.SGD(model.parameters(), rate)
-    with logged() as lines:
+    with logged(*LOG) as lines:
         for number in range(30):
             step(model, optimizer, number)
             if number == 5 and default_group().rank() == 0:
@@ -242,7 +225,7 @@ def quiet(case: str) -> list[str]:
 
     options: dict[str, Any] = {"guard_every": 3, "on_divergence": "raise"}
     rank = default_group().rank()
-    with logged() as lines:
+    with logged(*LOG) as lines:
         module: nn.Module = mlp()
         if case in ("buffers", "broadcast"):
             module = WithBuffers()
@@ -345,7 +328,7 @@ def joining() -> None:
 
     model = wrapped(mlp(), guard_every=3, on_divergence="raise")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with logged() as lines:
+    with logged(*LOG) as lines:
         for number in range(8):
             step(model, optimizer, number)
         for _ in range(2):
@@ -531,7 +514,7 @@ def by_default(options: dict[str, Any], guilty: int, when: int, steps: int) -> t
     model = wrapped(mlp(), **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     found = 0
-    with logged() as lines:
+    with logged(*LOG) as lines:
         for number in range(steps):
             if number == when and default_group().rank() == guilty:
                 flip(model.module[2].weight, 5)
@@ -581,7 +564,7 @@ def hooked(name: str) -> tuple[bool, list[str]]:
         state = local_sgd.PostLocalSGDState(None, alone, start_localSGD_iter=5)
     model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with logged() as lines:
+    with logged(*LOG) as lines:
         for number in range(60):
             step(model, optimizer, number)
         different = len({float(one) for one in _sums(model)}) > 1
@@ -612,7 +595,7 @@ def normal_by_default(case: str) -> list[str]:
     module: nn.Module = WithBuffers() if case == "buffers" else mlp()
     model = wrapped(module, broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    with logged() as lines:
+    with logged(*LOG) as lines:
         for number in range(130):
             if case == "one rank looks" and rank == 0:
                 model(batch(0, number))  # records gradients, and has no backward

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import json
-import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+from tests.helpers import logged
 from tests.train.harness import RankFailed, default_group, ring_is_built, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -52,19 +50,6 @@ class SlowModule(nn.Module):
         return self.layers(Sleeper.apply(x.requires_grad_(), self.backward_s))
 
 
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("ringdp.report")
-    log.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-
-
 def steps(model: Any, optimizer: Any, count: int, between_s: float = 0.0) -> None:
     for _ in range(count):
         time.sleep(between_s)
@@ -87,7 +72,7 @@ def name_the_slow_rank() -> list[tuple[Any, ...]]:
         model, optimizer, module = made()
         if rank == 1 and phase != "between":
             setattr(module, f"{phase}_s", SLEEP_S)
-        with logged() as lines:
+        with logged("ringdp.report") as lines:
             steps(model, optimizer, 12, SLEEP_S if rank == 1 and phase == "between" else 0.0)
             report = model.report()
         verdict, row = report.verdict, report.ranks[0]
