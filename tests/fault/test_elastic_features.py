@@ -65,7 +65,7 @@ def test_hooks_of_one_operation(tmp_path: Path, hook: str) -> None:
 
 @pytest.mark.parametrize("phase", ENDS)
 def test_reports_and_the_guard_go_on(tmp_path: Path, phase: str) -> None:
-    more = 510 if phase == "last bucket" else 0  # the guard needs so many to see each parameter
+    more = jobs.GUARDED_WITHIN + 10 if phase == "last bucket" else 0  # the guard needs them to see each parameter
     outcomes = run_outcomes(jobs.reports, str(tmp_path), Death(1, 5, phase), more, world_size=3, backend=None)
     for outcome in outcomes:
         assert outcome.rank == 1 or outcome.text is None, outcome.text

@@ -102,7 +102,8 @@ async def attack(port: int, job: bytes, strangers: int) -> None:
 
 
 def resources() -> dict[str, int]:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    pages = resident - shared  # without the code, of which more is read in as it runs
     return {"descriptors": len(os.listdir("/proc/self/fd")), "kib": pages * os.sysconf("SC_PAGE_SIZE") // 1024}
 
 
@@ -174,7 +175,7 @@ def test_ten_thousand_strangers(server: RankServer, tmp_path: Path) -> None:
     assert max(seconds) < DROPPED_S + 0.5, "more than what each is given, and the time of a busy machine"
     told = json.loads(first.text)
     assert told["after"]["descriptors"] <= told["before"]["descriptors"] + 1  # the store's
-    assert told["after"]["kib"] < told["before"]["kib"] + 4096
+    assert told["after"]["kib"] < told["before"]["kib"] + 2048
     lines = told["lines"]
     assert lines, "the refusals are logged"
     assert len(lines) <= 2 + (lines[-1] - lines[0]), "one a second"
