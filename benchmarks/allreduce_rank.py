@@ -19,7 +19,7 @@ from measure import Summary, format_size, percentile
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-MIN_CALLS, MAX_CALLS = 3, 1000  # of one backend in one block
+MIN_CALLS, MAX_CALLS = 3, 20_000  # of one backend in one block
 GROWTH_BITS = 100  # repeated in place, a sum grows by the number of ranks each time; float32 has 127 bits of exponent
 
 Timed = Callable[[Tensor, int], list[float]]  # so many calls in place, and the seconds of each

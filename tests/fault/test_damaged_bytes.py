@@ -262,8 +262,8 @@ def test_a_bit_of_a_data_frame(size: int, place: str) -> None:
         again = ranks.groups(name="again")
         for rank, (error, seconds) in enumerate(ranks.errors(lambda rank: again[rank].barrier().wait())):
             assert seconds < SOON_S, rank
-            if rank == 2 and error is None:
-                continue  # both others had told it that they are there before they heard of each other
+            if rank >= 2 and error is None:
+                continue  # all others had told it that they are there before ranks 0 and 1 heard of each other
             assert isinstance(error, PeerLostError), rank
             assert "as it was sent" in str(error) or "as they were sent" in str(error), str(error)
 
