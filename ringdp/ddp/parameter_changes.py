@@ -123,7 +123,6 @@ class ChangingModule(CompressedModule):
     _snapshot: Any  # ringdp._C.ModuleSnapshot
     _broadcast_new: bool
 
-    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _follow_parameters(self) -> None:
         """The module has changed since the buckets were laid out: agree about that with all ranks, and lay out anew.
 
@@ -153,7 +152,6 @@ class ChangingModule(CompressedModule):
         found = self.reducer.find([one.parameter for one in after])
         return ParameterChanges.between(self._watched, after, found), after
 
-    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _refuse_changes_of_this_forward(self) -> None:
         """What forward itself replaced or added would get a gradient that is not averaged, and be stepped with it.
 

@@ -351,8 +351,9 @@ class RingDP(
         state.pop("_devices", None)  # of other ranks, maybe
         return state
 
-    # A step.
+    # A step. torch.compile over RingDP compiles the module and leaves out what is done around it.
 
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidStateError(
@@ -374,7 +375,6 @@ class RingDP(
         self._announce_weight(inputs, kwargs)
         return prepared
 
-    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _between_steps(self) -> None:
         """What looks at every step, where all ranks have the same buffers, and before the module's own operations."""
         if in_backward():
@@ -385,6 +385,7 @@ class RingDP(
         for listener in [] if self._has_joined else list(self._before_forward):
             listener()
 
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super()._post_forward(output)
