@@ -32,7 +32,15 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[1]
 ORIGINS = 2
 # A wrapper imports torch._dynamo, which takes as long as torch itself.
-PRELOADED = ("torch._dynamo", "torch.testing", "ringdp._C", "ringdp.ddp.wrapper", "ringdp.hooks", "ringdp.testing")
+PRELOADED = (
+    "torch._dynamo",
+    "torch.testing",
+    "ringdp._C",
+    "ringdp.ddp.wrapper",
+    "ringdp.hooks",
+    "ringdp.launcher.supervisor",
+    "ringdp.testing",
+)
 LARGEST = 1 << 17  # of a request, with its environment
 _PR_SET_PDEATHSIG = 1
 _STATUS = struct.Struct("i")

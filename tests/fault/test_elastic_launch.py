@@ -111,7 +111,7 @@ def test_a_rank_that_raises_while_its_buckets_are_in_flight_is_lost_to_the_other
 
 
 def test_when_all_fail_the_job_has_failed(tmp_path: Path, jobs: list[Job]) -> None:
-    job = run(jobs, tmp_path, "--elastic", "-n", "3", script(tmp_path, TRAIN), "all")
+    job = run(jobs, tmp_path, "--elastic", "-n", "2", script(tmp_path, TRAIN), "all")
     assert job.process.returncode == 1
     assert re.search(r"ringrun: FAILED after .*: rank \d on host \S+ ", job.err)
 

@@ -68,7 +68,7 @@ def test_the_same_script_sees_the_same_under_torchrun(tmp_path: Path, jobs: list
     flags = ("--standalone", "--nproc-per-node=2", "--role=trainer", "--max-restarts=2", path, "--lr", "0.1")
     environ = {"OMP_NUM_THREADS": "", "TMPDIR": str(tmp_path), "LOGLEVEL": ""}
     theirs = run(jobs, tmp_path / "torchrun", *flags, command=TORCHRUN, environ=environ)
-    ours = run(jobs, tmp_path / "ringrun", *flags, environ=environ)
+    ours = run(jobs, tmp_path / "ringrun", *flags, command=LAUNCH, environ=environ)
     for expected, actual in zip(reports(theirs.folder), reports(ours.folder), strict=True):
         wanted, found = expected["environ"], actual["environ"]
         assert {name: wanted[name] for name in SAME_AS_TORCHRUN} == {name: found[name] for name in SAME_AS_TORCHRUN}

@@ -11,6 +11,7 @@ import socket
 import struct
 import termios
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,12 @@ def assert_gone(job: Job) -> None:
     assert [p for p in temporary.iterdir() if p.name.startswith("ringdp-")] == []
 
 
-def start(jobs: list[Job], folder: Path, *arguments: str | Path, grace: str = "") -> Job:
+def start(
+    jobs: list[Job], folder: Path, *arguments: str | Path, grace: str = "", command: Sequence[str] | None = None
+) -> Job:
     (folder / "tmp").mkdir(exist_ok=True)
-    job = Job(folder, *arguments, environ={"TMPDIR": str(folder / "tmp"), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace})
+    environ = {"TMPDIR": str(folder / "tmp"), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace}
+    job = Job(folder, *arguments, command=command, environ=environ)
     jobs.append(job)
     return job
 
@@ -86,7 +90,7 @@ def test_second_ctrl_c_ends_at_once(tmp_path: Path, jobs: list[Job]) -> None:
 
 
 def test_while_importing(tmp_path: Path, jobs: list[Job]) -> None:
-    job = start(jobs, tmp_path, "--nproc-per-node", "2", script(tmp_path, STUBBORN))
+    job = start(jobs, tmp_path, "--nproc-per-node", "2", script(tmp_path, STUBBORN), command=LAUNCH)
     wait_until(
         lambda: "torch" in Path(f"/proc/{job.process.pid}/maps").read_text(), "torch being loaded", LOADING_LIMIT_S
     )

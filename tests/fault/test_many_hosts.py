@@ -34,6 +34,18 @@ TRAIN = """
         time.sleep(600)
     ringdp.shutdown()
 """
+# The same without torch, which takes seconds to import, and without a collective.
+ALONE = """
+    import os, pathlib, sys, time
+
+    rank = os.environ["RANK"]
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} has {os.environ.get('FOO')}", flush=True)
+    pathlib.Path(f"ready-{rank}").touch()
+    if sys.argv[1:] == [rank]:
+        raise ValueError("no labels")
+    if sys.argv[1:]:
+        time.sleep(600)
+"""
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,7 +98,7 @@ def test_ranks_on_two_hosts(tmp_path: Path, jobs: list[Job]) -> None:
 
 def test_a_good_end_is_one_line(tmp_path: Path, jobs: list[Job]) -> None:
     (tmp_path / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
-    job = start(jobs, tmp_path, "--hostfile", tmp_path / "hosts", script(tmp_path, TRAIN))
+    job = start(jobs, tmp_path, "--hostfile", tmp_path / "hosts", script(tmp_path, ALONE))
     assert job.wait() == 0, job.err
     assert job.out == "rank 0 of 2 has None\n"
     last = job.err.splitlines()[-1]
@@ -95,7 +107,7 @@ def test_a_good_end_is_one_line(tmp_path: Path, jobs: list[Job]) -> None:
 
 
 def test_one_verdict_for_the_job(tmp_path: Path, jobs: list[Job]) -> None:
-    job = start(jobs, tmp_path, "-H", "n1:1,n2:2", script(tmp_path, TRAIN), "2")
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:2", script(tmp_path, ALONE), "2")
     assert job.wait() == 1
     assert_gone(job, 1.0)
     lines = job.err.splitlines()
@@ -108,7 +120,7 @@ def test_one_verdict_for_the_job(tmp_path: Path, jobs: list[Job]) -> None:
 
 
 def test_nothing_starts_unless_all_can(tmp_path: Path, jobs: list[Job]) -> None:
-    path = script(tmp_path, TRAIN)
+    path = script(tmp_path, ALONE)
     job = start(jobs, tmp_path, "-H", "n1:1,n2:1", tmp_path / "nowhere.py")
     assert job.wait() == 1
     for host in ("n1", "n2"):
@@ -131,7 +143,7 @@ def test_nothing_starts_unless_all_can(tmp_path: Path, jobs: list[Job]) -> None:
 @pytest.mark.ci
 def test_a_host_that_hangs_at_login(tmp_path: Path, jobs: list[Job]) -> None:
     hangs = shlex.quote('if [ {host} = n2 ]; then exec sleep 600; fi; eval "$0"')
-    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", script(tmp_path, TRAIN), ssh=f"sh -c {hangs}")
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", script(tmp_path, ALONE), ssh=f"sh -c {hangs}")
     said = r"ringrun: waiting for an answer of n2, since \d+ s of at most 60 s"
     wait_until(lambda: re.search(said, job.err) is not None, "a word", 60)
     job.process.send_signal(signal.SIGINT)
@@ -162,7 +174,7 @@ def test_a_signal_sent_twice_at_once_is_one(tmp_path: Path, jobs: list[Job]) -> 
 
 
 def test_ctrl_c_and_sigkill_end_all_hosts(tmp_path: Path, jobs: list[Job]) -> None:
-    path = script(tmp_path, TRAIN)
+    path = script(tmp_path, ALONE)
     job = start(jobs, tmp_path, "-H", "n1:1,n2:1", path, "stay")
     wait_until_ready(tmp_path, 2)
     job.process.send_signal(signal.SIGINT)
@@ -186,6 +198,7 @@ def test_over_ssh(tmp_path: Path, jobs: list[Job], ssh: str) -> None:
     assert job.out == "rank 0 of 2 has None\n"
     for ready in tmp_path.glob("ready-*"):
         ready.unlink()
+    path = script(tmp_path, ALONE)
     job = start(jobs, tmp_path, "-H", "localhost:1,127.0.0.1:1", path, "stay", ssh=sshd)
     wait_until_ready(tmp_path, 2)
     clients = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in job.processes()}
