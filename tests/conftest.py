@@ -22,8 +22,10 @@ DEFAULT_TIMEOUT_S = 120.0
 GRACE_S = 15.0
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let the tests and what they start hear Ctrl-C: a shell makes its background jobs ignore it."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have most tests
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,6 +33,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tiers.mark(item)
+    items.sort(key=tiers.place)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -66,6 +66,29 @@ ALONE = (
     "train/test_parallel_memory.py",
 )
 
+# These files begin first: they take longest, so that none of them is left for one process alone at the end. The others
+# follow by name, at the end those of unit/, which are short.
+FIRST = (
+    "cpp/test_cpp.py",
+    "unit/test_wheel.py",
+    "unit/test_build.py",
+    "unit/test_benchmarks.py",
+    "unit/test_init.py",
+    "unit/test_docs.py",
+    "train/test_ddp_parity.py",
+    "train/test_reproducible.py",
+    "fault/test_many_hosts.py",
+    "fault/test_elastic_launch.py",
+    "fault/test_shared_memory.py",
+    "fault/test_rank_handshake.py",
+)
+
+
+def place(item: pytest.Item) -> int:
+    """Where a test's file comes among the others."""
+    name = str(item.path.relative_to(HERE)) if HERE in item.path.parents else ""
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
 
 def mark(item: pytest.Item) -> None:
     """Add the markers `ci`, `slow` and `alone` to a test of these tables."""

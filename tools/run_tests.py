@@ -1,8 +1,8 @@
 """Runs a tier of the tests: `python tools/run_tests.py [--tier default|ci|slow|all]… [ARGUMENTS OF pytest]`.
 
-There are two parts, for all tiers that are named. Most tests run in two processes side by side (pytest-xdist), a file
-as a whole in one of them. Those marked `alone` measure time or memory: they run afterwards in one process. Where
-pytest-xdist is missing, everything runs in one process.
+There are two parts, for all tiers that are named. Most tests run in three processes side by side (pytest-xdist), a file
+as a whole in one of them; tests/tiers.py says which files begin. Those marked `alone` measure time or memory: they run
+afterwards in one process. Where pytest-xdist is missing, everything runs in one process.
 
 At the end, tests that failed run once more, in one process with nothing beside them, unless more than MOST_AGAIN
 failed or -x or --maxfail was given. One that passes then counts as passed, and a paragraph names it: there is a time
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS = 5  # pytest's exit status where nothing was collected or all was deselected
-WORKERS = 2
+WORKERS = 3  # keep two cores busy: many tests wait for a rank that is late or dead
 MOST_AGAIN = 20  # where more tests fail, the change is the reason
 # What pytest, with this file as its plugin, reads: where to write what came of each test, and the only tests to run.
 REPORTS, ONLY = "RUN_TESTS_REPORTS", "RUN_TESTS_ONLY"
@@ -46,7 +46,7 @@ class Tier:
 
 
 TIERS = {
-    "default": Tier("not slow and not integrations and not ci", "7 to 10 min"),
+    "default": Tier("not slow and not integrations and not ci", "11 min"),
     "ci": Tier("ci and not slow"),
     "slow": Tier("slow and not integrations", "an hour or more"),
     "all": Tier("not integrations", "an hour or more"),
