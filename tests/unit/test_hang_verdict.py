@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,6 @@ def test_operations_that_one_rank_has_forgotten_are_not_missing(tmp_path: Path) 
 
 
 def test_the_newest_dump_of_the_newest_attempt_counts(tmp_path: Path) -> None:
-    import os
-
     old = write(tmp_path / "attempt_0" / "0", 0, [operation(1, "7", 1, "failed")], count=1)
     os.utime(old, (1, 1))
     write(tmp_path / "attempt_1" / "0", 0, [operation(1, "7", 1)], count=1, at=10**9)
@@ -234,6 +233,50 @@ def test_files_that_are_not_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "No dump of ranks 0, 2 of 3." in out
 
 
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        (("rank",), None, "it has no 'rank'"),
+        (("rank",), 3, "it is of rank 3 of 3"),
+        (("world",), 10**30, f"it is of rank 2 of {10**30}"),
+        (("stacks",), 5, "'stacks' must be a text, not 5"),
+        (("groups", 0, "members"), [], "'members' must be a list of ranks, not []"),
+        (("operations", 0, "sequence"), ["a"], "'sequence' must be a whole number, not ['a']"),
+        (("operations", 0, "flows"), [1], "an object of JSON was wanted, not 1"),
+        (("call_sites",), [], "an object of JSON was wanted, not []"),
+    ],
+)
+def test_a_file_with_values_of_other_types_is_named_and_the_others_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: tuple[Any, ...], value: Any, words: str
+) -> None:
+    for rank in range(3):
+        path = write(tmp_path, rank, [operation(1, "7", 1)])
+    raw = place = json.loads(path.read_text())
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path.write_text(json.dumps(raw))
+    assert commands.main(["explain", str(tmp_path), "--torch", str(tmp_path / "torch")]) == 0
+    out = capsys.readouterr().out
+    assert f"dump_rank2_1.json cannot be read as a dump: {words}" in out
+    assert "No dump of rank 2 of 3." in out
+
+
+def test_a_file_that_is_nested_without_end_is_not_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dump_rank0_1.json").write_text("[" * 200_000)
+    assert commands.main(["explain", str(tmp_path)]) == 1
+    assert "too deep" in capsys.readouterr().err
+
+
+def test_dumps_of_jobs_of_other_sizes_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, [operation(1, "7", 1)], world=200)
+    write(tmp_path, 1, [operation(1, "7", 1)])
+    assert commands.main(["explain", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "jobs of 3 and of 200 ranks" in out
+    assert "and 134 more of 200" in out
+
+
 def test_torchs_analyzer_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     need("torch.distributed.flight_recorder.fr_trace", "torch's flight recorder tools")
     from torch.distributed.flight_recorder.components.builder import build_db
@@ -261,12 +304,31 @@ def _swapped(read: tuple[Any, str], args: Any) -> tuple[Any, Any, str]:
 
 
 def test_a_process_that_is_not_a_rank_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    import os
-
     assert commands.main(["dump", str(os.getppid())]) == 1
     assert "writes no dumps" in capsys.readouterr().err
     assert commands.main(["dump", "999999999"]) == 1
     assert "no process 999999999" in capsys.readouterr().err
+
+
+def test_a_rank_that_writes_nothing_is_named_beside_one_that_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    def written_by_rank_0(pid: int) -> None:
+        write(tmp_path, 0, [], at=10**10 + pid)
+
+    pids = os.getpid(), os.getppid()
+    for rank, pid in enumerate(pids):
+        (tmp_path / f"process_rank{rank}.json").write_text(json.dumps({"pid": pid, "host": socket.gethostname()}))
+    (tmp_path / "process_rank2.json").write_text("[]")
+    (tmp_path / "process_rank3.json").write_text(json.dumps({"pid": "1/../1", "host": socket.gethostname()}))
+    monkeypatch.setattr(commands, "ask", written_by_rank_0)
+    monkeypatch.setattr(commands, "_folder_of", lambda _: None)
+    assert commands.main(["dump", str(tmp_path), "--wait", "0.05"]) == 1
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [f"pid {pids[0]}: {tmp_path / 'dump_rank0_1.json'}"]
+    assert f"process {pids[1]} has written nothing new (dump_rank1_*.json) in {tmp_path} within 0.05 s" in told.err
 
 
 def test_the_job_of_dumps(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ringdp.tools.hang.verdict import Verdict, group_name, judge
 THREAD = "ringdp-dump"
 """Waits in a process that writes dumps (csrc/engine/diagnosis.cpp)."""
 
+_MOST_NAMED = 64  # ranks, and rows of the table
 _SIGNAL_BELOW_LAST = 6  # csrc/base/signal_bell.cpp
 _DUMP = """\
 Let running ranks write their last operations and their stacks, beside their logs.
@@ -77,8 +78,9 @@ def report(job: Job, verdict: Verdict) -> str:
     """The verdict, a table of the groups, and the stacks of the ranks that the verdict names."""
     parts = [verdict.paragraph]
     if job.absent:
-        named = ", ".join(map(str, job.absent))
-        parts.append(f"No dump of rank{'s' if len(job.absent) > 1 else ''} {named} of {job.world}.")
+        named = ", ".join(map(str, job.absent[:_MOST_NAMED]))
+        more = f" and {len(job.absent) - _MOST_NAMED} more" if len(job.absent) > _MOST_NAMED else ""
+        parts.append(f"No dump of rank{'s' if len(job.absent) > 1 else ''} {named}{more} of {job.world}.")
     parts += job.problems
     rows = []
     for dump in job.dumps.values():
@@ -89,7 +91,7 @@ def report(job: Job, verdict: Verdict) -> str:
                 [group_name(group, job), str(dump.rank), last.title if last else "–", last.state if last else ""]
             )
     rows.sort(key=lambda row: (row[0], int(row[1])))
-    parts.append(table(["group", "rank", "last called", "state"], rows[:64]))
+    parts.append(table(["group", "rank", "last called", "state"], rows[:_MOST_NAMED]))
     for rank, stack in verdict.stacks.items():
         if stack:
             parts.append(f"Rank {rank}:\n{stack}")
@@ -101,15 +103,19 @@ def run_dump(args: argparse.Namespace) -> int:
     code = 0
     for target in args.targets:
         for pid, folder in _processes(target):
-            before = set(folder.glob("dump_rank*.json")) if folder else set()
+            files = _files_of(pid, folder) if folder else ""
+            before = _times(folder, files) if folder else {}
             problem = ask(pid)
-            if problem is None and folder is not None:
-                problem = _wait_for_file(folder, before, args.wait)
+            if problem is None and folder is not None and not _appears(folder, files, before, args.wait):
+                problem = (
+                    f"process {pid} has written nothing new ({files}) in {folder} within {args.wait:g} s: is it"
+                    " stopped, or the folder full or not writable?"
+                )
             if problem is not None:
                 code = 1
                 sys.stderr.write(f"python -m ringdp dump: {problem}\n")
             elif folder is not None:
-                sys.stdout.write(f"pid {pid}: {_newest(folder)}\n")
+                sys.stdout.write(f"pid {pid}: {_newest(folder, files)}\n")
             else:
                 sys.stdout.write(f"pid {pid}: asked; the file lies in its RINGDP_DUMP_DIR\n")
         if not _processes(target):
@@ -145,9 +151,9 @@ def _processes(target: str) -> list[tuple[int, Path | None]]:
         return [(int(target), _folder_of(int(target)))]
     found: list[tuple[int, Path | None]] = []
     for note in sorted(Path(target).rglob("process_rank*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             who = json.loads(note.read_text())
-            here = who["host"] == socket.gethostname() and Path(f"/proc/{who['pid']}").exists()
+            here = who["host"] == socket.gethostname() and Path(f"/proc/{who['pid']:d}").exists()
             if here and _folder_of(who["pid"]) in (None, note.parent.resolve()):
                 found.append((who["pid"], note.parent))
     return found
@@ -168,20 +174,32 @@ def _why_none(target: str) -> str:
     return f"no rank of {target} lives on {socket.gethostname()}: call this on the host where it runs"
 
 
-def _newest(folder: Path) -> Path:
-    return max(folder.glob("dump_rank*.json"), key=lambda path: path.stat().st_mtime_ns)
+def _files_of(pid: int, folder: Path) -> str:
+    """A pattern: several ranks may write into one folder."""
+    for note in folder.glob("process_rank*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(note.read_text())["pid"] == pid:
+                return f"dump_{note.stem.removeprefix('process_')}_*.json"
+    return "dump_rank*.json"
 
 
-def _wait_for_file(folder: Path, before: set[Path], limit_s: float) -> str | None:
+def _newest(folder: Path, files: str) -> Path:
+    return max(folder.glob(files), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _times(folder: Path, files: str) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.glob(files) if path.exists()}
+
+
+def _appears(folder: Path, files: str, before: dict[Path, int], limit_s: float) -> bool:
     end = time.monotonic() + limit_s
-    times = {path: path.stat().st_mtime_ns for path in before if path.exists()}
     while time.monotonic() < end:
-        now = {path: path.stat().st_mtime_ns for path in folder.glob("dump_rank*.json") if path.exists()}
-        if now and now != times:
+        now = _times(folder, files)
+        if now and now != before:
             time.sleep(0.7)  # it is written again with the stacks
-            return None
+            return True
         time.sleep(0.02)
-    return f"nothing new in {folder} within {limit_s:g} s: is the process stopped, or the folder full or not writable?"
+    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ringdp.ddp.words import cut
+
 PATTERN = "dump_rank*_*.json"
+_MOST_RANKS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +133,7 @@ def read_job(folders: Sequence[Path]) -> Job:
         for path in _newest_run([folder] if folder.is_file() else sorted(folder.rglob(PATTERN))):
             try:
                 found.append(read(path))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError) as error:
                 problems.append(f"{path} cannot be read as a dump: {error}")
     # A folder that several jobs have used: those of the processes that were there last, where these left any.
     dumps: dict[int, Dump] = {}
@@ -142,57 +145,129 @@ def read_job(folders: Sequence[Path]) -> Job:
         where = ", ".join(map(str, folders))
         reason = f": {problems[0]}" if problems else ""
         raise FileNotFoundError(f"no dump of a rank ({PATTERN}) below {where}{reason}")
+    worlds = sorted({dump.world for dump in dumps.values()})
+    if len(worlds) > 1:
+        problems.append(
+            f"These dumps are of jobs of {' and of '.join(map(str, worlds))} ranks, so what is said here may mix them:"
+            " give the folders of one job"
+        )
     return Job(dict(sorted(dumps.items())), tuple(problems))
 
 
 def read(path: Path) -> Dump:
-    """One file. Raises ValueError, KeyError or TypeError where it is not a dump, OSError where it cannot be read."""
-    raw = json.loads(path.read_text(errors="replace"))
-    if raw["format"] != 1:
-        raise ValueError(f"its format is {raw['format']}, and this ringdp reads 1")
-    offset = raw["unix_ns"] - raw["at_ns"]
+    """One file. Raises ValueError where it is not a dump, OSError where it cannot be read."""
+    try:
+        raw = _Object(json.loads(path.read_text(errors="replace")))
+    except RecursionError as error:
+        raise ValueError("its values lie too deep in one another") from error
+    if raw.number("format") != 1:
+        raise ValueError(f"its format is {raw.number('format')}, and this ringdp reads 1")
+    rank, world = raw.number("rank"), raw.number("world")
+    if not 0 <= rank < world <= _MOST_RANKS:
+        raise ValueError(f"it is of rank {rank} of {world}")
+    offset = raw.number("unix_ns") - raw.number("at_ns")
 
     def wall(ns: int) -> int:
         return ns + offset if ns else 0
 
-    sites = raw["call_sites"]
+    sites = raw.object("call_sites")
+    groups = [
+        Group(it.text("id"), it.text("name"), it.ranks("members"), bool(it.value("removed")))
+        for it in raw.objects("groups")
+    ]
     return Dump(
         path=path,
-        rank=raw["rank"],
-        world=raw["world"],
-        host=raw["host"],
-        pid=raw["pid"],
-        reason=raw["reason"],
-        at_ns=raw["unix_ns"],
-        called=raw["called"],
-        groups={it["id"]: Group(it["id"], it["name"], tuple(it["members"]), it["removed"]) for it in raw["groups"]},
+        rank=rank,
+        world=world,
+        host=raw.text("host"),
+        pid=raw.number("pid"),
+        reason=raw.text("reason"),
+        at_ns=raw.number("unix_ns"),
+        called=raw.number("called"),
+        groups={group.id: group for group in groups},
         failures=tuple(
-            Failure(wall(it["at_ns"]), it["group"], it["sequence"], it["guilty"], it["kind"], it["text"])
-            for it in raw["failures"]
+            Failure(
+                at_ns=wall(it.number("at_ns")),
+                group=it.text("group"),
+                sequence=it.number("sequence"),
+                guilty=it.number("guilty"),
+                kind=it.text("kind"),
+                text=it.text("text"),
+            )
+            for it in raw.objects("failures")
         ),
-        stacks=raw["stacks"],
+        stacks=raw.text("stacks"),
         operations=tuple(
             Operation(
-                number=it["number"],
-                group=it["group"],
-                sequence=it["sequence"],
-                order=it["order"],
-                kind=it["kind"],
-                dtype=it["dtype"],
-                count=it["count"],
-                bytes=it["bytes"],
-                text=it["text"],
-                name=it.get("name", ""),
-                state=it["state"],
-                queued_ns=wall(it["queued_ns"]),
-                started_ns=wall(it["started_ns"]),
-                ended_ns=wall(it["ended_ns"]),
-                call_site=sites.get(str(it.get("call_site", "")), ""),
-                flows=tuple(it["flows"]),
+                number=it.number("number"),
+                group=it.text("group"),
+                sequence=it.number("sequence"),
+                order=it.text("order"),
+                kind=it.text("kind"),
+                dtype=it.text("dtype"),
+                count=it.number("count"),
+                bytes=it.number("bytes"),
+                text=it.text("text"),
+                name=it.text("name", ""),
+                state=it.text("state"),
+                queued_ns=wall(it.number("queued_ns")),
+                started_ns=wall(it.number("started_ns")),
+                ended_ns=wall(it.number("ended_ns")),
+                call_site=sites.text(str(it.value("call_site", "")), ""),
+                flows=tuple(flow.raw for flow in it.objects("flows")),
             )
-            for it in raw["operations"]
+            for it in raw.objects("operations")
         ),
     )
+
+
+class _Object:
+    """An object of JSON whose values have the types that they are asked for by, or ValueError says which has not."""
+
+    def __init__(self, raw: Any) -> None:
+        if not isinstance(raw, dict):
+            raise ValueError(f"an object of JSON was wanted, not {_shown(raw)}")
+        self.raw: dict[str, Any] = raw
+
+    def value(self, key: str, default: Any = None) -> Any:
+        found = self.raw.get(key, default)
+        if found is None:
+            raise ValueError(f"it has no '{key}'")
+        return found
+
+    def number(self, key: str) -> int:
+        found = self.value(key)
+        if not isinstance(found, int):
+            raise ValueError(f"'{key}' must be a whole number, not {_shown(found)}")
+        return found
+
+    def text(self, key: str, default: str | None = None) -> str:
+        found = self.value(key, default)
+        if not isinstance(found, str):
+            raise ValueError(f"'{key}' must be a text, not {_shown(found)}")
+        return found
+
+    def object(self, key: str) -> _Object:
+        return _Object(self.value(key))
+
+    def objects(self, key: str) -> list[_Object]:
+        return [_Object(one) for one in self._list(key)]
+
+    def ranks(self, key: str) -> tuple[int, ...]:
+        found = self._list(key)
+        if not found or not all(isinstance(one, int) and one >= 0 for one in found):
+            raise ValueError(f"'{key}' must be a list of ranks, not {_shown(found)}")
+        return tuple(found)
+
+    def _list(self, key: str) -> list[Any]:
+        found = self.value(key)
+        if not isinstance(found, list):
+            raise ValueError(f"'{key}' must be a list, not {_shown(found)}")
+        return found
+
+
+def _shown(value: Any) -> str:
+    return cut(repr(value), 40)
 
 
 def _of_last_process(dump: Dump) -> bool:

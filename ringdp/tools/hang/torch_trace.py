@@ -82,7 +82,7 @@ def _entry(it: Operation, group: Group, name: str, description: str) -> dict[str
         "input_dtypes": [it.dtype],
         "output_sizes": sizes if it.kind == "barrier" else [outputs],
         "output_dtypes": [it.dtype],
-        "state": _STATES[it.state],
+        "state": _STATES.get(it.state, it.state),
         "retired": it.ended_well,
         "timeout_ms": 0,
         "is_p2p": False,
