@@ -74,7 +74,7 @@ def log(**values: float | Tensor) -> None:
     """
     for name, value in values.items():
         if isinstance(value, Tensor):
-            fits = value.numel() == 1 and not value.is_complex()
+            fits = value.numel() == 1 and not value.is_complex() and not value.is_meta
         else:
             fits = isinstance(value, numbers.Real)
         if not fits:
@@ -92,7 +92,10 @@ def _kept(value: float | Tensor) -> float | Tensor:
     if isinstance(value, Tensor):
         value = value.detach()
         return float(value) if value.device.type == "cpu" else value.clone()
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # of a whole number
+        return math.inf if value > 0 else -math.inf
 
 
 def _introduce(x: float | Tensor, weight: float | Tensor, group: dist.ProcessGroup) -> list[float]:

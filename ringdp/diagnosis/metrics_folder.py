@@ -57,38 +57,67 @@ def rank_files(folder: Path) -> list[Path]:
 
 
 def read_last(file: Path, most: int) -> list[Record]:
-    """The last records of the first model, the oldest first; a line that is half written is left out."""
+    """The last records of one model, the oldest first; what is not a record, such as half a line, is left out.
+
+    Of several models it is the first of those that have made one of the last steps.
+    """
     with open(file, "rb") as opened:
         size = opened.seek(0, os.SEEK_END)
         opened.seek(max(0, size - _TAIL_BYTES))
         lines = opened.read().split(b"\n")
     if size > _TAIL_BYTES:
         lines = lines[1:]
+    found = [record for line in lines[:-1] if (record := _record(line)) is not None]
+    model = min((one["model"] for one in found[-most:]), default=0)
     records: list[Record] = []
-    for line in lines[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("model") == 0:
+    for record in found:
+        if record["model"] == model:
             if records and record["step"] <= records[-1]["step"]:
                 records.clear()  # the job was started again
             records.append(record)
     return records[-most:]
 
 
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(record, dict) and all(type(record.get(name)) is int for name in ("model", "rank", "step"))
+    return record if whole and isinstance(record.get("time"), int | float) else None
+
+
 def read(folder: Path, *, over: int = 20) -> list[RankState]:
-    """The state of each rank that has written a step, by rank; means over the last `over` steps."""
-    states = []
+    """The state of each rank that has written a step, by rank; means over the last `over` steps.
+
+    Ranks that the job of the newest record does not have are left out: they are of an earlier one, or were lost.
+
+    Raises:
+        InvalidArgumentError: the folder is not there.
+        OSError: a file cannot be read.
+    """
+    states: dict[int, RankState] = {}
     for file in rank_files(folder):
-        records = read_last(file, over)
+        try:
+            records = read_last(file, over)
+        except FileNotFoundError:  # deleted since
+            continue
         if records:
-            states.append(_state(records))
-    return sorted(states, key=lambda one: one.rank)
+            state = _state(records)
+            known = states.get(state.rank)  # in an elastic job ranks get other numbers
+            if known is None or known.last["time"] < state.last["time"]:
+                states[state.rank] = state
+    newest = max(states.values(), key=lambda one: float(one.last["time"]), default=None)
+    world = None if newest is None else newest.last.get("world")
+    return [states[rank] for rank in sorted(states) if not isinstance(world, int) or rank < world]
 
 
 def _state(records: Sequence[Record]) -> RankState:
     names = [name for name, value in records[-1].items() if name.endswith("_s") and isinstance(value, int | float)]
-    means = {name: sum(one.get(name, 0.0) for one in records) / len(records) for name in names}
+    means = {name: sum(_seconds(one.get(name)) for one in records) / len(records) for name in names}
     span = records[-1]["time"] - records[0]["time"]
     return RankState(records[-1], len(records), means, (len(records) - 1) / span if span > 0 else 0.0)
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -184,21 +184,30 @@ class StepRecords:
             make, logged = self._waiting.popleft()
             record = make()
             for name, value in logged.items():
-                record[name] = _number(value)
+                record[name] = self._number(name, value)
             record["memory_bytes"] = memory
             records.append(record)
         for sink in self._sinks:
             try:
                 sink.write(records)
             except OSError as error:
-                if sink.describe() not in self._failed:
-                    self._failed.add(sink.describe())
-                    _log.warning("metrics of rank %d are lost: %s: %s", self.rank, sink.describe(), error)
+                self._lost(sink.describe(), error)
 
+    def _number(self, name: str, value: Any) -> Any:
+        """A tensor's number, for which this may wait for a device."""
+        if not hasattr(value, "item"):
+            return value
+        try:
+            return value.item()
+        except RuntimeError as error:  # of the device, or it has no data
+            self._lost(f"'{name}' of ringdp.metrics.log", error)
+            return None
 
-def _number(value: Any) -> Any:
-    """A tensor's number: here it may wait for a device."""
-    return value.item() if hasattr(value, "item") else value
+    def _lost(self, what: str, error: Exception) -> None:
+        """Said once of each."""
+        if what not in self._failed:
+            self._failed.add(what)
+            _log.warning("metrics of rank %d are lost: %s: %s", self.rank, what, error)
 
 
 class JsonLines:

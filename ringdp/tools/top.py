@@ -14,6 +14,7 @@ from ringdp.errors import RingError
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 _STRAGGLER = 0.1  # of a step that most other ranks wait for it
 _SILENT_S = 30.0  # without a step, beside ten steps' time
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             while True:
                 live.update(render(read(args.folder), time.time()), refresh=True)
                 time.sleep(args.every)
-    except RingError as error:
+    except (RingError, OSError) as error:
         sys.stderr.write(f"python -m ringdp top: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -98,14 +99,14 @@ def _short_size(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
-def render(states: list[RankState], now: float) -> Table:
+def render(states: list[RankState], now: float) -> Table | Text:
     """The table, at most 80 columns wide."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     if not states:
-        return Table(title="no rank has written a step yet", title_justify="left")
+        return Text("no rank has written a step yet")
     slow = stragglers(states)
     lead = states[0]
     ranks = lead.last.get("world", len(states))

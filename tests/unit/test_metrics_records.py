@@ -106,6 +106,64 @@ def test_the_reader_leaves_out_half_a_line_and_what_was_before_a_restart(tmp_pat
     assert (state.last["step"], state.steps, state.steps_per_s, state.logged) == (1999, 20, 1.0, {"loss": 0.25})
 
 
+def written(folder: Path, rank: int, *records: Any) -> None:
+    (folder / f"rank_{rank:05d}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def test_lines_that_are_not_records_are_left_out(tmp_path: Path) -> None:
+    wrong = [{"model": 0}, record(2, rank="x"), record(3, time=None), [], record(4) | {"step": "4"}]
+    written(tmp_path, 0, record(1), *wrong)
+    written(tmp_path, 1, record(1, rank=1), record(2, rank=1, step_s="much"))
+    (tmp_path / "rank_00001.jsonl").open("a").write("[" * 50_000 + "\n")
+    assert [(one.rank, one.last["step"]) for one in read(tmp_path)] == [(0, 1), (1, 2)]
+
+
+def test_a_model_that_is_not_the_processs_first_is_shown_once_the_first_makes_no_steps(tmp_path: Path) -> None:
+    written(tmp_path, 0, record(1), *(record(step, model=1) for step in range(5)))
+    assert read(tmp_path)[0].last["model"] == 0
+    written(tmp_path, 0, record(1), *(record(step, model=1) for step in range(25)))
+    assert read(tmp_path)[0].last["step"] == 24
+
+
+def test_ranks_that_the_newest_job_does_not_have_are_left_out(tmp_path: Path) -> None:
+    for rank in range(4):
+        written(tmp_path, rank, record(5, rank=rank, world=4))
+    for file, rank in ((2, 1), (3, 0)):  # two are left, with other numbers
+        written(tmp_path, file, record(9, rank=rank, world=2))
+    assert [(one.rank, one.last["step"]) for one in read(tmp_path)] == [(0, 9), (1, 9)]
+
+
+def test_a_folder_without_steps_and_a_file_that_cannot_be_read_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need("rich", "rich")
+    from ringdp.__main__ import main
+
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    assert "no rank has written a step yet" in capsys.readouterr().out
+    assert main(["top", str(tmp_path), "--once", "--svg", str(tmp_path / "no" / "x.svg")]) == 1
+    assert "x.svg" in capsys.readouterr().err
+    (tmp_path / "rank_00000.jsonl").mkdir()
+    assert main(["top", str(tmp_path), "--once"]) == 1
+    assert "python -m ringdp top: " in (told := capsys.readouterr().err)
+    assert "rank_00000.jsonl" in told
+
+
+def test_a_value_that_cannot_be_read_is_said_once_and_the_others_are_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = StepRecords([JsonLines(tmp_path, 0)], 0)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            records.log({"lost": torch.zeros((), device="meta"), "loss": 0.5})
+            records.add(made(step))
+        records.close()
+    lines = [json.loads(line) for line in (tmp_path / "rank_00000.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["loss"], one["lost"]) for one in lines] == [(1, 0.5, None), (2, 0.5, None)]
+    assert [one.getMessage() for one in caplog.records if "'lost' of ringdp.metrics.log" in one.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need("rich", "rich")
     from ringdp.__main__ import main
@@ -193,7 +251,7 @@ def _fields(value: Any, path: str = "") -> set[str]:
     return {f"{path} = {value!r}"}
 
 
-@pytest.mark.parametrize("value", ["three", None, torch.zeros(2), 1j])
+@pytest.mark.parametrize("value", ["three", None, torch.zeros(2), 1j, torch.zeros(1, device="meta")])
 def test_what_is_not_a_number_cannot_be_logged(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="loss must be a number"):
         metrics.log(loss=value)
@@ -203,6 +261,15 @@ def test_a_name_of_the_metrics_own_cannot_be_logged_and_without_metrics_nothing_
     with pytest.raises(InvalidArgumentError, match="step_s is a metric already"):
         metrics.log(step_s=1.0)
     metrics.log(loss=1.0, other=torch.tensor(2))
+
+
+def test_a_whole_number_that_no_float_holds_is_infinite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = StepRecords([JsonLines(tmp_path, 0)], 0)
+    monkeypatch.setattr(metrics, "step_records", lambda: records)
+    metrics.log(most=10**400, least=-(10**400))
+    records.add(made(1))
+    records.close()
+    assert '"most": Infinity, "least": -Infinity' in (tmp_path / "rank_00000.jsonl").read_text()
 
 
 def test_settings_that_cannot_be_used_are_said() -> None:
