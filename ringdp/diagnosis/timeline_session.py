@@ -23,6 +23,7 @@ from ringdp.errors import InvalidStateError
 from ringdp.job.backend import named, require_initialized
 
 _log = logging.getLogger("ringdp.timeline")
+_ABOUT = frozenset(("rank", "host", "left_out", "to_epoch_ns", "offset_ns", "error_ns"))  # of a rank's file
 _UNKNOWN = Offset(None, float("inf"))
 
 
@@ -97,8 +98,9 @@ class timeline:  # used as a function
 
     ``with ringdp.timeline("run.json"): ...`` around some steps, or ``handle = ringdp.timeline("run.json").start()`` and
     ``handle.stop()``. All ranks begin and end it at the same place; at the end rank 0 gets the events of all and writes
-    the file, on one clock and with an arrow for all bytes from a sender to a receiver. A block that ends with an
-    exception leaves a file for each rank, ``run.json.rank_00000``, which ``python -m ringdp timeline`` merges.
+    the file, on one clock and with an arrow for all bytes from a sender to a receiver. A rank whose block ends with an
+    exception, or that cannot reach the others at the end, leaves a file of its own, ``run.json.rank_00000``;
+    ``python -m ringdp timeline`` merges these.
 
     Args:
         path: of the file, on rank 0's host.
@@ -116,15 +118,27 @@ class timeline:  # used as a function
         """Begin to collect."""
         if self._timeline is not None:
             raise InvalidStateError(f"the timeline {self._path} has begun already")
+        require_initialized("timeline")
         self._timeline = timelines().begin(dist.get_rank())
         return self
 
     def stop(self) -> None:
-        """End, and write the file on rank 0. All ranks call it."""
+        """End, and write the file on rank 0. All ranks call it.
+
+        A rank that cannot reach the others writes a file of its own before it raises their loss; after `shutdown` it
+        writes that and raises nothing.
+        """
         mine = self._end()
+        if not dist.is_initialized():
+            self._write_alone(mine)
+            return
         ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        with named("ringdp.timeline"):
-            dist.gather_object(mine, ranks)
+        try:
+            with named("ringdp.timeline"):
+                dist.gather_object(mine, ranks)
+        except BaseException:
+            self._write_alone(mine)
+            raise
         if ranks is not None:
             _write_own(self._path, merge(ranks))
 
@@ -143,19 +157,45 @@ class timeline:  # used as a function
         if kind is None:
             self.stop()
         else:  # the other ranks may not come
-            _write_own(Path(f"{self._path}.rank_{dist.get_rank():05d}"), self._end())
+            self._write_alone(self._end())
+
+    def _write_alone(self, mine: dict[str, Any]) -> None:
+        """Where the ranks do not come together."""
+        path = Path(f"{self._path}.rank_{mine['ringdp']['rank']:05d}")
+        if _write_own(path, mine):
+            _log.warning(
+                "the timeline ended without the other ranks: this rank's part is %s; python -m ringdp timeline merges"
+                " the ranks' files",
+                path,
+            )
 
 
-def _write_own(path: Path, content: Any) -> None:
+def _write_own(path: Path, content: Any) -> bool:
     try:
         write(path, content)
     except OSError as error:
         _log.warning("the timeline is lost: %s: %s", path, error)
+        return False
+    return True
+
+
+def files_of_ranks(folder: Path) -> list[Path]:
+    """What RINGDP_TIMELINE wrote there, or else what timelines left that ended without the other ranks."""
+    return sorted(folder.glob("rank_*.json")) or sorted(folder.glob("*.rank_[0-9]*"))
 
 
 def read_rank(path: Path) -> dict[str, Any]:
     """A file that a rank has written. Raises ValueError where it is something else."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or "rank" not in content.get("ringdp", {}):
+    content = read_json(path)
+    about = content.get("ringdp") if isinstance(content, dict) else None
+    if not isinstance(about, dict) or not about.keys() >= _ABOUT or not isinstance(content.get("events"), list):
         raise ValueError(f"{path} is not a timeline of a rank")
-    return content
+    return dict(content)
+
+
+def read_json(path: Path) -> Any:
+    """Raises ValueError, with its name, where it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error

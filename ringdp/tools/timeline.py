@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ringdp.diagnosis.timeline import beside, merge, write
-from ringdp.diagnosis.timeline_session import read_rank
-from ringdp.errors import RingError
+from ringdp.diagnosis.timeline_session import files_of_ranks, read_json, read_rank
+from ringdp.errors import InvalidArgumentError, RingError
 
 _ABOUT = """\
-Merge the timelines that the ranks of a job have written (RINGDP_TIMELINE=DIR, or a ringdp.timeline that ended with an
-exception) into one trace, which ui.perfetto.dev opens. Traces of torch.profiler (export_chrome_trace) go beside
+Merge the timelines that the ranks of a job have written (RINGDP_TIMELINE=DIR, or a ringdp.timeline that ended without
+the other ranks) into one trace, which ui.perfetto.dev opens. Traces of torch.profiler (export_chrome_trace) go beside
 them."""
 
 
@@ -38,14 +38,33 @@ def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
 
 
+def _read(given: Sequence[Path]) -> list[dict[str, Any]]:
+    files = [file for one in given for file in (files_of_ranks(one) if one.is_dir() else [one])]
+    if not files:
+        raise InvalidArgumentError(f"no file of a rank (rank_*.json, *.rank_*) lies in {', '.join(map(str, given))}")
+    found: dict[int, Path] = {}
+    ranks = []
+    for file in files:
+        ranks.append(read_rank(file))
+        rank = ranks[-1]["ringdp"]["rank"]
+        if rank in found:
+            raise InvalidArgumentError(f"{found[rank]} and {file} are both of rank {rank}: give one file of each rank")
+        found[rank] = file
+    return ranks
+
+
+def _read_profile(file: Path) -> dict[str, Any]:
+    content = read_json(file)
+    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+        raise InvalidArgumentError(f"{file} is not a trace of torch.profiler (export_chrome_trace)")
+    return content
+
+
 def run(args: argparse.Namespace) -> int:
     """Do what was asked for; the exit code. Errors are printed as one sentence."""
     try:
-        files = [
-            file for given in args.files for file in (sorted(given.glob("rank_*.json")) if given.is_dir() else [given])
-        ]
-        trace = merge([read_rank(file) for file in files])
-        profiles = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in args.profile]
+        trace = merge(_read(args.files))
+        profiles = [(file.name, _read_profile(file)) for file in args.profile]
         write(args.output, beside(trace, profiles))
     except (OSError, ValueError, RingError) as error:
         sys.stderr.write(f"python -m ringdp timeline: {error}\n")

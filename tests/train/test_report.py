@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+from ringdp.__main__ import main
+from ringdp.errors import InvalidStateError, MismatchError, PeerLostError
 from tests.helpers import logged
 from tests.train.harness import RankFailed, default_group, ring_is_built, run_ranks
 
@@ -233,6 +236,46 @@ def test_the_timeline_has_all_ranks_on_one_clock_with_arrows_from_senders_to_rec
     assert max(event["dur"] for event in waits) > 0.5e6 * SLEEP_S
     now_us = time.time() * 1e6 - trace["baseTimeNanoseconds"] / 1e3
     assert 0 < now_us - max(last for track in slices.values() for _, last in track) < 60e6
+
+
+def end_a_timeline_alone(folder: str) -> list[str]:
+    """Rank 1's block raises what its script catches; later a block ends after the process group."""
+    import ringdp
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("ring", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model, optimizer, _ = made()
+    late = ringdp.timeline(f"{folder}/late.json").start()
+    with logged("ringdp.timeline") as lines, contextlib.suppress(KeyError, MismatchError, PeerLostError):
+        with ringdp.timeline(f"{folder}/run.json"):
+            steps(model, optimizer, 2)
+            if rank == 1:
+                raise KeyError(rank)
+        raise AssertionError("rank 0 cannot have gathered anything")
+    if rank == 1:
+        with contextlib.suppress(MismatchError, PeerLostError):
+            steps(model, optimizer, 1)  # where rank 0 gathers
+    dist.destroy_process_group()
+    late.stop()
+    with pytest.raises(InvalidStateError, match="call that first"):
+        late.start()
+    return lines
+
+
+def test_a_timeline_that_ends_without_the_others_is_kept_and_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = run_ranks(end_a_timeline_alone, str(tmp_path), world_size=2, backend=None)
+    for rank, lines in enumerate(told):
+        assert [f"run.json.rank_{rank:05d}; python -m ringdp timeline" in line for line in lines] == [True]
+    for name in ("run", "late"):
+        files = sorted(tmp_path.glob(f"{name}.json.rank_*"))
+        assert main(["timeline", *map(str, files), "-o", str(tmp_path / "merged.json")]) == 0
+        assert "events of 2 ranks" in capsys.readouterr().out
+        events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events if event["name"] == "backward"} == {0, 1}
+    assert main(["timeline", str(tmp_path), "-o", str(tmp_path / "merged.json")]) == 1
+    assert "are both of rank 0: give one file of each rank" in capsys.readouterr().err
 
 
 def time_coding(path: str, transport: str) -> None:

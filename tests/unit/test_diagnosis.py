@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringdp.__main__ import main
 from ringdp.diagnosis.clocks import Clocks
 from ringdp.diagnosis.facts import Facts
 from ringdp.diagnosis.remedies import Sent, predicted_s, remedy_for_communication
@@ -326,3 +328,34 @@ def test_the_quota_of_its_cgroup_and_of_those_around_it_is_read_in_both_versions
     told = counters.since_last({})
     assert told.quota_cores == 0.5
     assert told.throttled_s == told.period_s  # more than one thread of the group was stopped
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[]", "is not a timeline of a rank"),
+        ('{"ringdp": null}', "is not a timeline of a rank"),
+        ('{"ringdp": {"rank": 0}, "events": []}', "is not a timeline of a rank"),
+    ],
+)
+def test_a_file_that_is_not_a_timeline_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
+) -> None:
+    (tmp_path / "rank_00000.json").write_text(content)
+    assert main(["timeline", str(tmp_path), "-o", str(tmp_path / "out.json")]) == 1
+    assert f"rank_00000.json {words}" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_torchs_and_a_folder_without_ranks_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["-o", str(tmp_path / "out.json")]
+    assert main(["timeline", str(tmp_path), *output]) == 1
+    assert f"no file of a rank (rank_*.json, *.rank_*) lies in {tmp_path}" in capsys.readouterr().err
+    about = {"rank": 0, "host": "h", "left_out": 0, "to_epoch_ns": 0, "offset_ns": None, "error_ns": None}
+    (tmp_path / "rank_00000.json").write_text(json.dumps({"ringdp": about, "events": []}))
+    (tmp_path / "profile.json").write_text("[]")
+    assert main(["timeline", str(tmp_path), *output, "--profile", str(tmp_path / "profile.json")]) == 1
+    assert "profile.json is not a trace of torch.profiler" in capsys.readouterr().err
