@@ -123,6 +123,8 @@ def test_ranges_cover_every_size_as_the_core_chooses() -> None:
         (["--explain", "--hosts", "3"], "--hosts must be 1 to 2"),
         (["--explain", "--cores", "0"], "--cores must be 1 or more"),
         (["--seconds", "0"], "--seconds must be above 0"),
+        (["--seconds", "nan"], "--seconds must be above 0, and finite, not nan"),
+        (["--seconds", "inf"], "--seconds must be above 0, and finite, not inf"),
         (["--sizes", "12"], "multiple of 8 bytes"),
     ],
 )
@@ -137,6 +139,7 @@ def test_what_argparse_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dtype", "int4"], "invalid choice: 'int4'"),
         (["--collective", "all_sum"], "'all_sum' is not one of all, all_reduce,"),
         (["--backend", "ring,mpi"], "'mpi' is not one of ring, gloo, nccl"),
+        (["--collective", ","], "',' is not one of all, all_reduce,"),
     ):
         with pytest.raises(SystemExit, match="2"):
             command.main(["bench", *options])

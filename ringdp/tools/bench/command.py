@@ -122,8 +122,8 @@ def _problem(args: argparse.Namespace) -> str | None:
     """What is wrong with the command line; None when nothing is. The same on all ranks."""
     if problem := starting.problem(args):
         return problem
-    if args.seconds <= 0:
-        return f"--seconds must be above 0, not {args.seconds:g}"
+    if not 0 < args.seconds < math.inf:
+        return f"--seconds must be above 0, and finite, not {args.seconds:g}"
     for name in ("iters", "warmup", "rounds"):
         if (number := getattr(args, name)) is not None and number < (0 if name == "warmup" else 1):
             return f"--{name} must be {0 if name == 'warmup' else 1} or more, not {number}"
@@ -369,8 +369,8 @@ def _words(text: str) -> list[str]:
 
 def _collectives(text: str) -> list[str]:
     names = list(NAMES) if text == "all" else [word.replace("-", "_") for word in _words(text)]
-    if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of all, {', '.join(NAMES)}")
+    if not names or (unknown := [name for name in names if name not in NAMES]):
+        raise argparse.ArgumentTypeError(f"{unknown[0] if names else text!r} is not one of all, {', '.join(NAMES)}")
     return names
 
 
