@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 
 from ringdp import __main__ as command  # noqa: E402
 from ringdp.ddp import words  # noqa: E402
+from ringdp.errors import SystemResourceError  # noqa: E402
 from ringdp.job.tuning import Tuning  # noqa: E402
 from ringdp.tools import algorithm_table  # noqa: E402
 from ringdp.tools.bench import collectives, measuring  # noqa: E402
@@ -144,6 +145,12 @@ def test_what_argparse_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):
             command.main(["bench", *options])
         assert problem in capsys.readouterr().err
+
+
+def test_memory_that_is_not_there_is_said_with_rank_and_size() -> None:
+    place = collectives.Place(2, 3, torch.float32, torch.device("cpu"))
+    with pytest.raises(SystemResourceError, match="rank 2 cannot get 9000 GiB of memory"):
+        place.empty(9000 << 28)
 
 
 def test_sizes_and_times_in_words() -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringdp.ddp.words import format_size
+from ringdp.errors import SystemResourceError
 from ringdp.job.byte_collectives import all_gather_single
 
 # torch 2.13 gave it another name, and warns of the old one.
@@ -66,7 +68,11 @@ class Place:
         return getattr(dist.ReduceOp, self.operation.upper())
 
     def empty(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=self.dtype, device=self.device)
+        try:
+            return torch.empty(count, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:
+            size = format_size(count * self.dtype.itemsize)
+            raise SystemResourceError(f"rank {self.rank} cannot get {size} of memory: leave such sizes out") from error
 
 
 @dataclasses.dataclass
