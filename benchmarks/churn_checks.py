@@ -152,7 +152,7 @@ def _lines(told: list[Told]) -> list[str]:
         views = {1: set(range(len(told)))}
         views |= {view: {int(place) for place in re.findall(r"\d+", places)} for view, places in one.views}
         for line in one.lines:
-            found = re.search(r"as view (\d+);.*?step (\d+) (was made again|counts)", line)
+            found = re.search(r"as view (\d+);.*?step (\d+) (was made again|is made again|counts)", line)
             if found is None:
                 continue
             view, step, outcome = int(found[1]), int(found[2]) - 1, found[3]

@@ -80,7 +80,7 @@ struct Member {
     std::vector<float>& second = memory->emplace_back();
     for (;;) {
       const UnitScope scope;
-      const uint64_t unit = elastic->begin_unit("a step");
+      const uint64_t unit = elastic->begin_unit({.what = "a step"});
       const uint64_t view = elastic->view();
       try {
         first = second = kept;
@@ -340,11 +340,63 @@ CASE("what is decided of the survivors' states") {
   CHECK(!decide({0, 1}, {state(5, false, 3), state(4, true, 3)}).replay);
   CHECK(decide({0, 1}, {state(5, false, 3), state(4, true, 2)}).replay);
   CHECK(decide({0, 1}, {state(5, false, 3, true), state(4, true, 3)}).replay);
-  const Decision decision{{2, 5}, 7, true, "it was killed"};
-  const Decision read = Decision::decode(decision.encode());
-  CHECK(read.members == decision.members && read.committed == 7 && read.replay && read.cause == "it was killed");
-  CHECK_THROWS(ErrorKind::kHandshake, Decision::decode("7 1 9999999999 1"));
+  CHECK_THROWS(ErrorKind::kHandshake, Decision::decode("7 1 0 9999999999 1"));
   CHECK_THROWS(ErrorKind::kHandshake, MemberState::decode("nonsense"));
+}
+
+CASE("a decision names what counts and what is made again, the same for all, and what the lost ranks' batches weigh") {
+  const auto state = [](uint64_t left, bool done, std::string unit, std::vector<double> weights = {}) {
+    return MemberState{left, done, 0, false, {}, "", std::move(unit), true, std::move(weights)};
+  };
+  const Decision all_done = decide({0, 2}, {state(4, true, "step 5", {1, 2, 3}), state(4, true, "step 5", {1, 2, 3})});
+  CHECK(all_done.counted == "step 5" && all_done.again.empty() && all_done.weights.empty());
+  const Decision apart = decide({0, 2}, {state(5, false, "step 6"), state(4, true, "step 5", {1, 2, 3})});
+  CHECK(apart.counted == "step 5" && apart.again == "step 6" && apart.weights.empty());
+  // Not all have read the others' weights before the loss.
+  const Decision again = decide({0, 2}, {state(5, false, "step 6"), state(5, false, "step 6", {1.5, 0.1, 3})});
+  CHECK(again.counted.empty() && again.again == "step 6" && again.batches);
+  const Decision nothing = decide({0, 2}, {state(5, false, ""), state(5, false, "")});
+  CHECK(nothing.counted.empty() && nothing.again.empty());
+
+  const MemberState told = MemberState::decode(state(5, false, "step 6", {1.5, 0.1, 3}).encode());
+  CHECK(told.left == 5 && told.unit == "step 6" && told.batches && told.weights == std::vector<double>({1.5, 0.1, 3}));
+  Decision written = again;
+  written.members = {2, 5};
+  written.committed = 7;
+  written.replay = true;
+  written.cause = "it was killed";
+  const Decision read = Decision::decode(written.encode());
+  CHECK(read.members == written.members && read.committed == 7 && read.replay && read.cause == "it was killed");
+  CHECK(read.again == "step 6" && read.counted.empty() && read.batches && read.weights == again.weights);
+
+  ViewChange change;
+  change.view = 2;
+  change.before = 3;
+  change.decision = read;
+  change.decision.replay = false;
+  change.noticed_at = Clock::now();
+  change.lost = {1};
+  change.lost_names = {"rank 1 (host n1, pid 7)"};
+  const auto says = [&](const std::string& words) {
+    const std::string line = change.log_line(/*made=*/true);
+    if (line.find(words) == std::string::npos) std::printf("%s\n", line.c_str());
+    return line.find(words) != std::string::npos;
+  };
+  CHECK(
+      says("rank 1 (host n1, pid 7) was lost (it was killed); 2 of 3 ranks go on, numbered from 0, as view 2; "
+           "step 6 was made again without the part of rank 1: its batch is in no step; "));
+  change.lost_weight = 1048577;
+  CHECK(says("without the part of rank 1: its batch, of weight 1048577, is in no step; "));
+  CHECK(change.log_line(/*made=*/false).find("; step 6 is made again without") != std::string::npos);
+  change.decision.counted = "step 5";
+  CHECK(says("as view 2; step 5 counts, with the part of rank 1; step 6 was made again without"));
+  change.decision.again.clear();
+  CHECK(says("as view 2; step 5 counts, with the part of rank 1; 0."));
+  change.decision.counted.clear();
+  CHECK(says("as view 2; nothing was under way; 0."));
+  change.decision = again;
+  change.lost = {0, 1, 4};
+  CHECK(says("without the parts of ranks 0, 1 and 4: their batches, of weight 1048577 together, are in no step; "));
 }
 
 }  // namespace ringdp::testing

@@ -197,7 +197,7 @@ uint64_t live(const Trial& trial, int victim, int64_t after, std::map<int, std::
         for (bool counts = false; !counts;) {
           std::vector<float>& result = memory.emplace_back(input.size(), -1.0F);
           const UnitScope scope;
-          const uint64_t unit = elastic->begin_unit("a step"), view = elastic->view();
+          const uint64_t unit = elastic->begin_unit({.what = "a step"}), view = elastic->view();
           try {
             const auto group = elastic->group();
             group->wait(*mean(trial, *group, input, result));

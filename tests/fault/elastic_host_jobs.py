@@ -48,12 +48,16 @@ def specs(lab: Lab, folder: Path) -> list[RankSpec]:
 
 
 def keep_store(spec: RankSpec, outcome: Outcome) -> None:
+    """A file for each key of a change: `1-state-2` is there when rank 2 has said where it stands in view 1."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
     Path(spec.method, "store-pid").write_text(str(outcome.pid))
     end = time.monotonic() + 60
     while not Path(spec.method, "over").exists() and time.monotonic() < end:
+        for key in store.list_keys():
+            if "/elastic/" in key:
+                Path(spec.method, key.rpartition("/elastic/")[2].replace("/", "-")).touch()
         time.sleep(0.01)
     del store
 

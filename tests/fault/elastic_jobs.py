@@ -22,17 +22,23 @@ import ringdp
 from ringdp import checkpoint
 from ringdp.errors import MembershipChanged
 
+OUTLIVES_S = 8.0
 PHASES = ("forward", "first bucket", "last bucket", "after backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Death:
-    """`place` (its rank at the start) is killed in that step; `stop_s`: it is stopped for so long instead."""
+    """`place` (its rank at the start) is killed in that step, by that signal.
+
+    `stop_s`: it is stopped for so long instead. `children`: it has so many, which outlive it for some seconds.
+    """
 
     place: int
     step: int
     phase: str
     stop_s: float = 0.0
+    number: int = signal.SIGKILL
+    children: int = 0
 
 
 @dataclass
@@ -98,7 +104,11 @@ def joined(folder: str, *, elastic: bool) -> Iterator[int]:
 
 def die(death: Death) -> None:
     if death.stop_s == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(death.children):
+            if os.fork() == 0:
+                time.sleep(OUTLIVES_S)
+                os._exit(0)
+        os.kill(os.getpid(), death.number)
     if os.fork() == 0:
         time.sleep(death.stop_s)
         os.kill(os.getppid(), signal.SIGCONT)

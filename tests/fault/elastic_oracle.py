@@ -16,10 +16,10 @@ STEPS = range(4)
 def live(folder: Path, world: int, deaths: tuple[Death, ...], **options: Any) -> dict[int, Told]:
     """By place, what the ranks tell that live to the end. All others have died."""
     outcomes = run_outcomes(jobs.train, str(folder), STEPS, deaths, world_size=world, backend=None, **options)
-    dead = {death.place for death in deaths if death.stop_s == 0}
+    dead = {death.place: death.number for death in deaths if death.stop_s == 0}
     for outcome in outcomes:
         if outcome.rank in dead:
-            assert "died with code -9" in (outcome.text or "")
+            assert f"died with code -{dead[outcome.rank]}" in (outcome.text or "")
         else:
             assert outcome.text is None, outcome.text
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in dead}

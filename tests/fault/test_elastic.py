@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fault import elastic_jobs as jobs
-from tests.fault.elastic_jobs import PHASES, Death
+from tests.fault.elastic_jobs import OUTLIVES_S, PHASES, Death, Told
 from tests.fault.elastic_oracle import check_equal, live, members_after, plain
 from tests.train.harness import ring_is_built, run_outcomes, run_ranks
 
@@ -40,6 +41,20 @@ def test_two_at_once(tmp_path: Path) -> None:
     deaths = (Death(0, 1, "last bucket"), Death(2, 1, "last bucket"))
     told = live(tmp_path, 4, deaths)
     check_equal(told, plain(tmp_path, members_after(4, deaths)))
+
+
+def test_all_but_one_at_once(tmp_path: Path) -> None:
+    deaths = tuple(Death(place, 1, "last bucket") for place in (0, 1, 3))
+    told = live(tmp_path, 4, deaths)
+    check_equal(told, plain(tmp_path, members_after(4, deaths)))
+
+
+def test_a_segmentation_fault_with_children_that_live_on(tmp_path: Path) -> None:
+    """They have the dead rank's descriptors."""
+    deaths = (Death(1, 1, "last bucket", number=signal.SIGSEGV, children=2),)
+    told = live(tmp_path, 3, deaths)
+    check_equal(told, plain(tmp_path, members_after(3, deaths)))
+    assert all(one.seconds[1] < OUTLIVES_S / 2 for one in told.values())
 
 
 def test_a_step_of_the_default_reduction_a_small_bucket(tmp_path: Path) -> None:
@@ -92,14 +107,34 @@ def test_a_stopped_rank_is_waited_for_while_another_is_lost(tmp_path: Path) -> N
 
 def test_one_line_says_what_was_lost_and_what_became_of_the_step(tmp_path: Path) -> None:
     told = live(tmp_path, 3, (Death(1, 1, "last bucket"),))
+    found = re.fullmatch(
+        r"rank 1 \(host \S+, pid \d+\) was lost \(.+\); 2 of 3 ranks go on, numbered from 0, as view 2; step 2 was"
+        r" made again without the part of rank 1: its batch is in no step",
+        the_line(told),
+    )
+    assert found, the_line(told)
+
+
+def test_the_line_says_which_step_has_the_part_of_the_lost_ranks(tmp_path: Path) -> None:
+    """Ranks 1 and 2 die behind their backward of step 2, which counts therefore; the next one is without them."""
+    told = live(tmp_path, 4, (Death(1, 1, "after backward"), Death(2, 1, "after backward")))
+    theirs = r"the parts? of (?P<{}>rank 1|rank 2|ranks 1 and 2)"
     for one in told.values():
-        (line,) = [line for line in one.lines if "was lost" in line]
-        found = re.fullmatch(
-            r"rank 1 \(host \S+, pid \d+\) was lost \(.+\); 2 of 3 ranks go on, numbered from 0, as view 2; step 2 was"
-            r" made again without the lost ranks' part; (\d+\.\d+) s",
-            line,
-        )
-        assert found, line
+        lines = [line for line in one.lines if " lost " in line]
+        lost = set()
+        for line in lines:
+            found = re.search(
+                rf"as view \d(; step 2 counts, with {theirs.format('with')})?"
+                rf"(; step 3 (?P<tense>is|was) made again without {theirs.format('without')}: "
+                r"(its batch is|their batches are) in no step)?; [0-9.]+ s$",
+                line,
+            )
+            assert found, line
+            assert found["tense"] in (None, "was" if line == lines[-1] else "is"), lines
+            who = {found["with"], found["without"]} - {None}
+            assert len(who) == 1, line
+            lost |= set(re.findall(r"\d", who.pop()))
+        assert lost == {"1", "2"}, lines
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -169,6 +204,14 @@ def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
         assert set(said) == set(expected)
         for kind, words in expected.items():
             assert words in said[kind], said[kind]
+
+
+def the_line(told: dict[int, Told]) -> str:
+    """Of the one change there was, without the time: the same on all ranks."""
+    lines = [[line for line in one.lines if " lost " in line] for one in told.values()]
+    assert [len(one) for one in lines] == [1] * len(told), lines
+    (same,) = {re.sub(r"; [0-9.]+ s$", "", line) for (line,) in lines}
+    return same
 
 
 def test_how_long_a_repair_takes(tmp_path: Path) -> None:

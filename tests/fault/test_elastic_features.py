@@ -49,7 +49,15 @@ def test_codes_without_rank_order_and_warm_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [8, 300])
 def test_weights_by_samples(tmp_path: Path, phase: str, width: int) -> None:
     options: dict[str, Any] = {"options": {"weight": "samples"}, "uneven": True, "width": width}
-    compare(tmp_path, 3, (Death(1, 1, phase),), **options)
+    told = compare(tmp_path, 3, (Death(1, 1, phase),), **options)
+    for one in told.values():
+        (line,) = [line for line in one.lines if "was lost" in line]
+        known = "step 2 was made again without the part of rank 1: its batch, of weight 8, is in no step"
+        if phase in ("first bucket", "last bucket"):  # the ranks have told each other their weights
+            assert known in line
+        else:
+            assert "weight" not in line
+            assert (phase == "forward") == ("step 2 was made again" in line)
 
 
 def test_weights_of_micro_batches_with_buffers_and_codes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.launch_jobs import Job, script
+from tests.fault.launch_jobs import ROOT, TORCHRUN, Job, free_port, script, wait_until
 from tests.train.harness import ring_is_built
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -114,6 +114,61 @@ def test_when_all_fail_the_job_has_failed(tmp_path: Path, jobs: list[Job]) -> No
     job = run(jobs, tmp_path, "--elastic", "-n", "2", script(tmp_path, TRAIN), "all")
     assert job.process.returncode == 1
     assert re.search(r"ringrun: FAILED after .*: rank \d on host \S+ ", job.err)
+
+
+UNDER_TORCHRUN = """
+    import os, signal
+    from pathlib import Path
+    import torch
+    import ringdp
+
+    ringdp.init()
+    place = ringdp.rank()
+    torch.manual_seed(1)
+    model = ringdp.RingDP(torch.nn.Linear(10, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(6):
+        model(torch.full((4, 10), float(place + step))).square().mean().backward()
+        if step == 3 and os.environ["GROUP_RANK"] == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+    bits = [value.hex() for value in model.module.weight[0].tolist()]
+    path = Path(f"node-{os.environ['GROUP_RANK']}")
+    path.with_suffix(".new").write_text(f"rank {ringdp.rank()} of {ringdp.world_size()} {bits}")
+    path.with_suffix(".new").rename(path)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_with_one_rank_on_each_node_goes_on_without_one(tmp_path: Path, jobs: list[Job]) -> None:
+    """Its agents leave the ranks of other nodes alone. At the end they wait 300 s for the node that is gone, in torch's
+    exit barrier: the test ends them before that."""
+    path = script(tmp_path, UNDER_TORCHRUN)
+    port = free_port()
+    nodes: list[Job] = []
+    for number in range(3):
+        where = f"--nnodes 3 --nproc-per-node 1 --max-restarts 0 --node-rank {number} --local-addr 127.0.0.1"
+        meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id one"
+        folder = tmp_path / f"output-{number}"
+        folder.mkdir()
+        environ = {"RINGDP_ELASTIC": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        nodes.append(Job(folder, *where.split(), *meeting.split(), path, command=TORCHRUN, environ=environ))
+        jobs.append(nodes[-1])
+    ends = [nodes[number].folder / f"node-{number}" for number in (0, 1)]
+    try:
+        wait_until(lambda: all(end.exists() for end in ends), "the ranks that are left", 90)
+    except AssertionError:
+        raise AssertionError("\n".join(node.err for node in nodes)) from None
+    said = [end.read_text().partition(" [") for end in ends]
+    assert sorted(words for words, _, _ in said) == ["rank 0 of 2", "rank 1 of 2"]
+    assert said[0][2] == said[1][2]  # the same weights, to the bit
+    assert nodes[2].wait() == 1
+    assert not (nodes[2].folder / "node-2").exists()
+    for node in nodes[:2]:
+        assert len(re.findall(r"rank \d \(host .*\) was lost .*; 2 of 3 ranks go on.*as view 2", node.err)) == 1, (
+            node.err
+        )
 
 
 def test_a_rank_that_dies_before_all_have_met_ends_the_others(tmp_path: Path, jobs: list[Job]) -> None:

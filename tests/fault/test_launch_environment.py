@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.launch_jobs import LAUNCH, ROOT, TORCHRUN, Job, script
+from tests.fault.launch_jobs import LAUNCH, ROOT, TORCHRUN, Job, free_port, script
 
 REPORT = """
     import glob, json, os, sys
@@ -167,12 +166,6 @@ def test_a_bad_secret_file_is_refused_in_words(tmp_path: Path) -> None:
 def folder(path: Path) -> Path:
     path.mkdir()
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def paths() -> list[str]:

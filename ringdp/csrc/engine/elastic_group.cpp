@@ -1,6 +1,7 @@
 #include "engine/elastic_group.h"
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 #include <utility>
 
@@ -13,6 +14,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kMostCauseBytes = 500;
+constexpr std::size_t kMostUnitBytes = 200;
 constexpr auto kFirstNotice = std::chrono::seconds(10);
 
 // What the group has failed by, if that is a loss.
@@ -38,23 +40,36 @@ int& UnitScope::depth() {
 
 std::string ViewChange::text() const {
   std::ostringstream out;
-  out << (lost.empty() ? std::string("a member") : join(lost, ", ")) << (lost.size() > 1 ? " were" : " was")
-      << " lost (" << cause << "); " << members.size() << " of " << before << " ranks go on, numbered from 0, as view "
-      << view;
+  out << (lost.empty() ? std::string("a member") : join(lost_names, ", ")) << (lost.size() > 1 ? " were" : " was")
+      << " lost (" << decision.cause << "); " << decision.members.size() << " of " << before
+      << " ranks go on, numbered from 0, as view " << view;
   return out.str();
 }
 
-std::string ViewChange::log_line() const {
+std::string ViewChange::part() const { return (lost.size() > 1 ? "the parts of " : "the part of ") + ranks_text(lost); }
+
+std::string ViewChange::batch() const {
+  const bool several = lost.size() > 1;
   std::ostringstream out;
-  out << text() << "; ";
-  if (replay)
-    out << "an operation of the program's own was unfinished, so all of them get MembershipChanged";
-  else if (counted)
-    out << unit << " counts, with the lost ranks' part";
-  else if (!unit.empty())
-    out << unit << " was made again without the lost ranks' part";
-  else
-    out << "this rank had nothing under way";
+  out.precision(std::numeric_limits<double>::digits10);
+  out << (several ? "their batches" : "its batch");
+  if (lost_weight) out << ", of weight " << *lost_weight << (several ? " together," : ",");
+  out << (several ? " are" : " is") << " in no step";
+  return out.str();
+}
+
+std::string ViewChange::log_line(bool made) const {
+  std::ostringstream out;
+  out << text();
+  if (!decision.counted.empty()) out << "; " << decision.counted << " counts, with " << part();
+  if (decision.replay) {
+    out << "; an operation of the program's own was unfinished, so all of them get MembershipChanged";
+  } else if (!decision.again.empty()) {
+    out << "; " << decision.again << (made ? " was" : " is") << " made again without " << part();
+    if (decision.batches) out << ": " << batch();
+  } else if (decision.counted.empty()) {
+    out << "; nothing was under way";
+  }
   if (!also_lost.empty()) out << "; " << also_lost;
   out.setf(std::ios::fixed);
   out.precision(3);
@@ -92,11 +107,6 @@ std::shared_ptr<GroupHandle> ElasticGroup::group() const {
   return group_;
 }
 
-std::string ElasticGroup::unit_name() const {
-  std::lock_guard lock(mutex_);
-  return unit_;
-}
-
 void ElasticGroup::on_change(Told told) {
   std::lock_guard lock(mutex_);
   told_ = std::move(told);
@@ -113,16 +123,25 @@ void ElasticGroup::set_timeout_ms(int64_t timeout_ms) {
   group_->set_timeout_ms(timeout_ms);
 }
 
-void ElasticGroup::close(const std::string& how) { group()->close(how); }
+void ElasticGroup::close(const std::string& how) {
+  write_log_line(/*made=*/false);
+  group()->close(how);
+}
 
 // ---- Units.
 
-uint64_t ElasticGroup::begin_unit(std::string what, const char* also_lost) {
+uint64_t ElasticGroup::begin_unit(UnitWords words) {
   throw_if_untold();
   std::lock_guard lock(mutex_);
-  unit_ = std::move(what);
-  if (*also_lost != '\0') also_lost_ = also_lost;
+  if (words.also_lost.empty()) words.also_lost = std::move(unit_.also_lost);
+  unit_ = std::move(words);
+  weights_.clear();
   return left_ + 1;
+}
+
+void ElasticGroup::know_weights(std::vector<double> weights) {
+  std::lock_guard lock(mutex_);
+  if (weights.size() == static_cast<std::size_t>(size_)) weights_ = std::move(weights);
 }
 
 void ElasticGroup::commit(uint64_t unit) {
@@ -145,17 +164,17 @@ void ElasticGroup::commit(uint64_t unit) {
     if (!progress_.leave(unit, view)) throw Error(ErrorKind::kPeerLost, "the members have changed");
     left_ = progress_.left();
   }
-  write_log_line();
+  write_log_line(/*made=*/true);
 }
 
-void ElasticGroup::write_log_line() {
+void ElasticGroup::write_log_line(bool made) {
   ViewChange change;
   {
     std::lock_guard lock(mutex_);
     if (!std::exchange(unlogged_, false)) return;
     change = last_;
   }
-  log(LogLevel::kWarning, change.log_line());
+  log(LogLevel::kWarning, change.log_line(made));
 }
 
 ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool calling) {
@@ -167,7 +186,7 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
     const auto loss = loss_of(failure);
     if (failure && !loss) std::rethrow_exception(failure);
     if (!loss) throw Error(ErrorKind::kState, "a change of members was asked for, and no member is lost");
-    MemberState mine = freeze(group, calling);
+    MemberState mine = freeze(group, unit, calling);
     mine.cause = clean_text(loss->context().cause.empty() ? loss->what() : loss->context().cause, kMostCauseBytes);
     const std::vector<int> before = group->view().members;
     const int self = group->engine()->rank();
@@ -179,18 +198,19 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
     ViewChange change;
     change.view = view + 1;
     change.before = static_cast<int>(before.size());
-    change.members = decision.members;
-    change.cause = decision.cause;
-    change.committed = decision.committed;
+    change.decision = decision;
     change.counted = decision.committed > mine.left;
-    change.replay = decision.replay;
-    for (const int member : before)
-      if (std::find(decision.members.begin(), decision.members.end(), member) == decision.members.end())
-        change.lost.push_back(group->engine()->peer(member).text());
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      const int member = before[i];
+      if (std::find(decision.members.begin(), decision.members.end(), member) != decision.members.end()) continue;
+      change.lost.push_back(member);
+      change.lost_names.push_back(group->engine()->peer(member).text());
+      if (decision.weights.size() == before.size())
+        change.lost_weight = change.lost_weight.value_or(0) + decision.weights[i];
+    }
     change.noticed_at = noticed;
-    if (unit > 0) change.unit = unit_name();
-    write_log_line();  // of the change before, whose unit this one has stopped
-    install(decision, std::move(change));
+    write_log_line(/*made=*/change.counted);  // of the change before, whose unit this one has stopped
+    install(std::move(change));
   }
   if (unit > 0 && left_ >= unit) return Outcome::kCounts;  // if there is something to tell, the next call does
   throw_if_untold();
@@ -198,7 +218,7 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
 }
 
 // From now on this rank starts nothing in that view and becomes done with nothing.
-MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, bool calling) {
+MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, uint64_t unit, bool calling) {
   std::vector<std::shared_ptr<Work>> calls;
   MemberState mine;
   {
@@ -206,6 +226,11 @@ MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, bool
     mine = progress_.freeze();
     mine.called = called_;
     mine.unfinished = calling;
+    if (unit > 0) {
+      mine.unit = clean_text(unit_.what, kMostUnitBytes);
+      mine.batches = unit_.batches;
+      mine.weights = weights_;
+    }
     calls = calls_;
   }
   for (const auto& work : calls) {
@@ -219,16 +244,24 @@ MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, bool
   return mine;
 }
 
-void ElasticGroup::install(const Decision& decision, ViewChange change) {
+void ElasticGroup::install(ViewChange change) {
+  const Decision& decision = change.decision;
   const auto before = group();
   const int self = before->engine()->rank();
   if (std::find(decision.members.begin(), decision.members.end(), self) == decision.members.end()) {
     ErrorContext context;
-    context.rank = before->view().rank;
-    context.advice = "its state is older than theirs now: it has to end";
+    context.rank = self;
+    context.cause = decision.cause;
+    context.view = static_cast<int64_t>(change.view);
+    context.survivors = decision.members;
+    context.advice =
+        "this process has to end, because its state is older than theirs now; look at the network of its host, and "
+        "start "
+        "the job again where it should have all ranks";
     throw Error(ErrorKind::kExpelled,
-                "the other ranks go on without rank " + std::to_string(context.rank) +
-                    ", which they could not reach: " + context.advice,
+                ranks_text(decision.members) + " of the job could not reach rank " + std::to_string(self) +
+                    " and have gone on without it, as view " + std::to_string(change.view) + " (" + decision.cause +
+                    "): " + context.advice,
                 context);
   }
   const auto now = make_view(change.view, decision.members);
@@ -243,7 +276,8 @@ void ElasticGroup::install(const Decision& decision, ViewChange change) {
     untold_ = untold_ || decision.replay;
     called_ = 0;
     calls_.clear();
-    change.also_lost = also_lost_;
+    weights_.clear();
+    change.also_lost = unit_.also_lost;
     last_ = change;
     unlogged_ = true;
     rank_ = now->view().rank;
@@ -253,7 +287,7 @@ void ElasticGroup::install(const Decision& decision, ViewChange change) {
   }
   if (installed_) installed_(now);
   before->close("left: its members have changed");
-  if (change.replay || change.counted || change.unit.empty()) write_log_line();
+  if (decision.replay || decision.again.empty()) write_log_line(/*made=*/false);
   if (told) told(change);
 }
 
@@ -308,9 +342,9 @@ Error ElasticGroup::changed_error() const {
   std::lock_guard lock(mutex_);
   ErrorContext context;
   context.rank = rank_;
-  context.cause = last_.cause;
+  context.cause = last_.decision.cause;
   context.view = static_cast<int64_t>(last_.view);
-  context.survivors = last_.members;
+  context.survivors = last_.decision.members;
   context.advice =
       "the process group has its new members now, and ranks may be an operation apart: load the last checkpoint on all "
       "of them, or end, and the launcher does";

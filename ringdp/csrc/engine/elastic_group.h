@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,23 +38,33 @@ class UnitScope {
   static int& depth();
 };
 
-// What has changed, for the log and for errors.
-struct ViewChange {
-  uint64_t view = 0;              // the new one
-  int before = 0;                 // members of the old one
-  std::vector<int> members;       // of the new one, by place
-  std::vector<std::string> lost;  // "rank 3 (host n2, pid 4711)"
-  std::string cause;
-  uint64_t committed = 0;
-  bool counted = false;  // a unit that this rank had under way counts, with what the lost ranks gave
-  bool replay = false;
-  std::string unit;                // what was under way on this rank; empty: nothing
-  std::string also_lost;           // in words
-  Clock::time_point noticed_at{};  // by this rank
+// A unit, for the log.
+struct UnitWords {
+  std::string what;            // "step 917"
+  bool batches = false;        // each rank brings a batch to it
+  std::string also_lost = "";  // what goes with members that are lost from now on; empty: as before
+};
 
-  // What was lost and who goes on. `log_line` adds what became of the unit and how long it all took, until now.
+// What has changed, for the log and for errors. The same on all ranks, but for `counted` and `noticed_at`.
+struct ViewChange {
+  uint64_t view = 0;  // the new one
+  int before = 0;     // members of the old one
+  Decision decision;
+  std::vector<int> lost;                // by place
+  std::vector<std::string> lost_names;  // "rank 3 (host n2, pid 4711)"
+  std::optional<double> lost_weight;    // of their batches in what is made again
+  bool counted = false;                 // a unit that this rank had under way counts, with what the lost ranks gave
+  std::string also_lost;                // in words
+  Clock::time_point noticed_at{};       // by this rank
+
+  // What was lost and who goes on. `log_line` adds what became of the units that were under way, and how long it all took, until
+  // now. `made`: what is made again has been made; false: it has been stopped.
   std::string text() const;
-  std::string log_line() const;
+  std::string log_line(bool made) const;
+
+ private:
+  std::string part() const;
+  std::string batch() const;
 };
 
 class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
@@ -78,9 +89,10 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   // The unit that is made first in this view is made again by some ranks: its operations are issued at its end.
   bool first_unit() const { return view_ > 1 && left_ == base_; }
 
-  // The next unit; `what` it is, for the log: "step 917"; `also_lost`: what goes with members that are lost from now on, in
-  // words. Throws the error of a change that this rank has not been told of yet.
-  uint64_t begin_unit(std::string what, const char* also_lost = "");
+  // The next unit. Throws the error of a change that this rank has not been told of yet.
+  uint64_t begin_unit(UnitWords words);
+  // What the ranks' batches in the unit under way weigh, by rank in the present view. For the log.
+  void know_weights(std::vector<double> weights);
   // All members have done it when this returns. Throws Error(kPeerLost) where the view is frozen, and what `change` is for.
   void commit(uint64_t unit);
   enum class Outcome { kCounts, kAgain };
@@ -101,13 +113,12 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   ElasticGroup(std::shared_ptr<Runtime> runtime, std::string name, int64_t timeout_ms, const AlgorithmTables& tables,
                std::unique_ptr<Agreement> agreement);
   std::shared_ptr<GroupHandle> make_view(uint64_t view, const std::vector<int>& members);
-  MemberState freeze(const std::shared_ptr<GroupHandle>& group, bool calling);
-  void install(const Decision& decision, ViewChange change);
+  MemberState freeze(const std::shared_ptr<GroupHandle>& group, uint64_t unit, bool calling);
+  void install(ViewChange change);
   void look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const;
   Error changed_error() const;
   void throw_if_untold();
-  std::string unit_name() const;
-  void write_log_line();  // of the last change, once: when its unit has been made
+  void write_log_line(bool made);  // of the last change, once: when its unit has been made, or is stopped
 
   const std::shared_ptr<Runtime> runtime_;  // shared with the views
   const std::string name_;
@@ -125,8 +136,8 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   std::vector<std::shared_ptr<Work>> calls_;  // outside units, that may not have ended
   ViewChange last_;
   bool unlogged_ = false;  // last_
-  std::string unit_;       // what it is
-  std::string also_lost_;
+  UnitWords unit_;
+  std::vector<double> weights_;    // see know_weights; empty: not known
   std::atomic<uint64_t> left_{0};  // as in progress_
   std::atomic<uint64_t> base_{0};  // left_ when the view began
   std::atomic<uint64_t> view_{1};

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <sstream>
 #include <thread>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "membership/member_turn.h"
 
 namespace ringdp {
@@ -14,9 +16,11 @@ namespace {
 constexpr auto kShortestPause = std::chrono::microseconds(500);
 constexpr auto kLongestPause = std::chrono::milliseconds(10);
 
-void write_list(std::ostringstream& out, const std::vector<int>& values) {
+template <typename T>
+void write_list(std::ostringstream& out, const std::vector<T>& values) {
+  out.precision(std::numeric_limits<double>::max_digits10);
   out << ' ' << values.size();
-  for (const int value : values) out << ' ' << value;
+  for (const T value : values) out << ' ' << value;
 }
 
 template <typename T>
@@ -27,29 +31,46 @@ T read(std::istringstream& in) {
   return value;
 }
 
-std::vector<int> read_list(std::istringstream& in) {
+template <typename T>
+std::vector<T> read_list(std::istringstream& in) {
   constexpr std::size_t kMost = 1U << 20;
   const auto size = read<std::size_t>(in);
   if (size > kMost) throw Error(ErrorKind::kHandshake, "a change of members: a list in the store is too long");
-  std::vector<int> values;
-  for (std::size_t i = 0; i < size; ++i) values.push_back(read<int>(in));
+  std::vector<T> values;
+  for (std::size_t i = 0; i < size; ++i) values.push_back(read<T>(in));
   return values;
 }
 
-std::string read_text(std::istringstream& in) {
-  std::string end, text;
-  std::getline(in, end);  // of the line before
+std::string read_line(std::istringstream& in) {
+  std::string text;
   std::getline(in, text);
   return text;
+}
+
+Error without_a_store(int self, std::vector<int> unreachable, const StoreLost& lost) {
+  std::sort(unreachable.begin(), unreachable.end());
+  ErrorContext context;
+  context.rank = self;
+  context.cause = lost.what();
+  context.advice =
+      "if the launcher still runs, the ranks that reach its store go on, and this one only has to end; if it does not, "
+      "all ranks end like this, and the job starts again from its last checkpoint";
+  const std::string me = "rank " + std::to_string(self);
+  return {ErrorKind::kHandshake,
+          me + " has lost " + (unreachable.empty() ? std::string("another rank") : ranks_text(unreachable)) +
+              " and cannot reach the launcher's store, where the ranks agree who goes on (" + lost.what() +
+              "), so it cannot know whether the others have gone on without it: " + context.advice,
+          context};
 }
 
 }  // namespace
 
 std::string MemberState::encode() const {
   std::ostringstream out;
-  out << left << ' ' << done << ' ' << called << ' ' << unfinished;
+  out << left << ' ' << done << ' ' << called << ' ' << unfinished << ' ' << batches;
   write_list(out, lost);
-  out << '\n' << cause;
+  write_list(out, weights);
+  out << '\n' << cause << '\n' << unit;
   return out.str();
 }
 
@@ -60,16 +81,21 @@ MemberState MemberState::decode(const std::string& text) {
   state.done = read<bool>(in);
   state.called = read<uint64_t>(in);
   state.unfinished = read<bool>(in);
-  state.lost = read_list(in);
-  state.cause = read_text(in);
+  state.batches = read<bool>(in);
+  state.lost = read_list<int>(in);
+  state.weights = read_list<double>(in);
+  read_line(in);  // the end of this one
+  state.cause = read_line(in);
+  state.unit = read_line(in);
   return state;
 }
 
 std::string Decision::encode() const {
   std::ostringstream out;
-  out << committed << ' ' << replay;
+  out << committed << ' ' << replay << ' ' << batches;
   write_list(out, members);
-  out << '\n' << cause;
+  write_list(out, weights);
+  out << '\n' << cause << '\n' << counted << '\n' << again;
   return out.str();
 }
 
@@ -78,8 +104,13 @@ Decision Decision::decode(const std::string& text) {
   Decision decision;
   decision.committed = read<uint64_t>(in);
   decision.replay = read<bool>(in);
-  decision.members = read_list(in);
-  decision.cause = read_text(in);
+  decision.batches = read<bool>(in);
+  decision.members = read_list<int>(in);
+  decision.weights = read_list<double>(in);
+  read_line(in);  // the end of this one
+  decision.cause = read_line(in);
+  decision.counted = read_line(in);
+  decision.again = read_line(in);
   return decision;
 }
 
@@ -96,6 +127,16 @@ Decision decide(const std::vector<int>& members, const std::vector<MemberState>&
   });
   const auto shorter = [](const MemberState& a, const MemberState& b) { return a.cause.size() < b.cause.size(); };
   decision.cause = std::min_element(states.begin(), states.end(), shorter)->cause;
+  for (const MemberState& state : states) {
+    if (state.unit.empty()) continue;
+    if (state.left < decision.committed) {
+      decision.counted = state.unit;
+      continue;
+    }
+    decision.again = state.unit;
+    decision.batches = state.batches;
+    if (!state.weights.empty()) decision.weights = state.weights;  // all that know them know the same
+  }
   return decision;
 }
 
@@ -103,33 +144,26 @@ Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, i
                                const Unreachable& unreachable, const Look& look) {
   MemberTurn turn(view, members, self, mine);
   auto pause = std::chrono::duration_cast<std::chrono::microseconds>(kShortestPause);
-  while (!turn.decision()) {
-    turn.lose(unreachable());
-    turn.answer(ask(turn.request()));
-    if (!turn.waits()) continue;
-    look(turn.waiting_for());
-    std::this_thread::sleep_for(pause);
-    pause = std::min<std::chrono::microseconds>(pause * 3 / 2, kLongestPause);
+  try {
+    while (!turn.decision()) {
+      turn.lose(unreachable());
+      turn.answer(ask(turn.request()));
+      if (!turn.waits()) continue;
+      look(turn.waiting_for());
+      std::this_thread::sleep_for(pause);
+      pause = std::min<std::chrono::microseconds>(pause * 3 / 2, kLongestPause);
+    }
+  } catch (const StoreLost& error) {
+    throw without_a_store(self, unreachable(), error);
   }
   return *turn.decision();
 }
 
 std::optional<std::string> StoreAgreement::ask(const StoreRequest& request) {
-  try {
-    if (request.kind == StoreRequest::Kind::kFind) return store_->find(request.key);
-    if (request.kind == StoreRequest::Kind::kSetFirst) return store_->set_first(request.key, request.value);
-    store_->set(request.key, request.value);
-    return request.value;
-  } catch (const StoreLost& error) {
-    ErrorContext context;
-    context.cause = error.what();
-    context.advice = "start the job again, from its last checkpoint";
-    throw Error(ErrorKind::kHandshake,
-                std::string("a member is lost, and the others cannot agree to go on without it, because the launcher's "
-                            "store, or the network to it, is lost, too: ") +
-                    error.what() + "; " + context.advice,
-                context);
-  }
+  if (request.kind == StoreRequest::Kind::kFind) return store_->find(request.key);
+  if (request.kind == StoreRequest::Kind::kSetFirst) return store_->set_first(request.key, request.value);
+  store_->set(request.key, request.value);
+  return request.value;
 }
 
 }  // namespace ringdp

@@ -24,6 +24,10 @@ struct MemberState {
   bool unfinished = false;  // some of them have failed here
   std::vector<int> lost;    // members that it cannot reach
   std::string cause;        // why the first of them was lost, one line
+  // For the log. Of the unit after those that it has left:
+  std::string unit{};             // what it is, one line; empty: this member has none under way
+  bool batches = false;           // each member brings a batch to it
+  std::vector<double> weights{};  // of these, by member in the view's order; empty: not known here
 
   std::string encode() const;
   static MemberState decode(const std::string& text);  // throws Error(kHandshake)
@@ -35,6 +39,11 @@ struct Decision {
   // Operations outside units are unfinished on some members: all of them get an error.
   bool replay = false;
   std::string cause;  // of the change, in the words of the survivor that says it in the fewest
+  // For the log, of what the survivors had under way. Empty: none of them had any.
+  std::string counted{};  // the last of the units that count, where not all had left it
+  std::string again{};    // the one that is made again
+  bool batches = false;   // of `again`, as in MemberState
+  std::vector<double> weights{};
 
   std::string encode() const;
   static Decision decode(const std::string& text);  // throws Error(kHandshake)

@@ -49,7 +49,8 @@ void on_change(const GroupPointer& group, py::function told) {
   required(elastic_of(group)).on_change([kept](const ViewChange& change) {
     const py::gil_scoped_acquire gil;
     try {
-      (*kept)(change.view, change.members, change.lost, change.cause, change.counted, change.replay);
+      (*kept)(change.view, change.decision.members, change.lost_names, change.decision.cause, change.counted,
+              change.decision.replay);
     } catch (py::error_already_set& error) {  // the change is made: what listens to it cannot stop it
       error.discard_as_unraisable("on_change");
     }
@@ -86,7 +87,7 @@ void bind_elastic(py::module_& module) {
   module.def(
       "begin_unit",
       [](const GroupPointer& group, std::string what) {
-        return required(elastic_of(group)).begin_unit(std::move(what));
+        return required(elastic_of(group)).begin_unit({.what = std::move(what)});
       },
       py::arg("process_group"), py::arg("what"), NoGil(), "The number of the next unit; `what` it is, for the log.");
   module.def(

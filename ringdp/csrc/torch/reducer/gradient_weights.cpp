@@ -93,8 +93,10 @@ void GradientWeights::tell_again(int64_t step) {
   unknown_ = false;
 }
 
-void GradientWeights::know(std::vector<double> of_ranks, int64_t step) {
-  factors_.of_ranks = std::move(of_ranks);
+void GradientWeights::know(Known known, int64_t step) {
+  factors_.of_ranks = std::move(known.factors);
+  totals_ = std::move(known.totals);
+  view_ = known.view;
   const auto is = [this](double value) {
     return std::all_of(factors_.of_ranks.begin(), factors_.of_ranks.end(), [=](double one) { return one == value; });
   };
@@ -111,6 +113,7 @@ void GradientWeights::end() {
   done_.clear();
   task_ = -1;
   factors_ = {};
+  totals_.clear();
   unknown_ = false;
 }
 
@@ -122,7 +125,7 @@ void GradientWeights::check_announced(const std::string& parameter) const {
 }
 
 double GradientWeights::factor_of_left_over() {
-  return on_ ? finish(begin_exchange(done()))[static_cast<std::size_t>(group_.rank())] : 1;
+  return on_ ? finish(begin_exchange(done())).factors[static_cast<std::size_t>(group_.rank())] : 1;
 }
 
 GradientWeights::Exchange GradientWeights::begin_exchange(Share own) {
@@ -142,7 +145,7 @@ GradientWeights::Exchange GradientWeights::begin_exchange(Share own) {
   return exchange;
 }
 
-std::vector<double> GradientWeights::finish(Exchange exchange) {
+GradientWeights::Known GradientWeights::finish(Exchange exchange) {
   if (exchange.work) exchange.work->wait();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor shares = exchange.shares.cpu();
@@ -155,10 +158,14 @@ std::vector<double> GradientWeights::finish(Exchange exchange) {
   }
   if (!MicroBatches::valid(sum))
     throw Error(ErrorKind::kValue, "the sum of the ranks' weights is not a finite number: give smaller ones");
-  std::vector<double> factors;
-  for (int rank = 0; rank < group_.ranks(); ++rank)
-    factors.push_back(MicroBatches::factor(all[2 * rank + 1], sum, static_cast<double>(group_.ranks_with_input())));
-  return factors;
+  Known known;
+  known.view = exchange.view;
+  for (int rank = 0; rank < group_.ranks(); ++rank) {
+    known.factors.push_back(
+        MicroBatches::factor(all[2 * rank + 1], sum, static_cast<double>(group_.ranks_with_input())));
+    known.totals.push_back(all[2 * rank]);
+  }
+  return known;
 }
 
 void GradientWeights::throw_invalid(int rank, double weight) const {

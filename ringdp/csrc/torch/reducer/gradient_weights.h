@@ -61,6 +61,8 @@ class GradientWeights {
   bool unknown() const { return unknown_; }
   // The backward's buckets are sent at its end, or again: the present members tell each other what they weigh.
   void tell_again(int64_t step);
+  // What each rank's batch of this step weighs, by rank; empty: not known in the present view.
+  std::vector<double> of_members() const { return view_ == group_.view() ? totals_ : std::vector<double>(); }
   void end();
   bool accumulated() const { return done_.total() > 0; }  // backwards that did not average have weighed something
   // A gradient that no forward has announced cannot be weighed.
@@ -83,9 +85,14 @@ class GradientWeights {
 
   Share done() const { return {done_.total(), done_.reference()}; }
   Exchange begin_exchange(Share own);
-  // The factors of all ranks, by rank. Throws on all ranks, if the weight of one of them is not valid.
-  std::vector<double> finish(Exchange exchange);
-  void know(std::vector<double> of_ranks, int64_t step);
+  struct Known {  // by rank
+    std::vector<double> factors;
+    std::vector<double> totals;
+    uint64_t view = 0;  // whose ranks
+  };
+  // Throws on all ranks, if the weight of one of them is not valid.
+  Known finish(Exchange exchange);
+  void know(Known known, int64_t step);
   [[noreturn]] void throw_invalid(int rank, double weight) const;
 
   ReducerGroup& group_;
@@ -98,6 +105,8 @@ class GradientWeights {
   double current_ = 1;  // the weight of the backward under way, or of the last one
   int task_ = -1;       // the last backward that did not average
   GradientFactors factors_;
+  std::vector<double> totals_;  // of this step; empty: not known
+  uint64_t view_ = 0;
   bool warned_ = false;
   bool unknown_ = false;
 };

@@ -26,13 +26,15 @@ void StepUnit::make(Lock& lock, const BackwardEnd::Missing& missing, const std::
 
 bool StepUnit::try_once(Lock& lock, Order& order, bool again) {
   ElasticGroup& elastic = layout_.repair.elastic();
-  const uint64_t unit = elastic.begin_unit("step " + std::to_string(backward_.step()),
-                                           layout_.compression.keeps_residuals() ? kFeedbackLost : "");
+  const uint64_t unit = elastic.begin_unit({.what = "step " + std::to_string(backward_.step()),
+                                            .batches = true,
+                                            .also_lost = layout_.compression.keeps_residuals() ? kFeedbackLost : ""});
   try {
     if (again) {
       report_.drop();  // it is told in the next window
       filler_.send_again();
     }
+    elastic.know_weights(layout_.weights.of_members());
     const auto report = report_.under_way();
     lock.unlock();
     end_.wait_for_sent();
