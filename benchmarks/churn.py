@@ -48,7 +48,7 @@ WEIGHTS = (6, 2, 2, 2, 2, 1, 1, 1)
 HEAL_S = 1.0
 REPAIR_S = 0.15
 STEP_PAUSE_S = 0.02
-MARK = "RINGDP_CHURN"
+MARK = "CHURN_OF_RINGDP"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

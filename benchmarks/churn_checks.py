@@ -152,14 +152,15 @@ def _lines(told: list[Told]) -> list[str]:
         views = {1: set(range(len(told)))}
         views |= {view: {int(place) for place in re.findall(r"\d+", places)} for view, places in one.views}
         for line in one.lines:
-            found = re.search(r"as view (\d+);.*?step (\d+) (was made again|is made again|counts)", line)
-            if found is None:
+            if (told_view := re.search(r"as view (\d+);", line)) is None:
                 continue
-            view, step, outcome = int(found[1]), int(found[2]) - 1, found[3]
-            if step not in sums:  # killed before it could write the step down
-                continue
-            if (outcome == "counts") != (sums[step] > views[view]):
-                problems.append(f"place {one.place} says {line!r}, and its step is the mean of {sums[step]}")
+            # "the checkpoint of step 5 was made again" is not about the step.
+            for number, outcome in re.findall(r"; step (\d+) (was made again|is made again|counts)", line):
+                step = int(number) - 1
+                if step not in sums:  # killed before it could write the step down
+                    continue
+                if (outcome == "counts") != (sums[step] > views[int(told_view[1])]):
+                    problems.append(f"place {one.place} says {line!r}, and its step is the mean of {sums[step]}")
     return problems
 
 

@@ -47,6 +47,13 @@ def for_both(told: list[Told]) -> None:
         change(told, place, 9, gradients="else")
 
 
+def test_a_checkpoint_made_again_says_nothing_of_its_step() -> None:
+    told = history()
+    for place in (0, 2):
+        told[place].lines[0] = LINE.replace(f"step {LOST_IN + 1}", f"the checkpoint of step {LOST_IN}")
+    assert churn_checks.wrong(told, "plain", (0, 2)) == []
+
+
 def test_a_right_history() -> None:
     assert churn_checks.wrong(history(), "plain", (0, 2)) == []
 
