@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from ringdp import __main__ as command  # noqa: E402
 from ringdp.ddp import words  # noqa: E402
-from ringdp.errors import SystemResourceError  # noqa: E402
+from ringdp.errors import InvalidArgumentError, SystemResourceError  # noqa: E402
 from ringdp.job.tuning import Tuning  # noqa: E402
 from ringdp.tools import algorithm_table  # noqa: E402
 from ringdp.tools.bench import collectives, measuring  # noqa: E402
@@ -281,6 +281,15 @@ def test_reductions_are_what_torch_computes() -> None:
             inputs = torch.stack([place.pattern(rank, 5, 20) for rank in range(ranks)])
             right = {"sum": inputs.sum(0), "avg": inputs.mean(0), "max": inputs.amax(0), "min": inputs.amin(0)}
             assert torch.allclose(place.reduced(5, 20), right[operation]), (ranks, operation)
+
+
+def test_a_file_that_cannot_be_written_keeps_no_other_from_being_written(tmp_path: Path) -> None:
+    args = argparse.Namespace(
+        json=str(tmp_path / "no" / "out.json"), csv=str(tmp_path / "out.csv"), plot=None, collective=[], dtype="float32"
+    )
+    with pytest.raises(InvalidArgumentError, match=r"cannot be written to \S+out\.json: .*No such file"):
+        bench_command._write(args, HostLayout((2,), 2), [])
+    assert (tmp_path / "out.csv").exists()
 
 
 def test_a_picture_or_what_it_needs(

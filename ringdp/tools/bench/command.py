@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringdp import config
@@ -342,18 +342,21 @@ def _write(args: argparse.Namespace, layout: HostLayout, rows: Sequence[Any]) ->
         "ranks": layout.ranks,
         "ranks_of_hosts": layout.per_host,
     }
-    try:
-        if args.json is not None:
-            output.write(output.as_json(about, rows), args.json)
-        if args.csv is not None:
-            output.write(output.as_csv(rows), args.csv)
-        if args.plot is not None:
-            title = (
-                f"{', '.join(args.collective)}, {layout.ranks} ranks on {len(layout.per_host)} host(s), {args.dtype}"
-            )
-            output.plot(rows, title, args.plot)
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"the results cannot be written: {error}") from error
+    title = f"{', '.join(args.collective)}, {layout.ranks} ranks on {len(layout.per_host)} host(s), {args.dtype}"
+    outputs: list[tuple[str | None, Callable[[str], None]]] = [
+        (args.json, lambda target: output.write(output.as_json(about, rows), target)),
+        (args.csv, lambda target: output.write(output.as_csv(rows), target)),
+        (args.plot, lambda target: output.plot(rows, title, target)),
+    ]
+    problems = []
+    for target, write in outputs:
+        try:
+            if target is not None:
+                write(target)
+        except (OSError, ValueError) as error:  # the others are written all the same: measuring took its time
+            problems.append(f"to {target}: {error}")
+    if problems:
+        raise InvalidArgumentError("the results cannot be written " + "; ".join(problems))
 
 
 def _layout(host_of_rank: Sequence[str]) -> HostLayout:
