@@ -7,7 +7,8 @@
 
 A round trip is twice the delay. long_line.cpp forwards, in user space: no module of the kernel is needed (netem), but
 root, iproute2, /dev/net/tun and a C++ compiler. It takes its share of the cores, most where packets are lost, which
-then come one by one. The hosts have the congestion control --congestion and Linux's usual buffers.
+then come one by one. The hosts have Linux's usual buffers and the congestion control --congestion: cubic, as most hosts
+do, unless this system does not let a namespace have it; then its own, and a line says so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from ranks import RanksFailed, signals_unwind, start, stop_all
 SOURCE = Path(__file__).with_name("long_line.cpp")
 # What most hosts have; this machine's may be others.
 _BUFFERS = ("net.ipv4.tcp_rmem=4096 131072 6291456", "net.ipv4.tcp_wmem=4096 16384 4194304")
+_IPV4 = Path("/proc/sys/net/ipv4")
+_MOST_HOSTS = "cubic"
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _UNITS_BIT = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -113,13 +116,23 @@ def _compiled() -> Path:
     return program
 
 
+def usual_congestion() -> str:
+    """What most hosts have, if a namespace may have it (see tcp(7), tcp_allowed_congestion_control), or this host's."""
+    allowed = (_IPV4 / "tcp_allowed_congestion_control").read_text().split()
+    own = (_IPV4 / "tcp_congestion_control").read_text().strip()
+    if _MOST_HOSTS in (*allowed, own):
+        return _MOST_HOSTS
+    print(f"long_line.py: the hosts have {own}, not {_MOST_HOSTS}, which this system keeps from them", file=sys.stderr)
+    return own
+
+
 class FarHosts(Hosts):
     """Hosts with such a line between any two of them, instead of a bridge."""
 
-    def __init__(self, count: int, *, rate: str, line: LongLine, congestion: str = "cubic") -> None:
+    def __init__(self, count: int, *, rate: str, line: LongLine, congestion: str | None = None) -> None:
         """Raises HostsError."""
         super().__init__(count, rate=rate)
-        self.line, self.congestion = line, congestion
+        self.line, self.congestion = line, congestion or usual_congestion()
         self._forwarder: Forwarder | None = None
 
     def close(self) -> None:
@@ -155,7 +168,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--loss", type=float, default=0.0, help="percent of the packets (0)")
     parser.add_argument("--queue", type=parse_time, default=0.05, help="of each host's uplink (50ms)")
     parser.add_argument("--behind-nat", default="", help="hosts that take no connections from outside: 1,2")
-    parser.add_argument("--congestion", default="cubic", help="the hosts' congestion control (cubic)")
+    parser.add_argument("--congestion", help="the hosts' congestion control (cubic, where they may have it)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds before everything is ended (300)")
     args = parser.parse_args(argv[:cut])
     if not words:
