@@ -105,11 +105,7 @@ void LateConnections::run() {
 
 // False: it is to stop.
 bool LateConnections::step() {
-  {
-    std::lock_guard lock(mutex_);
-    if (stopping_) return false;
-  }
-  take_wishes();
+  if (!take_wishes()) return false;
   start_checks(Clock::now());
   bool busy = state_->connector.busy() || !unchecked_.empty();
   std::vector<pollfd> also{{wakeup_.get(), POLLIN, 0}};
@@ -142,11 +138,14 @@ void LateConnections::give_up(const std::string& why) {
   }
 }
 
-void LateConnections::take_wishes() {
+// False: it is to stop. That is one of the things the bell rings for, so it is looked at with the bell, not before: else a stop in
+// between would be heard after the next sleep only.
+bool LateConnections::take_wishes() {
   std::vector<int> wishes;
   std::vector<std::pair<int, bool>> broken;
   {
     std::lock_guard lock(mutex_);
+    if (stopping_) return false;
     wishes.swap(wishes_);
     broken.swap(broken_);
     uint64_t rung = 0;
@@ -155,6 +154,7 @@ void LateConnections::take_wishes() {
   for (int peer : wishes) state_->connector.want(peer);
   for (auto [peer, is_broken] : broken)
     if (redialler_) redialler_->heal(peer, is_broken);
+  return true;
 }
 
 void LateConnections::start_checks(Clock::time_point now) {

@@ -66,7 +66,7 @@ class LateConnections {
   void run();
   bool step();
   void give_up(const std::string& why);
-  void take_wishes();
+  bool take_wishes();
   void start_redialler();
   void start_checks(Clock::time_point now);
   void hand_over();
