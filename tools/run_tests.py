@@ -46,7 +46,7 @@ class Tier:
 
 
 TIERS = {
-    "default": Tier("not slow and not integrations and not ci", "11 min"),
+    "default": Tier("not slow and not integrations and not ci", "9 to 10 min"),
     "ci": Tier("ci and not slow"),
     "slow": Tier("slow and not integrations", "an hour or more"),
     "all": Tier("not integrations", "an hour or more"),
