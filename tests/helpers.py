@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import logging
 import shutil
+import socket
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -36,6 +37,13 @@ def need_entry_points() -> None:
     """Skip where ringdp is run from its checkout without being installed, so that torch cannot find it by itself."""
     if not any(point.name == "ringdp" for point in importlib.metadata.entry_points(group="torch.backends")):
         pytest.skip("ringdp is not installed (pip install --no-build-isolation -e .)")
+
+
+def free_port() -> int:
+    """One of the loopback address that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,28 @@ def every_way(backend: str, modes: tuple[Any, ...]) -> None:
 )
 def test_compiled_as_eager(backend: str, modes: tuple[Any, ...]) -> None:
     run_ranks(every_way, backend, modes, backend="ring", timeout_s=100)
+
+
+def graph_breaks(wrapper: Any) -> int:
+    """Of a training; it ends with the parameters and buffers of one that is not compiled, to the bit."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, eager = wrapper(small()), wrapper(small())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo does not know")
+        found = train(compiled(model, "eager"), model, 12)
+    assert all(map(torch.equal, found, train(eager, eager, 12)))
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def breaks_of_both() -> tuple[int, int]:
+    return graph_breaks(RingDP), graph_breaks(DistributedDataParallel)
+
+
+def test_there_are_no_more_graph_breaks_than_with_ddp() -> None:
+    """What RingDP does around the module is not traced."""
+    for ours, theirs in run_ranks(breaks_of_both, world_size=2, backend="ring"):
+        assert 0 < ours <= theirs
 
 
 def graphs(wrapper: Any, mode: Any) -> tuple[int, int]:

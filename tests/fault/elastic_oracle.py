@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,13 @@ def check_equal(told: dict[int, Told], expected: tuple[list[str], list[str]]) ->
     for place, one in told.items():
         assert one.gradients == expected[0], f"gradients of place {place}"
         assert one.parameters == expected[1], f"parameters of place {place}"
+
+
+def changes(told: dict[int, Told]) -> list[str]:
+    """The lines of the changes, which all ranks have written alike, but for the times."""
+    same = [[re.sub(r"; [0-9.]+ s$", "", line) for line in one.lines if " lost " in line] for one in told.values()]
+    assert all(lines == same[0] for lines in same), same
+    return same[0]
 
 
 def members_after(world: int, deaths: tuple[Death, ...]) -> list[tuple[int, ...]]:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -30,13 +29,6 @@ def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) 
     while not condition():
         assert time.monotonic() < end, f"waited {limit_s:g} s for: {what}"
         time.sleep(0.005)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:

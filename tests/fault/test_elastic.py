@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.fault import elastic_jobs as jobs
-from tests.fault.elastic_jobs import OUTLIVES_S, PHASES, Death, Told
-from tests.fault.elastic_oracle import check_equal, live, members_after, plain
+from tests.fault.elastic_jobs import OUTLIVES_S, PHASES, Death
+from tests.fault.elastic_oracle import changes, check_equal, live, members_after, plain
 from tests.train.harness import ring_is_built, run_outcomes, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -107,12 +107,13 @@ def test_a_stopped_rank_is_waited_for_while_another_is_lost(tmp_path: Path) -> N
 
 def test_one_line_says_what_was_lost_and_what_became_of_the_step(tmp_path: Path) -> None:
     told = live(tmp_path, 3, (Death(1, 1, "last bucket"),))
+    (line,) = changes(told)
     found = re.fullmatch(
         r"rank 1 \(host \S+, pid \d+\) was lost \(.+\); 2 of 3 ranks go on, numbered from 0, as view 2; step 2 was"
         r" made again without the part of rank 1: its batch is in no step",
-        the_line(told),
+        line,
     )
-    assert found, the_line(told)
+    assert found, line
 
 
 def test_the_line_says_which_step_has_the_part_of_the_lost_ranks(tmp_path: Path) -> None:
@@ -204,14 +205,6 @@ def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
         assert set(said) == set(expected)
         for kind, words in expected.items():
             assert words in said[kind], said[kind]
-
-
-def the_line(told: dict[int, Told]) -> str:
-    """Of the one change there was, without the time: the same on all ranks."""
-    lines = [[line for line in one.lines if " lost " in line] for one in told.values()]
-    assert [len(one) for one in lines] == [1] * len(told), lines
-    (same,) = {re.sub(r"; [0-9.]+ s$", "", line) for (line,) in lines}
-    return same
 
 
 def test_how_long_a_repair_takes(tmp_path: Path) -> None:

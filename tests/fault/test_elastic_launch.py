@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.launch_jobs import ROOT, TORCHRUN, Job, free_port, script, wait_until
+from tests.fault.launch_jobs import ROOT, TORCHRUN, Job, script, wait_until
+from tests.helpers import free_port
 from tests.train.harness import ring_is_built
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")

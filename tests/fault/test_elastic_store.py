@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.fault import elastic_store_jobs as jobs
 from tests.fault.elastic_jobs import Death, Told
-from tests.fault.elastic_oracle import STEPS, check_equal, plain
+from tests.fault.elastic_oracle import STEPS, changes, check_equal, members_after, plain
 from tests.train.harness import ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -31,9 +31,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
     @functools.cache
     def of(second: int | None) -> tuple[list[str], list[str]]:
-        left = tuple(place for place in range(WORLD) if place not in (FIRST.place, second))
-        members = [tuple(range(WORLD)) if step < FIRST.step else left for step in STEPS]
-        return plain(tmp_path_factory.mktemp("plain"), members)
+        deaths = (FIRST,) if second is None else (FIRST, replace(FIRST, place=second))
+        return plain(tmp_path_factory.mktemp("plain"), members_after(WORLD, deaths))
 
     return of
 
@@ -48,13 +47,6 @@ def live(folder: Path, second: int, at: int | str) -> tuple[dict[int, Told], boo
     for outcome in outcomes:
         assert (outcome.rank in gone) == (outcome.text is not None), outcome.text
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in gone}, died
-
-
-def changes(told: dict[int, Told]) -> list[str]:
-    """The lines of the changes, which all ranks have written alike, but for the times."""
-    same = [[re.sub(r"; [0-9.]+ s$", "", line) for line in one.lines if " lost " in line] for one in told.values()]
-    assert all(lines == same[0] for lines in same), same
-    return same[0]
 
 
 @pytest.mark.parametrize("at", ["before set", "after set", "before compare_set", "after compare_set"])

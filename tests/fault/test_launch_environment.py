@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.fault.launch_jobs import LAUNCH, ROOT, TORCHRUN, Job, free_port, script
+from tests.fault.launch_jobs import LAUNCH, ROOT, TORCHRUN, Job, script
+from tests.helpers import free_port
 
 REPORT = """
     import glob, json, os, sys

@@ -30,6 +30,7 @@ from ringdp.config import VARIABLES, RingConfig
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError, RingTimeoutError
 from ringdp.job import backend, job_store, process_group
 from tests.forked import Program
+from tests.helpers import free_port
 
 LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMIX_|SLURM_|TORCHELASTIC_|RINGDP_)")
 
@@ -70,12 +71,6 @@ def finish(process: subprocess.Popen[str] | Program, *, expect: int = 0) -> str:
     output = process.communicate(timeout=60)[0]
     assert process.returncode == expect, output
     return output
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def listening_ports() -> set[str]:

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from itertools import pairwise
@@ -27,7 +26,7 @@ from ringdp.tools import algorithm_table  # noqa: E402
 from ringdp.tools.bench import collectives, measuring  # noqa: E402
 from ringdp.tools.bench import command as bench_command  # noqa: E402
 from ringdp.tools.cost_model import HostLayout  # noqa: E402
-from tests.helpers import need  # noqa: E402
+from tests.helpers import free_port, need  # noqa: E402
 
 need("ringdp._core", "ringdp's extension, built with `make build`,")
 
@@ -329,12 +328,6 @@ def test_nccl_without_a_gpu_is_a_sentence(capsys: pytest.CaptureFixture[str], mo
         monkeypatch.setenv(name, value)
     assert command.main(["bench", "--backend", "ring,nccl"]) == 2
     assert "rank 0: nccl needs a GPU, and torch sees none" in capsys.readouterr().err
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_it_measures_the_ranks_of_a_launcher() -> None:

@@ -256,8 +256,7 @@ void ElasticGroup::install(ViewChange change) {
     context.survivors = decision.members;
     context.advice =
         "this process has to end, because its state is older than theirs now; look at the network of its host, and "
-        "start "
-        "the job again where it should have all ranks";
+        "start the job again where it should have all ranks";
     throw Error(ErrorKind::kExpelled,
                 ranks_text(decision.members) + " of the job could not reach rank " + std::to_string(self) +
                     " and have gone on without it, as view " + std::to_string(change.view) + " (" + decision.cause +

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ from typing import Any
 
 from ringdp.ddp.words import table
 from ringdp.tools.hang import torch_trace
-from ringdp.tools.hang.dumps import Job, read_job
+from ringdp.tools.hang.dumps import Job, read_job, read_note
 from ringdp.tools.hang.verdict import Verdict, group_name, judge
 
 THREAD = "ringdp-dump"
@@ -151,11 +150,10 @@ def _processes(target: str) -> list[tuple[int, Path | None]]:
         return [(int(target), _folder_of(int(target)))]
     found: list[tuple[int, Path | None]] = []
     for note in sorted(Path(target).rglob("process_rank*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            who = json.loads(note.read_text())
-            here = who["host"] == socket.gethostname() and Path(f"/proc/{who['pid']:d}").exists()
-            if here and _folder_of(who["pid"]) in (None, note.parent.resolve()):
-                found.append((who["pid"], note.parent))
+        pid, host = read_note(note) or (0, "")
+        here = host == socket.gethostname() and Path(f"/proc/{pid}").exists()
+        if here and _folder_of(pid) in (None, note.parent.resolve()):
+            found.append((pid, note.parent))
     return found
 
 
@@ -177,9 +175,8 @@ def _why_none(target: str) -> str:
 def _files_of(pid: int, folder: Path) -> str:
     """A pattern: several ranks may write into one folder."""
     for note in folder.glob("process_rank*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(note.read_text())["pid"] == pid:
-                return f"dump_{note.stem.removeprefix('process_')}_*.json"
+        if (who := read_note(note)) is not None and who[0] == pid:
+            return f"dump_{note.stem.removeprefix('process_')}_*.json"
     return "dump_rank*.json"
 
 

@@ -270,12 +270,18 @@ def _shown(value: Any) -> str:
     return cut(repr(value), 40)
 
 
-def _of_last_process(dump: Dump) -> bool:
-    note = dump.path.with_name(f"process_rank{dump.rank}.json")
+def read_note(path: Path) -> tuple[int, str] | None:
+    """The pid and the host of the process that left it (process_rank<r>.json); None where it does not say so."""
     try:
-        return bool(json.loads(note.read_text())["pid"] == dump.pid)
-    except (OSError, ValueError, KeyError, TypeError):
-        return True
+        who = _Object(json.loads(path.read_text()))
+        return who.number("pid"), who.text("host")
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _of_last_process(dump: Dump) -> bool:
+    note = read_note(dump.path.with_name(f"process_rank{dump.rank}.json"))
+    return note is None or note[0] == dump.pid
 
 
 def _newest_run(paths: Iterable[Path]) -> list[Path]:
