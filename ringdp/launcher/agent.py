@@ -24,6 +24,7 @@ from ringdp.job import threads
 from ringdp.launcher import advice, elastic, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs
+from ringdp.launcher.stopped import StoppedRanks
 from ringdp.launcher.views import Stream
 from ringdp.launcher.waiting import Waiting
 
@@ -126,12 +127,17 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         if waiting is not None:
             waiting.begin()
 
+    stopped = None if args.evict_after is None else StoppedRanks(args.evict_after)
+
     def lost(failures: Mapping[int, ProcessFailure]) -> None:
-        messages.post(orders.status_fd, messages.Lost(failures=_rank_failures(failures)))
+        seen = _rank_failures(failures)
+        if stopped is not None:
+            seen = tuple(dataclasses.replace(failure, cause=stopped.why(failure.pid)) for failure in seen)
+        messages.post(orders.status_fd, messages.Lost(failures=seen))
 
     if args.elastic:
         os.environ["RINGDP_ELASTIC"] = "1"
-    elastic.tell(meeting=meeting, restarting=restarting, lost=lost if args.elastic else None)
+    elastic.tell(meeting=meeting, restarting=restarting, lost=lost if args.elastic else None, stopped=stopped)
     if waiting is not None:
         waiting.begin()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
 import uuid
@@ -211,6 +212,16 @@ def get_parser() -> argparse.ArgumentParser:
         "they do. For scripts with RingDP (docs/how-to/elastic.md).",
     )
     group.add_argument(
+        "--evict-after",
+        "--evict_after",
+        action=env,
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="With --elastic: kill a rank whose process has been stopped (SIGSTOP) for so long, so that the others go "
+        "on without it. Without this they wait for it.",
+    )
+    group.add_argument(
         "--console",
         action=env,
         default=None,
@@ -298,7 +309,11 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
 
 
 def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placement | None) -> None:
-    """What --elastic cannot do yet."""
+    """What --elastic cannot do yet, and what goes with it alone."""
+    if args.evict_after is not None and not args.elastic:
+        raise ValueError("--evict-after goes with --elastic: without it no rank goes on without another")
+    if args.evict_after is not None and not 0 < args.evict_after < math.inf:
+        raise ValueError(f"--evict-after is a number of seconds above 0, got {args.evict_after:g}")
     if not args.elastic:
         return
     if torchrun.parse_min_max_nnodes(args.nnodes)[0] != max_nodes:

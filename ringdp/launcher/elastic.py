@@ -16,6 +16,7 @@ from torch.distributed.launcher import api
 
 from ringdp.config import ELASTIC_MARK
 from ringdp.launcher import other_nodes
+from ringdp.launcher.stopped import StoppedRanks
 
 
 def tell(
@@ -23,6 +24,7 @@ def tell(
     meeting: Callable[[RendezvousHandler], None],
     restarting: Callable[[Mapping[int, ProcessFailure]], None],
     lost: Callable[[Mapping[int, ProcessFailure]], None] | None = None,
+    stopped: StoppedRanks | None = None,
 ) -> None:
     """Have the agent of this process call these; torch.distributed.launcher makes it.
 
@@ -30,6 +32,7 @@ def tell(
         meeting: is given what the launchers of the nodes meet through, before they do.
         restarting: is given the failures, by rank, after which all ranks are started again.
         lost: is given those without which the other ranks go on; None: no rank goes on without another.
+        stopped: ends ranks that are stopped for too long; None: they are waited for.
     """
 
     class TellingAgent(LocalElasticAgent):
@@ -72,7 +75,11 @@ def tell(
             codes = {local: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
             dead = {local: code for local, code in codes.items() if code not in (None, 0)}
             running = [local for local, code in codes.items() if code is None]
-            if not dead or not all(_goes_on(context, local) for local in running):
+            elastic = all(_goes_on(context, local) for local in running)
+            if stopped is not None and running and elastic:
+                pids = {local: context.subprocess_handlers[local].proc.pid for local in running}
+                stopped.look(pids, others=self._others is not None)
+            if not dead or not elastic:
                 return None  # as ever
             new = {local: code for local, code in dead.items() if local not in self._dead}
             self._dead.update(new)

@@ -140,6 +140,10 @@ def examine(
             dataclasses.replace(report, signal_words=words) if by_kill else report
             for report, by_kill in zip(reports, killed, strict=True)
         ]
+    reports = [
+        dataclasses.replace(report, signal_words=report.failure.cause) if report.failure.cause else report
+        for report in reports
+    ]
     reports = _blame_who_was_lost_first(reports)
     order = {failure.rank: index for index, failure in enumerate(failures)}
     return sorted(reports, key=lambda r: (r.blame, r.when_s, order[r.failure.rank]))

@@ -35,6 +35,7 @@ class RankFailure:
     Attributes:
         exit_code: as of a shell command, or minus the number of the signal that killed it.
         observed_s: when, in whole seconds since the epoch.
+        cause: why the launcher itself has killed it; empty where it has not.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class RankFailure:
     pid: int
     exit_code: int
     observed_s: float
+    cause: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

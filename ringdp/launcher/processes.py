@@ -65,6 +65,15 @@ def descendants(root: int, *, without: Collection[int] = ()) -> list[int]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process. One that a debugger holds, or that has ended, is not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False
+
+
 def send(pids: Collection[int], signum: int) -> None:
     """Send a signal to each pid that still exists."""
     for pid in pids:

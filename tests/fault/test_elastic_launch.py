@@ -87,6 +87,38 @@ def test_a_killed_rank_and_one_that_raises_do_not_end_the_job(tmp_path: Path, jo
     assert said == ["place 1 is rank 0 of 2", "place 3 is rank 1 of 2"]
 
 
+STOPS = """
+    import os, signal, time
+    import torch
+    import ringdp
+
+    ringdp.init()
+    place = ringdp.rank()
+    model = ringdp.RingDP(torch.nn.Linear(10, 1))
+    for step in range(6):
+        loss = model(torch.full((4, 10), float(place + step))).square().mean()
+        if step == 3 and place == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        loss.backward()
+        model.zero_grad()
+    print(f"place {place} is rank {ringdp.rank()} of {ringdp.world_size()}")
+"""
+
+
+def test_a_rank_that_is_stopped_for_longer_than_is_allowed_is_killed(tmp_path: Path, jobs: list[Job]) -> None:
+    job = run(
+        jobs, tmp_path, "--elastic", "--evict-after", "1.5", "-n", "3", "--console", "all", script(tmp_path, STOPS)
+    )
+    assert job.process.returncode == 0, job.err
+    assert re.search(
+        r"ringrun: rank 1 on host \S+ was killed by SIGKILL \(it had been stopped for 1\.\d+ s: --evict-after 1\.5\);"
+        r" the other ranks go on without it",
+        job.err,
+    ), job.err
+    said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
+    assert said == ["place 0 is rank 0 of 2", "place 2 is rank 1 of 2"]
+
+
 CAUSES = {
     "": "its program ended by ValueError: a gradient of another size",
     "ringdp.shutdown()": "its process group was destroyed",
