@@ -12,7 +12,8 @@ class Stats:
     """What reducing gradients cost in the last backward that synchronised, and in all of them. Prints as a table.
 
     Attributes:
-        steps: backwards that synchronised.
+        steps: backwards of this rank that synchronised. Under torch's Join a rank that has run out of input makes none,
+            so ranks differ from then on.
         buckets: operations per step.
         bytes: gradient bytes reduced per step.
         backward_s: from the first output or gradient to the last gradient, seconds.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ringdp.diagnosis.metrics_folder import read
+from ringdp.diagnosis.metrics_folder import RankState, read
 from ringdp.errors import InvalidArgumentError, SystemResourceError
 
 PHASES = {"between": "between steps", "forward": "forward", "backward": "backward", "after": "optimizer"}
 PHASES |= {"other_wait": "other operations", "exposed": "waiting at the end of backward"}
+_log = logging.getLogger("ringdp.metrics")
 _GAUGES = {
     "ringdp_step": ("step", "The last step that the rank has made."),
     "ringdp_sent_bytes": ("sent_bytes", "Bytes that the rank sent in its last step."),
@@ -34,15 +37,21 @@ def check() -> None:
 
 
 class Collector:
-    """Reads the folder whenever Prometheus asks."""
+    """Reads the folder whenever Prometheus asks, on a thread for each question.
+
+    A file that cannot be read keeps the other ranks from nothing: it is served with the reason, and logged once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
+        self._told: dict[Path, str] = {}  # why a file could not be read, as logged
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
-        states = read(self._folder) if self._folder.is_dir() else []
+        failed: dict[Path, str] = {}
+        states = self._read(failed) if self._folder.is_dir() else []
         labels = ["rank", "host"]
         families = {name: GaugeMetricFamily(name, about, labels=labels) for name, (_, about) in _GAUGES.items()}
         steps = GaugeMetricFamily("ringdp_step_seconds", "The mean of the last 20 steps.", labels=labels)
@@ -63,7 +72,26 @@ class Collector:
                 waits.add_metric([*who, str(one.last["slow_peer"])], one.seconds("slow_peer"))
             for key, value in one.logged.items():
                 logged.add_metric([*who, key], value)
-        yield from (*families.values(), steps, phase, waits, logged)
+        unread = GaugeMetricFamily(
+            "ringdp_unreadable_file", "A rank's metrics that cannot be read.", labels=["file", "reason"]
+        )
+        for file, reason in failed.items():
+            unread.add_metric([file.name, reason], 1)
+        yield from (*families.values(), steps, phase, waits, logged, unread)
+
+    def _read(self, failed: dict[Path, str]) -> list[RankState]:
+        """Fills `failed` with why a file could not be read."""
+
+        def unreadable(file: Path, error: OSError) -> None:
+            failed[file] = error.strerror or str(error)
+
+        states = read(self._folder, unreadable=unreadable)
+        with self._lock:
+            new = {file: reason for file, reason in failed.items() if self._told.get(file) != reason}
+            self._told = dict(failed)
+        for file, reason in new.items():
+            _log.warning("metrics: %s cannot be read (%s); the other ranks are served without it", file, reason)
+        return states
 
 
 def serve(folder: Path, port: int) -> int:

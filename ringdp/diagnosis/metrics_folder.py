@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,20 +87,28 @@ def _record(line: bytes) -> Record | None:
     return record if whole and isinstance(record.get("time"), int | float) else None
 
 
-def read(folder: Path, *, over: int = 20) -> list[RankState]:
+def read(folder: Path, *, over: int = 20, unreadable: Callable[[Path, OSError], None] | None = None) -> list[RankState]:
     """The state of each rank that has written a step, by rank; means over the last `over` steps.
 
     Ranks that the job of the newest record does not have are left out: they are of an earlier one, or were lost.
 
+    Args:
+        unreadable: is told of a file that cannot be read, which is left out then.
+
     Raises:
         InvalidArgumentError: the folder is not there.
-        OSError: a file cannot be read.
+        OSError: a file cannot be read, and there is nothing that is told so.
     """
     states: dict[int, RankState] = {}
     for file in rank_files(folder):
         try:
             records = read_last(file, over)
         except FileNotFoundError:  # deleted since
+            continue
+        except OSError as error:
+            if unreadable is None:
+                raise
+            unreadable(file, error)
             continue
         if records:
             state = _state(records)

@@ -98,6 +98,7 @@ class DiLoCo:
 
         def checked() -> tuple[Settings, list[ModelParameter], list[torch.optim.Optimizer]]:
             optimizers = start.checked_optimizers(who, inner)
+            _refuse_second(who, optimizers[-1], members)
             parameters = start.checked_parameters(who, model, optimizers, members)
             settings = Settings.checked(
                 who,
@@ -113,6 +114,7 @@ class DiLoCo:
                 parameters=len(parameters),
             )
             start.check_group(who, settings, members)
+            start.check_scaler(who, scaler)
             return settings, parameters, optimizers
 
         self._settings, self._parameters, self._inner = start.agreed(who, checked, model, members)
@@ -135,6 +137,7 @@ class DiLoCo:
         together = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._pace = Pace(self._settings.schedule(), who, own, together)
         self._frozen = start.frozen(model)
+        self._known = {id(one.parameter) for one in (*self._parameters, *self._frozen)}  # which these lists keep alive
         self._evaluating = False
         self._waited_s = self._busy_s = self._bytes = 0.0
         self._changes, self._left_out = [0.0] * count, 0  # the norm of a fragment's, when it last left
@@ -238,8 +241,7 @@ class DiLoCo:
             consolidated: the same on all ranks, for any number of them: of the ranks' parameters the mean.
         """
         self._refuse_inside_evaluation("state_dict()")
-        for number, flight in self._flights.items():
-            self._wait(number, flight)
+        self._wait_for_flights()
         return state.state_dict(self, consolidated=consolidated)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -248,9 +250,10 @@ class DiLoCo:
         Raises:
             InvalidArgumentError: it is of another model, of other fragments or codecs, or of another number of ranks
                 and not consolidated.
-            MismatchError: the ranks load states of different steps.
+            MismatchError: the ranks load states of different steps, or another rank's does not fit.
         """
         self._refuse_inside_evaluation("load_state_dict()")
+        self._wait_for_flights()  # which write into buffers
         state.load_state_dict(self, saved)
 
     # What a step brings.
@@ -271,13 +274,13 @@ class DiLoCo:
     def _take(self, turn: Turn) -> None:
         for number in turn.lands:
             self._land(number)
+        self._refuse_other_parameters(turn)
         for number in turn.leaves:
             self._leave(number, exact=turn.exact)
         for number in turn.lands_at_once:
             self._land(number)
 
     def _leave(self, number: int, *, exact: bool) -> None:
-        self._refuse_unfrozen()
         fragment, exchange, settings = self._fragments[number], self._exchanges[number], self._settings
         # Differences lose bits that the parameters have; codes are for differences.
         averages = exact or (self._outer[number].averages and not exchange.codes)
@@ -292,7 +295,8 @@ class DiLoCo:
         weight = 0.0 if wrong is not None else 1.0 if exact else self._weight(number)
         name = f"{settings.who} {self._pace.schedule.label()}, fragment {number + 1}/{len(self._fragments)}"
         step_s = 0.0 if exact else self._pace.step_s()
-        record = Record(weight, step_s, -1 if wrong is None else wrong, state.digest(fragment.total))
+        digest = state.digest(fragment.total)
+        record = Record(weight, step_s, -1 if wrong is None else wrong, digest, self._counts_samples)
         unit = 1.0 if exact else self._units[number]
         flight = exchange.start(f"{name}: {fragment.words}", record, unit=unit, exact=exact, of_parameters=averages)
         self._flights[number] = flight
@@ -321,6 +325,10 @@ class DiLoCo:
         self._waited_s += time.monotonic() - began
         return arrival
 
+    def _wait_for_flights(self) -> None:
+        for number, flight in self._flights.items():
+            self._wait(number, flight)
+
     def _weight(self, number: int) -> float:
         if self._counts_samples:
             return self._since[1][number]
@@ -333,24 +341,27 @@ class DiLoCo:
                 " other parameters than this rank's own"
             )
 
-    def _refuse_unfrozen(self) -> None:
-        for one in self._frozen:
-            if one.parameter.requires_grad:
-                raise InvalidStateError(
-                    f"{self._settings.who}: parameter {one.name} was unfrozen after the {self._settings.who} was made,"
-                    " which does not average it: call finish() and detach(), and make a new one",
-                    name=one.name,
-                )
+    def _refuse_other_parameters(self, turn: Turn) -> None:
+        """Those that would be trained and not averaged. Nothing leaves then; `finish` may still be called."""
+        if turn.last or not turn.leaves:
+            return
+        unfrozen = next((one.name for one in self._frozen if one.parameter.requires_grad), None)
+        added = (name for name, it in self._model.named_parameters() if it.requires_grad and id(it) not in self._known)
+        name = unfrozen or next(added, None)
+        if name is not None:
+            self._pace.schedule.stay(turn.leaves)
+            raise InvalidStateError(
+                f"{self._settings.who}: parameter {name} was {'unfrozen' if unfrozen else 'added or replaced'} after"
+                f" the {self._settings.who} was made, which does not average it: call finish() and detach(), and make a"
+                " new one",
+                name=name,
+            )
 
     def _watch_scaler(self) -> None:
         """A step that the scaler skips never reaches the optimizer's hook."""
         scaler = self._scaler
         if scaler is None:
             return
-        if not isinstance(scaler, torch.amp.GradScaler):
-            raise InvalidArgumentError(
-                f"{self._settings.who}: scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}"
-            )
         original = scaler.step
 
         @functools.wraps(original)
@@ -362,3 +373,15 @@ class DiLoCo:
             return result
 
         scaler.step = step  # type: ignore[method-assign]
+
+
+def _refuse_second(who: str, optimizer: torch.optim.Optimizer, members: dist.ProcessGroup) -> None:
+    """Two on one optimizer are for two levels of ranks. Raises InvalidArgumentError."""
+    ranks = set(dist.get_process_group_ranks(members))
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        other = getattr(hook, "__self__", None)
+        if isinstance(other, DiLoCo) and len(ranks & set(dist.get_process_group_ranks(other._members))) > 1:
+            raise InvalidArgumentError(
+                f"{who}: a {other._settings.who} hangs on this optimizer already and averages over the same ranks: call"
+                " its finish() and detach() first"
+            )

@@ -45,17 +45,19 @@ class Record:
         step_s: seconds of its steps; 0: not known.
         not_finite: the piece with an infinity or a NaN; -1: none.
         digest: of the global parameters.
+        counts_samples: the weight is of `DiLoCo.did`.
     """
 
     weight: float
     step_s: float = 0.0
     not_finite: int = -1
     digest: int = 0
+    counts_samples: bool = False
 
-    _FORM = "<ddqQ"
+    _FORM = "<ddqQ?7x"
 
     def encode(self) -> bytes:
-        return struct.pack(self._FORM, self.weight, self.step_s, self.not_finite, self.digest)
+        return struct.pack(self._FORM, *dataclasses.astuple(self))
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
@@ -251,6 +253,14 @@ class FragmentExchange:
                     f"{name}: the global parameters differ on ranks {me} and {rank} (hashes"
                     f" {records[me].digest:016x} and {other.digest:016x}): a rank's memory was changed, or its outer"
                     " optimizer rounds differently on another processor",
+                    rank=me,
+                    peer=rank,
+                )
+            if other.counts_samples != records[me].counts_samples:
+                told, silent = (rank, me) if other.counts_samples else (me, rank)
+                raise MismatchError(
+                    f"{name}: rank {told} has told did() its samples and rank {silent} has not, so they do not count"
+                    " alike: call did() on all ranks before each step, or on none",
                     rank=me,
                     peer=rank,
                 )

@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from ringdp.compression import Compression
 from ringdp.job.backend import named
+from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.rounds import start
 from ringdp.rounds.diloco import DiLoCo
+from ringdp.rounds.fragments import Piece
 from ringdp.rounds.schedule import Turn
 
 
@@ -69,17 +71,26 @@ class LocalSGD(DiLoCo):
         super()._take(turn)
         if self._average_momenta and turn.leaves:
             with named(f"LocalSGD {self._pace.schedule.label()}: momenta"):
-                parameters = [it.parameter for i in turn.leaves for it in self._fragments[i].pieces]
-                start.average([*self._momenta(parameters)], self._members)
+                pieces = [piece for number in turn.leaves for piece in self._fragments[number].pieces]
+                start.average(self._momenta(pieces), self._members)
 
-    def _momenta(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of these, in an order that all ranks have alike; what no step has made yet is left out on all of them."""
-        found = []
-        for optimizer in self._inner:
-            for parameter in parameters:
-                kept = optimizer.state.get(parameter, {}) if isinstance(parameter, torch.Tensor) else {}
-                found += [kept[key] for key in sorted(kept) if _is_momentum(kept[key], parameter)]
-        return found
+    def _momenta(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Of these, in an order that all ranks have alike.
+
+        What some rank has not, since no step has made it yet there or it was not finite, stays as it is on all of them.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for number, optimizer in enumerate(self._inner):
+            for piece in pieces:
+                kept = optimizer.state.get(piece.parameter, {})
+                for key in sorted(kept):
+                    if _is_momentum(kept[key], piece.parameter):
+                        found[f"{number} {piece.name} {key}"] = kept[key]
+        if self._members.size() > 1:
+            told = all_gather_where_different("\n".join(found).encode(), self._members, what="momenta")
+            common = set(found) if told is None else set.intersection(*(set(it.decode().split("\n")) for it in told))
+            found = {name: value for name, value in found.items() if name in common}
+        return list(found.values())
 
 
 def _is_momentum(value: object, parameter: torch.Tensor) -> bool:

@@ -150,9 +150,23 @@ def describe(outer: Outer) -> str:
         return f"SGD(lr={lr:g}, momentum={momentum:g}, nesterov={nesterov})"
     if not callable(outer):
         raise InvalidArgumentError(f"outer must be a dict or make a torch.optim.Optimizer, not {outer!r}")
-    optimizer = made(outer, [torch.nn.Parameter(torch.zeros(1))])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = made(outer, [parameter])
+    parameter.grad = torch.zeros(1)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"outer's {type(optimizer).__name__} cannot make a step by a dense gradient alone ({error}): take one that"
+            " needs no closure, for example functools.partial(torch.optim.Adam, lr=0.1)"
+        ) from error
     settings = ", ".join(f"{key}={value!r}" for key, value in sorted(optimizer.defaults.items()))
     return f"{type(optimizer).__name__}({settings})"
+
+
+def class_of(outer: Outer) -> str:
+    """Whose state fits: the name of the optimizer's class."""
+    return describe(outer).partition("(")[0]
 
 
 def _is_number(value: object) -> bool:

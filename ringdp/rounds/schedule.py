@@ -25,6 +25,7 @@ class Turn:
         lands_at_once: of those that have left, without delay.
         exact: parameters are averaged as they are: warm-up.
         meets: all ranks tell each other how fast they are, before their first round.
+        last: it ends the round: `finish`.
     """
 
     lands: tuple[int, ...] = ()
@@ -32,6 +33,7 @@ class Turn:
     lands_at_once: tuple[int, ...] = ()
     exact: bool = False
     meets: bool = False
+    last: bool = False
 
 
 class Clockwork(Protocol):
@@ -55,6 +57,10 @@ class Clockwork(Protocol):
 
     def finish(self) -> Turn:
         """Everything lands; what has seen a step since it left leaves once more, and lands. A round begins then."""
+        ...
+
+    def stay(self, fragments: Sequence[int]) -> None:
+        """Those of the last turn that were to leave have not: they leave in their next one."""
         ...
 
     def label(self) -> str:
@@ -86,7 +92,12 @@ class _Fragments:
     def last(self, step: int, leaves: Sequence[int]) -> Turn:
         """Everything lands, and then these at once."""
         lands = self._landing(step, range(self.count))
-        return dataclasses.replace(self.turn(step, leaves, at_once=True), lands=lands)
+        return dataclasses.replace(self.turn(step, leaves, at_once=True), lands=lands, last=True)
+
+    def stay(self, fragments: Sequence[int]) -> None:
+        for one in fragments:
+            self.due.pop(one, None)
+            self.left[one] = -1
 
     def _landing(self, step: int, leaving: Iterable[int]) -> tuple[int, ...]:
         ripe = tuple(one for one, when in self.due.items() if when <= step or one in leaving)
@@ -146,6 +157,9 @@ class Schedule:
         self._begin, self._length = max(self.step, self._warmup), 0
         self._finished = True
         return turn
+
+    def stay(self, fragments: Sequence[int]) -> None:
+        self._fragments.stay(fragments)
 
     def label(self) -> str:
         if self._finished:
@@ -227,6 +241,9 @@ class TimedSchedule:
     def finish(self) -> Turn:
         self._began_s, self._waits, self._finished = None, False, True
         return self._fragments.last(self.step, range(self._fragments.count))
+
+    def stay(self, fragments: Sequence[int]) -> None:
+        self._fragments.stay(fragments)
 
     def label(self) -> str:
         if self.step <= self._warmup:

@@ -48,6 +48,13 @@ def checked_parameters(
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"{who}: model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
+            raise InvalidArgumentError(
+                f"{who}: parameter {name} has no values yet (it is lazy, or on the device meta): call the model once"
+                " before, or its to_empty() and what initializes it",
+                name=name,
+            )
     parameters = model_parameters(model)
     trained = [one for one in parameters if one.parameter.requires_grad]
     if not trained:
@@ -87,6 +94,12 @@ def check_group(who: str, settings: Settings, group: dist.ProcessGroup) -> None:
             f"{who}: compression needs the backend ring for CPU tensors (and TORCH_DISTRIBUTED_DEBUG not DETAIL):"
             " leave compression out, or call ringdp.init()"
         )
+
+
+def check_scaler(who: str, scaler: object) -> None:
+    """Raises InvalidArgumentError."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InvalidArgumentError(f"{who}: scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
 def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, group: dist.ProcessGroup) -> Checked:

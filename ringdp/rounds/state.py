@@ -1,15 +1,15 @@
 """What rounds remember, saved and loaded: exact for each rank, or one for any number of ranks.
 
-``{"format", "algorithm", "world_size", "schedule", "compression", "units", "since", "global": {name: [numel]}, "outer":
-{name: {…}}, "in_flight": {fragment: {…}}, "ranks": {"2": {name: {"local", "residual"}}}}``: this rank's entries alone
-are in "ranks", so that torch.distributed.checkpoint keeps those of all ranks apart. Consolidated: ``"parameters":
-{name: {…}}`` in place of "ranks", the same on all ranks. Tensors are flat, row by row.
+``{"format", "algorithm", "world_size", "schedule", "compression", "outer_class", "units", "since", "counts_samples",
+"global": {name: [numel]}, "outer": {name: {…}}, "in_flight": {fragment: {…}}, "ranks": {"2": {name: {"local",
+"residual"}}}}``: this rank's entries alone are in "ranks", so that torch.distributed.checkpoint keeps those of all
+ranks apart. Consolidated: ``"parameters": {name: {…}}`` in place of "ranks", the same on all ranks. Tensors are
+flat, row by row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,13 @@ from torch import Tensor
 
 from ringdp.compression import saved
 from ringdp.compression.partition import owner_offset_of
-from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.errors import InvalidArgumentError
+from ringdp.job.alike import checked_alike
 from ringdp.job.backend import named
-from ringdp.job.byte_collectives import all_gather_bytes
+from ringdp.rounds import start
 from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, Piece
+from ringdp.rounds.outer import class_of
 
 if TYPE_CHECKING:
     from ringdp.rounds.diloco import DiLoCo
@@ -51,8 +53,10 @@ def state_dict(rounds: DiLoCo, *, consolidated: bool) -> dict[str, Any]:
         "world_size": members.size(),
         "schedule": rounds._pace.schedule.state(),
         "compression": rounds._settings.compressor,
+        "outer_class": class_of(rounds._settings.outer),
         "units": list(rounds._units),
-        "since": [[int(steps), float(samples)] for steps, samples in zip(*rounds._since, strict=True)],
+        "since": _since(rounds, consolidated),
+        "counts_samples": rounds._counts_samples,
         "global": {},
         "outer": {},
         "in_flight": {},
@@ -80,10 +84,9 @@ def state_dict(rounds: DiLoCo, *, consolidated: bool) -> dict[str, Any]:
 def load_state_dict(rounds: DiLoCo, state: Mapping[str, Any]) -> None:
     """See `DiLoCo.load_state_dict`. Nothing is changed where something does not fit."""
     members, fragments = rounds._members, rounds._fragments
-    own, consolidated = _checked(rounds, state)
-    schedule = saved.field(state, "schedule", Mapping, _WHERE)
-    _agree(rounds, schedule)
-    rounds._pace.load(dict(schedule))
+    own, consolidated = _agreed(rounds, state)
+    rounds._pace.load(dict(state["schedule"]))
+    rounds._counts_samples = bool(state.get("counts_samples", False))
     rounds._units = [float(one) for one in state["units"]]
     rounds._since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
     rounds._flights.clear()
@@ -118,6 +121,10 @@ def _checked(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
         raise InvalidArgumentError(
             f"{_WHERE} has changes compressed by {before}, here it is {rounds._settings.compressor}: give it the same"
             " compression"
+        )
+    if (outer := state.get("outer_class", here := class_of(rounds._settings.outer))) != here:
+        raise InvalidArgumentError(
+            f"{_WHERE} is of the outer optimizer {outer}, here it is {here}: give it the same outer"
         )
     if len(state["units"]) != len(rounds._fragments):
         raise InvalidArgumentError(
@@ -155,22 +162,34 @@ def _checked(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
     return own, consolidated
 
 
-def _agree(rounds: DiLoCo, schedule: Mapping[str, Any]) -> None:
-    """Raises MismatchError where ranks load different steps."""
-    words = repr(sorted((key, value) for key, value in schedule.items() if key != "turn_s"))
-    if rounds._settings.unequal:
-        words = repr(schedule["turn"])
-    mine = hashlib.sha256(words.encode()).digest()[:8] + int(schedule["step"]).to_bytes(8, "little")
-    with named("rounds: loading a state"):
-        told = all_gather_bytes(mine, rounds._members, room=16)
-    for rank, other in enumerate(told):
-        if other[:8] != mine[:8]:
-            raise MismatchError(
-                f"{rounds._settings.who}.load_state_dict: this rank loads a state of step {schedule['step']}, rank"
-                f" {rank} one of step {int.from_bytes(other[8:], 'little')}: load states that were saved together",
-                rank=rounds._members.rank(),
-                peer=rank,
-            )
+def _agreed(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
+    """As `_checked`, where all ranks' states fit and are of one step.
+
+    Raises:
+        InvalidArgumentError: this rank's does not fit; the others learn why.
+        MismatchError: another rank's does not fit, or ranks load different steps.
+    """
+    who, members = rounds._settings.who, rounds._members
+
+    def lines(_: tuple[Mapping[str, Any], bool]) -> list[str]:
+        schedule = {key: value for key, value in state["schedule"].items() if key != "turn_s"}
+        names = ["turn"] if rounds._settings.unequal else ["step", *sorted(schedule)]  # steps are each rank's own there
+        return [f"{name}: {schedule[name]}" for name in names]
+
+    found, difference = checked_alike(
+        lambda: _checked(rounds, state),
+        lines,
+        members,
+        operation="rounds: loading a state",
+        what=f"{who}'s state",
+        doing=f"load its state of the {who}",
+    )
+    if difference is None:
+        return found
+    raise difference.error(
+        f"{who}.load_state_dict: this rank loads a state with {difference.mine}, rank {difference.peer} one with"
+        f" {difference.theirs}: load states that were saved together"
+    )
 
 
 def _part(fragment: Fragment, piece: Piece, value: Any) -> Any:
@@ -218,6 +237,15 @@ def _mean(local: Tensor, members: dist.ProcessGroup) -> Tensor:
             dist.all_reduce(local, group=members)
         local /= members.size()
     return local
+
+
+def _since(rounds: DiLoCo, consolidated: bool) -> list[list[float]]:
+    """For each fragment the steps and samples since it last left; consolidated the mean over the ranks."""
+    since = [[float(steps), float(samples)] for steps, samples in zip(*rounds._since, strict=True)]
+    if consolidated and rounds._members.size() > 1:
+        start.average([mean := torch.tensor(since, dtype=torch.float64)], rounds._members)
+        since = mean.tolist()
+    return [[round(steps), samples] for steps, samples in since]
 
 
 def _mean_residuals(

@@ -288,7 +288,9 @@ def test_it_resumes_with_an_outer_optimizer_of_torch() -> None:
 
 def rank_saves(steps: int) -> dict[str, Any]:
     module, optimizer, rounds = built(compression="int4")
-    steps_of(module, optimizer, 1, steps)
+    for step in range(1, steps + 1):
+        rounds.did(1 + 2 * dist.get_rank())
+        steps_of(module, optimizer, step, step)
     return {"state": rounds.state_dict(consolidated=True), "own": rounds.state_dict()["ranks"][str(dist.get_rank())]}
 
 
@@ -296,7 +298,9 @@ def rank_loads(state: dict[str, Any]) -> dict[str, Any]:
     module, optimizer, rounds = built(compression="int4")
     rounds.load_state_dict(state)
     again = rounds.state_dict(consolidated=True)
-    steps_of(module, optimizer, 8, 14)
+    for step in range(8, 15):
+        rounds.did(2)
+        steps_of(module, optimizer, step, step)
     rounds.finish()
     require_same_bits(values(module))
     return again
@@ -308,6 +312,7 @@ def test_it_resumes_at_another_world_size(ranks: int) -> None:
     saved = run_ranks(rank_saves, 7, world_size=2, backend="ring")
     state = saved[0]["state"]
     assert state["in_flight"]
+    assert [one["state"]["since"] for one in saved] == [[[4, 8.0], [1, 2.0]]] * 2  # of 1 and 3 samples a step the mean
     for name, entry in state["parameters"].items():
         mean = sum(one["own"][name]["local"] for one in saved) / 2
         assert torch.allclose(entry["local"], mean, atol=1e-7)
@@ -330,6 +335,7 @@ def rank_refuses_states() -> None:
         ({"format": 9}, "format 9"),
         ({"algorithm": "LocalSGD"}, "of a LocalSGD"),
         ({"compression": "Int8()"}, "compressed by Int8"),
+        ({"outer_class": "Adam"}, "of the outer optimizer Adam, here it is SGD"),
         ({"units": [1.0]}, "1 fragments"),
         ({"world_size": 3}, "consolidated=True"),
         ({"global": {}}, "has no parameter"),
@@ -338,12 +344,50 @@ def rank_refuses_states() -> None:
             rounds.load_state_dict(state | change)
     moved = copy.deepcopy(state)
     moved["schedule"]["step"] += dist.get_rank()
-    with pytest.raises(MismatchError, match=r"a state of step \d, rank \d one of step \d"):
+    with pytest.raises(MismatchError, match=r"a state with step: \d, rank \d one with step: \d"):
         rounds.load_state_dict(moved)
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
     run_ranks(rank_refuses_states, world_size=2, backend="ring")
+
+
+def rank_has_a_state_of_another_model() -> str:
+    _, _, rounds = built()
+    state = rounds.state_dict()
+    with pytest.raises((MismatchError, InvalidArgumentError)) as raised:
+        rounds.load_state_dict(state | {"format": 9} if dist.get_rank() else state)
+    rounds.load_state_dict(state)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_state_that_does_not_fit_on_one_rank_is_told_to_all() -> None:
+    first, second = run_ranks(rank_has_a_state_of_another_model, world_size=2, backend="ring", timeout_s=20)
+    assert first.startswith("MismatchError: rank 1 cannot load its state of the DiLoCo: the rounds' state has format 9")
+    assert second.startswith("InvalidArgumentError: the rounds' state has format 9")
+
+
+def rank_loads_while_a_fragment_is_on_its_way() -> None:
+    module = nn.Linear(1000, 1000)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    rounds = DiLoCo(module, optimizer, every=2, delay=1)
+    state = copy.deepcopy(rounds.state_dict())
+    for _ in range(3):
+        for _ in range(2):
+            module.weight.grad = torch.randn_like(module.weight)
+            optimizer.step()
+        works = [work for flight in rounds._flights.values() for work in flight.works]
+        assert works
+        rounds.load_state_dict(state)
+        assert all(work.is_completed() for work in works)
+        for piece in rounds._fragments[0].pieces:
+            assert torch.equal(piece.parameter.detach().flatten(), state["global"][piece.name])
+    rounds.finish()
+    require_same_bits(values(module))
+
+
+def test_a_fragment_on_its_way_does_not_reach_a_state_that_is_loaded() -> None:
+    run_ranks(rank_loads_while_a_fragment_is_on_its_way, world_size=2, backend="ring")
 
 
 # Ranks that disagree.
@@ -379,8 +423,10 @@ def test_a_rank_that_is_elsewhere_is_a_mismatch_that_names_both(case: Callable[[
 def rank_has_other_arguments(**by_rank: Any) -> str:
     module = reference.model()
     arguments = {name: given[dist.get_rank()] for name, given in by_rank.items()}
+    optimizer = sgd(list(module.parameters()))
     with pytest.raises((MismatchError, InvalidArgumentError)) as raised:
-        DiLoCo(module, sgd(list(module.parameters())), **arguments)
+        DiLoCo(module, optimizer, **arguments)
+    optimizer.step()  # nothing hangs on it
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
@@ -391,6 +437,9 @@ def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
     first, second = run_ranks(rank_has_other_arguments, delay=[0, -1], world_size=2, backend="ring")
     assert "MismatchError: rank 1 cannot make its DiLoCo: DiLoCo: delay must be" in first
     assert "InvalidArgumentError: DiLoCo: delay must be" in second
+    first, second = run_ranks(rank_has_other_arguments, scaler=[None, 2.0], world_size=2, backend="ring")
+    assert "MismatchError: rank 1 cannot make its DiLoCo: DiLoCo: scaler must be" in first
+    assert "InvalidArgumentError: DiLoCo: scaler must be" in second
 
 
 @pytest.mark.parametrize(
@@ -412,6 +461,8 @@ def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
         ({"outer": 0.7}, "outer must be a dict"),
         ({"outer": torch.optim.Adam.step}, "outer could not be made"),
         ({"outer": len}, "outer made a int"),
+        ({"outer": torch.optim.LBFGS}, "LBFGS cannot make a step by a dense gradient alone .*closure"),
+        ({"outer": torch.optim.SparseAdam}, "SparseAdam cannot make a step by a dense gradient alone"),
         ({"unequal": True, "every": lambda step: 3}, "needs a number for every"),
         ({"unequal": 1}, "unequal must be"),
         ({"scaler": 2.0}, "scaler must be"),
@@ -435,6 +486,9 @@ def test_models_and_optimizers_that_do_not_fit_are_refused(one_rank: None) -> No
         DiLoCo(module, sgd([*module.parameters(), stranger]))
     with pytest.raises(InvalidArgumentError, match=r"model must be a torch.nn.Module"):
         DiLoCo("model", sgd(list(module.parameters())))  # type: ignore[arg-type]
+    for empty in (nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.Linear(3, 3, device="meta"))):
+        with pytest.raises(InvalidArgumentError, match=r"parameter 0.weight has no values yet"):
+            DiLoCo(empty, torch.optim.SGD(empty.parameters()))
     optimizer = sgd(list(module.parameters()))
     module.requires_grad_(False)
     with pytest.raises(InvalidArgumentError, match=r"no parameters that require grad"):
@@ -495,6 +549,47 @@ def test_a_rank_whose_parameters_are_not_finite_is_left_out_and_named() -> None:
     assert len(first) == 1
     assert "fragment 2/2" in first[0]
     assert "2.weight of rank 1 is not finite, and this fragment of rank 1 does not count" in first[0]
+
+
+def rank_loses_momenta(optimizer_of: str) -> None:
+    """Rank 1 forgets what is not finite, and rank 0 has it still."""
+    rank = dist.get_rank()
+    module = reference.model(torch.float32)
+    optimizer = {"sgd": sgd, "adamw": adamw}[optimizer_of](list(module.parameters()))
+    rounds = LocalSGD(module, optimizer, every=2, average_momenta=True)
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        loss_of(module, rank, step, torch.float32).backward()
+        if step == 4 and rank == 1:
+            gradient_of(module, "2.weight").fill_(torch.nan)
+        if step < 3 and rank == 0:
+            module.get_parameter("4.weight").grad = None  # no step has made its state yet
+        optimizer.step()
+    require_same_bits(
+        [value for p in module.parameters() for value in optimizer.state[p].values() if value.shape == p.shape]
+    )
+    rounds.finish()
+    require_same_bits(values(module))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_momenta_that_a_rank_has_not_stay_as_they_are(optimizer: str) -> None:
+    run_ranks(rank_loses_momenta, optimizer, world_size=2, backend="ring", timeout_s=20)
+
+
+def rank_does_not_count_samples() -> None:
+    module, optimizer, rounds = built()
+    for step in range(1, 7):
+        if dist.get_rank() == 0:
+            rounds.did(8)
+        steps_of(module, optimizer, step, step)
+    rounds.finish()
+
+
+def test_samples_that_one_rank_alone_counts_are_a_mismatch_on_all_ranks() -> None:
+    for one in run_outcomes(rank_does_not_count_samples, world_size=2, backend="ring", timeout_s=20):
+        assert isinstance(one.error, MismatchError), one.text
+        assert "rank 0 has told did() its samples and rank 1 has not" in str(one.error)
 
 
 def rank_has_nothing_to_count(compression: str | None) -> list[str]:
@@ -654,14 +749,74 @@ def rank_trains_an_odd_model(compiled: bool) -> None:
         "first.weight", "first.bias", "again.bias", "norm.weight", "norm.bias",
         "turned", "brain", "phase", "scale", "empty",
     }  # fmt: skip
-    odd.frozen.requires_grad_(True)
-    with pytest.raises(InvalidStateError, match=r"frozen.weight was unfrozen"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_tied_frozen_and_odd_parameters(compiled: bool) -> None:
     run_ranks(rank_trains_an_odd_model, compiled, world_size=3, backend="ring", timeout_s=100)
+
+
+def rank_changes_its_parameters() -> None:
+    rank = dist.get_rank()
+    module = reference.model(torch.float32)
+    module.get_parameter("2.bias").requires_grad_(False)
+    optimizer = sgd(list(module.parameters()))
+    arguments: Any = {"every": 4, "fragments": 2, "delay": 1}
+    rounds = DiLoCo(module, optimizer, **arguments)
+
+    def trains(first: int, last: int) -> None:
+        steps_of(module, optimizer, first, last)
+        with rounds.global_parameters():
+            require_same_bits(values(module))
+
+    trains(1, 5)
+    optimizer.zero_grad()
+    loss_of(module, rank, 6, torch.float32).backward()
+    module.get_parameter("2.bias").requires_grad_(True)
+    with pytest.raises(InvalidStateError, match=r"2.bias was unfrozen .*call finish\(\) and detach"):
+        optimizer.step()
+    module.get_parameter("2.bias").requires_grad_(False)  # it goes on as if the fragment had had no turn
+    trains(7, 9)
+    whose: Any = module.get_submodule("4")
+    whose.bias = nn.Parameter(whose.bias.detach() + rank)
+    optimizer.add_param_group({"params": [whose.bias]})
+    with pytest.raises(InvalidStateError, match=r"4.bias was added or replaced"):
+        trains(10, 10)
+    rounds.finish()  # as it says
+    rounds.detach()
+    optimizer = sgd(list(module.parameters()))
+    rounds = DiLoCo(module, optimizer, **arguments)
+    trains(11, 20)
+    rounds.finish()
+    require_same_bits(values(module))
+
+
+def test_parameters_that_change_are_refused_and_it_goes_on() -> None:
+    run_ranks(rank_changes_its_parameters, world_size=2, backend="ring", timeout_s=20)
+
+
+def rank_makes_two() -> None:
+    module = reference.model()
+    optimizer = sgd(list(module.parameters()))
+    first = LocalSGD(module, optimizer)
+    with pytest.raises(InvalidArgumentError, match=r"a LocalSGD hangs on this optimizer already"):
+        DiLoCo(module, optimizer)
+    first.finish()
+    first.detach()
+    inside, between = (dist.new_subgroups_by_enumeration(it)[0] for it in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    often = LocalSGD(module, optimizer, every=2, process_group=inside)
+    seldom = LocalSGD(module, optimizer, every=4, process_group=between)
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        loss_of(module, dist.get_rank(), step).backward()
+        optimizer.step()
+    require_same_bits(values(module))
+    often.finish()
+    seldom.finish()
+
+
+def test_two_on_one_optimizer_are_of_two_levels() -> None:
+    run_ranks(rank_makes_two, world_size=4, backend="ring", timeout_s=20)
 
 
 def rank_has_a_sharded_model() -> None:

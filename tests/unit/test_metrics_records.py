@@ -211,6 +211,28 @@ def test_prometheus_gets_all_ranks(tmp_path: Path) -> None:
     assert 'ringdp_logged{host="h0",name="loss",rank="0"} 0.5' in text
 
 
+def test_a_file_that_cannot_be_read_keeps_no_other_rank_from_prometheus(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    need("prometheus_client", "prometheus_client")
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from ringdp.diagnosis.exporter import Collector
+
+    (tmp_path / "rank_00000.jsonl").mkdir()
+    (tmp_path / "rank_00001.jsonl").write_text(json.dumps(record(7, rank=1)) + "\n")
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(tmp_path))
+    caplog.clear()
+    texts = [generate_latest(registry).decode() for _ in range(2)]
+    for text in texts:
+        assert 'ringdp_step{host="h0",rank="1"} 7.0' in text
+        assert 'ringdp_unreadable_file{file="rank_00000.jsonl",reason="Is a directory"} 1.0' in text
+    assert len(caplog.records) <= 1  # once; the registry may have asked before
+    (tmp_path / "rank_00000.jsonl").rmdir()
+    assert 'file="rank_00000.jsonl"' not in generate_latest(registry).decode()
+
+
 def test_the_dashboard_shows_what_is_served_and_nothing_else(tmp_path: Path) -> None:
     need("prometheus_client", "prometheus_client")
     import re
@@ -227,7 +249,7 @@ def test_the_dashboard_shows_what_is_served_and_nothing_else(tmp_path: Path) -> 
         for name in re.findall(r"ringdp_\w+", it["expr"])
     }
     assert shown <= served
-    assert served - shown == {"ringdp_last_step_timestamp_seconds"}
+    assert served - shown == {"ringdp_last_step_timestamp_seconds", "ringdp_unreadable_file"}
 
 
 def test_grafanas_schema_knows_every_field_of_the_dashboard() -> None:
