@@ -17,8 +17,8 @@ need("torch")
 pytestmark = pytest.mark.skipif(not harness.ring_is_built(), reason="ringdp is not built (make build)")
 
 
-def run(minutes: float) -> dict[str, float]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "false_alarms.py"), "--minutes", str(minutes)]
+def run(minutes: float, *options: str) -> dict[str, float]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "false_alarms.py"), "--minutes", str(minutes), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=minutes * 60 + 90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, float] = json.loads(done.stdout)
@@ -32,6 +32,7 @@ def test_busy_cores_raise_no_alarm() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_busy_cores_raise_no_alarm_for_half_an_hour() -> None:
-    report = run(30)
+@pytest.mark.parametrize("options", [(), ("--elastic", "--ranks", "8")], ids=["collectives", "elastic"])
+def test_busy_cores_raise_no_alarm_for_half_an_hour(options: tuple[str, ...]) -> None:
+    report = run(30, *options)
     assert report["calls"] >= 20
