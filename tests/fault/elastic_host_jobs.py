@@ -17,16 +17,17 @@ KEEPER = 99
 HEAL_S = 1.0
 
 
-def specs(lab: Lab, folder: Path) -> list[RankSpec]:
-    """A rank on each host, and on the first one the store."""
-    world = len(lab.spaces)
+def specs(lab: Lab, folder: Path, per_host: int) -> list[RankSpec]:
+    """So many ranks on each host, and on the first one the store."""
+    world = per_host * len(lab.spaces)
     found = [RankSpec(KEEPER, world, space=lab.spaces[0], method=str(folder), body=f"{__name__}:keep_store")]
-    for rank, space in enumerate(lab.spaces):
+    for rank in range(world):
+        host = rank // per_host
         variables = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": str(rank % per_host),
+            "LOCAL_WORLD_SIZE": str(per_host),
             "MASTER_ADDR": ADDRESS,
             "MASTER_PORT": str(PORT),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -37,8 +38,8 @@ def specs(lab: Lab, folder: Path) -> list[RankSpec]:
             RankSpec(
                 rank,
                 world,
-                space=space,
-                host_name=f"h{rank}",
+                space=lab.spaces[host],
+                host_name=f"h{host}",
                 variables=variables,
                 method=str(folder),
                 body=f"{__name__}:train",

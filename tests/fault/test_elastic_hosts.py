@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault import hosts
-from tests.fault.elastic_host_jobs import HEAL_S, KEEPER, NETWORK, specs, steps
+from tests.fault.elastic_host_jobs import ADDRESS, HEAL_S, KEEPER, NETWORK, PORT, specs, steps
 from tests.fault.launch_jobs import wait_until
 from tests.train.harness import ring_is_built
 
@@ -37,13 +37,21 @@ def lab() -> Iterator[hosts.Lab]:
         yield it
 
 
+@pytest.fixture
+def two_hosts() -> Iterator[hosts.Lab]:
+    """For ranks 0 and 1 on the first one, 2 and 3 on the other."""
+    with hosts.Lab(2) as it:
+        it.switch(NETWORK)
+        yield it
+
+
 class Run:
-    """A job on the lab's hosts that trains."""
+    """A job of four ranks on the lab's hosts that trains."""
 
     def __init__(self, lab: hosts.Lab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
         self.server = hosts.rank_server()
-        self.server.start(specs(lab, folder), folder)
+        self.server.start(specs(lab, folder, 4 // len(lab.spaces)), folder)
         self.until(lambda: all(len(steps(folder, rank)) > 2 for rank in range(4)), "the first steps")
 
     def until(self, condition: Callable[[], bool], what: str, limit_s: float = 40.0) -> None:
@@ -56,17 +64,17 @@ class Run:
     def middle(self, words: str) -> None:
         hosts.run("ip", "-n", self.lab.middle, *words.split())
 
-    def cut(self, *ranks: int) -> None:
+    def cut(self, *cut_off: int) -> None:
         """These hosts from the others."""
-        for rank in ranks:
-            self.middle(f"link set up{rank} down")
-        for one, other in itertools.pairwise(ranks):
+        for host in cut_off:
+            self.middle(f"link set up{host} down")
+        for one, other in itertools.pairwise(cut_off):
             self.middle(f"link add a{one} type veth peer name b{one}")
             self.middle(f"link set a{one} master br{one} up")
             self.middle(f"link set b{one} master br{other} up")
 
-    def mend(self, rank: int) -> None:
-        self.middle(f"link set up{rank} up")
+    def mend(self, host: int) -> None:
+        self.middle(f"link set up{host} up")
 
     def cut_between(self, one: int, other: int) -> None:
         """These two hosts from each other, and from no third one: each drops what comes from the other."""
@@ -133,9 +141,8 @@ def says_that_it_is_out(outcome: hosts.Outcome, rank: int, others: str) -> None:
 def says_that_it_cannot_know(outcome: hosts.Outcome, rank: int, others: str) -> None:
     """A rank that reaches neither these others (a pattern; ranks that have ended are lost, too) nor the store."""
     assert outcome.error == "HandshakeError", f"{outcome.error}: {outcome.text}"
-    assert re.search(rf"rank {rank} has lost {others} and cannot reach the launcher's store", outcome.text), (
-        outcome.text
-    )
+    store = rf"the launcher's store at {re.escape(ADDRESS)}:{PORT}, which the launcher on that host keeps, where"
+    assert re.search(rf"rank {rank} has lost {others} and cannot reach {store}", outcome.text), outcome.text
     assert "cannot know whether the others have gone on without it" in outcome.text
     assert (
         "if the launcher still runs, the ranks that reach its store go on, and this one only has to end" in outcome.text
@@ -246,3 +253,42 @@ def test_the_store_is_gone_and_then_a_rank(lab: hosts.Lab, tmp_path: Path) -> No
     for rank in (0, 1, 2):
         says_that_it_cannot_know(outcomes[rank], rank, r"rank(s .*)? 3")
         assert {size for size, _ in steps(tmp_path, rank).values()} == {4}
+
+
+@pytest.mark.parametrize("killed", [(2, 3), (0, 1), (1, 2)], ids=["a host's", "the store's host's", "one on each"])
+def test_ranks_of_hosts_with_two_are_killed(two_hosts: hosts.Lab, tmp_path: Path, killed: tuple[int, int]) -> None:
+    run = Run(two_hosts, tmp_path)
+    left = tuple(rank for rank in range(4) if rank not in killed)
+    for rank in killed:
+        run.kill(rank)
+    run.go_on(2, left)
+    run.kill(left[1])
+    run.go_on(1, left[:1])
+    outcomes = run.end()
+    assert [outcomes[rank].error for rank in range(4)] == ["" if rank == left[0] else "died" for rank in range(4)]
+
+
+def test_a_host_with_two_ranks_is_cut_off(two_hosts: hosts.Lab, tmp_path: Path) -> None:
+    """They reach each other still, and must not go on as a job of two."""
+    run = Run(two_hosts, tmp_path)
+    run.cut(1)
+    run.go_on(2, (0, 1))
+    run.until(lambda: run.has_ended(2) and run.has_ended(3), "the end of ranks 2 and 3", WITHOUT_THE_STORE_S)
+    outcomes = run.end()
+    assert [outcomes[rank].error for rank in (0, 1)] == ["", ""]
+    for rank in (2, 3):
+        says_that_it_cannot_know(outcomes[rank], rank, "ranks 0.*")
+        assert {size for size, _ in steps(tmp_path, rank).values()} == {4}
+
+
+def test_a_host_is_cut_off_while_its_other_rank_is_left_out(two_hosts: hosts.Lab, tmp_path: Path) -> None:
+    run = Run(two_hosts, tmp_path)
+    run.begin_repair(dead=3, stopped=1)
+    run.cut(1)
+    run.kill(1, signal.SIGCONT)
+    run.go_on(2, (0, 1))
+    run.until(lambda: run.has_ended(2), "the end of rank 2", WITHOUT_THE_STORE_S)
+    outcomes = run.end()
+    assert [outcomes[rank].error for rank in (0, 1, 3)] == ["", "", "died"]
+    says_that_it_cannot_know(outcomes[2], 2, "ranks 0, 1 and 3")
+    assert {size for size, _ in steps(tmp_path, 2).values()} == {4}

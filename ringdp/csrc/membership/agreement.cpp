@@ -47,18 +47,19 @@ std::string read_line(std::istringstream& in) {
   return text;
 }
 
-Error without_a_store(int self, std::vector<int> unreachable, const StoreLost& lost) {
+Error without_a_store(int self, const std::string& place, std::vector<int> unreachable, const StoreLost& lost) {
   std::sort(unreachable.begin(), unreachable.end());
   ErrorContext context;
   context.rank = self;
   context.cause = lost.what();
   context.advice =
       "if the launcher still runs, the ranks that reach its store go on, and this one only has to end; if it does not, "
-      "all ranks end like this, and the job starts again from its last checkpoint";
+      "all ranks end like this: start the job again from its last checkpoint";
   const std::string me = "rank " + std::to_string(self);
+  const std::string at = place.empty() ? "" : " at " + place + ", which the launcher on that host keeps";
   return {ErrorKind::kHandshake,
           me + " has lost " + (unreachable.empty() ? std::string("another rank") : ranks_text(unreachable)) +
-              " and cannot reach the launcher's store, where the ranks agree who goes on (" + lost.what() +
+              " and cannot reach the launcher's store" + at + ", where the ranks agree who goes on (" + lost.what() +
               "), so it cannot know whether the others have gone on without it: " + context.advice,
           context};
 }
@@ -154,7 +155,7 @@ Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, i
       pause = std::min<std::chrono::microseconds>(pause * 3 / 2, kLongestPause);
     }
   } catch (const StoreLost& error) {
-    throw without_a_store(self, unreachable(), error);
+    throw without_a_store(self, store_->place(), unreachable(), error);
   }
   return *turn.decision();
 }

@@ -31,6 +31,8 @@ class Store {
   virtual std::optional<std::string> find(const std::string& key) = 0;  // nullopt: not there now
   // The values of all keys, nullopt while one of them is not there. A store that can answers in two round trips.
   virtual std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys);
+  // HOST:PORT, for messages; empty: no process serves it over a network.
+  virtual std::string place() const { return {}; }
 };
 
 // For ranks that are threads of one process. Any thread.

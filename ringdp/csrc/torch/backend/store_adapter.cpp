@@ -86,4 +86,6 @@ std::optional<std::vector<std::string>> StoreAdapter::find_all(const std::vector
   });
 }
 
+std::string StoreAdapter::place() const { return watch_ ? watch_->place() : std::string(); }
+
 }  // namespace ringdp

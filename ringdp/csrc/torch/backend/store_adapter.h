@@ -18,6 +18,7 @@ class StoreAdapter final : public Store {
   std::string set_first(const std::string& key, const std::string& value) override;
   std::optional<std::string> find(const std::string& key) override;
   std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys) override;
+  std::string place() const override;
 
  private:
   template <class Call>

@@ -34,7 +34,8 @@ class StoreWatch {
 
   void begin_call();
   void end_call();
-  std::optional<Verdict> take_verdict();  // the reason for which a call was ended
+  std::optional<Verdict> take_verdict();               // the reason for which a call was ended
+  const std::string& place() const { return place_; }  // HOST:PORT
 
  private:
   void run();
