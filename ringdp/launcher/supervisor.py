@@ -103,6 +103,7 @@ class Supervisor:
         self._started: messages.Started | None = None
         self._failed: messages.Failed | None = None
         self._lost: list[str] = []  # ranks without which the others have gone on, and how they ended
+        self._lost_ranks: set[int] = set()
         self._verdicts: deque[str] = deque(maxlen=VERDICTS)  # why the ranks were started again
         self._broken: messages.Broken | None = None
 
@@ -221,6 +222,7 @@ class Supervisor:
         else:
             self._started = message
             self._lost.clear()
+            self._lost_ranks.clear()
             self._console.lines("stderr", self._greeting(message))
             self._display.start_attempt(message)
 
@@ -238,6 +240,7 @@ class Supervisor:
         host = socket.gethostname()
         for report in self._examine(message.failures):
             self._lost.append(f"rank {report.failure.rank} ({report.in_short})")
+            self._lost_ranks.add(report.failure.rank)
             self._console.lines("stderr", [summary.lost(report, host=host, logs_kept=self._folder.kept)])
 
     def _examine(self, failures: tuple[messages.RankFailure, ...]) -> list[failure.FailureReport]:
@@ -337,6 +340,7 @@ class Supervisor:
         if self._agent_status == 0:
             restarted = self._started is not None and self._started.attempt > 0
             steps = self._steps()
+            self._lost += self._left_early(steps)
             words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._lost)
             self._last_words([words], steps=steps)
             return 0
@@ -363,10 +367,25 @@ class Supervisor:
         self._last_words(lines, first)
         return 1
 
+    def _steps_by_rank(self) -> dict[int, int | None]:
+        """What the ranks of this host have told of themselves at their end; None: not even that."""
+        return {rank.rank: summary.steps_of(rank.report_file) for rank in self._started.ranks} if self._started else {}
+
     def _steps(self) -> int | None:
-        """What the first rank of this host that has ended well has told of itself."""
-        told = (summary.steps_of(rank.report_file) for rank in self._started.ranks) if self._started else iter(())
-        return next((steps for steps in told if steps is not None), None)
+        """Of the first rank that has told; of an elastic job, which goes on without it, of the one with the most."""
+        told = [steps for steps in self._steps_by_rank().values() if steps is not None]
+        return (max(told) if self._arguments.torchrun.elastic else told[0]) if told else None
+
+    def _left_early(self, steps: int | None) -> list[str]:
+        """Ranks that have ended well and without which the others of an elastic job have gone on."""
+        if steps is None or not self._arguments.torchrun.elastic:
+            return []
+        made = {rank: its for rank, its in self._steps_by_rank().items() if rank not in self._lost_ranks}
+        return [
+            f"rank {rank} (exit code 0{'' if its is None else f' after {its} step' + 's' * (its != 1)})"
+            for rank, its in made.items()
+            if its is None or its < steps
+        ]
 
     def _last_words(
         self, lines: list[str], first: failure.FailureReport | None = None, *, steps: int | None = None

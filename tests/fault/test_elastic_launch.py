@@ -119,6 +119,16 @@ def test_a_rank_that_is_stopped_for_longer_than_is_allowed_is_killed(tmp_path: P
     assert said == ["place 0 is rank 0 of 2", "place 2 is rank 1 of 2"]
 
 
+def test_ranks_that_end_well_before_the_others_are_named(tmp_path: Path, jobs: list[Job]) -> None:
+    """The others are not stopped, and the summary has their steps. The second rank ends without a word."""
+    text = TRAIN.replace("os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)").replace("place == 2", "place == 1")
+    text = text.replace('raise ValueError("a sample of another size")', "os._exit(0)")
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", script(tmp_path, text))
+    assert job.process.returncode == 0, job.err
+    without = r"without rank 0 \(exit code 0 after 3 steps\), rank 1 \(exit code 0\), lost on the way,"
+    assert re.search(rf"finished after .* and 12 steps {without}", job.err), job.err
+
+
 CAUSES = {
     "": "its program ended by ValueError: a gradient of another size",
     "ringdp.shutdown()": "its process group was destroyed",
