@@ -170,6 +170,21 @@ def test_who_died_first_and_left_no_dump(tmp_path: Path) -> None:
     assert "Rank 1 went after it" in found.paragraph
 
 
+def test_who_died_later_in_an_elastic_job(tmp_path: Path) -> None:
+    """It has written a dump at the first loss, which says nothing of its own."""
+    second = {"id": "9", "name": "0/view 2", "members": [0, 1], "removed": False}
+    first = failure("PeerLostError", 2, 5000, "rank 0 lost rank 2 during all_reduce #2: it died")
+    operations = [operation(1, "7", 1), operation(2, "7", 2, "failed", call_site=0)]
+    again = [*operations, operation(3, "9", 1, "failed")]
+    later = failure("PeerLostError", 1, 9000, "rank 0 lost rank 1: it died")
+    write(tmp_path, 0, again, groups=(WORLD, second), failures=(first, later))
+    write(tmp_path, 1, operations, failures=(first,))
+    found = verdict(tmp_path)
+    assert found.guilty == (2,)
+    assert found.paragraph.startswith("Rank 2 was lost first: rank 0 lost rank 2")
+    assert found.paragraph.endswith("The job is elastic: the others went on without it, and lost rank 1 later.")
+
+
 def test_nothing_is_blamed_where_nothing_waits(tmp_path: Path) -> None:
     for rank in range(3):
         write(tmp_path, rank, [operation(number, "7", number) for number in range(1, 6)])

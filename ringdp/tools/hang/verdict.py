@@ -13,6 +13,7 @@ _FOREIGN = re.compile(
     r"/lib/python3|/site-packages/|/ringdp/(compression|data|ddp|hooks|integrations|job|launcher|testing|tools)/|^<"
 )
 # Ranks write their dumps at different moments: what one has called shortly before is on its way to the others.
+_VIEW = "/view "  # in the names of an elastic group after a loss
 _SHORT_NS = 1_000_000_000
 FIRST_FRAMES = 6  # of a stack that a verdict shows
 
@@ -141,6 +142,10 @@ def _death(job: Job) -> Verdict | None:
             " It left no dump, so it was ended from outside (SIGKILL, out of memory) or its host was lost;"
             " the end of its own log, and the host's kernel log, say more."
         )
+    if any(_VIEW in group.name for group in _groups(job)):
+        paragraph += " The job is elastic: the others went on without it"
+        paragraph += f", and lost {_ranks(others)} later." if others else "."
+        return Verdict(paragraph, (first.guilty,), {first.guilty: _main_stack(dump)} if dump else {})
     if others:
         paragraph += f" {_ranks(others).capitalize()} went after it, because of it."
     waiting = [it for dump in job.dumps.values() for it in dump.operations if not it.ended_well]
