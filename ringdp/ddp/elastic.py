@@ -77,9 +77,9 @@ def refuse_rules(rules: Rules) -> None:
             refuse(what, but="the core's codecs, as int8 and int4")
 
 
-def broadcast_in_unit(group: dist.ProcessGroup, tensors: list[torch.Tensor], broadcast: Any) -> None:
+def broadcast_in_unit(group: dist.ProcessGroup, what: str, tensors: list[torch.Tensor], broadcast: Any) -> None:
     """`broadcast()` writes rank 0's values into these; made again, the new rank 0 sends those that it had before."""
-    before = [tensor.detach().clone() for tensor in tensors]
+    before = [tensor.detach().clone() for tensor in tensors] if is_elastic(group) else []
     first = True
 
     def body() -> None:
@@ -91,4 +91,4 @@ def broadcast_in_unit(group: dist.ProcessGroup, tensors: list[torch.Tensor], bro
         first = False
         broadcast()
 
-    as_unit(group, "the buffers' broadcast", body)
+    as_unit(group, what, body)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.compression.parameters import ModelParameter, model_parameters
+from ringdp.ddp import elastic as repair
 from ringdp.ddp.compression.mixin import CompressedModule
 from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.optimizer_in_backward import has_optimizers
@@ -25,6 +26,7 @@ from ringdp.hooks.names import remember_names
 from ringdp.job.alike import raise_refusal, report_refusal
 from ringdp.job.backend import backend_name, named
 from ringdp.job.byte_collectives import all_gather_where_different
+from ringdp.job.elastic import as_unit
 
 _log = logging.getLogger("ringdp.parallel")
 
@@ -176,15 +178,23 @@ class ChangingModule(CompressedModule):
         except RingError as error:
             report_refusal(error, self.process_group, self.device, changes.operation)
             raise
-        if self.process_group.size() == 1:
+        group = self.process_group
+        if group.size() == 1:
             return
-        agree(changes, self.module, self.process_group, self.device, ignored=self.parameters_to_ignore)
-        if self._broadcast_new and changes.new:
+
+        def compare() -> None:
+            agree(changes, self.module, group, self.device, ignored=self.parameters_to_ignore)
+
+        as_unit(group, "the comparison of changed parameters", compare)
+        if not (self._broadcast_new and changes.new):
+            return
+        new = [parameter.detach() for parameter in changes.new]
+
+        def broadcast() -> None:
             with named(f"new parameters: {changes}"):
-                new = [parameter.detach() for parameter in changes.new]
-                dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                    self.process_group, new, self.broadcast_bucket_size, 0
-                )
+                dist._broadcast_coalesced(group, new, self.broadcast_bucket_size, 0)  # type: ignore[attr-defined]
+
+        repair.broadcast_in_unit(group, "the broadcast of new parameters", new, broadcast)
 
     def _lay_out(self, changes: ParameterChanges, after: list[ModelParameter]) -> None:
         """The reducer, and all that numbers parameters as it does, have these from now on."""

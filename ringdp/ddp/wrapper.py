@@ -431,7 +431,7 @@ class RingDP(
                 super(RingDP, self)._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
         if self._repaired:
-            repair.broadcast_in_unit(self.process_group, tensors, broadcast)
+            repair.broadcast_in_unit(self.process_group, "the buffers' broadcast", tensors, broadcast)
         else:
             broadcast()
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.job.elastic import as_unit
 
 
 def monitored_barrier(
@@ -27,7 +28,7 @@ def monitored_barrier(
     Raises:
         RingTimeoutError: some ranks did not come in time; ``peer`` is the first of them.
         MismatchError: another rank called something else instead.
-        PeerLostError: a rank died.
+        PeerLostError: a rank died; an elastic job waits for those that are left.
         InvalidStateError: the process group does not exist, or this process is not in ``group``.
         InvalidArgumentError: ``group`` is on another backend, or ``timeout`` is not above 0.
     """
@@ -47,4 +48,5 @@ def monitored_barrier(
         timeout = timedelta(seconds=timeout)
     if timeout is not None and timeout <= timedelta(0):
         raise InvalidArgumentError(f"timeout must be above 0, not {timeout.total_seconds()} s")
-    chosen.monitored_barrier(timeout or timedelta(milliseconds=-1), True)  # type: ignore[attr-defined]
+    limit = timeout or timedelta(milliseconds=-1)
+    as_unit(chosen, "monitored_barrier()", lambda: chosen.monitored_barrier(limit, True))  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import ringdp
 from ringdp import checkpoint
+from ringdp.ddp import elastic as repair
 from ringdp.errors import MembershipChanged
 
 OUTLIVES_S = 8.0
@@ -142,10 +144,14 @@ def train(
     overflow: tuple[int, int] | None = None,
     uneven: bool = False,
     hook: str = "",
+    freeze: tuple[int, ...] = (),
+    replace: int | None = None,
 ) -> Told:
     """`overflow`: with a scaler; the gradients of that place are infinite in that step.
+    `freeze`: in these steps, with `accumulate`, the middle layer is frozen, or unfrozen, between the micro-batches.
+    `replace`: in this step the last layer is replaced.
     `uneven`: the batches have other numbers of samples. `hook`: a name in `HOOKS`.
-    `places`: whose data this job's ranks have; None: their own. `each_step`: "mean" or "checkpoint"."""
+    `places`: whose data this job's ranks have; None: their own. `each_step`: a name in `EACH_STEP`, or "checkpoint"."""
     told, lines = Told(), Lines()
     logging.getLogger("ringdp").addHandler(lines)
     with joined(folder, elastic=elastic) as rank:
@@ -154,6 +160,7 @@ def train(
         model = ringdp.RingDP(net, bucket_cap_mb=0.1, **{"reproducible": width > 100, **(options or {})})
         if hook:
             HOOKS[hook](model)
+        net.middle.requires_grad_(sum(step < steps.start for step in freeze) % 2 == 0)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
         scaler = None if overflow is None else ringdp.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         if state is not None:
@@ -173,11 +180,13 @@ def train(
             if scaler is not None:
                 scaled_step(model, optimizer, scaler, place, step, here, told, infinite=overflow == (place, step))
             else:
-                one_step(model, optimizer, place, step, here, told, accumulate=accumulate, uneven=uneven)
-            if each_step == "mean":
-                told.extra.setdefault("means", []).append(ringdp.metrics.mean(float(place)))
-            elif each_step == "checkpoint":
+                named = {"accumulate": accumulate, "uneven": uneven, "freeze": step in freeze}
+                with replacing(model, optimizer, place, here) if step == replace else contextlib.nullcontext():
+                    one_step(model, optimizer, place, step, here, told, **named)
+            if each_step == "checkpoint":
                 save(folder, step, model, here)
+            elif each_step:
+                told.extra.setdefault(each_step, []).append(EACH_STEP[each_step](model, place))
             told.sizes.append(ringdp.world_size())
             told.ranks.append(ringdp.rank())
         model_state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -189,6 +198,12 @@ def train(
     logging.getLogger("ringdp").removeHandler(lines)
     return told
 
+
+EACH_STEP: dict[str, Callable[[Any, int], Any]] = {
+    "mean": lambda model, place: ringdp.metrics.mean(float(place)),
+    "check_replicas": lambda model, place: model.check_replicas(),
+    "monitored_barrier": lambda model, place: ringdp.monitored_barrier(),
+}
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "builtin allreduce": lambda model: model.register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE),
@@ -209,6 +224,7 @@ def one_step(
     *,
     accumulate: bool = False,
     uneven: bool = False,
+    freeze: bool = False,
 ) -> None:
     net = model.module
     x, y = batch(place, step)
@@ -221,6 +237,8 @@ def one_step(
         with model.no_sync():
             (model(x[:4]) - y[:4]).square().mean().backward()
         x, y = x[4:], y[4:]
+    if freeze:
+        net.middle.requires_grad_(not net.middle.weight.requires_grad)
     loss = (model(x, place) - y).square().mean()
     handles = [
         net.last.weight.register_hook(lambda gradient: here("first bucket")),
@@ -271,6 +289,27 @@ def half_by_half(optimizer: torch.optim.Optimizer, parameters: list[Tensor], her
         optimizer.step()
         here("optimizer" if first == 0 else "")
     optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def replacing(model: Any, optimizer: torch.optim.Optimizer, place: int, here: Callable[[str], None]) -> Iterator[None]:
+    """The last layer is another one, whose values are rank 0's; a rank dies before it has sent them, or got them."""
+    net, send = model.module, repair.broadcast_in_unit
+    torch.manual_seed(place)
+    for parameter in net.last.parameters():
+        optimizer.state.pop(parameter)
+    net.last = nn.Linear(net.last.in_features, 1)
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+
+    def dying_send(group: Any, what: str, tensors: Any, broadcast: Callable[[], None]) -> None:
+        def dying_broadcast() -> None:
+            here("new parameters")
+            broadcast()
+
+        send(group, what, tensors, dying_broadcast)
+
+    with mock.patch.object(repair, "broadcast_in_unit", dying_send):
+        yield
 
 
 def save(folder: str, step: int, model: Any, here: Callable[[str], None]) -> None:

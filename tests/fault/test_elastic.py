@@ -69,6 +69,30 @@ def test_micro_batches(tmp_path: Path) -> None:
     check_equal(told, plain(tmp_path, members_after(3, deaths), accumulate=True))
 
 
+@pytest.mark.parametrize("weight", [None, "samples"])
+def test_parameters_that_are_frozen_where_a_rank_is_lost(tmp_path: Path, weight: str | None) -> None:
+    """Between the micro-batches of a step: their gradients so far are averaged over the ranks that are left."""
+    deaths = (Death(0, 1, "forward"), Death(2, 2, "forward"))
+    options: dict[str, Any] = {"accumulate": True, "freeze": (1, 2), "options": {"weight": weight}, "width": 8}
+    told = live(tmp_path, 4, deaths, **options)
+    check_equal(told, plain(tmp_path, members_after(4, deaths), **options))
+    first, second = changes(told)
+    assert "as view 2; the agreement on frozen parameters was made again without the part of rank 0" in first
+    assert "as view 3; the agreement on frozen parameters was made again without the part of rank 2" in second
+
+
+@pytest.mark.parametrize(
+    ("phase", "what"), [("forward", "the comparison of changed"), ("new parameters", "the broadcast of new")]
+)
+def test_parameters_that_are_replaced_where_rank_0_is_lost(tmp_path: Path, phase: str, what: str) -> None:
+    """The new ones are the next rank's."""
+    told = live(tmp_path, 3, (Death(0, 2, phase),), replace=2, width=8)
+    members = [(0, 1, 2), (0, 1, 2), (1, 2), (1, 2)]
+    check_equal(told, plain(tmp_path, members, replace=2, width=8))
+    (line,) = changes(told)
+    assert f"as view 2; {what} parameters was made again without the part of rank 0" in line
+
+
 def test_parameters_that_some_ranks_do_not_use(tmp_path: Path) -> None:
     deaths = (Death(1, 0, "last bucket"), Death(2, 2, "last bucket"))
     told = live(tmp_path, 4, deaths, branches=True, width=8)
@@ -149,10 +173,13 @@ def test_a_death_in_a_checkpoint(tmp_path: Path, victim: int, phase: str) -> Non
     assert saved == [f"step-{step:012d}" for step in (1, 2, 3)]  # whole, and no unfinished one is left
 
 
-def test_a_death_around_a_mean_of_metrics(tmp_path: Path) -> None:
-    told = live(tmp_path, 3, (Death(1, 2, "optimizer"),), each_step="mean", width=8)
-    assert all(one.extra["means"] == [1.0, 1.0, 1.0, 1.0] for one in told.values())
+@pytest.mark.parametrize("call", list(jobs.EACH_STEP))
+def test_a_death_around_a_call_of_ringdp_that_all_ranks_make(tmp_path: Path, call: str) -> None:
+    told = live(tmp_path, 3, (Death(1, 2, "optimizer"),), each_step=call, width=8)
+    assert all(one.extra[call] == [1.0 if call == "mean" else None] * 4 for one in told.values())
     assert all(one.sizes == [3, 3, 2, 2] for one in told.values())
+    (line,) = changes(told)
+    assert f"{call}{'()' * (call != 'mean')} was made again without the part of rank 1" in line
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -298,7 +298,12 @@ void ElasticGroup::look(const std::vector<int>& waiting_for, Deadline deadline, 
   for (const int member : waiting_for) names.push_back(runtime_->engine().peer(member).text());
   const std::string text = "a member is lost, and the others are about to go on without it; this rank waits for " +
                            join(names, ", ") + ", which lives and has not come to its next operation";
-  if (deadline.expired()) throw Error(ErrorKind::kTimeout, text + ": Timed out");
+  if (deadline.expired()) {
+    ErrorContext context;
+    context.peer = waiting_for.empty() ? -1 : waiting_for.front();
+    context.advice = "look at what it does (its log, py-spy dump), or give ringdp.init() a longer timeout";
+    throw Error(ErrorKind::kTimeout, text + ": Timed out; " + context.advice, context);
+  }
   log(LogLevel::kWarning, text);
   next_notice = now + kFirstNotice;
 }

@@ -16,6 +16,7 @@ from ringdp.ddp.elastic import refuse
 from ringdp.ddp.reproducible import averages_elements
 from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.errors import InvalidArgumentError
+from ringdp.job.elastic import as_unit
 
 
 class GuardedModule:
@@ -54,7 +55,8 @@ class GuardedModule:
         Raises:
             MismatchError: they differ; names the first tensor and the ranks.
         """
-        check_now(self, self._guard_options.comparison() if self._guard is None else self._guard.comparison)
+        comparison = self._guard_options.comparison() if self._guard is None else self._guard.comparison
+        as_unit(self.process_group, "check_replicas()", lambda: check_now(self, comparison))
 
     def _guard_beside(self, hook: Callable[..., Any]) -> None:
         """A guard that nobody asked for rests beside a hook that may let replicas drift apart on purpose."""

@@ -148,18 +148,22 @@ bool GradientLayout::follow_requires_grad() {
   const auto in = [](const std::vector<std::size_t>& sorted, std::size_t param_index) {
     return std::binary_search(sorted.begin(), sorted.end(), param_index);
   };
-  if (changed && group.ranks() > 1) {
+  std::vector<std::pair<std::size_t, Bucket>> means;
+  const auto agree = [&] {
+    means.clear();
+    if (group.ranks() == 1 && !repair.on()) return;
     // Gradients accumulated under no_sync are still to be averaged once; the optimizer may apply them.
     const std::vector<std::size_t> due = parameters.agree_about_change(group, left_over.by_param_index());
     const double factor = due.empty() ? 1 : weights.factor_of_left_over();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!in(due, parameters.param_index(i))) continue;
-      left_over.average(i, bucket_dtype(i), factor, [&](const at::Tensor& buffer) {
-        const NamedScope scope("last gradient of " + parameters.names()[i]);
-        buckets.average(buffer);
-      });
+      means.emplace_back(i, left_over.flat(i, bucket_dtype(i), factor));
+      const NamedScope scope("last gradient of " + parameters.names()[i]);
+      buckets.average(means.back().second.buffer);
     }
-  }
+  };
+  if (changed) repair.as_unit("the agreement on frozen parameters", agree);
+  for (const auto& [parameter, mean] : means) left_over.accept(parameter, mean);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (in(frozen, parameters.param_index(i))) store.release(i);
   }

@@ -37,18 +37,22 @@ void LeftOverGradients::forget() {
   for (Slot& slot : slots_) slot.left_over = false;
 }
 
-void LeftOverGradients::average(std::size_t parameter, c10::ScalarType dtype, double factor,
-                                const std::function<void(const at::Tensor&)>& average) {
+Bucket LeftOverGradients::flat(std::size_t parameter, c10::ScalarType dtype, double factor) const {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  Slot& slot = slots_[parameter];
+  const at::Tensor& tensor = slots_[parameter].parameter;
   Bucket bucket;
   bucket.memory = lay_out_bucket(plan_.gradients(), std::vector<std::size_t>{parameter});
   bucket.dtype = dtype;
-  allocate_bucket(bucket, slot.parameter.device(), 0);
+  allocate_bucket(bucket, tensor.device(), 0);
+  if (tensor.grad().defined()) copy_gradient_times(gradient_view(bucket, 0, tensor), tensor.grad(), factor);
+  return bucket;
+}
+
+void LeftOverGradients::accept(std::size_t parameter, const Bucket& bucket) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Slot& slot = slots_[parameter];
   const at::Tensor mean = gradient_view(bucket, 0, slot.parameter);
   at::Tensor& grad = slot.parameter.mutable_grad();
-  if (grad.defined()) copy_gradient_times(mean, grad, factor);
-  average(bucket.buffer);
   if (parameters_[parameter].sparse) {
     grad = mean.to_sparse(1);
   } else if (grad.defined()) {

@@ -6,9 +6,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
-#include <functional>
 #include <vector>
 
+#include "torch/reducer/bucket.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/trainable_parameters.h"
 
@@ -25,9 +25,10 @@ class LeftOverGradients {
   std::vector<bool> by_param_index() const;
   bool none() const;
   void forget();  // gradients were zeroed
-  // .grad times `factor` becomes its mean by `average`, which gets a flat buffer of that type.
-  void average(std::size_t parameter, c10::ScalarType dtype, double factor,
-               const std::function<void(const at::Tensor&)>& average);
+  // .grad times `factor` in a flat buffer of that type, to be averaged.
+  Bucket flat(std::size_t parameter, c10::ScalarType dtype, double factor) const;
+  // .grad becomes what is in the buffer.
+  void accept(std::size_t parameter, const Bucket& bucket);
 
  private:
   struct Slot {

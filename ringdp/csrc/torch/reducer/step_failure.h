@@ -20,11 +20,14 @@ class StepFailure {
  public:
   StepFailure(std::recursive_mutex& mutex, const BackwardState& backward) : mutex_(mutex), backward_(backward) {}
 
-  // Runs `action`, and keeps the text of what it throws.
+  // Runs `action`, and keeps the text of what it throws. After Error(kMembership) the program may go on.
   template <class Action>
   auto keeping(Action&& action) {
     try {
       return std::forward<Action>(action)();
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kMembership) keep(current_error_text());
+      throw;
     } catch (...) {
       keep(current_error_text());
       throw;

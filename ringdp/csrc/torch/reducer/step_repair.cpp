@@ -6,6 +6,7 @@
 #include <chrono>
 #include <utility>
 
+#include "base/error.h"
 #include "torch/backend/future_wait.h"
 #include "torch/backend/process_group.h"
 
@@ -31,6 +32,25 @@ void StepRepair::follow_members() {
   if (!on()) return;
   group_.follow_view();
   compression_.follow_members();
+}
+
+void StepRepair::as_unit(const std::string& what, const std::function<void()>& body) {
+  if (!on()) return body();
+  const UnitScope scope;
+  for (bool counts = false; !counts;) {
+    const uint64_t unit = elastic_->begin_unit({.what = what});
+    follow_members();
+    const uint64_t view = elastic_->view();
+    try {
+      body();
+      elastic_->commit(unit);
+      return;
+    } catch (const Error& error) {
+      if (!is_loss(error)) throw;
+    }
+    counts = elastic_->change(unit, view) == ElasticGroup::Outcome::kCounts;
+  }
+  follow_members();
 }
 
 // In the first step of a view some ranks make it again, at its end: so all ranks send then.

@@ -7,7 +7,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "engine/elastic_group.h"
@@ -30,6 +32,8 @@ class StepRepair {
   uint64_t view() const { return view_; }  // in which this step's buckets are sent
 
   void follow_members();  // at any time: the group's ranks, and what belongs to them, are those of the present view
+  // Between two steps: `body` calls operations on the group, and may be called again without a member that was lost.
+  void as_unit(const std::string& what, const std::function<void()>& body);
   void begin_step();
   // The buckets of this step cannot be sent in its view: all go at its end.
   void withhold() { withholds_ = withheld_ = true; }
