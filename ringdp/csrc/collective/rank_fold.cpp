@@ -33,7 +33,7 @@ RankOrderFold::RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int d
       kernels_(reduce_kernels(dtype, op)),
       upto_(size),
       in_stages_(in_stages && size > 2 && kernels_.accumulate == nullptr),
-      summed_(size) {}
+      summed_(in_stages_ ? size : 0) {}
 
 void RankOrderFold::begin(ScratchPool& pool, std::span<const std::byte> own, std::span<std::byte> out) {
   begin(pool, Scattered({const_cast<std::byte*>(own.data()), own.size()}), Scattered(out));
@@ -45,12 +45,14 @@ void RankOrderFold::begin(ScratchPool& pool, Scattered own, Scattered out) {
   block_bytes_ = std::min<uint64_t>(kBlockBytes, out_.size());
   upto_[rank_] = out_.size();
   slots_.clear();
+  slots_.reserve(static_cast<std::size_t>(size_));
   for (int member = 0; member < size_; ++member) {
     bool needed = member != rank_ && !out_.empty();
     std::size_t bytes = std::min<std::size_t>(blocks_ * kBlockBytes, out_.size());
     slots_.push_back(needed ? pool.take(bytes) : ScratchPool::Block(nullptr, {}));
   }
-  sum_ = pool.take(kPieceBytes * 2);  // float32 sums of a piece of half types
+  const bool half_types = kernels_.accumulate != nullptr;
+  if (half_types || size_ > 2) sum_ = pool.take(half_types ? kPieceBytes * 2 : kPieceBytes);
 }
 
 std::span<std::byte> RankOrderFold::room(int member, uint64_t offset, std::size_t length) {

@@ -71,7 +71,7 @@ class RankOrderFold {
   Scattered out_;
   uint64_t block_bytes_ = 0;  // kBlockBytes, or the whole if that is smaller
   std::vector<ScratchPool::Block> slots_;
-  ScratchPool::Block sum_;
+  ScratchPool::Block sum_;  // of a piece: of half types in float32, of others up to the last rank but one
   std::vector<uint64_t> upto_;
   uint64_t folded_ = 0;
   const bool in_stages_;

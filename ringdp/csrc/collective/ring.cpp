@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/stream_copy.h"
 #include "collective/all_reduce.h"
 #include "collective/chunks.h"
 
@@ -9,6 +10,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kPieceBytes = 16 * 1024;
+constexpr uint64_t kLongBytes = 4 << 20;  // its results have left the caches before somebody reads them
 
 }  // namespace
 
@@ -141,11 +143,26 @@ void Ring::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
 // What is summed is added from where it lies.
 bool Ring::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
   const Leg& leg = leg_in(offset);
-  if (leg.step >= reduce_steps_) return Operation::take(flow, offset, data);
+  if (leg.step >= reduce_steps_)
+    return ends_past_caches(leg) ? store(flow, offset, data) : Operation::take(flow, offset, data);
   const std::size_t at = offset - leg.in_begin;
   if (at + data.size() > in_block(leg).size()) return false;
   add(leg, at, data);
   make_ready(sends_.front(), flow.received);
+  return true;
+}
+
+// A result that this rank does not send on, in memory that it has not read: to store it through the caches would fetch that memory
+// first. An elastic step of 92 MB, 2 ranks: 5.6 % more than one in place that way, 3.7 % past the caches.
+bool Ring::ends_past_caches(const Leg& leg) const {
+  return input_ != 0 && leg.step == steps_ - 1 && in_total_ >= kLongBytes;
+}
+
+bool Ring::store(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
+  const std::span<std::byte> room = incoming(flow, offset, data.size());
+  if (room.size() != data.size()) return false;
+  stream_copy(room.data(), data.data(), data.size());
+  arrived(flow, offset, room);
   return true;
 }
 

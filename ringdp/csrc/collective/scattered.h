@@ -1,5 +1,5 @@
-// Scattered: bytes that lie in several places and count as one stretch, one place after the other; mostly it is a single place.
-// It owns the list of the places, not their bytes. Value type, any thread.
+// Scattered: bytes that lie in several places and count as one stretch, one place after the other; mostly it is a single place,
+// for which it allocates nothing. It owns the list of the places, not their bytes. Value type, any thread.
 #pragma once
 
 #include <algorithm>
@@ -17,18 +17,30 @@ class Scattered {
 
   void add(std::span<std::byte> place) {
     if (place.empty()) return;
-    places_.push_back(place);
-    begins_.push_back(size_);
+    if (size_ == 0) {
+      only_ = place;
+    } else {
+      if (places_.empty()) {
+        places_.push_back(only_);
+        begins_.push_back(0);
+      }
+      places_.push_back(place);
+      begins_.push_back(size_);
+    }
     size_ += place.size();
   }
 
   std::size_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
-  const std::vector<std::span<std::byte>>& places() const { return places_; }
+  std::span<const std::span<std::byte>> places() const {  // valid as long as this object is, and not added to
+    if (places_.empty()) return {&only_, static_cast<std::size_t>(size_ > 0)};
+    return places_;
+  }
 
   // The bytes from `offset` on that lie together; at most `most`.
   std::span<std::byte> at(std::size_t offset, std::size_t most) const {
     if (offset >= size_) return {};
+    if (places_.empty()) return only_.subspan(offset, std::min(most, size_ - offset));
     const auto behind = std::upper_bound(begins_.begin(), begins_.end(), offset);
     const auto index = static_cast<std::size_t>(behind - begins_.begin()) - 1;
     const std::span<std::byte> rest = places_[index].subspan(offset - begins_[index]);
@@ -36,8 +48,9 @@ class Scattered {
   }
 
  private:
-  std::vector<std::span<std::byte>> places_;
-  std::vector<std::size_t> begins_;  // where each is in the stretch
+  std::span<std::byte> only_;                 // where there is one place
+  std::vector<std::span<std::byte>> places_;  // where there are several
+  std::vector<std::size_t> begins_;           // where each of these is in the stretch
   std::size_t size_ = 0;
 };
 

@@ -37,6 +37,10 @@ class EarlyFrames {
   std::optional<Kept> take(uint64_t group, uint64_t sequence);
   std::vector<FrameHeader> discard(uint64_t group);  // returns the headers of what is gone
 
+  // The memory of a payload that was taken serves the next one that is kept.
+  void give_back(std::vector<std::byte> payload) { spare_ = std::move(payload); }
+  std::vector<std::byte> spare() { return std::exchange(spare_, {}); }
+
  private:
   using Key = std::pair<uint64_t, uint64_t>;  // group, sequence
 
@@ -44,6 +48,7 @@ class EarlyFrames {
 
   std::map<Key, Kept> kept_;
   std::size_t bytes_ = 0;  // of payload
+  std::vector<std::byte> spare_;
 };
 
 }  // namespace ringdp

@@ -21,9 +21,10 @@ void IncomingFlows::attach(RecvFlow& flow) {
   receiving_.push_back(&flow);
   sender_.wish();
   if (auto early = early_.take(flow.identity->group, flow.identity->sequence)) {
-    for (const auto& [header, payload] : early->frames) {
+    for (auto& [header, payload] : early->frames) {
       if (accept(flow, header)) deliver(flow, header, payload);
       consume(header);
+      early_.give_back(std::move(payload));
     }
     if (early->requested && !flow.complete()) flow.granted = 1;  // below: answer although the flow is small
   }
@@ -111,7 +112,7 @@ void IncomingFlows::keep(const FrameHeader& header, std::vector<std::byte>& payl
     return consume(header);
   }
   if (has_started(header)) return consume(header);
-  if (!early_.keep(header, std::exchange(payload, {})))
+  if (!early_.keep(header, std::exchange(payload, early_.spare())))
     connection_.fail(ErrorKind::kPeerLost, "it announced an operation twice", kReportBug);
 }
 

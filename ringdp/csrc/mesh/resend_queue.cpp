@@ -6,7 +6,7 @@ namespace ringdp {
 namespace {
 
 constexpr uint64_t kForgetBytes = 1024 * 1024;
-constexpr std::size_t kForgetFrames = 256;
+constexpr std::size_t kForgetFrames = 64;
 
 }  // namespace
 
@@ -19,6 +19,10 @@ void ResendQueue::add(std::span<const std::byte> head, std::span<const std::byte
   if (lender != nullptr) {
     ++lent_;
   } else {
+    if (!spare_.empty()) {
+      it.own = std::move(spare_.back());
+      spare_.pop_back();
+    }
     it.own.assign(payload.begin(), payload.end());
     it.payload = it.own;
   }
@@ -46,7 +50,10 @@ bool ResendQueue::should_forget() const {
 
 void ResendQueue::forget(uint64_t delivered_bytes) {
   while (!kept_.empty() && kept_.front().end <= delivered_bytes) {
-    if (kept_.front().lender != nullptr) --lent_;
+    Kept& it = kept_.front();
+    if (it.lender != nullptr) --lent_;
+    if (it.own.capacity() > 0 && it.own.size() <= kCopiedBytes && spare_.size() < kForgetFrames)
+      spare_.push_back(std::move(it.own));
     kept_.pop_front();
     ++first_;
   }

@@ -59,6 +59,7 @@ class ResendQueue {
   const Kept& at(uint64_t number) const { return kept_[static_cast<std::size_t>(number - first_)]; }
 
   std::deque<Kept> kept_;
+  std::vector<std::vector<std::byte>> spare_;  // memory of small copies that are forgotten, for the next ones
   uint64_t first_ = 0;      // number of kept_.front(): frames before it, on all connections
   uint64_t stream_ = 0;     // bytes of this connection up to the last frame's end
   std::size_t lent_ = 0;    // frames
