@@ -25,6 +25,7 @@ import churn  # noqa: E402
 import compression_plots  # noqa: E402
 import compression_quality  # noqa: E402
 import elastic  # noqa: E402
+import elastic_peers  # noqa: E402
 import embedding  # noqa: E402
 import far  # noqa: E402
 import far_loss  # noqa: E402
@@ -55,6 +56,7 @@ TOOLS = (
     compression_plots,
     compression_quality,
     elastic,
+    elastic_peers,
     embedding,
     far,
     far_loss,
@@ -81,7 +83,7 @@ DOCUMENTS = {
     "docs/lab/benchmarks.md": 3,
     "docs/how-to/compression.md": 0,
     "docs/lab/compression_measured.md": 3,
-    "docs/lab/elastic.md": 2,
+    "docs/lab/elastic.md": 3,
     "docs/lab/far_apart.md": 1,
 }
 """And how many commands of benchmarks each has at least."""
@@ -107,6 +109,8 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("checksum.py", "--ranks 1", "at least two are needed"),
         ("reconfigure.py", "--ranks 1", "at least two ranks"),
         ("elastic.py", "--losses 1", "at least two ranks"),
+        ("elastic_peers.py", "--ranks 2", "3 to 8 ranks are needed"),
+        ("elastic_peers.py", "--peers nonsense", "'nonsense' is not known: choose from ringdp, torchft, horovod"),
         ("churn.py", "--ranks 1", "at least two ranks"),
         ("churn.py", "--faults flood", "'flood' is not known: choose from kill,"),
         ("startup.py", "--ranks 2,0", "at least one is needed"),
