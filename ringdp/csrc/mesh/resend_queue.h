@@ -60,10 +60,10 @@ class ResendQueue {
 
   std::deque<Kept> kept_;
   std::vector<std::vector<std::byte>> spare_;  // memory of small copies that are forgotten, for the next ones
-  uint64_t first_ = 0;      // number of kept_.front(): frames before it, on all connections
-  uint64_t stream_ = 0;     // bytes of this connection up to the last frame's end
-  std::size_t lent_ = 0;    // frames
-  uint64_t looked_at_ = 0;  // `stream_` when it was last told what has arrived
+  uint64_t first_ = 0;                         // number of kept_.front(): frames before it, on all connections
+  uint64_t stream_ = 0;                        // bytes of this connection up to the last frame's end
+  std::size_t lent_ = 0;                       // frames
+  uint64_t looked_at_ = 0;                     // `stream_` when it was last told what has arrived
   std::size_t looked_size_ = 0;
   uint64_t again_ = 0;  // number of the frame that goes next
   uint64_t again_end_ = 0;
