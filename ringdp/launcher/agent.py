@@ -122,18 +122,15 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         if waiting is not None:
             waiting.note_handler(handler)
 
+    stopped = None if args.evict_after is None else StoppedRanks(args.evict_after)
+
     def restarting(failures: Mapping[int, ProcessFailure]) -> None:
-        messages.post(orders.status_fd, messages.Restarting(failures=_rank_failures(failures)))
+        messages.post(orders.status_fd, messages.Restarting(failures=_rank_failures(failures, stopped)))
         if waiting is not None:
             waiting.begin()
 
-    stopped = None if args.evict_after is None else StoppedRanks(args.evict_after)
-
     def lost(failures: Mapping[int, ProcessFailure]) -> None:
-        seen = _rank_failures(failures)
-        if stopped is not None:
-            seen = tuple(dataclasses.replace(failure, cause=stopped.why(failure.pid)) for failure in seen)
-        messages.post(orders.status_fd, messages.Lost(failures=seen))
+        messages.post(orders.status_fd, messages.Lost(failures=_rank_failures(failures, stopped)))
 
     if args.elastic:
         os.environ["RINGDP_ELASTIC"] = "1"
@@ -148,12 +145,14 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     try:
         launch()
     except ChildFailedError as error:
-        messages.post(orders.status_fd, messages.Failed(failures=_rank_failures(error.failures)))
+        messages.post(orders.status_fd, messages.Failed(failures=_rank_failures(error.failures, stopped)))
         return 1
     return 0
 
 
-def _rank_failures(failures: Mapping[int, ProcessFailure]) -> tuple[messages.RankFailure, ...]:
+def _rank_failures(
+    failures: Mapping[int, ProcessFailure], stopped: StoppedRanks | None
+) -> tuple[messages.RankFailure, ...]:
     return tuple(
         messages.RankFailure(
             rank=rank,
@@ -161,6 +160,7 @@ def _rank_failures(failures: Mapping[int, ProcessFailure]) -> tuple[messages.Ran
             pid=failure.pid,
             exit_code=failure.exitcode,
             observed_s=float(failure.timestamp),
+            cause="" if stopped is None else stopped.why(failure.pid),
         )
         for rank, failure in failures.items()
     )

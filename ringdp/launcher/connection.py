@@ -12,6 +12,8 @@ import signal
 import stat
 from collections.abc import Collection
 
+from ringdp.launcher import processes
+
 _SERVERS = ("sshd", "dropbear", "tinysshd")  # beginnings of the names of processes
 
 
@@ -78,8 +80,7 @@ def _closed(descriptors: Collection[int]) -> set[int]:
 
 def _parent(pid: int) -> int | None:
     with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
+        return int(processes.stat_fields(pid)[1])
     return None
 
 

@@ -75,12 +75,13 @@ def tell(
             codes = {local: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
             dead = {local: code for local, code in codes.items() if code not in (None, 0)}
             running = [local for local, code in codes.items() if code is None]
-            elastic = all(_goes_on(context, local) for local in running)
-            if stopped is not None and running and elastic:
-                pids = {local: context.subprocess_handlers[local].proc.pid for local in running}
-                stopped.look(pids, others=self._others is not None)
-            if not dead or not elastic:
+            if (not dead and stopped is None) or not all(_goes_on(context, local) for local in running):
                 return None  # as ever
+            if stopped is not None:
+                pids = [context.subprocess_handlers[local].proc.pid for local in running]
+                stopped.look(pids, others=self._others is not None)
+            if not dead:
+                return None
             new = {local: code for local, code in dead.items() if local not in self._dead}
             self._dead.update(new)
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}

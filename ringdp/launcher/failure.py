@@ -135,15 +135,11 @@ def examine(
         reports = [dataclasses.replace(report, blame=Blame.CAUSE) for report in reports]
     if oom_killer_acted is not None:
         words = "out of memory: the kernel ended it" if oom_killer_acted else _KILLED_FROM_OUTSIDE
-        killed = [report.failure.exit_code == -signal.SIGKILL for report in reports]
+        killed = [report.failure.exit_code == -signal.SIGKILL and not report.failure.cause for report in reports]
         reports = [
             dataclasses.replace(report, signal_words=words) if by_kill else report
             for report, by_kill in zip(reports, killed, strict=True)
         ]
-    reports = [
-        dataclasses.replace(report, signal_words=report.failure.cause) if report.failure.cause else report
-        for report in reports
-    ]
     reports = _blame_who_was_lost_first(reports)
     order = {failure.rank: index for index, failure in enumerate(failures)}
     return sorted(reports, key=lambda r: (r.blame, r.when_s, order[r.failure.rank]))
@@ -209,6 +205,7 @@ def _examine_one(failure: RankFailure, logs: RankLogs) -> FailureReport:
         tail_log=tail_log,
         blame=blame,
         when_s=when_s,
+        signal_words=failure.cause,
     )
 
 

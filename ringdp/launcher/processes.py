@@ -32,6 +32,17 @@ def become_subreaper() -> None:
         raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
 
 
+def stat_fields(pid: int) -> list[bytes]:
+    """Of /proc/PID/stat what stands behind the name: the state, the parent's pid, and so on, as in proc(5).
+
+    Raises:
+        OSError: there is no such process.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The name, in parentheses, may hold blanks and parentheses itself.
+        return file.read().rpartition(b")")[2].split()
+
+
 def descendants(root: int, *, without: Collection[int] = ()) -> list[int]:
     """Pids of all living processes below ``root``; zombies do not count.
 
@@ -44,13 +55,11 @@ def descendants(root: int, *, without: Collection[int] = ()) -> list[int]:
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
+        pid = int(entry)
         try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                # The name, in parentheses, may hold blanks and parentheses itself.
-                fields = file.read().rpartition(b")")[2].split()
+            fields = stat_fields(pid)
         except OSError:  # it ended meanwhile
             continue
-        pid = int(entry)
         children.setdefault(int(fields[1]), []).append(pid)
         if fields[0] in (b"Z", b"X"):
             zombies.add(pid)
@@ -68,8 +77,7 @@ def descendants(root: int, *, without: Collection[int] = ()) -> list[int]:
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped the process. One that a debugger holds, or that has ended, is not."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"T"
+        return stat_fields(pid)[0] == b"T"
     except OSError:
         return False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from ringdp.launcher import processes
 
@@ -25,11 +25,11 @@ class StoppedRanks:
         self._stopped_s: dict[int, float] = {}  # by pid: for how long, as far as it was seen
         self._ended: dict[int, str] = {}
 
-    def look(self, pids: Mapping[int, int], *, others: bool) -> None:
+    def look(self, pids: Collection[int], *, others: bool) -> None:
         """Kill those that have been stopped for longer than the limit.
 
         Args:
-            pids: of the processes that have not ended, by local rank.
+            pids: of the ranks that have not ended.
             others: there are ranks on other hosts. Without any, the last ranks that run are left alone, stopped or not.
         """
         now_s = time.monotonic()
@@ -37,7 +37,7 @@ class StoppedRanks:
         self._looked_s = now_s
         before = self._stopped_s
         self._stopped_s = {
-            pid: before[pid] + passed_s if pid in before else 0.0 for pid in pids.values() if processes.is_stopped(pid)
+            pid: before[pid] + passed_s if pid in before else 0.0 for pid in pids if processes.is_stopped(pid)
         }
         if not others and len(self._stopped_s) == len(pids):
             return

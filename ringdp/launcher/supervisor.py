@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -102,8 +103,7 @@ class Supervisor:
         self._oom_kills = processes.oom_kills()
         self._started: messages.Started | None = None
         self._failed: messages.Failed | None = None
-        self._lost: list[str] = []  # ranks without which the others have gone on, and how they ended
-        self._lost_ranks: set[int] = set()
+        self._lost: dict[int, str] = {}  # ranks without which the others have gone on, and how they ended
         self._verdicts: deque[str] = deque(maxlen=VERDICTS)  # why the ranks were started again
         self._broken: messages.Broken | None = None
 
@@ -222,7 +222,6 @@ class Supervisor:
         else:
             self._started = message
             self._lost.clear()
-            self._lost_ranks.clear()
             self._console.lines("stderr", self._greeting(message))
             self._display.start_attempt(message)
 
@@ -239,8 +238,7 @@ class Supervisor:
     def _note_loss(self, message: messages.Lost) -> None:
         host = socket.gethostname()
         for report in self._examine(message.failures):
-            self._lost.append(f"rank {report.failure.rank} ({report.in_short})")
-            self._lost_ranks.add(report.failure.rank)
+            self._lost[report.failure.rank] = report.in_short
             self._console.lines("stderr", [summary.lost(report, host=host, logs_kept=self._folder.kept)])
 
     def _examine(self, failures: tuple[messages.RankFailure, ...]) -> list[failure.FailureReport]:
@@ -339,9 +337,10 @@ class Supervisor:
             return processes.die_of(self._stop_signal)
         if self._agent_status == 0:
             restarted = self._started is not None and self._started.attempt > 0
-            steps = self._steps()
-            self._lost += self._left_early(steps)
-            words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._lost)
+            told = self._steps_by_rank()
+            steps = self._steps(told)
+            self._lost |= self._left_early(told, steps)
+            words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._lost_words())
             self._last_words([words], steps=steps)
             return 0
         first: failure.FailureReport | None = None
@@ -371,21 +370,23 @@ class Supervisor:
         """What the ranks of this host have told of themselves at their end; None: not even that."""
         return {rank.rank: summary.steps_of(rank.report_file) for rank in self._started.ranks} if self._started else {}
 
-    def _steps(self) -> int | None:
+    def _steps(self, by_rank: Mapping[int, int | None]) -> int | None:
         """Of the first rank that has told; of an elastic job, which goes on without it, of the one with the most."""
-        told = [steps for steps in self._steps_by_rank().values() if steps is not None]
+        told = [steps for steps in by_rank.values() if steps is not None]
         return (max(told) if self._arguments.torchrun.elastic else told[0]) if told else None
 
-    def _left_early(self, steps: int | None) -> list[str]:
-        """Ranks that have ended well and without which the others of an elastic job have gone on."""
+    def _left_early(self, by_rank: Mapping[int, int | None], steps: int | None) -> dict[int, str]:
+        """Ranks that have ended well and without which the others of an elastic job have gone on, and how."""
         if steps is None or not self._arguments.torchrun.elastic:
-            return []
-        made = {rank: its for rank, its in self._steps_by_rank().items() if rank not in self._lost_ranks}
-        return [
-            f"rank {rank} (exit code 0{'' if its is None else f' after {its} step' + 's' * (its != 1)})"
-            for rank, its in made.items()
-            if its is None or its < steps
-        ]
+            return {}
+        return {
+            rank: f"exit code 0{'' if its is None else f' after {its} step' + 's' * (its != 1)}"
+            for rank, its in by_rank.items()
+            if rank not in self._lost and (its is None or its < steps)
+        }
+
+    def _lost_words(self) -> tuple[str, ...]:
+        return tuple(f"rank {rank} ({how})" for rank, how in self._lost.items())
 
     def _last_words(
         self, lines: list[str], first: failure.FailureReport | None = None, *, steps: int | None = None
@@ -400,7 +401,7 @@ class Supervisor:
             blame=None if first is None else int(first.blame),
             when_s=0.0 if first is None else first.when_s,
             steps=steps,
-            lost=tuple(self._lost),
+            lost=self._lost_words(),
         )
         self._console.lines("stderr", [MARK + tether.line(end).decode().rstrip("\n")])
 

@@ -165,16 +165,21 @@ def test_a_host_is_gone_and_comes_back(lab: hosts.Lab, tmp_path: Path) -> None:
     assert max(size for size, _ in steps(tmp_path, 3).values()) == min(size for size, _ in steps(tmp_path, 3).values())
 
 
-def test_two_and_two(lab: hosts.Lab, tmp_path: Path) -> None:
-    run = Run(lab, tmp_path)
-    run.cut(2, 3)
+def check_two_and_two(run: Run) -> None:
+    """Ranks 2 and 3 do not reach the store."""
     run.go_on(2, (0, 1))
     run.until(lambda: run.has_ended(2) and run.has_ended(3), "the end of ranks 2 and 3", WITHOUT_THE_STORE_S)
     outcomes = run.end()
     assert [outcomes[rank].error for rank in (0, 1)] == ["", ""]
     for rank in (2, 3):
         says_that_it_cannot_know(outcomes[rank], rank, "ranks 0.*")
-        assert {size for size, _ in steps(tmp_path, rank).values()} == {4}
+        assert {size for size, _ in steps(run.folder, rank).values()} == {4}
+
+
+def test_two_and_two(lab: hosts.Lab, tmp_path: Path) -> None:
+    run = Run(lab, tmp_path)
+    run.cut(2, 3)
+    check_two_and_two(run)
 
 
 def test_three_without_the_store_end_and_one_with_it_goes_on(lab: hosts.Lab, tmp_path: Path) -> None:
@@ -215,17 +220,21 @@ def test_a_link_is_gone_for_a_moment_during_a_repair(lab: hosts.Lab, tmp_path: P
     assert [outcomes[rank].error for rank in range(4)] == ["", "", "", "died"]
 
 
-def test_a_host_is_cut_off_during_a_repair(lab: hosts.Lab, tmp_path: Path) -> None:
-    run = Run(lab, tmp_path)
+def check_cut_off_during_a_repair(run: Run, host: int) -> None:
+    """Of this host rank 2 lives."""
     run.begin_repair(dead=3, stopped=1)
-    run.cut(2)
+    run.cut(host)
     run.kill(1, signal.SIGCONT)
     run.go_on(2, (0, 1))
     run.until(lambda: run.has_ended(2), "the end of rank 2", WITHOUT_THE_STORE_S)
     outcomes = run.end()
     assert [outcomes[rank].error for rank in (0, 1, 3)] == ["", "", "died"]
     says_that_it_cannot_know(outcomes[2], 2, "ranks 0, 1 and 3")
-    assert {size for size, _ in steps(tmp_path, 2).values()} == {4}
+    assert {size for size, _ in steps(run.folder, 2).values()} == {4}
+
+
+def test_a_host_is_cut_off_during_a_repair(lab: hosts.Lab, tmp_path: Path) -> None:
+    check_cut_off_during_a_repair(Run(lab, tmp_path), host=2)
 
 
 def test_two_that_do_not_reach_each_other_during_a_repair(lab: hosts.Lab, tmp_path: Path) -> None:
@@ -272,23 +281,8 @@ def test_a_host_with_two_ranks_is_cut_off(two_hosts: hosts.Lab, tmp_path: Path) 
     """They reach each other still, and must not go on as a job of two."""
     run = Run(two_hosts, tmp_path)
     run.cut(1)
-    run.go_on(2, (0, 1))
-    run.until(lambda: run.has_ended(2) and run.has_ended(3), "the end of ranks 2 and 3", WITHOUT_THE_STORE_S)
-    outcomes = run.end()
-    assert [outcomes[rank].error for rank in (0, 1)] == ["", ""]
-    for rank in (2, 3):
-        says_that_it_cannot_know(outcomes[rank], rank, "ranks 0.*")
-        assert {size for size, _ in steps(tmp_path, rank).values()} == {4}
+    check_two_and_two(run)
 
 
 def test_a_host_is_cut_off_while_its_other_rank_is_left_out(two_hosts: hosts.Lab, tmp_path: Path) -> None:
-    run = Run(two_hosts, tmp_path)
-    run.begin_repair(dead=3, stopped=1)
-    run.cut(1)
-    run.kill(1, signal.SIGCONT)
-    run.go_on(2, (0, 1))
-    run.until(lambda: run.has_ended(2), "the end of rank 2", WITHOUT_THE_STORE_S)
-    outcomes = run.end()
-    assert [outcomes[rank].error for rank in (0, 1, 3)] == ["", "", "died"]
-    says_that_it_cannot_know(outcomes[2], 2, "ranks 0, 1 and 3")
-    assert {size for size, _ in steps(tmp_path, 2).values()} == {4}
+    check_cut_off_during_a_repair(Run(two_hosts, tmp_path), host=1)

@@ -44,14 +44,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.001)
 
 
-def look(ranks: StoppedRanks, clock: Clock, pids: dict[int, int], *seconds: float, others: bool = False) -> None:
+def look(ranks: StoppedRanks, clock: Clock, pids: list[int], *seconds: float, others: bool = False) -> None:
     for passed in seconds:
         clock.now_s += passed
         ranks.look(pids, others=others)
 
 
 def test_it_counts_from_the_last_time_that_it_ran(sleepers: list[subprocess.Popen[bytes]], clock: Clock) -> None:
-    pids = {local: one.pid for local, one in enumerate(sleepers)}
+    pids = [one.pid for one in sleepers]
     ranks = StoppedRanks(2.0)
     stop(sleepers[0])
     look(ranks, clock, pids, 0.0, 0.9, 0.9)
@@ -73,7 +73,7 @@ def test_it_counts_from_the_last_time_that_it_ran(sleepers: list[subprocess.Pope
 def test_time_in_which_the_launcher_was_stopped_itself_does_not_count(
     sleepers: list[subprocess.Popen[bytes]], clock: Clock
 ) -> None:
-    pids = {local: one.pid for local, one in enumerate(sleepers)}
+    pids = [one.pid for one in sleepers]
     ranks = StoppedRanks(5.0)
     stop(sleepers[0])
     look(ranks, clock, pids, 0.0, 3600.0, 3600.0)
@@ -83,7 +83,7 @@ def test_time_in_which_the_launcher_was_stopped_itself_does_not_count(
 def test_the_last_ranks_are_left_alone_where_there_are_no_others(
     sleepers: list[subprocess.Popen[bytes]], clock: Clock
 ) -> None:
-    pids = {local: one.pid for local, one in enumerate(sleepers)}
+    pids = [one.pid for one in sleepers]
     ranks = StoppedRanks(1.0)
     for one in sleepers:
         stop(one)

@@ -144,7 +144,7 @@ void Ring::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
 bool Ring::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
   const Leg& leg = leg_in(offset);
   if (leg.step >= reduce_steps_)
-    return ends_past_caches(leg) ? store(flow, offset, data) : Operation::take(flow, offset, data);
+    return ends_past_caches(leg) ? put(flow, offset, data, stream_copy) : Operation::take(flow, offset, data);
   const std::size_t at = offset - leg.in_begin;
   if (at + data.size() > in_block(leg).size()) return false;
   add(leg, at, data);
@@ -156,14 +156,6 @@ bool Ring::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data
 // first. An elastic step of 92 MB, 2 ranks: 5.6 % more than one in place that way, 3.7 % past the caches.
 bool Ring::ends_past_caches(const Leg& leg) const {
   return input_ != 0 && leg.step == steps_ - 1 && in_total_ >= kLongBytes;
-}
-
-bool Ring::store(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
-  const std::span<std::byte> room = incoming(flow, offset, data.size());
-  if (room.size() != data.size()) return false;
-  stream_copy(room.data(), data.data(), data.size());
-  arrived(flow, offset, room);
-  return true;
 }
 
 // A piece at a time, which stays in the first-level cache.

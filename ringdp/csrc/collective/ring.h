@@ -47,7 +47,6 @@ class Ring final : public Operation {
   void add(const Leg& leg, std::size_t at, std::span<const std::byte> data);
   void combine(const Leg& leg, std::byte* own, const std::byte* data, std::size_t count) const;
   bool ends_past_caches(const Leg& leg) const;
-  bool store(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data);
   void lay_out();
   void make_ready(SendFlow& send, uint64_t received);
   uint64_t window() const;  // how far the stream from the left may come: the operand of each sum must be there

@@ -29,14 +29,20 @@ class FlowHandler {
   // In place of these two where the bytes already lie in memory, which is valid during the call only: whole elements, not
   // beyond a block's end. False: there is no memory for them.
   virtual bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
+    return put(flow, offset, data, std::memcpy);
+  }
+
+ protected:
+  // `copy(to, from, bytes)` brings them to where `incoming` wants them.
+  template <class Copy>
+  bool put(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data, Copy copy) {
     std::span<std::byte> room = incoming(flow, offset, data.size());
     if (room.size() != data.size()) return false;
-    std::memcpy(room.data(), data.data(), data.size());
+    copy(room.data(), data.data(), data.size());
     arrived(flow, offset, room);
     return true;
   }
 
- protected:
   ~FlowHandler() = default;
 };
 

@@ -49,25 +49,24 @@ bool ResendQueue::should_forget() const {
 }
 
 void ResendQueue::forget(uint64_t delivered_bytes) {
-  while (!kept_.empty() && kept_.front().end <= delivered_bytes) {
-    Kept& it = kept_.front();
-    if (it.lender != nullptr) --lent_;
-    if (it.own.capacity() > 0 && it.own.size() <= kCopiedBytes && spare_.size() < kForgetFrames)
-      spare_.push_back(std::move(it.own));
-    kept_.pop_front();
-    ++first_;
-  }
+  while (!kept_.empty() && kept_.front().end <= delivered_bytes) drop_first();
   looked_at_ = stream_;
   looked_size_ = kept_.size();
+}
+
+void ResendQueue::drop_first() {
+  Kept& it = kept_.front();
+  if (it.lender != nullptr) --lent_;
+  if (it.own.capacity() > 0 && it.own.size() <= kCopiedBytes && spare_.size() < kForgetFrames)
+    spare_.push_back(std::move(it.own));
+  kept_.pop_front();
+  ++first_;
 }
 
 bool ResendQueue::rewind(uint64_t taken) {
   const uint64_t next = first_ + kept_.size();
   if (taken < first_ || taken > next) return false;
-  for (; first_ < taken; ++first_) {
-    if (kept_.front().lender != nullptr) --lent_;
-    kept_.pop_front();
-  }
+  while (first_ < taken) drop_first();
   stream_ = 0;
   for (Kept& it : kept_) it.end = stream_ += it.bytes();
   again_ = first_;

@@ -56,6 +56,7 @@ class ResendQueue {
     std::size_t bytes() const { return head_bytes + payload.size(); }
   };
 
+  void drop_first();
   const Kept& at(uint64_t number) const { return kept_[static_cast<std::size_t>(number - first_)]; }
 
   std::deque<Kept> kept_;

@@ -12,8 +12,8 @@ from ringdp.tools.hang.dumps import Dump, Failure, Group, Job, Operation
 _FOREIGN = re.compile(
     r"/lib/python3|/site-packages/|/ringdp/(compression|data|ddp|hooks|integrations|job|launcher|testing|tools)/|^<"
 )
-# Ranks write their dumps at different moments: what one has called shortly before is on its way to the others.
 _VIEW = "/view "  # in the names of an elastic group after a loss
+# Ranks write their dumps at different moments: what one has called shortly before is on its way to the others.
 _SHORT_NS = 1_000_000_000
 FIRST_FRAMES = 6  # of a stack that a verdict shows
 
