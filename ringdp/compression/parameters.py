@@ -72,6 +72,15 @@ def model_parameters(module: torch.nn.Module, *, ignored: Container[str] = ()) -
     return _collect(module, reduced)
 
 
+def never_reduced(module: torch.nn.Module, *, ignored: Container[str] = ()) -> list[ModelParameter]:
+    """Those that are not `ignored` and can never require grad: integers."""
+    if all(one.is_floating_point() or one.is_complex() for one in module.parameters()):
+        return []
+    reduced = model_parameters(module, ignored=ignored)
+    known = {id(one.parameter) for one in reduced}
+    return _collect(module, lambda name, parameter: name not in ignored and id(parameter) not in known)
+
+
 def other_parameters(module: torch.nn.Module, known: Iterable[ModelParameter]) -> list[ModelParameter]:
     """Those of `module` that are not among the `known` ones: integers, and those that were left out."""
     names = {name for one in known for name in one.names}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.compression.parameters import clean_name
+from ringdp.compression.tensor_parts import Held, Treatment, held_by, shape_text
 from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.errors import MismatchError
 from ringdp.job.alike import raise_refusal
@@ -28,7 +29,7 @@ class _Entry:
     A setting of RingDP is an entry, too, with its value in the place of the type.
     """
 
-    kind: str  # "parameter", "buffer" or "setting"
+    kind: str  # "parameter", "buffer", "part of parameter", "part of buffer" or "setting"
     name: str
     dtype: str
     shape: str
@@ -77,7 +78,8 @@ def check_same_model(
     """
     if group.size() == 1:
         return (kind,)
-    entries = [*_entries(module, ignored), *(_Entry.of_setting(name, value) for name, value in settings.items())]
+    tensors = held_by(module, ignored=ignored, ranks=dist.get_process_group_ranks(group))
+    entries = [*_entries(tensors), *(_Entry.of_setting(name, value) for name, value in settings.items())]
     text = "\n".join([compression or "", kind, *(entry.line() for entry in entries)]).encode()
     told = all_gather_where_different(text, group, what="model", device=device)
     if told is None:
@@ -115,19 +117,27 @@ def check_same_model(
     return kinds
 
 
-def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entry]:
-    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, tensor in tensors:
-            if name in ignored:
-                continue
-            strided = kind == "parameter" and tensor.layout == torch.strided
+def _entries(tensors: Iterable[Held]) -> Iterable[_Entry]:
+    for one in tensors:
+        dtype = str(one.tensor.dtype).removeprefix("torch.")
+        strided = one.kind == "parameter" and one.treatment is Treatment.AS_IT_IS
+        requires_grad = str(one.tensor.requires_grad) if one.kind == "parameter" else ""
+        yield _Entry(
+            kind=one.kind,
+            name=clean_name(one.name),
+            dtype=f"{dtype} ({one.form})" if one.form else dtype,
+            shape="" if one.treatment is Treatment.LEFT_ALONE else shape_text(one.tensor),
+            strides=str(list(one.tensor.stride())) if strided else "",
+            requires_grad=requires_grad,
+        )
+        for part, tensor in one.parts if one.treatment is Treatment.BY_PARTS else ():
             yield _Entry(
-                kind=kind,
-                name=clean_name(name),
+                kind=f"part of {one.kind}",
+                name=clean_name(one.part_name(part)),
                 dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=str(list(tensor.shape)),
-                strides=str(list(tensor.stride())) if strided else "",
-                requires_grad=str(tensor.requires_grad) if kind == "parameter" else "",
+                shape=shape_text(tensor),
+                strides="",
+                requires_grad="",
             )
 
 

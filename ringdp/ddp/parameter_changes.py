@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringdp.compression.parameters import ModelParameter, model_parameters
+from ringdp.compression.parameters import ModelParameter, model_parameters, never_reduced
+from ringdp.compression.tensor_parts import Held, held
 from ringdp.ddp import elastic as repair
 from ringdp.ddp.compression.mixin import CompressedModule
 from ringdp.ddp.model_check import check_same_model
+from ringdp.ddp.module_state import refuse_unusable
 from ringdp.ddp.optimizer_in_backward import has_optimizers
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.refusal import COMPARING_MODELS
@@ -43,14 +45,14 @@ class ParameterChanges:
         added: names that are new, of tensors that are new.
         removed: names that are gone, with their tensors.
         renamed: the old name of each tensor that has another one now, by its new name.
-        new: the tensors that were not there before.
+        new: those whose tensors were not there before.
     """
 
     replaced: tuple[str, ...]
     added: tuple[str, ...]
     removed: tuple[str, ...]
     renamed: dict[str, str]
-    new: tuple[torch.Tensor, ...]
+    new: tuple[ModelParameter, ...]
 
     @classmethod
     def between(
@@ -72,7 +74,7 @@ class ParameterChanges:
             added=tuple(one.name for one in new if one.name not in names_before),
             removed=tuple(name for name in sorted(gone) if name not in names_new),
             renamed=renamed,
-            new=tuple(one.parameter for one in new),
+            new=tuple(new),
         )
 
     def __bool__(self) -> bool:
@@ -109,6 +111,7 @@ class ChangingModule(CompressedModule):
     Attributes:
         _snapshot: of the module, when its parameters were last laid out.
         _broadcast_new: new parameters become rank 0's.
+        _never_reduced: parameters that the reducer does not have, such as integers, as they were then.
     """
 
     module: Any
@@ -124,6 +127,7 @@ class ChangingModule(CompressedModule):
     _reduced: ReducedGradients
     _snapshot: Any  # ringdp._C.ModuleSnapshot
     _broadcast_new: bool
+    _never_reduced: Sequence[ModelParameter] = ()
 
     def _follow_parameters(self) -> None:
         """The module has changed since the buckets were laid out: agree about that with all ranks, and lay out anew.
@@ -138,11 +142,15 @@ class ChangingModule(CompressedModule):
         if torch._C._current_graph_task_id() != -1:
             return  # checkpointing repeats this forward inside its backward
         self.reducer.prepare_for_forward()  # raises what the last step left; parameters frozen meanwhile come first
-        changes, after = self._changes()
+        reduced, after = self._changes()
+        changes, others = self._with_never_reduced(reduced, after)
         if changes:
-            self._agree_about(changes, after)
-            self._lay_out(changes, after)
-            _log.info("since the last forward %s: gradients are laid out anew", changes)
+            self._agree_about(changes, reduced, after)
+        if reduced:
+            self._lay_out(reduced, after)
+            _log.info("since the last forward %s: gradients are laid out anew", reduced)
+        self._never_reduced = others
+        self._note_what_is_not_plain()  # type: ignore[attr-defined]
         self._assign_modules_buffers()  # type: ignore[attr-defined]
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[attr-defined]
         self._snapshot = _C.ModuleSnapshot(self.module)
@@ -154,6 +162,21 @@ class ChangingModule(CompressedModule):
         found = self.reducer.find([one.parameter for one in after])
         return ParameterChanges.between(self._watched, after, found), after
 
+    def _with_never_reduced(
+        self, reduced: ParameterChanges, after: Sequence[ModelParameter]
+    ) -> tuple[ParameterChanges, Sequence[ModelParameter]]:
+        """The changes with those of parameters that the reducer does not have, and which of these are there now."""
+        others = never_reduced(self.module, ignored=self.parameters_to_ignore)
+        if not others and not self._never_reduced:
+            return reduced, others
+        before = [*self._watched, *self._never_reduced]
+        position = {id(one.parameter): index for index, one in enumerate(self._never_reduced, len(self._watched))}
+        found = [
+            *self.reducer.find([one.parameter for one in after]),
+            *(position.get(id(one.parameter), -1) for one in others),
+        ]
+        return ParameterChanges.between(before, [*after, *others], found), others
+
     def _refuse_changes_of_this_forward(self) -> None:
         """What forward itself replaced or added would get a gradient that is not averaged, and be stepped with it.
 
@@ -163,18 +186,26 @@ class ChangingModule(CompressedModule):
         if torch._C._current_graph_task_id() != -1:
             return  # as above
         changes, _ = self._changes()
-        if any(one.requires_grad for one in changes.new):
+        if any(one.parameter.requires_grad for one in changes.new):
             raise InvalidStateError(
                 f"while forward ran {changes}: such gradients would not be averaged over the ranks. Change parameters"
                 " between two steps, before the wrapped module is called",
                 name=changes.first_name,
             )
 
-    def _agree_about(self, changes: ParameterChanges, after: Sequence[ModelParameter]) -> None:
-        """All ranks can follow the same changes, and have the same values in new parameters when this returns."""
+    def _agree_about(
+        self, changes: ParameterChanges, reduced: ParameterChanges, after: Sequence[ModelParameter]
+    ) -> None:
+        """All ranks can follow the same changes, and have the same values in new parameters when this returns.
+
+        Args:
+            reduced: those of the changes that the reducer has to follow.
+        """
         try:
-            self._refuse_to_follow(changes)
+            if reduced:
+                self._refuse_to_follow(reduced)
             check_devices(changes, after, self.device)
+            refuse_unusable(_held(changes))
         except RingError as error:
             report_refusal(error, self.process_group, self.device, changes.operation)
             raise
@@ -188,7 +219,8 @@ class ChangingModule(CompressedModule):
         as_unit(group, "the comparison of changed parameters", compare)
         if not (self._broadcast_new and changes.new):
             return
-        new = [parameter.detach() for parameter in changes.new]
+        ranks = dist.get_process_group_ranks(group)
+        new = [part for one in _held(changes, ranks) for _, part in one.parts]
 
         def broadcast() -> None:
             with named(f"new parameters: {changes}"):
@@ -213,11 +245,12 @@ class ChangingModule(CompressedModule):
         self.logger.set_parameters([one.parameter for one in trainable], [one.name for one in trainable])
 
     def _refuse_to_follow(self, changes: ParameterChanges) -> None:
+        parameters = [*self._module_parameters, *(one.parameter for one in changes.new)]
         in_the_way = {
             "DTensor parameters": self._sharded is not None,
             "mixed_precision": self._precision is not None,
             "delay_all_reduce_named_params": bool(self._delay_all_reduce_params),
-            "an optimizer in backward": has_optimizers([*self._module_parameters, *changes.new]),
+            "an optimizer in backward": has_optimizers(parameters),
             "the Python reducer of compiled autograd": self._use_python_reducer,
         }
         reasons = [what for what, is_there in in_the_way.items() if is_there]
@@ -227,6 +260,10 @@ class ChangingModule(CompressedModule):
                 " module anew after such a change",
                 name=changes.first_name,
             )
+
+
+def _held(changes: ParameterChanges, ranks: Collection[int] = ()) -> list[Held]:
+    return [held("parameter", one.name, one.parameter, ranks=ranks) for one in changes.new]
 
 
 def agree(

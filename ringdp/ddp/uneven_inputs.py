@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -11,14 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.ddp.batch_weight import WeightedModule
 from ringdp.ddp.bucket_layout import LayoutChoice
-from ringdp.ddp.dtensors import ShardedParameters
 
 
 class UnevenInputs(WeightedModule, DistributedDataParallel):
     """What torch's Join calls, on ranks with input and without. Owner, thread: the wrapper's."""
 
     reducer: Any
-    _sharded: ShardedParameters | None
     _layout_choice: LayoutChoice | None
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
@@ -43,7 +40,3 @@ class UnevenInputs(WeightedModule, DistributedDataParallel):
 
     def _match_unused_params_allreduce(self) -> None:
         """Nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
-            super()._sync_final_model(is_last_joiner)

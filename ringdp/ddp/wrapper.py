@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from ringdp import config
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
-from ringdp.compression.parameters import model_parameters
+from ringdp.compression.parameters import model_parameters, never_reduced
 from ringdp.config import report_every
 from ringdp.ddp import elastic as repair
 from ringdp.ddp import reproducible as rank_order
@@ -44,6 +44,7 @@ from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
 from ringdp.ddp.mixed_precision import compute_in_low_precision, in_backward, no_compression_beside, reduction_hook
 from ringdp.ddp.model_check import check_same_model
+from ringdp.ddp.module_state import SentState
 from ringdp.ddp.optimizer_in_backward import has_optimizers, no_compression_in_backward, stepping_hook
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.parameter_changes import ChangingModule
@@ -72,7 +73,13 @@ _log = logging.getLogger("ringdp.parallel")
 
 
 class RingDP(
-    UnevenInputs, LayoutChoosingModule, GuardedModule, AutomaticFinalization, ChangingModule, DistributedDataParallel
+    UnevenInputs,
+    LayoutChoosingModule,
+    GuardedModule,
+    AutomaticFinalization,
+    ChangingModule,
+    SentState,
+    DistributedDataParallel,
 ):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
@@ -184,6 +191,8 @@ class RingDP(
         self._asks_for_layout = value_is_auto(bucket_cap_mb)
         listed, self._caps_bytes = bucket_caps(arguments)
         self._compare_models = self._broadcast_new = bool(init_sync)
+        # As torch's: broadcast_buffers=False leaves them alone here, too.
+        self._init_sync_buffers = arguments.get("forward_sync_buffers") is not None or broadcast_buffers is not False
         self._precision = arguments.get("mixed_precision")
         as_view = arguments.get("gradient_as_bucket_view")
         if arguments.get("lazy_bucket_allocation"):
@@ -205,7 +214,7 @@ class RingDP(
         self._gradient_pool = allowed_pool(gradient_pool)
         self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
         self._reproducible = rank_order.checked(reproducible)
-        passed_on = for_torch(arguments)
+        passed_on = for_torch(arguments) | {"init_sync": False}  # _build_params_for_reducer does it
         mesh = _line_mesh(passed_on)
         try:
             super().__init__(
@@ -234,7 +243,9 @@ class RingDP(
             if self._precision is not None:
                 raise InvalidArgumentError("mixed_precision and DTensor parameters do not go together: use autocast")
             self._sharded.take_out()  # until _ddp_init_helper has made the reducer
-        if self.__dict__.pop("_compare_models", False):
+        self._refuse_unusable()
+        compares = self.__dict__.pop("_compare_models", False)
+        if compares:
             with named(COMPARING_MODELS):
                 kinds = check_same_model(
                     self.module,
@@ -247,7 +258,12 @@ class RingDP(
                 )
                 self._devices = Placement.of(kinds, self.process_group, self.device)
                 self._devices.tell(self.process_group.rank())
-        return super()._build_params_for_reducer()
+        built = super()._build_params_for_reducer()
+        self._note_what_is_not_plain()
+        if compares:
+            self._buffers_are_alike()
+            self._send_state(0, buffers=self._init_sync_buffers)
+        return built
 
     def _settings_to_agree_on(self) -> dict[str, str]:
         """By the name of the argument, as far as it is not the default."""
@@ -313,6 +329,7 @@ class RingDP(
         self._choose_layout_if_asked()
         report_at_exit()
         self._watched = watched
+        self._never_reduced = never_reduced(self.module, ignored=self.parameters_to_ignore)
         self._reduced = ReducedGradients(self)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
@@ -347,7 +364,8 @@ class RingDP(
         none = dict.fromkeys(
             ("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor", "_layout_choice")
         )
-        state = super().__getstate__() | none | {"_watched": [], "_before_forward": [], "_repeated_after": -1}
+        lists: dict[str, Any] = {"_watched": [], "_never_reduced": (), "_never_averaged": (), "_before_forward": []}
+        state = super().__getstate__() | none | lists | {"_repeated_after": -1}
         state.pop("_devices", None)  # of other ranks, maybe
         return state
 
@@ -362,6 +380,8 @@ class RingDP(
             )
         if torch.is_grad_enabled() and self.require_backward_grad_sync and self._snapshot.differs(self.module):
             self._follow_parameters()
+        if self._never_averaged and torch.is_grad_enabled():
+            self._refuse_unfrozen()
         if self._sharded is not None:
             self._sharded.before_forward()
         if self._compression is not None:
@@ -422,18 +442,6 @@ class RingDP(
             return
         if self.process_group.size() > 1 or hasattr(self, "buffer_hook") or self._join_config.enable:
             super()._sync_buffers()
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        def broadcast() -> None:
-            with named("buffers"):
-                super(RingDP, self)._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
-
-        if self._repaired:
-            repair.broadcast_in_unit(self.process_group, "the buffers' broadcast", tensors, broadcast)
-        else:
-            broadcast()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`; with ``set_to_none=False`` whole buckets are zeroed at once."""

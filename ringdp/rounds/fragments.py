@@ -7,7 +7,6 @@ deal alike.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringdp.compression.parameters import ModelParameter
+from ringdp.compression.tensor_parts import is_dtensor
 
 PART = 1 << 18  # elements
 
@@ -37,14 +37,6 @@ def local_part(parameter: Tensor) -> Tensor:
     if is_dtensor(parameter):
         mine = mine._local_tensor
     return torch.view_as_real(mine) if mine.is_complex() else mine
-
-
-def is_dtensor(parameter: Tensor) -> bool:
-    if "torch.distributed.tensor" not in sys.modules:
-        return False  # there are none yet, and importing it takes a second
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)
 
 
 @dataclass(frozen=True)

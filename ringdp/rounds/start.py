@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -9,14 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.compression.parameters import ModelParameter, model_parameters
+from ringdp.compression.tensor_parts import Held, Treatment, held_by, is_dtensor
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.alike import checked_alike
 from ringdp.job.backend import named, reaches_core
 from ringdp.job.byte_collectives import device_for
 from ringdp.job.elastic import refuse_where_elastic
-from ringdp.rounds.fragments import is_dtensor, local_part
+from ringdp.rounds.fragments import local_part
 from ringdp.rounds.settings import Settings
 
+_log = logging.getLogger("ringdp.rounds")
 _COMPARING = "comparing rounds"
 _COALESCED_BYTES = 250 << 20
 
@@ -55,6 +58,10 @@ def checked_parameters(
                 " before, or its to_empty() and what initializes it",
                 name=name,
             )
+    ranks = set(dist.get_process_group_ranks(group))
+    for tensor in held_by(model, ranks=ranks):
+        if tensor.treatment is Treatment.REFUSED:
+            raise InvalidArgumentError(f"{who}: {tensor.kind} {tensor.name} {tensor.why}", name=tensor.name)
     parameters = model_parameters(model)
     trained = [one for one in parameters if one.parameter.requires_grad]
     if not trained:
@@ -68,7 +75,6 @@ def checked_parameters(
                         f"{who}: {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)} that the"
                         " model has not, so it would differ from rank to rank: put it into the module"
                     )
-    ranks = set(dist.get_process_group_ranks(group))
     for one in trained:
         if is_dtensor(one.parameter):
             _check_mesh(who, one, ranks)
@@ -116,7 +122,11 @@ def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, gro
         for one in parameters:
             part = local_part(one.parameter)
             told.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
-        return told + [f"buffer {name}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in model.named_buffers()]
+        trained = {id(one.parameter) for one in parameters}
+        for other in _held(model, group):
+            if id(other.tensor) not in trained:
+                told += other.lines()
+        return told
 
     found, difference = checked_alike(checked, lines, group, operation=_COMPARING, what=who, doing=f"make its {who}")
     if difference is None:
@@ -132,12 +142,19 @@ def frozen(model: torch.nn.Module) -> list[ModelParameter]:
 
 
 def broadcast(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """All parameters and buffers become those of the group's first rank."""
+    """All parameters and buffers become those of the group's first rank, but for those that are left alone."""
     if group.size() == 1:
         return
-    tensors = [local_part(one) for one in model.parameters()] + [_real(one) for one in model.buffers()]
+    found = _held(model, group)
+    left_alone = [f"{one.kind} {one.name} ({one.why})" for one in found if one.treatment is Treatment.LEFT_ALONE]
+    if left_alone and group.rank() == 0:
+        _log.warning("each rank keeps its own, which is neither compared nor sent: %s", ", ".join(left_alone))
     with named("rounds: parameters of rank 0"):
-        _broadcast([one for one in tensors if one.numel()], group)
+        _broadcast([_real(part) for one in found for _, part in one.parts if part.numel()], group)
+
+
+def _held(model: torch.nn.Module, group: dist.ProcessGroup) -> list[Held]:
+    return list(held_by(model, ranks=dist.get_process_group_ranks(group)))
 
 
 def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -157,11 +174,21 @@ def average_buffers(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Those of floating point that a state dict has: their mean; others there: the first rank's."""
     if group.size() == 1:
         return
-    saved = model.state_dict(keep_vars=True)
-    listed = {id(it) for it in saved.values()}
-    buffers = [_real(one) for one in model.buffers() if id(one) in listed and one.numel()]
-    average([one for one in buffers if one.is_floating_point()], group)
-    _broadcast([one for one in buffers if not one.is_floating_point()], group)
+    listed = {id(it) for it in model.state_dict(keep_vars=True).values()}
+    means: list[Tensor] = []
+    first: list[Tensor] = []
+    for one in _held(model, group):
+        if one.kind != "buffer" or id(one.tensor) not in listed or not one.parts:
+            continue
+        parts = [_real(part) for _, part in one.parts if part.numel()]
+        if one.treatment is Treatment.BY_PARTS:  # the mean of its parts is not its mean
+            first += parts
+        elif one.tensor.is_floating_point() or one.tensor.is_complex():
+            means += [_real(one.tensor)] if one.parts[0][1].dtype is torch.uint8 else parts
+        else:
+            first += parts
+    average(means, group)
+    _broadcast(first, group)
 
 
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -472,19 +472,23 @@ def test_a_copy_of_the_wrapper_has_its_own_guard() -> None:
     assert run_ranks(copied, world_size=2, backend="ring") == [True, True]
 
 
-def test_sharded_parameters_are_left_out_and_that_is_said_once() -> None:
+def test_what_no_plain_memory_holds_is_left_out_and_the_parts_of_others_are_compared() -> None:
     from ringdp.ddp.divergence.replica import Replica
 
-    class Spread(Tensor):
-        pass
+    class Opaque(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *arguments: Any) -> Any:
+            raise NotImplementedError
 
     module: Any = mlp()
-    spread: Any = torch.Tensor._make_subclass(Spread, torch.randn(40, 12))
-    module[0].register_buffer("spread", spread)
+    opaque: Any = torch.Tensor._make_wrapper_subclass(Opaque, (40, 12))
+    module[0].register_buffer("opaque", opaque)
+    module[2].register_buffer("packed", torch.zeros(3, 3).to_mkldnn())
     module[2].register_buffer("sparse", torch.eye(3).to_sparse())
     replica = Replica.of(module, with_buffers=True)
-    assert replica.left_out == ("buffer '0.spread'", "buffer '2.sparse'")
-    assert len(replica.names) == 6
+    assert replica.left_out == ("buffer '0.opaque'", "buffer '2.packed'")
+    assert len(replica.names) == 8
+    assert replica.names[-2:] == ("indices of buffer '2.sparse'", "values of buffer '2.sparse'")
 
 
 def test_the_hash_of_parts_adds_up_over_any_cut() -> None:

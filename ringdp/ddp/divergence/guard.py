@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringdp.compression.tensor_parts import held_by
 from ringdp.ddp.divergence.comparison import Comparison, difference_error
 from ringdp.ddp.divergence.report import compare, ranks_in_words, summary
 from ringdp.errors import InvalidArgumentError
@@ -37,7 +38,9 @@ class DivergenceGuard:
     def __init__(self, wrapper: Any, every: int, comparison: Comparison) -> None:
         self._wrapper = weakref.ref(wrapper)
         self.comparison = comparison
-        self._window, self._rounds = cut(every, sum(one.nbytes for one in wrapper.module.parameters()))
+        held = held_by(wrapper.module, buffers=False)
+        replica_bytes = sum(part.nbytes for one in held for _, part in one.parts)
+        self._window, self._rounds = cut(every, replica_bytes)
         self._ranks = wrapper.process_group.size()
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[BackgroundGather, int] | None = None

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from ringdp.compression.parameters import clean_name
+from ringdp.compression.tensor_parts import held, is_dtensor, is_plain
 from ringdp.errors import InvalidArgumentError
 
 _log = logging.getLogger("ringdp.divergence")
-_PLAIN = (Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Replica:
     Attributes:
         names: ``parameter 'layer.weight'``, ``buffer 'steps'``, ``optimizer state 'exp_avg' of 'layer.weight'``.
         tensors: strided, on the CPU; tied ones once.
-        left_out: names of tensors that cannot be compared, because they are spread over ranks or not plain memory here.
+        left_out: names of tensors that cannot be compared: they are spread over ranks, on a device, or not held by
+            plain memory (`compression.tensor_parts`).
     """
 
     names: tuple[str, ...]
@@ -94,11 +95,18 @@ class _Found:
         if matches(short, self.patterns) or name in self.known_different or id(tensor) in self.seen:
             return
         self.seen.add(id(tensor))
-        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
+        if is_plain(tensor) and tensor.is_cpu:
+            self.names.append(name)
+            self.tensors.append(tensor)
+            return
+        # A DTensor's parts are compared by nobody: which ranks have the same is not known here.
+        parts = () if is_dtensor(tensor) else held("", name, tensor).parts
+        if not parts or not all(part.is_cpu for _, part in parts):
             self.left_out.append(name)
             return
-        self.names.append(name)
-        self.tensors.append(tensor)
+        for part, values in parts:
+            self.names.append(f"{part} of {name}" if part else name)
+            self.tensors.append(values)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

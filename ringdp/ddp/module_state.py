@@ -1,0 +1,182 @@
+"""The part of RingDP that sends parameters and buffers: at construction, the buffers in each forward, after a Join.
+
+What of them is sent `compression.tensor_parts.held` says. Ranks compare their modules at construction only; later they
+tell each other by the broadcast's name how their buffers have changed since, so that ranks whose buffers differ learn
+which, without another message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ringdp.compression.tensor_parts import Held, Treatment, held, held_by, is_plain, why_not_averaged
+from ringdp.ddp import elastic as repair
+from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.errors import InvalidArgumentError, MismatchError
+from ringdp.job.backend import named
+
+_log = logging.getLogger("ringdp.parallel")
+_NAMES_SHOWN = 4
+
+Layout = list[tuple[str, torch.dtype, torch.Size]]
+"""Of the buffers that are sent, or their parts, one after the other: name, type and shape."""
+
+
+class SentState(DistributedDataParallel):
+    """Used by the thread that constructs the wrapper and runs its forwards.
+
+    Attributes:
+        _buffer_layout: of the buffers that the next forward sends.
+        _agreed_layout: of those that all ranks have sent last; None: nothing was compared yet.
+        _never_averaged: frozen parameters that the reducer could not average if they were not.
+        _told_left_alone: the log has the names of those that are not sent.
+    """
+
+    _sharded: ShardedParameters | None
+    _repaired: bool
+    _buffer_layout: Layout
+    _agreed_layout: Layout | None = None
+    _never_averaged: Sequence[Held] = ()
+    _told_left_alone: bool = False
+
+    def _held(self, *, buffers: bool = True) -> list[Held]:
+        ranks = dist.get_process_group_ranks(self.process_group)
+        return list(held_by(self.module, ignored=self.parameters_to_ignore, buffers=buffers, ranks=ranks))
+
+    def _refuse_unusable(self) -> None:
+        """Raise InvalidArgumentError where the module has something that can be neither sent nor averaged."""
+        refuse_unusable(self._held())
+
+    def _note_what_is_not_plain(self) -> None:
+        """After a change of the module's parameters."""
+        found = self._held()
+        self._never_averaged = [one for one in found if one.kind == "parameter" and why_not_averaged(one.tensor)]
+        left_alone = [f"{one.kind} {one.name} ({one.why})" for one in found if one.treatment is Treatment.LEFT_ALONE]
+        if left_alone and not self._told_left_alone and self.process_group.rank() == 0:
+            self._told_left_alone = True
+            _log.warning("each rank keeps its own, which is neither compared nor sent: %s", ", ".join(left_alone))
+
+    def _refuse_unfrozen(self) -> None:
+        """In each forward that trains.
+
+        Raises:
+            InvalidArgumentError: a parameter that the reducer cannot average requires grad by now.
+        """
+        for one in self._never_averaged:
+            if one.tensor.requires_grad:
+                raise InvalidArgumentError(
+                    f"RingDP: parameter {one.name} {why_not_averaged(one.tensor)}", name=one.name
+                )
+
+    def _send_state(self, source: int, *, buffers: bool) -> None:
+        """Parameters, and buffers if they are asked for, become those of the group's rank `source`."""
+        tensors = [part for one in self._held(buffers=buffers) for _, part in one.parts]
+        if tensors:
+            size = self.broadcast_bucket_size
+            dist._broadcast_coalesced(self.process_group, tensors, size, source)  # type: ignore[attr-defined]
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """What torch's Join calls at its end."""
+        torchs: Any = self
+        source = torchs._authoritative_rank = torchs._find_common_rank(torchs._distributed_rank, is_last_joiner)
+        with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
+            self._send_state(source, buffers=bool(getattr(self, "forward_sync_buffers", self.broadcast_buffers)))
+
+    def _assign_modules_buffers(self) -> None:
+        """In each forward: which tensors it sends."""
+        super()._assign_modules_buffers()
+        sent: list[Tensor] = []
+        layout: Layout = []
+        ranks: list[int] | None = None
+        for name, buffer in self.named_module_buffers.items():
+            if is_plain(buffer):
+                sent.append(buffer)
+                layout.append((name, buffer.dtype, buffer.shape))
+                continue
+            ranks = dist.get_process_group_ranks(self.process_group) if ranks is None else ranks
+            one = held("buffer", name, buffer, ranks=ranks)
+            refuse_unusable([one])
+            for part, tensor in one.parts:
+                sent.append(tensor)
+                shown = (buffer.dtype, buffer.shape) if part == "" else (tensor.dtype, tensor.shape)
+                layout.append((one.part_name(part), *shown))
+        self.modules_buffers = sent
+        self._buffer_layout = layout
+
+    def _buffers_are_alike(self) -> None:
+        """All ranks have told each other what buffers they have."""
+        self._agreed_layout = self._buffer_layout
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        layout, changes = self._buffer_layout, _changes(self._agreed_layout, self._buffer_layout)
+
+        def broadcast() -> None:
+            with named(f"buffers: {'; '.join(_shown(changes))}" if changes else "buffers"):
+                super(SentState, self)._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+
+        try:
+            if self._repaired:
+                repair.broadcast_in_unit(self.process_group, "the buffers' broadcast", tensors, broadcast)
+            else:
+                broadcast()
+        except MismatchError as error:
+            if not changes or self._agreed_layout is None:
+                raise
+            fields = {field: getattr(error, field) for field in MismatchError._fields}
+            advice = "Change buffers alike on all ranks, before the same forward, or pass forward_sync_buffers=False"
+            raise MismatchError(
+                f"since the last forward of rank {self.process_group.rank()} {'; '.join(_shown(changes))}, and not all"
+                f" ranks have the same buffers: {str(error).removesuffix('.')}. {advice}",
+                **fields | {"name": next(iter(changes)), "advice": advice},
+            ) from error
+        self._agreed_layout = layout
+
+
+def refuse_unusable(tensors: Iterable[Held]) -> None:
+    """Raise InvalidArgumentError for the first that is refused."""
+    for one in tensors:
+        if one.treatment is Treatment.REFUSED:
+            raise InvalidArgumentError(f"RingDP: {one.kind} {one.name} {one.why}", name=one.name)
+
+
+def _changes(before: Layout | None, now: Layout) -> dict[str, str]:
+    """What has become of each buffer that is another one, in words, by its name."""
+    if before == now:
+        return {}
+    known = {name: _form(dtype, shape) for name, dtype, shape in before or ()}
+    there = {name: _form(dtype, shape) for name, dtype, shape in now}
+    if before is None:
+        return {name: f"{name} is {form}" for name, form in there.items()}
+    changes = {name: f"{name} was {form} and is gone" for name, form in known.items() if name not in there}
+    for name, form in there.items():
+        if name not in known:
+            changes[name] = f"{name} is new, {form}"
+        elif form != known[name]:
+            changes[name] = f"{name} was {known[name]} and is {form}"
+    return changes or dict.fromkeys(list(there)[:1], "the order of the buffers is another one")
+
+
+def _shown(changes: dict[str, str]) -> list[str]:
+    texts = list(changes.values())
+    more = len(texts) - _NAMES_SHOWN
+    # The rest still tells two ranks apart: its checksum.
+    return texts[:_NAMES_SHOWN] + ([f"… {more} more ({_checksum(texts)})"] if more > 0 else [])
+
+
+def _checksum(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
+
+
+def _form(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
