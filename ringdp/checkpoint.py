@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import io
 import logging
@@ -21,7 +22,7 @@ import pickle
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -191,32 +192,72 @@ def _checked(step: int, keep: int, own: Any) -> bytes:
     if not isinstance(keep, int) or keep < 1:
         raise InvalidArgumentError(f"keep must be a whole number of at least 1, not {keep!r}")
     buffer = io.BytesIO()
-    with _what_cannot_be_pickled("own"):
+    with _what_cannot_be_pickled("own", own):
         torch.save(own, buffer)
     buffer.seek(0)
-    _require_loadable(buffer, "own")
+    _require_loadable(buffer, "own", own)
     return step.to_bytes(8, "little") + buffer.getvalue()
 
 
+# What torch raises for values that it cannot write or read, such as tensors whose memory it does not know.
+_NOT_SAVED = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError, KeyError, NotImplementedError)
+
+
 @contextlib.contextmanager
-def _what_cannot_be_pickled(what: str) -> Iterator[None]:
+def _what_cannot_be_pickled(what: str, values: Any) -> Iterator[None]:
     try:
         yield
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except _NOT_SAVED as error:
         raise InvalidArgumentError(
-            f"{what} holds something that torch.save cannot write: keep to tensors, numbers, text and containers of"
-            f" them ({error})"
+            f"{what} holds something that torch.save cannot write{_place(what, values)}: keep to tensors, numbers, text and"
+            f" containers of them ({_reason(error)})"
         ) from None
 
 
-def _require_loadable(file: Any, what: str) -> None:
+def _require_loadable(file: Any, what: str, values: Any) -> None:
     try:
-        torch.load(file, weights_only=True, map_location="meta" if what == "shared" else "cpu")
-    except pickle.UnpicklingError as error:
+        _look_into(file)
+    except _NOT_SAVED as error:
         raise InvalidArgumentError(
-            f"{what} holds something that torch.load(weights_only=True) refuses, so it could be written but never"
-            f" read: keep to tensors, numbers, text and containers of them ({_reason(error)})"
+            f"{what} holds something that torch.load(weights_only=True) refuses{_place(what, values)}, so it could be"
+            " written but never read: keep to tensors, numbers, text and containers of them, or name a class with"
+            f" torch.serialization.add_safe_globals ({_reason(error)})"
         ) from None
+
+
+def _look_into(file: Any) -> Any:
+    """What `torch.load` makes of it, if it can without the memory of the tensors."""
+    begin = file.tell()
+    try:
+        return torch.load(file, weights_only=True, map_location="meta")
+    except NotImplementedError:  # quantized tensors have no kind without memory
+        file.seek(begin)
+        return torch.load(file, weights_only=True, map_location="cpu")
+
+
+def _place(what: str, values: Any) -> str:
+    """Of the one value that cannot be saved, if it is in containers: `` at shared['model']['weight']``."""
+    found = _path_to_unsaved(values)
+    return f" at {what}{found}" if found else ""
+
+
+def _path_to_unsaved(values: Any) -> str:
+    if isinstance(values, Mapping | list | tuple):
+        for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+            if not _can_be_saved(value):
+                return f"[{key!r}]{_path_to_unsaved(value)}"
+    return ""
+
+
+def _can_be_saved(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        _look_into(file)
+    except (RuntimeError, *_NOT_SAVED):
+        return False
+    return True
 
 
 def _reason(error: Exception) -> str:
@@ -260,7 +301,7 @@ def _write(folder: Path, step: int, content: dict[str, Any]) -> str:
         with open(unfinished, "xb") as file:
             writer = _Writer(file)
             try:
-                with _what_cannot_be_pickled("shared"):
+                with _what_cannot_be_pickled("shared", content["shared"]):
                     torch.save(content, writer)  # type: ignore[arg-type]  # write() and flush() are all it needs
                 file.flush()
             except RuntimeError:
@@ -269,19 +310,52 @@ def _write(folder: Path, step: int, content: dict[str, Any]) -> str:
                 raise writer.error from None
             os.fsync(file.fileno())
         with open(unfinished, "rb") as file:
-            _require_loadable(file, "shared")
+            _require_loadable(file, "shared", content["shared"])
         name = f"step-{step:012d}.{writer.checksum()}.pt"
         os.replace(unfinished, folder / name)
         _flush_folder(folder)
         return name
     except OSError as error:
+        _remove(unfinished)  # which is in the way of what is measured now
         raise SystemResourceError(
-            f"the checkpoint of step {step} could not be written to {folder}: {error.strerror}; the ones before are as"
-            " they were"
+            f"the checkpoint of step {step} could not be written to {folder}: {error.strerror}"
+            f"{_room(error, folder, content)}; the ones before are as they were"
         ) from error
     finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+        _remove(unfinished)
+
+
+def _remove(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink(missing_ok=True)
+
+
+class _Counter:
+    """A file for torch.save that only counts."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        count = memoryview(data).nbytes
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        pass
+
+
+def _room(error: OSError, folder: Path, content: dict[str, Any]) -> str:
+    """How much room there is, and how much is wanted, where that is why."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    counter = _Counter()
+    try:
+        torch.save(content, counter)  # type: ignore[arg-type]
+        disk = os.statvfs(folder)
+    except (OSError, RuntimeError):
+        return ""
+    return f" (it needs {counter.size:,} bytes, and {disk.f_bavail * disk.f_frsize:,} are free there)"
 
 
 def _flush_folder(folder: Path) -> None:
@@ -328,7 +402,7 @@ def _read_whole(path: Path) -> bytearray | None:
         reason = f"its checksum is {found}, not the {expected} of its name: it was torn or altered"
     else:
         try:
-            loaded = torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
+            loaded = _look_into(io.BytesIO(content))
             if isinstance(loaded, dict) and loaded.get("ringdp_checkpoint") == _FORMAT:
                 return content
             reason = f"it is not a ringdp checkpoint of format {_FORMAT}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class SentState(DistributedDataParallel):
 
     Attributes:
         _buffer_layout: of the buffers that the next forward sends.
+        _plain_buffers: the buffers, as torch lists them, where `held` had nothing to decide about any; else none.
+        _plain_forms: their types and shapes, which `_buffer_layout` has with their names.
         _agreed_layout: of those that all ranks have sent last; None: nothing was compared yet.
         _never_averaged: frozen parameters that the reducer could not average if they were not.
         _told_left_alone: the log has the names of those that are not sent.
@@ -44,6 +47,8 @@ class SentState(DistributedDataParallel):
     _sharded: ShardedParameters | None
     _repaired: bool
     _buffer_layout: Layout
+    _plain_buffers: Sequence[Tensor] = ()
+    _plain_forms: Sequence[tuple[torch.dtype, torch.Size]] = ()
     _agreed_layout: Layout | None = None
     _never_averaged: Sequence[Held] = ()
     _told_left_alone: bool = False
@@ -94,6 +99,11 @@ class SentState(DistributedDataParallel):
     def _assign_modules_buffers(self) -> None:
         """In each forward: which tensors it sends."""
         super()._assign_modules_buffers()
+        buffers = self.modules_buffers
+        if len(buffers) == len(self._plain_buffers) and all(map(operator.is_, buffers, self._plain_buffers)):
+            forms = [(one.dtype, one.shape) for one in buffers]
+            if forms == self._plain_forms and all(one.is_contiguous() for one in buffers):
+                return  # as in the last forward
         sent: list[Tensor] = []
         layout: Layout = []
         ranks: list[int] | None = None
@@ -109,6 +119,9 @@ class SentState(DistributedDataParallel):
                 sent.append(tensor)
                 shown = (buffer.dtype, buffer.shape) if part == "" else (tensor.dtype, tensor.shape)
                 layout.append((one.part_name(part), *shown))
+        all_plain = ranks is None
+        self._plain_buffers = buffers if all_plain else ()
+        self._plain_forms = [(one.dtype, one.shape) for one in self._plain_buffers]
         self.modules_buffers = sent
         self._buffer_layout = layout
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
+import os
 import pickle
 import random
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,47 @@ def test_what_is_no_checkpoint_is_left_out_by_name(
     next(folder.glob("*1.*")).write_bytes(b"torn")
     with pytest.raises(InvalidArgumentError, match=r"none of the 5 checkpoints in .* is whole: move them away"):
         checkpoint.load(folder)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.ones(3).to(torch.float8_e4m3fn),
+        lambda: torch.ones(3).to(torch.uint16),
+    ],
+)
+def test_tensors_that_are_not_plain_come_back(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
+    checkpoint.save(tmp_path, 1, {"model": {"w": make()}})
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    mine, wanted = found.shared["model"]["w"], make()
+    assert (mine.layout, mine.dtype) == (wanted.layout, wanted.dtype)
+    assert torch.equal(mine.to_dense().float(), wanted.to_dense().float())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_tensor_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    for odd in (torch.zeros(4, 4).to_mkldnn(), torch.zeros(3, dtype=torch.uint8).view(getattr(torch, "uint4"))):  # noqa: B009
+        with pytest.raises(InvalidArgumentError, match=r"shared\['model'\]\[1\]"):
+            checkpoint.save(tmp_path, 1, {"model": [torch.zeros(3), odd]})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_full_disk_is_told_with_the_bytes_that_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, 1, state(1))
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemResourceError, match=r"No space left on device \(it needs 4,\d\d\d,\d\d\d bytes, and"):
+        checkpoint.save(tmp_path, 2, {"w": torch.zeros(1_000_000)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 @pytest.mark.usefixtures("alone")
