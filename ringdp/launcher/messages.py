@@ -69,9 +69,22 @@ class Lost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """The launchers of the other nodes have not all come yet: lines for the user."""
+    """Lines for the user about the other nodes: their launchers have not all come, or their ranks not all ended.
+
+    Attributes:
+        lines: the lines.
+        said_elsewhere: the launcher of another node says the same.
+    """
 
     lines: tuple[str, ...]
+    said_elsewhere: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailedElsewhere:
+    """The job has failed, and the ranks of this node had ended well: what happened on another one."""
+
+    words: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +94,10 @@ class Broken:
     error: str
 
 
-Message = Started | Failed | Restarting | Lost | Waiting | Broken
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Started, Failed, Restarting, Lost, Waiting, Broken)}
+Message = Started | Failed | Restarting | Lost | Waiting | FailedElsewhere | Broken
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Started, Failed, Restarting, Lost, Waiting, FailedElsewhere, Broken)
+}
 
 
 def encode(message: Message) -> bytes:

@@ -106,6 +106,7 @@ class Supervisor:
         self._lost: dict[int, str] = {}  # ranks without which the others have gone on, and how they ended
         self._verdicts: deque[str] = deque(maxlen=VERDICTS)  # why the ranks were started again
         self._broken: messages.Broken | None = None
+        self._failed_elsewhere: messages.FailedElsewhere | None = None
 
     def run(self) -> int:
         """Start the agent and stay until nothing of the job is left, or all is well; returns the exit code."""
@@ -213,7 +214,11 @@ class Supervisor:
             self._failed = message
         elif isinstance(message, messages.Broken):
             self._broken = message
+        elif isinstance(message, messages.FailedElsewhere):
+            self._failed_elsewhere = message
         elif isinstance(message, messages.Waiting):
+            if self._tether is not None and message.said_elsewhere:
+                return  # the user's launcher shows what all say
             self._console.lines("stderr", [f"ringrun: {line}" for line in message.lines])
         elif isinstance(message, messages.Restarting):
             self._note_restart(message)
@@ -356,6 +361,8 @@ class Supervisor:
                 earlier=self._verdicts,
                 several_hosts=self._arguments.several_hosts,
             )
+        elif self._failed_elsewhere is not None:
+            lines = summary.failed_elsewhere(self._failed_elsewhere.words, seconds=seconds, folder=folder)
         else:
             log = self._folder.path / "launcher.log"
             lines = summary.broken(
