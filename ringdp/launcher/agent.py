@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import elastic_launch
 
 from ringdp.job import threads
+from ringdp import _early
 from ringdp.launcher import advice, elastic, failure, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs
@@ -84,6 +85,9 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     processes.become_subreaper()
     tell_nodes: list[Callable[[str], None]] = []  # once there is an agent
     threading.Thread(target=_watch_leash, args=(orders, tell_nodes), name="leash", daemon=True).start()
+    for number in _early.RANK_SIGNALS:
+        # Slurm may send them to all processes of a step. A handler, as what is ignored would be ignored by the ranks.
+        signal.signal(number, lambda number, _: messages.post(orders.status_fd, messages.Signalled(number=number)))
     args = orders.arguments.torchrun
     if args.logs_specs is None:
         _divert_output(orders.folder, silent=bool(args.duplicate_stdout_filters or args.duplicate_stderr_filters))
@@ -157,6 +161,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     gone = elastic.tell(
         meeting=meeting,
         restarting=restarting,
+        running=lambda pids: messages.post(orders.status_fd, messages.Running(pids=tuple(pids.items()))),
         elsewhere=elsewhere,
         lost=lost if args.elastic else None,
         stopped=stopped,

@@ -42,6 +42,7 @@ def tell(
     *,
     meeting: Callable[[RendezvousHandler], None],
     restarting: Callable[[Mapping[int, ProcessFailure]], None],
+    running: Callable[[Mapping[int, int]], None],
     elsewhere: Elsewhere,
     lost: Callable[[Mapping[int, ProcessFailure]], None] | None = None,
     stopped: StoppedRanks | None = None,
@@ -51,6 +52,7 @@ def tell(
     Args:
         meeting: is given what the launchers of the nodes meet through, before they do.
         restarting: is given the failures, by rank, after which all ranks are started again.
+        running: is given the pids, by rank, of ranks that have been started.
         elsewhere: what the user hears of other nodes, and they of this one.
         lost: is given those without which the other ranks go on; None: no rank goes on without another.
         stopped: ends ranks that are stopped for too long; None: they are waited for.
@@ -75,6 +77,7 @@ def tell(
                 self._others.close()
             self._others, self._well = None, None
             started: dict[int, Any] = super()._start_workers(worker_group)
+            running({worker_group.workers[local].global_rank: pid for local, pid in started.items()})
             if (worker_group.group_world_size or 1) > 1:
                 self._others = other_nodes.of(self, elastic=lost is not None, say=elsewhere.say)
             return started

@@ -29,6 +29,24 @@ class Started:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Running:
+    """The ranks of the attempt have been started.
+
+    Attributes:
+        pids: of the processes that the agent has started, by rank.
+    """
+
+    pids: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signalled:
+    """The agent itself has got a signal that is meant for the ranks."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """How torch's agent saw a rank end.
 
@@ -94,9 +112,10 @@ class Broken:
     error: str
 
 
-Message = Started | Failed | Restarting | Lost | Waiting | FailedElsewhere | Broken
+Message = Started | Running | Signalled | Failed | Restarting | Lost | Waiting | FailedElsewhere | Broken
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Started, Failed, Restarting, Lost, Waiting, FailedElsewhere, Broken)
+    kind.__name__: kind
+    for kind in (Started, Running, Signalled, Failed, Restarting, Lost, Waiting, FailedElsewhere, Broken)
 }
 
 
@@ -111,6 +130,8 @@ def decode(line: bytes) -> Message:
     kind = fields.pop("kind")
     if kind == "Started":
         fields["ranks"] = tuple(RankLogs(**{**rank, "terminals": tuple(rank["terminals"])}) for rank in fields["ranks"])
+    if kind == "Running":
+        fields["pids"] = tuple((rank, pid) for rank, pid in fields["pids"])
     if kind == "Waiting":
         fields["lines"] = tuple(fields["lines"])
     if kind in ("Failed", "Restarting", "Lost"):

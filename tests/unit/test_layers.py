@@ -46,6 +46,7 @@ ENVIRONMENT_IN_CPP = re.compile(r"\b(getenv|secure_getenv|setenv|putenv|unsetenv
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_moved": set(),
+    "_early": set(),
     "_build_info": set(),
     "_build": {"_build_info"},
     "job.launchers": {"errors"},
@@ -69,9 +70,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvstore": {"errors", "config", "job", "compression", "hooks", "_C"},
     "rounds": {"errors", "config", "job", "compression", "ddp", "_C"},
     "launch": {"launcher", "job"},
-    "launcher": {"", "errors", "config", "job.threads", "job.launchers", "diagnosis"},
+    "launcher": {"", "_early", "errors", "config", "job.threads", "job.launchers", "diagnosis"},
     "_autoload": {"job"},
     "__init__": {
+        "_early",
         "errors",
         "job",
         "compression",
