@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 
 RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)

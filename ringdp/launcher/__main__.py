@@ -21,9 +21,12 @@ def main(argv: list[str] | None = None) -> int:
 
     _early.hold()
     try:
+        from ringdp.job import inheritance
         from ringdp.job.launchers import dmlc
         from ringdp.launcher import supervisor
 
+        for name in inheritance.inherited_by_launcher(os.environ):  # of a rank that has started this launcher
+            os.environ.pop(name)
         dmlc.end_needless_role(os.environ)
         os.environ.update(dmlc.as_node(os.environ))
 

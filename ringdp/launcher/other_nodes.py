@@ -67,7 +67,14 @@ class OtherNodes:
     """
 
     def __init__(
-        self, store: Store, node: int, nodes: int, *, attempt: str, elastic: bool, say: Callable[[list[str], bool], None]
+        self,
+        store: Store,
+        node: int,
+        nodes: int,
+        *,
+        attempt: str,
+        elastic: bool,
+        say: Callable[[list[str], bool], None],
     ) -> None:
         """
         Args:
@@ -120,7 +127,10 @@ class OtherNodes:
         missing = self._missing()
         if self._store_is_gone():
             if missing:
-                return End(FAILED, f"{self._names(missing)}: how it ended is not known: the launcher that keeps the store is gone")
+                return End(
+                    FAILED,
+                    f"{self._names(missing)}: how it ended is not known: the launcher that keeps the store is gone",
+                )
             return End(WELL)
         if silent := [node for node in missing if node in self._silent()]:
             return End(FAILED, f"{self._names(silent)}: nothing was heard of its launcher for {SILENCE_S:.0f} s")
@@ -268,6 +278,4 @@ def of(agent: Any, *, elastic: bool, say: Callable[[list[str], bool], None]) -> 
     # Other rendezvous than the static one give each round a store of its own, and nodes may count restarts differently.
     restarts = spec.max_restarts - agent._remaining_restarts
     attempt = str(restarts) if spec.rdzv_handler.get_backend() == "static" else "0"
-    return OtherNodes(
-        store, group.group_rank, group.group_world_size, attempt=attempt, elastic=elastic, say=say
-    )
+    return OtherNodes(store, group.group_rank, group.group_world_size, attempt=attempt, elastic=elastic, say=say)

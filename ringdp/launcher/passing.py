@@ -34,7 +34,9 @@ class PassedOn:
     def __init__(self) -> None:
         self._came: dict[int, float] = {}  # when, by the signal's number
         self._reached: dict[int, set[int]] = {}
-        self._first_seen: dict[tuple[int, int], float] = {}  # a signal and a pid that had no handler, and since when it has
+        self._first_seen: dict[
+            tuple[int, int], float
+        ] = {}  # a signal and a pid that had no handler, and since when it has
         self._told: set[int] = set()
         self._pids: Mapping[int, int] = {}  # by rank
 
@@ -108,7 +110,9 @@ class PassedOn:
         if without:
             one = len(without) == 1
             has, gets = ("has", "gets") if one else ("have", "get")
-            parts.append(f"{_ranks(without)} {has} no handler for it, which would end {'it' if one else 'them'}, and {gets} it with the first one")
+            parts.append(
+                f"{_ranks(without)} {has} no handler for it, which would end {'it' if one else 'them'}, and {gets} it with the first one"
+            )
         return "; ".join(parts)
 
     def _forget(self, number: int) -> None:

@@ -87,7 +87,9 @@ def test_a_rank_fails_when_those_of_the_other_node_have_ended(
     go(tmp_path)
     assert nodes[0].seconds_to_end() < 5
     assert nodes[0].process.returncode == 1
-    assert re.search(rf"ringrun: FAILED after .*: {said}.*; the ranks here had ended well\n", nodes[0].err), nodes[0].err
+    assert re.search(rf"ringrun: FAILED after .*: {said}.*; the ranks here had ended well\n", nodes[0].err), nodes[
+        0
+    ].err
     assert "finished" not in nodes[0].err
     assert nodes[1].wait() == 1
     assert "ringrun: FAILED" in nodes[1].err
@@ -105,7 +107,9 @@ def test_three_nodes_have_one_exit_code(tmp_path: Path, jobs: list[Job]) -> None
 def test_a_slow_node_is_waited_for_and_named(tmp_path: Path, jobs: list[Job]) -> None:
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))
     wait_until(lambda: "waits for node 1" in nodes[0].err, "the line")
-    assert re.search(r"ringrun: node 0 of 2 waits for node 1 \(\S+\), whose ranks have not ended, since 3\.", nodes[0].err)
+    assert re.search(
+        r"ringrun: node 0 of 2 waits for node 1 \(\S+\), whose ranks have not ended, since 3\.", nodes[0].err
+    )
     go(tmp_path)
     assert [node.wait() for node in nodes.values()] == [0, 0]
     assert all("ringrun: finished" in node.err for node in nodes.values())

@@ -102,7 +102,9 @@ def test_what_a_rank_has_started_gets_none(tmp_path: Path, jobs: list[Job]) -> N
     """A worker of a data loader, for example, which has no handler."""
     job = start(jobs, tmp_path, "worker")
     ranks = {int(pid) for pid in Path(f"/proc/{job.agent()}/task/{job.agent()}/children").read_text().split()}
-    workers = [pid for rank in ranks for pid in map(int, Path(f"/proc/{rank}/task/{rank}/children").read_text().split())]
+    workers = [
+        pid for rank in ranks for pid in map(int, Path(f"/proc/{rank}/task/{rank}/children").read_text().split())
+    ]
     job.process.send_signal(signal.SIGUSR1)
     assert job.wait() == 0
     assert len(workers) == 2

@@ -1,0 +1,190 @@
+"""What a process that a rank has started takes over from it, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringdp import config
+from ringdp.errors import InvalidStateError
+from ringdp.job import inheritance
+from tests.fault.launch_jobs import Job, script
+from tests.helpers import free_port
+from tests.train.harness import ring_is_built
+
+PLACES = {
+    "RINGDP_METRICS_DIR": "/outer",
+    "RINGDP_TIMELINE": "/time",
+    "RINGDP_REPORT_FILE": "/r",
+    "RINGDP_DUMP_DIR": "/d",
+}
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "x", **PLACES}
+MEET = "tcp://h:7"
+
+
+def marked(pid: int, environ: dict[str, str] | None = None) -> dict[str, str]:
+    environ = RANK if environ is None else environ
+    return {**environ, inheritance.MARK: inheritance.mark(environ, pid=pid, rank=1, world_size=2, meet=MEET)}
+
+
+def test_the_rank_itself_keeps_everything() -> None:
+    """After an exec, too, which keeps pid and start."""
+    environ = marked(os.getpid())
+    assert inheritance.without_places(environ) == environ
+    inheritance.refuse_inside_rank(environ, MEET)
+    assert inheritance.has_own_agent(environ)
+
+
+def test_what_a_rank_has_started_is_no_rank_and_has_no_places_of_its_job() -> None:
+    environ = marked(os.getppid())
+    assert not PLACES.keys() & inheritance.without_places(environ).keys()
+    assert config.metrics_dir(environ) is None
+    assert config.timeline_dir(environ) is None
+    assert config.report_file(environ) is None
+    assert config.RingConfig.from_environment(environ).dump_dir == ""
+    with pytest.raises(InvalidStateError, match=rf"inside rank 1 \(pid {os.getppid()}\) of a running job of 2 ranks"):
+        inheritance.refuse_inside_rank(environ, MEET)
+    assert not inheritance.has_own_agent(environ)
+
+
+def test_what_is_set_on_purpose_counts() -> None:
+    environ = marked(os.getppid()) | {"RINGDP_METRICS_DIR": "/inner", "TORCHELASTIC_RUN_ID": "y"}
+    assert config.metrics_dir(environ) == "/inner"
+    assert config.timeline_dir(environ) is None
+    inheritance.refuse_inside_rank(environ, "tcp://h:8")
+    inheritance.refuse_inside_rank(environ, None)
+    assert inheritance.has_own_agent(environ)
+
+
+def test_what_outlives_the_rank_may_take_its_place() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    environ = marked(child.pid)
+    child.kill()
+    child.wait()
+    inheritance.refuse_inside_rank(environ, MEET)
+    assert inheritance.without_places(environ).keys() == environ.keys() - PLACES.keys()
+
+
+@pytest.mark.parametrize("pid", [0, os.getppid()])
+def test_a_launcher_hands_on_nothing_of_the_job_around_it(pid: int) -> None:
+    environ = marked(pid) | {"PET_NNODES": "2", "RINGDP_METRICS_DIR": "/inner", "RINGDP_IFACE": "eth0"}
+    left = environ.keys() - set(inheritance.inherited_by_launcher(environ))
+    assert left == {"PET_NNODES", "RINGDP_METRICS_DIR", "RINGDP_IFACE"}
+
+
+@pytest.mark.parametrize("text", ["", "1", "{}", "[1]", '{"pid": 1}'])
+def test_a_mark_that_cannot_be_read_is_none(text: str) -> None:
+    environ = {**RANK, inheritance.MARK: text}
+    assert inheritance.without_places(environ) == environ
+
+
+# Rank 0 of two trains, starts others as its argument says, and trains on. What they print is in the file `said`.
+PROGRAM = """
+    import os, pathlib, subprocess, sys, torch, ringdp
+    ringdp.init(timeout=60)
+    model = ringdp.RingDP(torch.nn.Linear(3, 1))
+    def steps(count):
+        for _ in range(count):
+            model(torch.ones(2, 3)).sum().backward()
+    steps(3)
+    if ringdp.rank() == 0:
+        environ = dict(os.environ, **dict(word.split("=") for word in sys.argv[2:]))
+        child = pathlib.Path(__file__).with_name(sys.argv[1])
+        words = [sys.executable] if child.suffix == ".py" else ["sh"]
+        done = subprocess.run([*words, child], capture_output=True, text=True, env=environ)
+        pathlib.Path("said").write_text(f"{done.returncode} {done.stdout} {done.stderr}")
+    steps(3)
+    ringdp.shutdown()
+"""
+
+needs_ring = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+
+
+def run(jobs: list[Job], folder: Path, child: str, *variables: str, name: str = "child.py") -> str:
+    """What the child said, of a job that has written six steps of its own."""
+    script(folder, child, name)
+    path = script(folder, PROGRAM)
+    job = Job(folder, "-n", "2", "--metrics-dir", folder / "metrics", path, name, *variables)
+    jobs.append(job)
+    assert job.wait(90) == 0, job.err
+    for rank in range(2):
+        lines = (folder / "metrics" / f"rank_{rank:05}.jsonl").read_text().splitlines()
+        assert sum("step" in json.loads(line) for line in lines) == 6
+    return (folder / "said").read_text()
+
+
+@needs_ring
+@pytest.mark.parametrize("call", ["ringdp.init(timeout=30)", "torch.distributed.init_process_group('ring')"])
+def test_init_in_a_process_that_a_rank_has_started(tmp_path: Path, jobs: list[Job], call: str) -> None:
+    said = run(jobs, tmp_path, f"import torch, ringdp; {call}")
+    assert "InvalidStateError" in said
+    assert "inside rank 0 (pid" in said
+
+
+@needs_ring
+def test_a_world_of_its_own_in_a_process_that_a_rank_has_started(tmp_path: Path, jobs: list[Job]) -> None:
+    text = """
+    import os, torch, ringdp
+    ringdp.init(timeout=30)
+    assert "RINGDP_METRICS_DIR" not in os.environ
+    ringdp.RingDP(torch.nn.Linear(3, 1))(torch.ones(2, 3)).sum().backward()
+    print("alone:", ringdp.world_size())
+    """
+    own = ("RANK=0", "WORLD_SIZE=1", f"MASTER_PORT={free_port()}")
+    assert "alone: 1" in run(jobs, tmp_path, text, *own)
+
+
+@needs_ring
+def test_a_job_inside_a_rank(tmp_path: Path, jobs: list[Job]) -> None:
+    """By the launcher; its ranks have no metrics, since nobody asked for any."""
+    text = """
+    import os, torch, ringdp
+    ringdp.init(timeout=30)
+    assert "RINGDP_METRICS_DIR" not in os.environ
+    ringdp.RingDP(torch.nn.Linear(3, 1))(torch.ones(2, 3)).sum().backward()
+    print("inner:", ringdp.world_size(), flush=True)
+    """
+    script(tmp_path, text, "inner.py")
+    inner = f"cd {tmp_path} && exec {sys.executable} -m ringdp.launch -n 2 --log-dir {tmp_path}/inner inner.py"
+    assert run(jobs, tmp_path, inner, name="child.sh").startswith("0 inner: 2")
+    assert list((tmp_path / "inner").glob("*/attempt_0/1/report.json"))
+
+
+@needs_ring
+def test_a_function_launched_inside_a_rank(tmp_path: Path, jobs: list[Job]) -> None:
+    text = """
+    import os, torch, ringdp
+    def train():
+        assert "RINGDP_METRICS_DIR" not in os.environ
+        ringdp.RingDP(torch.nn.Linear(3, 1))(torch.ones(2, 3)).sum().backward()
+        return ringdp.world_size()
+    if __name__ == "__main__":
+        print("launched:", ringdp.launch(train, nprocs=2))
+    """
+    assert "launched: [2, 2]" in run(jobs, tmp_path, text)
+
+
+@needs_ring
+@pytest.mark.parametrize("name", ["script.py", "torch.py"])
+def test_what_a_rank_starts_after_it_has_left_may_take_its_place(tmp_path: Path, name: str) -> None:
+    text = """
+    import subprocess, sys, torch, ringdp
+    ringdp.init()
+    if len(sys.argv) == 1:
+        torch.distributed.destroy_process_group() if sys.argv[0].endswith("torch.py") else ringdp.shutdown()
+        sys.exit(subprocess.run([sys.executable, __file__, "second"]).returncode)
+    """
+    path = script(tmp_path, text, f"by_{name}")
+    environ = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    assert subprocess.run([sys.executable, path], env=environ, timeout=60).returncode == 0
