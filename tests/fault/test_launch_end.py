@@ -14,8 +14,8 @@ import pytest
 from tests.fault.launch_jobs import Job, script, wait_until
 from tests.helpers import free_port
 
-# Rank r does what its argument says: "well" ends at once, "kill", "raise", "exit" fail, "slow" waits for a file, "again"
-# fails in the first attempt alone.
+# Rank r does what its argument says: "well" ends at once, "kill", "raise" and "exit" fail, "slow" waits for a file,
+# "again" fails in the first attempt alone.
 PROGRAM = """
     import os, pathlib, signal, sys, time
     rank = int(os.environ["RANK"])
