@@ -101,7 +101,7 @@ PROGRAM = """
     steps(3)
     if ringdp.rank() == 0:
         launch = (sys.executable, "-m", "ringdp.launch", "-n", "2", "--log-dir", "inner", "job.py")
-        for child in (start("script"), start("job", *launch), start("function")):
+        for child in (start("script"), start("job", *launch)):
             child.wait()
     steps(3)
     ringdp.shutdown()
@@ -120,14 +120,13 @@ ALONE = """
             call()
         except ringdp.errors.InvalidStateError as error:
             print("refused:", error)
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT='PORT')
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT="A_FREE_ONE")
     ringdp.init()
     print("ranks:", train())
 """
 CHILDREN = {
     "script": TRAIN + ALONE,
     "job": TRAIN + "    ringdp.init(); print('ranks:', train(), flush=True)",
-    "function": TRAIN + "    if __name__ == '__main__': print('ranks:', ringdp.launch(train, nprocs=2))",
 }
 
 needs_ring = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -136,7 +135,7 @@ needs_ring = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built
 @needs_ring
 def test_what_a_rank_starts_disturbs_its_job_in_nothing(tmp_path: Path, jobs: list[Job]) -> None:
     for name, text in CHILDREN.items():
-        script(tmp_path, text.replace("PORT", str(free_port())) if name == "script" else text, f"{name}.py")
+        script(tmp_path, text.replace("A_FREE_ONE", str(free_port())) if name == "script" else text, f"{name}.py")
     path = script(tmp_path, PROGRAM, "outer.py")
     job = Job(tmp_path, "-n", "2", "--metrics-dir", tmp_path / "metrics", path)
     jobs.append(job)
@@ -149,8 +148,22 @@ def test_what_a_rank_starts_disturbs_its_job_in_nothing(tmp_path: Path, jobs: li
     assert said["script"].count("inside rank 0 (pid") == 2
     assert "ranks: 1\n" in said["script"], said["script"]
     assert "ranks: 2\n" in said["job"], said["job"]
-    assert "ranks: [2, 2]\n" in said["function"], said["function"]
     assert list((tmp_path / "inner").glob("*/attempt_0/1/report.json"))
+
+
+@needs_ring
+def test_a_rank_of_another_job_takes_no_place_of_the_one_around_it() -> None:
+    """One of `ringdp.launch` or torchrun inside a rank: they hand on their environment."""
+    [left] = run_ranks(_join_another_job, marked(os.getpid()), world_size=1, backend=None)
+    assert left == {"RINGDP_TIMELINE": "/mine"}
+
+
+def _join_another_job(environ: dict[str, str]) -> dict[str, str]:
+    os.environ.update(environ, RINGDP_TIMELINE="/mine")
+    ringdp.init(rank=0, world_size=1)
+    found = {name: value for name, value in os.environ.items() if name in PLACES}
+    ringdp.shutdown()
+    return found
 
 
 @needs_ring
@@ -160,7 +173,7 @@ def test_a_process_that_a_rank_has_forked() -> None:
 
 
 def _init_in_a_fork() -> str:
-    ringdp.init(rank=0, world_size=1)
+    ringdp.init(rank=0, world_size=1, init_method="file:///not-used")
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_try_init, args=(theirs,))

@@ -60,8 +60,7 @@ def rank_of(job: Job) -> int:
 
 def by_rank(started: Sequence[Job]) -> dict[int, Job]:
     """The launchers by their rank, once the ranks run."""
-    for job in started:
-        wait_until(lambda job=job: "ringrun: rank " in job.err, "the ranks")
+    wait_until(lambda: all("ringrun: rank " in job.err for job in started), "the ranks")
     return {rank_of(job): job for job in started}
 
 
