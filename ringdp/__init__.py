@@ -6,7 +6,10 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ringdp import _moved
+from ringdp import _early, _moved
+
+if _early.is_launcher(sys.orig_argv):
+    _early.hold()
 
 __version__ = "0.1.0"
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringdp.errors import InvalidArgumentError, SystemResourceError
-from ringdp.job import tuning
+from ringdp.job import inheritance, tuning
 from ringdp.job.launchers import LaunchEnvironment as LaunchEnvironment
 from ringdp.job.launchers import optional_integer, several_hosts, whole_number
 from ringdp.job.secret import read_secret as read_secret
@@ -55,6 +55,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
     "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
     "RINGDP_ELASTIC": "1: the job goes on without ranks that are lost (ringrun --elastic sets it); 0: it does not",
+    "RINGDP_RANK_PROCESS": "set by ringdp: by it a process that a rank has started knows that it is no rank itself",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -206,7 +207,7 @@ class RingConfig:
             InvalidArgumentError: a value cannot be used; the message names the variable.
             SystemResourceError: the secret's file cannot be read.
         """
-        environ = os.environ if environ is None else environ
+        environ = _of_this_job(environ)
         warn_about_unknown(environ)
         fields: dict[str, Any] = {
             "epoch": optional_integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
@@ -239,9 +240,51 @@ def _transport_names() -> list[str]:
     return [transport["name"] for transport in _C.registered_transports()]
 
 
+def _of_this_job(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    """The environment without what belongs to the job of a rank that has started this process."""
+    return inheritance.without_places(os.environ if environ is None else environ)
+
+
+def mark_rank(rank: int, world_size: int, meet: str | None) -> None:
+    """This process is a rank from now on, for those that it starts.
+
+    Args:
+        rank, world_size: its place.
+        meet: where the ranks meet; None for a world of one that meets nowhere.
+    """
+    for name in os.environ.keys() - inheritance.without_places(os.environ).keys():
+        del os.environ[name]
+    os.environ[inheritance.MARK] = inheritance.mark(
+        os.environ, pid=os.getpid(), rank=rank, world_size=world_size, meet=meet
+    )
+
+
+def unmark_rank() -> None:
+    """This process is a rank no more: what it starts from now on may take its place."""
+    origin = inheritance.origin(os.environ)
+    if origin is None or not origin.is_this_process:
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # it has a launcher still
+        os.environ[inheritance.MARK] = inheritance.mark(
+            os.environ, pid=0, rank=origin.rank, world_size=origin.world_size, meet=None
+        )
+    else:
+        del os.environ[inheritance.MARK]
+
+
+def refuse_inside_rank(meet: str | None) -> None:
+    """Raises InvalidStateError in a process that a rank has started and that is about to meet as that rank."""
+    inheritance.refuse_inside_rank(os.environ, meet)
+
+
+def has_own_agent() -> bool:
+    """Whether the agent that torchrun's variables tell of is this process's, and not that of a rank around it."""
+    return inheritance.has_own_agent(os.environ)
+
+
 def report_file(environ: Mapping[str, str] | None = None) -> str | None:
     """Where the launcher wants to read what a rank has done; None without one that asks."""
-    return (os.environ if environ is None else environ).get("RINGDP_REPORT_FILE") or None
+    return _of_this_job(environ).get("RINGDP_REPORT_FILE") or None
 
 
 def report_every(environ: Mapping[str, str] | None = None) -> int:
@@ -259,16 +302,16 @@ def report_every(environ: Mapping[str, str] | None = None) -> int:
 
 def metrics_dir(environ: Mapping[str, str] | None = None) -> str | None:
     """RINGDP_METRICS_DIR; None where it is not set."""
-    return (os.environ if environ is None else environ).get("RINGDP_METRICS_DIR", "").strip() or None
+    return _of_this_job(environ).get("RINGDP_METRICS_DIR", "").strip() or None
 
 
 def timeline_dir(environ: Mapping[str, str] | None = None) -> str | None:
     """RINGDP_TIMELINE; None where it is not set."""
-    return (os.environ if environ is None else environ).get("RINGDP_TIMELINE", "").strip() or None
+    return _of_this_job(environ).get("RINGDP_TIMELINE", "").strip() or None
 
 
 def _switch(name: str, environ: Mapping[str, str] | None, *, default: bool) -> bool:
-    choice = (os.environ if environ is None else environ).get(name, "").strip()
+    choice = _of_this_job(environ).get(name, "").strip()
     return switch(name, choice) if choice else default
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 
@@ -50,6 +51,8 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
             f"the backend ring takes ringdp.config.RingConfig as pg_options, not {type(pg_options).__name__}"
         )
     config.apply_log_level()
+    if _pending is None and not dist.is_initialized() and not options.global_ranks_in_group:
+        config.refuse_inside_rank(_meeting_point(options.store))
     settings = pg_options or config.RingConfig.from_environment()
     check_extension()
     from ringdp import _C
@@ -78,6 +81,15 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
         pending=pending,
         elastic=elastic.making(),
     )
+
+
+def _meeting_point(store: Any) -> str | None:
+    """Where the store is, as in an init_method; None for one that is no TCPStore."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return None
+    return f"tcp://{f'[{store.host}]' if ':' in store.host else store.host}:{store.port}"
 
 
 @contextlib.contextmanager

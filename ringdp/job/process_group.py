@@ -105,7 +105,8 @@ def init(
             ``cpu``. Where there are fewer GPUs than ranks, several ranks use one.
 
     Raises:
-        InvalidStateError: torch.distributed is initialised already.
+        InvalidStateError: torch.distributed is initialised already; or a rank of a running job has started this
+            process, which would take that rank's place.
         InvalidArgumentError: the arguments or the environment do not say who this rank is or where to meet, a
             rank does not see the device it asks for, or NCCL was asked for and would refuse these ranks.
         RingTimeoutError: ranks did not come in time; the message names them.
@@ -121,8 +122,10 @@ def init(
     if launch is None and rank is None and (advice := launchers.forgotten()) is not None:
         warnings.warn(advice, stacklevel=2)
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
+    config.refuse_inside_rank(init_method)
     kind = devices.kind_of(backend, device)
     agent_store = launch is not None and launch.agent_store and init_method == launch.init_method
+    agent_store = agent_store and config.has_own_agent()
     settings = config.RingConfig.from_environment()
     if config.elastic():  # a rank must learn of every other's death by itself
         settings = dataclasses.replace(settings, full_mesh_ranks=max(settings.full_mesh_ranks, world_size))
@@ -154,6 +157,8 @@ def init(
     local_rank = ranks[rank].local_rank
     _watch_backends()
     _membership = _Membership(weakref.ref(dist.group.WORLD), local_rank, place, os.getpid())
+    config.mark_rank(rank, world_size, init_method)
+    weakref.finalize(dist.group.WORLD, _unmark, _generation).atexit = False
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
     devices.tell(choice, rank)
@@ -165,6 +170,7 @@ def shutdown() -> None:
     """Leave the job; `init` may be called again afterwards. Without a job it does nothing."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    config.unmark_rank()
 
 
 def is_initialized() -> bool:
@@ -227,6 +233,13 @@ def _refuse_second_call() -> None:
         raise InvalidStateError("this torch was built without torch.distributed, which ringdp needs")
     if not dist.is_initialized():
         return
+    if _membership is not None and _membership.pid != os.getpid():
+        raise InvalidStateError(
+            f"this process (pid {os.getpid()}) was forked by rank {dist.get_rank()} (pid {_membership.pid}) of a job of"
+            f" {dist.get_world_size()}, so it cannot join that job, nor another: start a fresh process (subprocess, or"
+            " multiprocessing's start method spawn), without the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR,"
+            " MASTER_PORT)"
+        )
     if _current_membership() is not None:
         raise InvalidStateError(
             f"ringdp.init() was called before in this process (rank {dist.get_rank()} of"
@@ -369,6 +382,12 @@ def _make_group(backend: str, store: Store, rank: int, world_size: int, timeout:
     if backend == ring.BACKEND:
         ring.register_backend()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _unmark(generation: int) -> None:
+    """The group of that call of `init` is gone, by torch's own destroy_process_group, too."""
+    if generation == _generation:
+        config.unmark_rank()
 
 
 def _shutdown_at_exit() -> None:

@@ -13,14 +13,20 @@ def main(argv: list[str] | None = None) -> int:
         argv: the command line without the program's name; None takes ``sys.argv``.
 
     Returns:
-        0 when every rank on this host ended well, 1 when one failed, 2 for a command line that cannot be used,
+        0 when every rank of the job ended well, 1 when one failed, 2 for a command line that cannot be used,
         128 plus the signal's number when the launcher was stopped by one. A launcher stopped by Ctrl-C does not
         return: it dies of SIGINT itself, so that a shell script or make around it stops as well.
     """
+    from ringdp import _early
+
+    _early.hold()
     try:
+        from ringdp.job import inheritance
         from ringdp.job.launchers import dmlc
         from ringdp.launcher import supervisor
 
+        for name in inheritance.inherited_by_launcher(os.environ):  # of a rank that has started this launcher
+            os.environ.pop(name)
         dmlc.end_needless_role(os.environ)
         os.environ.update(dmlc.as_node(os.environ))
 

@@ -7,10 +7,11 @@ import logging
 import multiprocessing.util
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,10 +21,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import elastic_launch
 
+from ringdp import _early
 from ringdp.job import threads
-from ringdp.launcher import advice, elastic, messages, metrics, processes, secret
+from ringdp.launcher import advice, elastic, failure, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs
+from ringdp.launcher.other_nodes import OtherNodeFailed
 from ringdp.launcher.stopped import StoppedRanks
 from ringdp.launcher.views import Stream
 from ringdp.launcher.waiting import Waiting
@@ -80,7 +83,11 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     # A group of its own: the terminal's Ctrl-C reaches the supervisor alone, which passes it on once.
     os.setpgid(0, 0)
     processes.become_subreaper()
-    threading.Thread(target=_watch_leash, args=(orders,), name="leash", daemon=True).start()
+    tell_nodes: list[Callable[[str], None]] = []  # once there is an agent
+    threading.Thread(target=_watch_leash, args=(orders, tell_nodes), name="leash", daemon=True).start()
+    for number in _early.RANK_SIGNALS:
+        # Slurm may send them to all processes of a step. A handler, as what is ignored would be ignored by the ranks.
+        signal.signal(number, lambda number, _: messages.post(orders.status_fd, messages.Signalled(number=number)))
     args = orders.arguments.torchrun
     if args.logs_specs is None:
         _divert_output(orders.folder, silent=bool(args.duplicate_stdout_filters or args.duplicate_stderr_filters))
@@ -93,12 +100,14 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     metrics.begin(args, orders.folder)
     if orders.secret_file is not None:
         os.environ["RINGDP_SECRET_FILE"] = str(orders.secret_file)
+    of_this_attempt: list[RankLogs] = []
     log_dir, args.log_dir = args.log_dir, args.log_dir if args.logs_specs else str(orders.folder)
     config, entrypoint, entrypoint_args = torchrun.config_from_args(args)
     args.log_dir = log_dir
     if args.logs_specs is None:
 
         def started(ranks: list[RankLogs], environ: Mapping[str, str]) -> None:
+            of_this_attempt[:] = ranks
             message = messages.Started(
                 attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 world_size=int(environ["WORLD_SIZE"]),
@@ -132,9 +141,32 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     def lost(failures: Mapping[int, ProcessFailure]) -> None:
         messages.post(orders.status_fd, messages.Lost(failures=_rank_failures(failures, stopped)))
 
+    def again(words: str) -> None:
+        line = f"{words}: the ranks there are started again, and with them those here, which had ended well"
+        messages.post(orders.status_fd, messages.Waiting(lines=(line,)))
+        if waiting is not None:
+            waiting.begin()
+
+    host = socket.gethostname()
+    elsewhere = elastic.Elsewhere(
+        say=lambda lines, said: messages.post(
+            orders.status_fd, messages.Waiting(lines=tuple(lines), said_elsewhere=said)
+        ),
+        again=again,
+        rank_failed=lambda failures: _first_failure(_rank_failures(failures, stopped), of_this_attempt, host),
+        launcher_failed=lambda error: f"the launcher on host {host} {_end_of_launcher(error)}",
+    )
     if args.elastic:
         os.environ["RINGDP_ELASTIC"] = "1"
-    elastic.tell(meeting=meeting, restarting=restarting, lost=lost if args.elastic else None, stopped=stopped)
+    gone = elastic.tell(
+        meeting=meeting,
+        restarting=restarting,
+        running=lambda pids: messages.post(orders.status_fd, messages.Running(pids=tuple(pids.items()))),
+        elsewhere=elsewhere,
+        lost=lost if args.elastic else None,
+        stopped=stopped,
+    )
+    tell_nodes.append(gone)
     if waiting is not None:
         waiting.begin()
 
@@ -147,7 +179,22 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     except ChildFailedError as error:
         messages.post(orders.status_fd, messages.Failed(failures=_rank_failures(error.failures, stopped)))
         return 1
+    except OtherNodeFailed as error:
+        messages.post(orders.status_fd, messages.FailedElsewhere(words=str(error)))
+        return 1
     return 0
+
+
+def _first_failure(failures: tuple[messages.RankFailure, ...], ranks: list[RankLogs], host: str) -> str:
+    """The rank to blame, for the users of other nodes."""
+    first = failure.examine(failures, tuple(ranks))[0]
+    return f"rank {first.failure.rank} on host {host} {first.description}"
+
+
+def _end_of_launcher(error: BaseException) -> str:
+    if isinstance(error, SignalException):
+        return f"was stopped by {signal.Signals(error.sigval).name}"
+    return "was stopped" if isinstance(error, KeyboardInterrupt) else f"failed: {type(error).__name__}: {error}"
 
 
 def _rank_failures(
@@ -156,13 +203,13 @@ def _rank_failures(
     return tuple(
         messages.RankFailure(
             rank=rank,
-            local_rank=failure.local_rank,
-            pid=failure.pid,
-            exit_code=failure.exitcode,
-            observed_s=float(failure.timestamp),
-            cause="" if stopped is None else stopped.why(failure.pid),
+            local_rank=failed.local_rank,
+            pid=failed.pid,
+            exit_code=failed.exitcode,
+            observed_s=float(failed.timestamp),
+            cause="" if stopped is None else stopped.why(failed.pid),
         )
-        for rank, failure in failures.items()
+        for rank, failed in failures.items()
     )
 
 
@@ -191,11 +238,18 @@ def _divert_output(folder: Path, *, silent: bool) -> None:
     root.addHandler(handler)
 
 
-def _watch_leash(orders: Orders) -> None:
-    """Wait until the supervisor is gone without having ended us (SIGKILL), then end everything."""
+def _watch_leash(orders: Orders, tell_nodes: list[Callable[[str], None]]) -> None:
+    """Wait until the supervisor is gone without having ended us (SIGKILL), then end everything.
+
+    Args:
+        orders: of this agent.
+        tell_nodes: tell the other nodes what has happened here.
+    """
     while os.read(orders.leash_fd, 1):
         pass
     processes.kill_all(lambda: processes.descendants(os.getpid()))
+    for tell in tell_nodes:
+        tell(f"the launcher on host {socket.gethostname()} was killed")
     if orders.own_secret and orders.secret_file is not None:
         secret.remove_secret(orders.secret_file)
     os._exit(1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,50 @@ from torch.distributed.launcher import api
 
 from ringdp.config import ELASTIC_MARK
 from ringdp.launcher import other_nodes
+from ringdp.launcher.other_nodes import End
 from ringdp.launcher.stopped import StoppedRanks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """What the user hears of other nodes, and they of this one.
+
+    Attributes:
+        say: is given lines about the other nodes, and whether the launcher of another one says the same.
+        again: is given why another node starts its ranks again, and this one with it.
+        rank_failed: the words for the other nodes about ranks of this one that failed, by rank.
+        launcher_failed: those about this launcher, which ends by an exception.
+    """
+
+    say: Callable[[list[str], bool], None]
+    again: Callable[[str], None]
+    rank_failed: Callable[[Mapping[int, ProcessFailure]], str]
+    launcher_failed: Callable[[BaseException], str]
 
 
 def tell(
     *,
     meeting: Callable[[RendezvousHandler], None],
     restarting: Callable[[Mapping[int, ProcessFailure]], None],
+    running: Callable[[Mapping[int, int]], None],
+    elsewhere: Elsewhere,
     lost: Callable[[Mapping[int, ProcessFailure]], None] | None = None,
     stopped: StoppedRanks | None = None,
-) -> None:
+) -> Callable[[str], None]:
     """Have the agent of this process call these; torch.distributed.launcher makes it.
 
     Args:
         meeting: is given what the launchers of the nodes meet through, before they do.
         restarting: is given the failures, by rank, after which all ranks are started again.
+        running: is given the pids, by rank, of ranks that have been started.
+        elsewhere: what the user hears of other nodes, and they of this one.
         lost: is given those without which the other ranks go on; None: no rank goes on without another.
         stopped: ends ranks that are stopped for too long; None: they are waited for.
+
+    Returns:
+        What to call when this process is about to end before the agent has: tells the other nodes why.
     """
+    agents: list[TellingAgent] = []
 
     class TellingAgent(LocalElasticAgent):
         def __init__(self, spec: WorkerSpec, *args: Any, **named: Any) -> None:
@@ -42,26 +69,101 @@ def tell(
             self._watched: SubprocessContext | None = None
             self._dead: set[int] = set()  # of its local ranks, those that `lost` has heard of
             self._others: other_nodes.OtherNodes | None = None
+            self._well: RunResult | None = None  # what torch said when all ranks of this node had ended well
+            agents.append(self)
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            if self._others is not None:
+                self._others.close()
+            self._others, self._well = None, None
             started: dict[int, Any] = super()._start_workers(worker_group)
-            if lost is not None and (worker_group.group_world_size or 1) > 1:
-                self._others = other_nodes.of(self)
+            running({worker_group.workers[local].global_rank: pid for local, pid in started.items()})
+            if (worker_group.group_world_size or 1) > 1:
+                self._others = other_nodes.of(self, elastic=lost is not None, say=elsewhere.say)
             return started
+
+        def _invoke_run(self, *args: Any, **named: Any) -> RunResult:
+            try:
+                result: RunResult = super()._invoke_run(*args, **named)
+            except other_nodes.OtherNodeFailed:
+                raise
+            except BaseException as error:
+                if self._others is not None:
+                    self._others.tell(End(other_nodes.FAILED, elsewhere.launcher_failed(error)))
+                raise
+            return result
+
+        def run(self, *args: Any, **named: Any) -> RunResult:
+            try:
+                result: RunResult = super().run(*args, **named)
+                return result
+            finally:  # its own ranks are ended first
+                if self._others is not None:
+                    self._others.flush()
+
+        def gone(self, words: str) -> None:
+            """Tell the other nodes that this one ends before its ranks have."""
+            if self._others is not None:
+                self._others.tell(End(other_nodes.FAILED, words))
+                self._others.flush()
+
+        def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            if self._others is not None and worker_group.state is WorkerState.HEALTHY and self._remaining_restarts > 0:
+                # torch has seen that another node waits for this one. If that is after a failure, it has counted it.
+                self._others.flush()
+                if any(end.how == other_nodes.AGAIN for end in self._others.ends.values()):
+                    self._remaining_restarts -= 1
+            super()._restart_workers(worker_group)
 
         def _exit_barrier(self) -> None:
             if self._others is None:
                 super()._exit_barrier()
-            else:
+            elif lost is not None:
                 self._others.end(other_nodes.WELL)
+            else:
+                self._others.leave()
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             if lost is not None and (going_on := self._without_the_dead(worker_group, lost)) is not None:
                 return going_on
-            result: RunResult = super()._monitor_workers(worker_group)
+            result: RunResult = self._well or super()._monitor_workers(worker_group)
+            if result.state is WorkerState.FAILED:
+                self._tell_failure(result)
             if result.state is WorkerState.FAILED and self._remaining_restarts > 0:
                 restarting(result.failures)
+            if result.state is WorkerState.SUCCEEDED and self._others is not None and lost is None:
+                self._well = result
+                return self._as_on_the_other_nodes(self._others, result)
             return result
+
+        def _tell_failure(self, result: RunResult) -> None:
+            if self._others is None:
+                return
+            words = elsewhere.rank_failed(result.failures)
+            if self._remaining_restarts > 0:
+                self._others.tell(End(other_nodes.AGAIN, words))
+                self._others.flush()
+            else:
+                self._others.tell(End(other_nodes.FAILED, words))
+                self._others.leave(other_nodes.FAREWELL_S)
+
+        def _as_on_the_other_nodes(self, others: other_nodes.OtherNodes, result: RunResult) -> RunResult:
+            """The state of a job whose ranks here have ended well: as on one host, it is over when all have, and the
+            failure of one starts all of them again.
+
+            torch waits in its exit barrier for 300 s instead, silently, and then calls the job a good one.
+            """
+            others.tell(End(other_nodes.WELL))
+            outcome = others.outcome
+            if outcome is None:
+                return RunResult(state=WorkerState.HEALTHY)
+            if outcome.how == other_nodes.WELL:
+                return result
+            if outcome.how == other_nodes.AGAIN and self._remaining_restarts > 0:
+                elsewhere.again(outcome.words)
+                return RunResult(state=WorkerState.UNHEALTHY)
+            others.leave(other_nodes.FAREWELL_S)
+            raise other_nodes.OtherNodeFailed(outcome.words)
 
         def _without_the_dead(
             self, worker_group: WorkerGroup, lost: Callable[[Mapping[int, ProcessFailure]], None]
@@ -94,6 +196,12 @@ def tell(
             return None
 
     api.LocalElasticAgent = TellingAgent  # type: ignore[attr-defined]
+
+    def gone(words: str) -> None:
+        for agent in agents:
+            agent.gone(words)
+
+    return gone
 
 
 def _goes_on(context: SubprocessContext, local_rank: int) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from ringdp.job import inheritance
 from ringdp.launcher.views import STREAMS, Mode, Stream, Views
 
 DEFAULT_LOG_DIR = Path("logs")
@@ -196,6 +197,8 @@ class RankLogsSpecs(LogsSpecs):
             environ["RINGDP_REPORT_FILE"] = logs.report_file
             if "RINGDP_DUMP_DIR" not in os.environ:
                 environ["RINGDP_DUMP_DIR"] = str(folder)
+            whole = {**os.environ, **environ}
+            environ[inheritance.MARK] = inheritance.mark(whole, pid=0, rank=rank, world_size=len(envs), meet=None)
             ranks.append(logs)
         self._started(ranks, first)
         return LogsDest(

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ringdp import _early
 from ringdp.launcher import advice, processes, tether
 from ringdp.launcher.arguments import Placement
 from ringdp.launcher.connection import Connection
@@ -115,6 +116,7 @@ class ManyHosts:
         self._stop_signal: int | None = None
         self._stop_time = 0.0
         self._signals = 0
+        self._passed_on: list[int] = []  # signals for the ranks of all hosts
         self._wake_read, self._wake_write = os.pipe()
         self._connection = Connection.of_this_process()
 
@@ -223,6 +225,10 @@ class ManyHosts:
                 beat = now
                 for node in alive:
                     node.write({})
+            while self._passed_on:
+                number = self._passed_on.pop(0)
+                for node in alive:
+                    node.write({"pass_on": number})
             for node in alive:
                 if now - node.heard_s > tether.SILENCE_S:
                     node.kill()
@@ -293,6 +299,9 @@ class ManyHosts:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_stop)
+        for number in _early.RANK_SIGNALS:
+            signal.signal(number, lambda number, _: self._passed_on.append(number))
+        _early.release()
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -29,6 +29,24 @@ class Started:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Running:
+    """The ranks of the attempt have been started.
+
+    Attributes:
+        pids: of the processes that the agent has started, by rank.
+    """
+
+    pids: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signalled:
+    """The agent itself has got a signal that is meant for the ranks."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """How torch's agent saw a rank end.
 
@@ -69,9 +87,22 @@ class Lost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """The launchers of the other nodes have not all come yet: lines for the user."""
+    """Lines for the user about the other nodes: their launchers have not all come, or their ranks not all ended.
+
+    Attributes:
+        lines: the lines.
+        said_elsewhere: the launcher of another node says the same.
+    """
 
     lines: tuple[str, ...]
+    said_elsewhere: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailedElsewhere:
+    """The job has failed, and the ranks of this node had ended well: what happened on another one."""
+
+    words: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +112,11 @@ class Broken:
     error: str
 
 
-Message = Started | Failed | Restarting | Lost | Waiting | Broken
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Started, Failed, Restarting, Lost, Waiting, Broken)}
+Message = Started | Running | Signalled | Failed | Restarting | Lost | Waiting | FailedElsewhere | Broken
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (Started, Running, Signalled, Failed, Restarting, Lost, Waiting, FailedElsewhere, Broken)
+}
 
 
 def encode(message: Message) -> bytes:
@@ -96,6 +130,8 @@ def decode(line: bytes) -> Message:
     kind = fields.pop("kind")
     if kind == "Started":
         fields["ranks"] = tuple(RankLogs(**{**rank, "terminals": tuple(rank["terminals"])}) for rank in fields["ranks"])
+    if kind == "Running":
+        fields["pids"] = tuple((rank, pid) for rank, pid in fields["pids"])
     if kind == "Waiting":
         fields["lines"] = tuple(fields["lines"])
     if kind in ("Failed", "Restarting", "Lost"):

@@ -1,66 +1,198 @@
-"""What the launchers of an elastic job's hosts tell each other through the store: that they live, and how ranks ended.
+"""What the launchers of a job's nodes tell each other through the store: that they live, and how their ranks ended.
 
-Each stays until all are over, or silent: one of them keeps the store, and one whose ranks are all lost cannot know
-alone how the job ends.
+Each stays until the job is over on all nodes: one of them keeps the store, and none can know alone how the job ends.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-BEAT_S = 0.5
-SILENCE_S = 10.0
-"""Seconds without a word of another host's launcher, or of the store, after which it is gone."""
+from ringdp.launcher.summary import duration
 
-WELL, LOST = "well", "lost"
+BEAT_S = 0.5
+LOOK_S = 3.0
+"""Seconds between two looks at the others' beats while the ranks of this node run."""
+
+SOON_S = 0.1
+"""The same as `BEAT_S` for the first seconds after the end of this node's ranks: the others mostly end with them."""
+
+SILENCE_S = 10.0
+"""Seconds without a word of another node's launcher, or of the store, after which it is gone."""
+
+TELL_S, TELL_AGAIN_S = 3.0, 10.0
+"""After which the user is told for whom this node waits, and how often."""
+
+FAREWELL_S = 3.0
+"""Seconds for which a launcher whose ranks failed stays, so that the others learn it."""
+
+FLUSH_S = 1.0
+"""Seconds that the store has to take what is told."""
+
+WELL, LOST, FAILED, AGAIN = "well", "lost", "failed", "again"
+_NAMES = 8  # of nodes in one line
 _log = logging.getLogger("ringdp.launch")
 
 
-class OtherNodes:
-    """Those of one job, seen by the launcher of one host. A thread of its own asks the store, which may not answer."""
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How the ranks of a node ended in one attempt.
 
-    def __init__(self, store: Store, node: int, nodes: int, attempt: str) -> None:
-        self._store, self._node, self._nodes = store, node, nodes
+    Attributes:
+        how: `WELL`; `LOST`, all of them, which an elastic job goes on without; `FAILED`; or `AGAIN`: they failed, and
+            are started again.
+        words: what happened, for the user of another node; empty where all is well.
+    """
+
+    how: str
+    words: str = ""
+
+
+class OtherNodeFailed(Exception):
+    """The job has failed on another node, or nothing is known of one. The text says what happened."""
+
+
+class OtherNodes:
+    """Those of one attempt of a job, seen by the launcher of one node.
+
+    What is in ``_ends`` has been told through the store, and does not change. A thread of its own asks the store, which
+    may not answer; it alone writes ``_ends``, ``_done``, ``_hosts`` and ``_beats``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        node: int,
+        nodes: int,
+        *,
+        attempt: str,
+        elastic: bool,
+        say: Callable[[list[str], bool], None],
+    ) -> None:
+        """
+        Args:
+            store: of the launchers, the same on all nodes.
+            node: this one's number.
+            nodes: how many there are.
+            attempt: the same on all nodes, and another one after each restart.
+            elastic: a node's failure does not end the others.
+            say: is given lines for the user, by the thread, and whether another node's launcher says the same.
+        """
+        self._store, self._node, self._nodes, self._elastic, self._say = store, node, nodes, elastic, say
         self._prefix = f"ringdp/launchers/{attempt}"
-        self._own = ""
-        self._knows = False
-        self._ends: dict[int, str] = {}
-        self._known: dict[int, str] = {}
+        self._own: End | None = None
+        self._own_since = 0.0
+        self._leaving = False
+        self._ends: dict[int, End] = {}
+        self._done: set[int] = set()  # those that need no store any more
+        self._hosts: dict[int, str] = {}
         now = time.monotonic()
         self._beats: dict[int, tuple[int, float]] = {other: (-1, now) for other in range(nodes) if other != node}
-        self._answered = now
+        self._answered = self._looked = now
+        self._asked = 0  # how often the thread has
         self._broken: str | None = None
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="other nodes", daemon=True)
         self._thread.start()
 
-    def end(self, how: str) -> bool:
-        """The ranks of this host are over: `WELL`, some of them with exit code 0, or `LOST`. Returns when those of the
-        other hosts are, or when nothing is heard of them any more: whether the job has ended well somewhere."""
-        if self._own:  # told already
-            return WELL in self._ends.values()
-        self._own = how
-        self._wait_for(self._ends)
-        well = WELL in self._ends.values() or how == WELL
-        self._knows = True  # who keeps the store waits until all others know as much
-        self._wait_for(self._known)
-        _log.info("the ranks here: %s; all: %s; all know: %s", how, self._ends, self._known)
-        self._stop.set()
-        self._wake.set()
-        return well
+    def tell(self, end: End) -> None:
+        """How the ranks of this node ended. What was told first stays."""
+        if self._own is None:
+            self._own_since = time.monotonic()
+            self._own = end
+            self._wake.set()
 
-    def _wait_for(self, told: dict[int, str]) -> None:
+    @property
+    def ends(self) -> dict[int, End]:
+        """How the ranks of each node have ended, as far as is known."""
+        return dict(self._ends)
+
+    @property
+    def outcome(self) -> End | None:
+        """How the job ends for a node whose ranks have ended well; None while others run."""
+        ends = self.ends
+        for node, end in sorted(ends.items()):
+            if node != self._node and end.how in (FAILED, AGAIN):
+                return end
+        if len(ends) == self._nodes:
+            return End(WELL)
+        missing = self._missing()
+        if self._store_is_gone():
+            if missing:
+                return End(
+                    FAILED,
+                    f"{self._names(missing)}: how it ended is not known: the launcher that keeps the store is gone",
+                )
+            return End(WELL)
+        if silent := [node for node in missing if node in self._silent()]:
+            return End(FAILED, f"{self._names(silent)}: nothing was heard of its launcher for {SILENCE_S:.0f} s")
+        return None
+
+    def end(self, how: str) -> bool:
+        """The ranks of this node of an elastic job are over: `WELL`, some of them with exit code 0, or `LOST`.
+
+        Returns when those of the other nodes are, or when nothing is heard of them any more: whether the job has ended
+        well somewhere.
+        """
+        if self._own is not None and self._leaving:
+            return self._well
+        self.tell(End(how))
         while not self._store_is_gone() and not all(
-            node in told or node in self._silent() for node in range(self._nodes)
+            node in self._ends or node in self._silent() for node in range(self._nodes)
         ):
+            time.sleep(0.02)
+        self.leave()
+        _log.info("the ranks here: %s; all: %s; all know: %s", how, self._ends, self._done)
+        return self._well
+
+    def leave(self, limit_s: float = 2 * SILENCE_S) -> None:
+        """Stay until the others need no store any more, are silent, or the time is over; then ask it no more."""
+        if self._stop.is_set():
+            return
+        self._leaving = True
+        end = time.monotonic() + limit_s
+        while not self._store_is_gone() and time.monotonic() < end:
+            told = self._own is None or self._node in self._ends
+            if told and all(node in self._done or node in self._silent() for node in range(self._nodes)):
+                break
             self._wake.set()
             time.sleep(0.02)
+        self.close()
+
+    def flush(self) -> None:
+        """Returns when what was told is in the store, and what was there before has been read, or after `FLUSH_S`."""
+        end = time.monotonic() + FLUSH_S
+        asked = self._asked
+        while self._asked < asked + 2 and not self._stop.is_set() and self._broken is None and time.monotonic() < end:
+            self._wake.set()
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """Ask the store no more."""
+        self._stop.set()
+        self._wake.set()
+
+    @property
+    def _well(self) -> bool:
+        own = self._own is not None and self._own.how == WELL
+        return own or any(end.how == WELL for end in self._ends.values())
+
+    def _missing(self) -> list[int]:
+        """The other nodes whose ranks have not ended, as far as is known."""
+        return [node for node in self._beats if node not in self._ends]
+
+    def _names(self, nodes: list[int]) -> str:
+        shown = [f"{node} ({self._hosts[node]})" if node in self._hosts else str(node) for node in nodes[:_NAMES]]
+        more = f" and {len(nodes) - _NAMES} more" if len(nodes) > _NAMES else ""
+        return f"node{'s' if len(nodes) > 1 else ''} {', '.join(shown)}{more}"
 
     def _store_is_gone(self) -> bool:
         return self._broken is not None or time.monotonic() - self._answered > SILENCE_S
@@ -70,38 +202,80 @@ class OtherNodes:
         return [other for other, (_, heard) in self._beats.items() if now - heard > SILENCE_S]
 
     def _run(self) -> None:
+        tell_s = TELL_S
         try:
+            self._set("host", socket.gethostname())
             while not self._stop.is_set():
                 self._ask()
-                self._wake.wait(BEAT_S)
+                since_s = time.monotonic() - self._own_since
+                if self._own is not None and since_s > tell_s and not self._leaving and self.outcome is None:
+                    self._tell_waiting(since_s)
+                    tell_s += TELL_AGAIN_S if tell_s > TELL_S else TELL_AGAIN_S - TELL_S
+                self._wake.wait(SOON_S if self._own is not None and since_s < TELL_S else BEAT_S)
                 self._wake.clear()
-        except Exception as error:  # the store, and with it the host that keeps it
+        except Exception as error:  # the store, and with it the node that keeps it
             self._broken = str(error)
             _log.info("the store is gone: %s", error)
 
     def _ask(self) -> None:
         self._store.add(f"{self._prefix}/beat/{self._node}", 1)
+        if self._own is not None and self._node not in self._ends:
+            self._set("end", f"{self._own.how} {self._own.words}")
+            self._store.add(f"{self._prefix}/ended", 1)
+            self._ends[self._node] = self._own
+        if self._store.add(f"{self._prefix}/ended", 0) > len(self._ends):
+            for other in self._missing():
+                if (told := self._get("end", other)) is not None:
+                    how, _, words = told.partition(" ")
+                    self._ends[other] = End(how, words)
+        if self._node not in self._done and (self._leaving or self._settled()):
+            self._set("done", "1")
+            self._done.add(self._node)
+        if self._leaving:
+            self._done |= {other for other in self._beats if self._get("done", other) is not None}
+        now = time.monotonic()
+        if self._own is not None or now - self._looked > LOOK_S:
+            self._looked = now
+            self._look_at_beats()
+        self._answered = time.monotonic()
+        self._asked += 1
+
+    def _settled(self) -> bool:
+        """Nothing that is still to come changes how the job ends."""
+        failed = not self._elastic and any(end.how == FAILED for end in self._ends.values())
+        return failed or len(self._ends) == self._nodes
+
+    def _look_at_beats(self) -> None:
         for other, (count, _) in self._beats.items():
+            if other in self._ends and not self._leaving:
+                continue
             now_at = self._store.add(f"{self._prefix}/beat/{other}", 0)
             if now_at != count:
                 self._beats[other] = (now_at, time.monotonic())
-        self._tell("end", self._own, self._ends)
-        self._tell("knows", "1" if self._knows else "", self._known)
-        self._answered = time.monotonic()
 
-    def _tell(self, what: str, own: str, told: dict[int, str]) -> None:
-        """Write what there is to say of this host, and read what the others have said."""
-        if own and self._node not in told:
-            self._store.set(f"{self._prefix}/{what}/{self._node}", own)
-            told[self._node] = own
-        for other in self._beats:
-            key = f"{self._prefix}/{what}/{other}"
-            if other not in told and self._store.check([key]):
-                told[other] = self._store.get(key).decode()
+    def _tell_waiting(self, since_s: float) -> None:
+        missing = self._missing()
+        for node in missing:
+            if node not in self._hosts and (host := self._get("host", node)) is not None:
+                self._hosts[node] = host
+        line = f"node {self._node} of {self._nodes} waits for {self._names(missing)}, whose ranks have not ended"
+        heard_s = time.monotonic() - max(self._beats[node][1] for node in missing)
+        silence = f"; nothing is heard of its launcher since {duration(heard_s)}" if heard_s > TELL_S else ""
+        self._say([f"{line}, since {duration(since_s)}{silence}"], any(node < self._node for node in self._ends))
+
+    def _set(self, what: str, value: str) -> None:
+        self._store.set(f"{self._prefix}/{what}/{self._node}", value)
+
+    def _get(self, what: str, node: int) -> str | None:
+        key = f"{self._prefix}/{what}/{node}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
-def of(agent: Any) -> OtherNodes:
+def of(agent: Any, *, elastic: bool, say: Callable[[list[str], bool], None]) -> OtherNodes:
     """Those of torch's agent, whose ranks have been started."""
-    group = agent._worker_group
+    group, spec = agent._worker_group, agent._worker_group.spec
     store = agent._store.clone() if hasattr(agent._store, "clone") else agent._store
-    return OtherNodes(store, group.group_rank, group.group_world_size, str(agent._remaining_restarts))
+    # Other rendezvous than the static one give each round a store of its own, and nodes may count restarts differently.
+    restarts = spec.max_restarts - agent._remaining_restarts
+    attempt = str(restarts) if spec.rdzv_handler.get_backend() == "static" else "0"
+    return OtherNodes(store, group.group_rank, group.group_world_size, attempt=attempt, elastic=elastic, say=say)

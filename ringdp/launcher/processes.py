@@ -74,6 +74,37 @@ def descendants(root: int, *, without: Collection[int] = ()) -> list[int]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    """Pids of the living children of a process."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    found: list[int] = []
+    for task in tasks:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
+            found += map(int, file.read().split())
+    return [child for child in found if is_alive(child)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return stat_fields(pid)[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def takes(pid: int, number: int) -> bool:
+    """Whether a process handles or ignores a signal: otherwise it does what is the default, which may end it."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            masks = dict(line.split(":", 1) for line in file if line.startswith(("SigIgn:", "SigCgt:")))
+    except OSError:
+        return False
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks.values())
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped the process. One that a debugger holds, or that has ended, is not."""
     try:

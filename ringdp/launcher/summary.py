@@ -51,6 +51,20 @@ def failed(
     return [_cut(line) for line in lines[:MAX_LINES]]
 
 
+def failed_elsewhere(words: str, *, seconds: float, folder: str | None) -> list[str]:
+    """The summary on a node whose ranks ended well, of a job that failed on another one.
+
+    Args:
+        words: what happened there.
+        seconds: how long the run took.
+        folder: the run's folder here; None where no logs are kept.
+    """
+    lines = [f"ringrun: FAILED after {duration(seconds)}: {words}; the ranks here had ended well"]
+    if folder is not None:
+        lines.append(f"  logs of this node: {folder}")
+    return [_cut(line) for line in lines]
+
+
 def restarting(reports: list[FailureReport], *, host: str, attempt: int, logs_kept: bool) -> str:
     """Why the ranks of an attempt are started again, in one line: the rank to blame, what it said, where its log is."""
     first = reports[0]

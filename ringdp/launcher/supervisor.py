@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from ringdp import _early
 from ringdp.launcher import agent, failure, messages, processes, secret, summary, tether
 from ringdp.launcher.arguments import Arguments, Placement, parse
 from ringdp.launcher.connection import Connection
@@ -28,6 +29,7 @@ from ringdp.launcher.console import Console
 from ringdp.launcher.display import Display
 from ringdp.launcher.logs import RunFolder, make_run_folder, remove_run_folder
 from ringdp.launcher.many_hosts import ManyHosts
+from ringdp.launcher.passing import PassedOn
 from ringdp.launcher.tether import MARK, End, Tether
 
 POLL_S = 0.05
@@ -101,11 +103,13 @@ class Supervisor:
         self._wake_read, self._wake_write = os.pipe()
         self._start_time = time.monotonic()
         self._oom_kills = processes.oom_kills()
+        self._passed_on = PassedOn()
         self._started: messages.Started | None = None
         self._failed: messages.Failed | None = None
         self._lost: dict[int, str] = {}  # ranks without which the others have gone on, and how they ended
         self._verdicts: deque[str] = deque(maxlen=VERDICTS)  # why the ranks were started again
         self._broken: messages.Broken | None = None
+        self._failed_elsewhere: messages.FailedElsewhere | None = None
 
     def run(self) -> int:
         """Start the agent and stay until nothing of the job is left, or all is well; returns the exit code."""
@@ -150,12 +154,15 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, _only_wake)
         signal.signal(signal.SIGWINCH, self._on_resize)
         signal.signal(signal.SIGALRM, self._on_grace_over)
+        for for_ranks in _early.RANK_SIGNALS:
+            signal.signal(for_ranks, self._on_pass)
         for name in {"SIGINT", "SIGTERM", *self._arguments.signals}:
             number = getattr(signal, name, None)
             if number is None or (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
                 continue  # nohup has seen to SIGHUP
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, self._on_stop)
+        _early.release()
 
     def _fork(self, orders: agent.Orders, *, close_in_agent: tuple[int, ...]) -> None:
         sys.stdout.flush()
@@ -189,6 +196,8 @@ class Supervisor:
             for message in inbox.read():
                 self._take(message)
             self._display.show()
+            if self._passed_on.under_way and self._stop_signal is None:
+                self._console.lines("stderr", [f"ringrun: {line}" for line in self._passed_on.deliver()])
             if self._stop_signal is not None and self._grace_left() <= 0:
                 processes.kill_all(self._survivors)
 
@@ -203,6 +212,8 @@ class Supervisor:
                 pass
         if self._tether is not None and (number := self._tether.read()) is not None:
             self._on_stop(number, None)
+        while self._tether is not None and self._tether.passed_on:
+            self._passed_on.note(self._tether.passed_on.pop(0))
         if self._tether is not None and self._tether.beat_due(self._console.wrote_s):
             self._console.lines("stderr", [MARK + "{}"])
         if self._connection is not None and self._stop_signal is None and self._connection.lost:
@@ -213,15 +224,24 @@ class Supervisor:
             self._failed = message
         elif isinstance(message, messages.Broken):
             self._broken = message
+        elif isinstance(message, messages.FailedElsewhere):
+            self._failed_elsewhere = message
         elif isinstance(message, messages.Waiting):
+            if self._tether is not None and message.said_elsewhere:
+                return  # the user's launcher shows what all say
             self._console.lines("stderr", [f"ringrun: {line}" for line in message.lines])
         elif isinstance(message, messages.Restarting):
             self._note_restart(message)
+        elif isinstance(message, messages.Running):
+            self._passed_on.started(dict(message.pids))
+        elif isinstance(message, messages.Signalled):
+            self._passed_on.all_got(message.number)
         elif isinstance(message, messages.Lost):
             self._note_loss(message)
         else:
             self._started = message
             self._lost.clear()
+            self._passed_on.starting()
             self._console.lines("stderr", self._greeting(message))
             self._display.start_attempt(message)
 
@@ -274,6 +294,9 @@ class Supervisor:
             self._display.stopping()
         elif now - self._stop_time > processes.SAME_PRESS_S:
             self._end_at_once()
+
+    def _on_pass(self, number: int, frame: FrameType | None) -> None:
+        self._passed_on.note(number)
 
     def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
         self._end_at_once()
@@ -356,6 +379,8 @@ class Supervisor:
                 earlier=self._verdicts,
                 several_hosts=self._arguments.several_hosts,
             )
+        elif self._failed_elsewhere is not None:
+            lines = summary.failed_elsewhere(self._failed_elsewhere.words, seconds=seconds, folder=folder)
         else:
             log = self._folder.path / "launcher.log"
             lines = summary.broken(

@@ -1,9 +1,10 @@
 """What ties the launcher on one host of several to the one that the user started: lines of JSON over its three streams.
 
 The user's launcher writes, the host's reads from its standard input: `Ask`, and when all hosts have answered, `Orders`;
-then ``{}`` every few seconds, and a signal's number. The host's launcher answers on its standard error, in lines that
-begin with MARK: `Hello`, then ``{}`` every few seconds, too, and at the end `End`. The end of its input, or silence,
-ends everything on the host; the silence of a host is a lost connection to the user's launcher.
+then ``{}`` every few seconds, and the number of a signal: to stop by, or to pass on to the ranks. The host's launcher
+answers on its standard error, in lines that begin with MARK: `Hello`, then ``{}`` every few seconds, too, and at the
+end `End`. The end of its input, or silence, ends everything on the host; the silence of a host is a lost connection to
+the user's launcher.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ class Tether:
         self._rest = rest
         self._last = self._beat = time.monotonic()
         self._ended = False
+        self.passed_on: list[int] = []
+        """Signals for the ranks that have been read."""
 
     def read(self) -> int | None:
         """The signal to stop by, if it is time for that."""
@@ -128,7 +131,9 @@ class Tether:
             return None if ended else signal.SIGTERM
         self._last = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
-        numbers = [json.loads(one).get("signal") for one in lines if one.strip()]
+        contents = [json.loads(one) for one in lines if one.strip()]
+        self.passed_on += [int(content["pass_on"]) for content in contents if "pass_on" in content]
+        numbers = [content.get("signal") for content in contents]
         return next((int(number) for number in numbers if number), None)
 
     def beat_due(self, wrote_s: float) -> bool:

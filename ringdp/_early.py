@@ -1,0 +1,29 @@
+"""What the launcher does before ringdp imports torch, which takes seconds: keeps signals that are for its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def hold() -> None:
+    """Keep `RANK_SIGNALS` until there are handlers for them; `release` gives those that came."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
+
+
+def release() -> None:
+    """There are handlers: what `hold` kept comes now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS)
+
+
+def is_launcher(words: Sequence[str]) -> bool:
+    """Whether a command line, with the interpreter and its flags, starts the launcher."""
+    for number, word in enumerate(words[1:], 1):
+        if word == "-m":
+            return words[number + 1 : number + 2] in (["ringdp.launch"], ["ringdp.launcher"])
+        if not word.startswith("-"):
+            return os.path.basename(word) == "ringrun"
+    return False
