@@ -90,9 +90,12 @@ void Acceptor::on_hello(HandshakeAttempt& attempt, const MadeConnections& made) 
     resumptions_.push_back({peer, hello.number, hello.stream, attempt.take_socket()});
     return attempt.close();
   }
-  if (made.joined(peer)) {
+  if (made.number(peer) > 0 || made.joined(peer)) {
     if (!made.same_process(peer, hello.nonce)) return refuse(attempt, Refusal::kDuplicate);
-    if (!made.streams().lacks(peer, hello.stream)) return attempt.close();
+    const bool another = made.wanting(peer, hello.number);
+    const bool further = hello.number == made.number(peer) && made.streams().lacks(peer, hello.stream);
+    const bool hears = made.fixed(peer) && hello.stream == 0 && self_.mine.met != 0;  // by the reply that all have met
+    if (!another && !further && !hears) return attempt.close();
   }
   const auto unconfirmed = std::count_if(attempts_.begin(), attempts_.end(), [&](const HandshakeAttempt& it) {
     return it.facts().peer == peer && it.facts().stream == hello.stream &&

@@ -45,6 +45,7 @@ class Acceptor {
   void step(std::span<const pollfd> polled, const MadeConnections& made);  // which begins with those of `poll_for`
   void collect(MadeConnections& made);                                     // hands over what is done
   void forget(int peer);
+  void set_met(uint8_t met) { self_.mine.met = met; }
   std::vector<Resumption> take_resumptions() { return std::exchange(resumptions_, {}); }
   // Lower ranks that need a connection. A knock that was recorded and is sent again has no other effect.
   std::vector<int> take_knocks() { return std::exchange(knocks_, {}); }
@@ -58,7 +59,7 @@ class Acceptor {
   void refuse(HandshakeAttempt& attempt, Refusal verdict);
   void note_failure(HandshakeAttempt& attempt);
 
-  const HandshakeSelf self_;
+  HandshakeSelf self_;
   Door door_;
   HandshakeAttempts attempts_;
   std::vector<std::string> problems_;  // these are per peer

@@ -42,6 +42,26 @@ void Connector::forget(int peer) {
   made_.forget(peer);
 }
 
+void Connector::lose(int peer) {
+  made_.lose(peer);
+  dialler_.again(peer);
+  ended_.push_back(peer);
+}
+
+void Connector::fix(int peer) {
+  made_.fix(peer);
+  dialler_.forget(peer);
+  acceptor_.forget(peer);
+}
+
+void Connector::note_met(int64_t round_trip_us) {
+  self_.mine.met = met_with(round_trip_us);
+  acceptor_.set_met(self_.mine.met);
+  dialler_.set_met(self_.mine.met);
+  for (int peer = 0; peer < self_.world(); ++peer)
+    if (dialler_.wants(peer)) fix(peer);
+}
+
 bool Connector::busy() const {
   for (int peer = 0; peer < self_.world(); ++peer)
     if (awaits(peer) || !made_.streams().complete(peer)) return true;
@@ -69,13 +89,14 @@ void Connector::step(int wait_ms, std::span<const pollfd> also) {
     if (dialler_.route(peer).known()) want(peer);
   dialler_.step(seen.subspan(dialled), made_);
   made_.watch(seen.subspan(watched));
+  for (int peer : made_.take_ended()) lose(peer);
   acceptor_.collect(made_);
   dialler_.collect(made_);
 }
 
 std::optional<Connector::Trouble> Connector::trouble() const {
   if (const auto& lost = made_.lost())
-    return Trouble{.peer = lost->peer, .lost = true, .text = lost->text, .also = {}, .given_up = lost->given_up};
+    return Trouble{.peer = lost->peer, .lost = true, .text = "it gave up", .also = {}, .given_up = lost->given_up};
   const auto now = Clock::now();
   for (int peer = 0; peer < self_.world(); ++peer) {
     const ExtraStreams& streams = made_.streams();

@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -43,6 +44,11 @@ class Connector {
   void want(int peer);    // from now on; its route is known
   void check(int peer);   // whether a lower rank can be reached, large packets too; the connection is not kept
   void forget(int peer);  // it is not wanted any more, and its problems are forgotten
+  void lose(int peer);    // its connection, which was taken, has ended: another one is made, and can be taken
+  void fix(int peer);     // there is a channel to it: nothing takes the place of its connection here any more
+  // All ranks have met, those of the start are connected; in the handshakes of a peer that does not know it yet it finds that.
+  void note_met(int64_t round_trip_us);
+  uint8_t met(int peer) const { return dialler_.met(peer); }  // what that peer has said, see HandshakeFields
   bool checking(int peer) const { return dialler_.checks(peer); }
 
   // Waits until something happens, there or at the descriptors of `also`, at most that long, and deals with it.
@@ -55,7 +61,7 @@ class Connector {
   // may be.
   struct Trouble {
     int peer = -1;
-    bool lost = false;     // its process has ended; otherwise it may live, but not be reached
+    bool lost = false;     // it has left, or its process has ended; otherwise it may live, but not be reached
     bool refused = false;  // where it listened, nothing does
     bool large = false;    // connected, but large packets do not arrive; `text`: on which connection
     std::string text;
@@ -65,6 +71,7 @@ class Connector {
   std::optional<Trouble> trouble() const;
   std::string problem(int peer) const;  // what goes wrong with a peer that is not connected; may be empty
 
+  std::vector<int> take_ended() { return std::exchange(ended_, {}); }  // peers whose connections ended since
   using Connected = MadeConnections::Connected;
   std::vector<Connected> take() { return made_.take(); }  // those that were not taken before
   using Resumption = Acceptor::Resumption;
@@ -85,10 +92,11 @@ class Connector {
   const std::string& large(int peer) const;  // the connection on which large packets from it did not arrive
   Trouble large_trouble(int peer) const;
 
-  const HandshakeSelf self_;
+  HandshakeSelf self_;
   Acceptor acceptor_;
   Dialler dialler_;
   MadeConnections made_;
+  std::vector<int> ended_;
 };
 
 }  // namespace ringdp

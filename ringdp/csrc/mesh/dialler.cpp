@@ -14,6 +14,8 @@ constexpr auto kKnockAgain = std::chrono::seconds(1);
 Dialler::Dialler(HandshakeSelf self, const std::vector<char>& wanted)
     : self_(std::move(self)),
       aims_(wanted.size(), Aim::kNone),
+      numbers_(wanted.size(), 1),
+      met_(wanted.size(), 0),
       routes_(wanted.size()),
       probe_from_(wanted.size(), Clock::time_point::max()),
       large_(wanted.size()) {
@@ -47,6 +49,14 @@ void Dialler::forget(int peer) {
   large_[peer].clear();
   for (HandshakeAttempt& it : attempts_)
     if (it.facts().peer == peer) it.close();
+}
+
+void Dialler::again(int peer) {
+  ++numbers_[peer];
+  for (HandshakeAttempt& it : attempts_)
+    if (it.facts().peer == peer) it.close();
+  routes_[peer].again(Clock::now());
+  if (probe_from_[peer] != Clock::time_point::max()) probe_from_[peer] = Clock::time_point::min();
 }
 
 void Dialler::step(std::span<const pollfd> polled, MadeConnections& made) {
@@ -87,7 +97,10 @@ void Dialler::on_proven(HandshakeAttempt& attempt, const MadeConnections& made) 
     aims_[facts.peer] = Aim::kNone;  // it can be reached
     return attempt.close();
   }
+  met_[facts.peer] = facts.met;
   const bool first = facts.stream == 0;
+  const bool late = first && facts.number != numbers_[facts.peer];
+  if (late || (facts.met != 0 && self_.mine.met == 0)) return attempt.fail("");  // it has a channel to this rank already
   const auto is_made = [&](const HandshakeAttempt& it) {
     return it.facts().peer == facts.peer && it.facts().stream == 0 && it.stage() == HandshakeAttempt::Stage::kDone;
   };
@@ -95,6 +108,7 @@ void Dialler::on_proven(HandshakeAttempt& attempt, const MadeConnections& made) 
                             : !made.streams().lacks(facts.peer, facts.stream);
   if (better) return attempt.fail("");  // one confirm per peer: the other side may believe it
   attempt.confirm(self_, first ? made.streams().wanted(facts.peer, attempt.fd()) : facts.streams);
+  if (first && attempt.stage() != HandshakeAttempt::Stage::kDone) ++numbers_[facts.peer];  // it may have arrived
 }
 
 void Dialler::note_failure(HandshakeAttempt& attempt, MadeConnections& made) {
@@ -122,12 +136,21 @@ void Dialler::dial_due(int peer, MadeConnections& made) {
   const auto now = Clock::now();
   ExtraStreams& streams = made.streams();
   while (auto stream = streams.due(peer, now))
-    dial({.peer = peer, .stream = *stream, .streams = streams.streams(peer), .address = streams.address(peer)}, made);
+    dial({.peer = peer,
+          .stream = *stream,
+          .streams = streams.streams(peer),
+          .number = made.number(peer),
+          .address = streams.address(peer)},
+         made);
   Route& route = routes_[peer];
   if (!awaits(peer, made) || !route.known() || now < probe_from_[peer]) return;
   while (auto candidate = route.due(now)) {
     route.started(*candidate, now);
-    dial({.peer = peer, .candidate = *candidate, .address = route.address(*candidate), .probe = peer > self_.rank()},
+    dial({.peer = peer,
+          .number = numbers_[peer],
+          .candidate = *candidate,
+          .address = route.address(*candidate),
+          .probe = peer > self_.rank()},
          made);
   }
 }

@@ -6,6 +6,7 @@
 
 #include <poll.h>
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +27,8 @@ class Dialler {
   void want(int peer);
   void check(int peer);
   void forget(int peer);
+  void again(int peer);  // its connection has ended
+  void set_met(uint8_t met) { self_.mine.met = met; }
 
   bool aims_at(int peer) const { return aims_[peer] != Aim::kNone; }  // to connect with it, or to check
   bool wants(int peer) const { return aims_[peer] == Aim::kConnect; }
@@ -33,6 +36,7 @@ class Dialler {
   const Route& route(int peer) const { return routes_[peer]; }
   const std::string& large(int peer) const { return large_[peer]; }  // see HandshakeAttempt::Failure
   const HandshakeAttempts& attempts() const { return attempts_; }
+  uint8_t met(int peer) const { return met_[peer]; }  // what its last reply said, see HandshakeFields
 
   void poll_for(std::vector<pollfd>& polled) const { ringdp::poll_for(attempts_, polled); }
   void step(std::span<const pollfd> polled, MadeConnections& made);  // which begins with those of `poll_for`
@@ -49,8 +53,10 @@ class Dialler {
   void dial_due(int peer, MadeConnections& made);
   void dial(HandshakeAttempt::Facts facts, MadeConnections& made);
 
-  const HandshakeSelf self_;
+  HandshakeSelf self_;
   std::vector<Aim> aims_;  // these are per peer
+  std::vector<uint64_t> numbers_;  // of the connection that is dialled now, or next
+  std::vector<uint8_t> met_;
   std::vector<Route> routes_;
   std::vector<Clock::time_point> probe_from_;  // for ever away where it is not to be probed
   std::vector<std::string> large_;

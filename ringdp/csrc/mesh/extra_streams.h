@@ -41,6 +41,7 @@ class ExtraStreams {
   void add(int peer, int stream, Fd socket);
   std::vector<Fd> take(int peer);
   void forget(int peer) { peers_[peer] = {}; }
+  void restart(int peer) { peers_[peer] = {.setting = peers_[peer].setting, .dial = {}, .others = {}}; }  // another first one
   int streams(int peer) const { return static_cast<int>(peers_[peer].others.size()) + 1; }
 
   // The one to dial now, and where; it counts as begun.

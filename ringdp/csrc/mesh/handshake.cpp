@@ -1,5 +1,7 @@
 #include "mesh/handshake.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 #include <vector>
 
@@ -18,7 +20,20 @@ Digest mac_of(std::span<const std::byte> fields, std::span<const std::byte> secr
   return hmac_sha256(secret, covered);
 }
 
+constexpr uint8_t kNoRoundTrip = 1;
+constexpr uint8_t kLongestRoundTrip = 26;  // 2^26 us are 67 s
+
 }  // namespace
+
+uint8_t met_with(int64_t round_trip_us) {
+  if (round_trip_us <= 0) return kNoRoundTrip;
+  return static_cast<uint8_t>(kNoRoundTrip + std::bit_width(static_cast<uint64_t>(round_trip_us)));
+}
+
+int64_t round_trip_in(uint8_t met) {
+  if (met <= kNoRoundTrip) return 0;
+  return int64_t{1} << std::min<int>(met - kNoRoundTrip - 1, kLongestRoundTrip);
+}
 
 HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const std::byte> secret,
                                   std::span<const std::byte> transcript) {
@@ -37,7 +52,8 @@ HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const
   std::memcpy(at + 56, fields.nonce.data(), kNonceBytes);
   put(at + 80, static_cast<uint8_t>(fields.stream));
   put(at + 81, static_cast<uint8_t>(fields.streams - 1));
-  put(at + 82, static_cast<uint8_t>(fields.purpose));  // 83 to 87: 0 so far
+  put(at + 82, static_cast<uint8_t>(fields.purpose));
+  put(at + 83, fields.met);  // 84 to 87: 0 so far
   put(at + 88, fields.number);
   Digest mac = mac_of(std::span(message).first(kSignedBytes), secret, transcript);
   std::memcpy(at + kSignedBytes, mac.data(), mac.size());
@@ -64,6 +80,7 @@ std::optional<HandshakeFields> decode_handshake(const HandshakeMessage& message,
   fields.stream = take<uint8_t>(at + 80);
   fields.streams = static_cast<uint16_t>(take<uint8_t>(at + 81) + 1);
   fields.purpose = static_cast<Purpose>(take<uint8_t>(at + 82));
+  fields.met = take<uint8_t>(at + 83);
   fields.number = take<uint64_t>(at + 88);
   return fields;
 }

@@ -29,7 +29,7 @@
 
 namespace ringdp {
 
-inline constexpr uint32_t kProtocolVersion = 7;
+inline constexpr uint32_t kProtocolVersion = 8;
 inline constexpr std::size_t kHandshakeBytes = 128;
 inline constexpr std::size_t kMaxPaddingBytes = 9216;  // with jumbo frames a packet carries 8,948 bytes
 inline constexpr std::size_t kNonceBytes = 24;
@@ -70,8 +70,15 @@ struct HandshakeFields {
   uint16_t streams = 1;  // confirm of the first: how many there are to be
   Nonce nonce{};
   Purpose purpose = Purpose::kMeet;
-  uint64_t number = 0;  // of kResume: of the attempt, in resume messages: of the frames that have come
+  uint8_t met = 0;  // the sender knows that all ranks have met, and their longest round trip: see met_with
+  // Of the pair's connection: of those that break while the ranks meet, and of those of kResume, each by itself. In resume
+  // messages: of the frames that have come.
+  uint64_t number = 0;
 };
+
+// HandshakeFields::met of a rank that has met the others, and what it says.
+uint8_t met_with(int64_t round_trip_us);  // 0 or a power of two
+int64_t round_trip_in(uint8_t met);
 
 // `transcript`: the messages before this one, covered by its MAC too.
 HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const std::byte> secret,

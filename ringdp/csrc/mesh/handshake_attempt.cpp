@@ -104,6 +104,7 @@ bool HandshakeAttempt::send(const HandshakeSelf& self, const HandshakeFields& fi
   HandshakeFields sent = fields;
   sent.stream = static_cast<uint16_t>(facts_.stream);
   sent.streams = static_cast<uint16_t>(facts_.streams);
+  sent.number = facts_.number;
   if (socket_.send(sent, self.secret)) return true;
   fail(socket_.why());
   return false;
@@ -150,6 +151,7 @@ HandshakeAttempt::Event HandshakeAttempt::on_reply(const HandshakeSelf& self) {
     fail("it answered as another rank", false, true);
   } else {
     socket_.heard();
+    facts_.met = reply->met;
     return await_padding(self, reply->padding);
   }
   return Event::kNone;
@@ -178,6 +180,7 @@ HandshakeAttempt::Event HandshakeAttempt::on_hello(const HandshakeSelf& self) {
 void HandshakeAttempt::reply(const HandshakeSelf& self) {
   facts_.peer = static_cast<int>(facts_.hello.from);
   facts_.stream = facts_.hello.stream;
+  facts_.number = facts_.hello.number;
   deadline_ = Deadline::after_ms(kPeerMs);
   HandshakeFields fields = self.fields(HandshakeType::kReply, facts_.peer);
   fields.padding = padding_for(socket_.fd());

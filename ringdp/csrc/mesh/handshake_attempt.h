@@ -42,6 +42,8 @@ class HandshakeAttempt {
     int peer = -1;              // of an accepted one: once it has said hello and was answered
     int stream = 0;             // 0: the pair's first connection
     int streams = 1;            // of the pair
+    uint64_t number = 0;        // of the pair's connection; a later one takes the place of this
+    uint8_t met = 0;            // what the peer's reply says, see HandshakeFields
     std::size_t candidate = 0;  // of the peer's route, if this side dials the first
     SocketAddress address = {};
     bool probe = false;  // the peer is only asked to connect

@@ -115,8 +115,11 @@ bool LateConnections::step() {
   state_->connector.step(wait_ms, also);
   std::vector<Connector::Connected> connected = state_->connector.take();
   ask_for_congestion(connected, state_->congestion);  // what is wrong was said at the start
-  for (Connector::Connected& it : connected) state_->sharing.add(it.peer, std::move(it.socket), std::move(it.more));
+  for (Connector::Connected& it : connected)
+    state_->sharing.reconnect(it.peer, std::move(it.socket), std::move(it.more));
   state_->sharing.step(0);
+  for (int peer : state_->sharing.take_cut()) state_->connector.lose(peer);
+  state_->connector.take_ended();
   for (Connector::Resumption& it : state_->connector.take_resumptions())
     if (redialler_) redialler_->take(std::move(it));
   if (redialler_) redialler_->step();
@@ -187,6 +190,7 @@ void LateConnections::hand_over() {
                                              std::to_string(peer) + " (" + problem + ") and uses " +
                                              std::string(choice.fallback->title) + ", which is slower");
     const bool checksums = state_->checksums && state_->sharing.transport(peer).checksums;
+    state_->connector.fix(peer);
     events_.connected(peer, state_->sharing.take(peer), checksums);
   }
 }

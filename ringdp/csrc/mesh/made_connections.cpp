@@ -31,15 +31,17 @@ MadeConnections::MadeConnections(int world, ExtraStreams streams)
 
 bool MadeConnections::same_process(int peer, const Nonce& nonce) const {
   const HandshakeSelf::Instance& instance = peers_[peer].instance;
-  return std::equal(instance.begin(), instance.end(), nonce.begin());
+  return instance == HandshakeSelf::Instance{} || std::equal(instance.begin(), instance.end(), nonce.begin());
 }
 
 void MadeConnections::collect(HandshakeAttempts& attempts) {
   for (HandshakeAttempt& it : attempts) {
     const HandshakeAttempt::Facts& facts = it.facts();
-    if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream > 0 || joined(facts.peer)) continue;
+    if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream > 0 || !wanting(facts.peer, facts.number)) continue;
     Peer& peer = peers_[facts.peer];
+    if (joined(facts.peer)) streams_.restart(facts.peer);
     peer.joined = peer.watched = true;
+    peer.number = facts.number;
     streams_.expect(facts.peer, facts.streams, facts.dialled ? std::optional(facts.address) : std::nullopt);
     peer.socket = it.take_socket().take();
     if (facts.dialled) peer.dialled = facts.address;
@@ -49,7 +51,9 @@ void MadeConnections::collect(HandshakeAttempts& attempts) {
        attempts) {  // of those that were accepted, the first of a pair may be slower than the others
     const HandshakeAttempt::Facts& facts = it.facts();
     if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream == 0 || !joined(facts.peer)) continue;
-    if ((facts.dialled || same_process(facts.peer, facts.hello.nonce)) && streams_.lacks(facts.peer, facts.stream))
+    if (wanting(facts.peer, facts.number)) continue;
+    const bool ours = facts.dialled || same_process(facts.peer, facts.hello.nonce);
+    if (ours && facts.number == number(facts.peer) && streams_.lacks(facts.peer, facts.stream))
       streams_.add(facts.peer, facts.stream, it.take_socket().take());
     it.close();
   }
@@ -86,16 +90,31 @@ void MadeConnections::watch(std::span<const pollfd> polled) {
     if (peers_[peer].watched && polled[index++].revents != 0) note_end(static_cast<int>(peer));
 }
 
-// No rank leaves in good order before all are connected: the end of a connection means that the rank has died, or that it
-// has failed and has written why into the store.
+void MadeConnections::lose(int peer) {
+  Peer& it = peers_[peer];
+  it.joined = it.watched = false;
+  it.socket.reset();
+  streams_.restart(peer);
+}
+
+void MadeConnections::fix(int peer) {
+  Peer& it = peers_[peer];
+  it.joined = it.fixed = true;
+  it.watched = false;
+  it.socket.reset();
+}
+
+// No rank leaves in good order before all are connected: the rank has died, or has failed and written why into the store, or
+// the network has ended the connection. Which, others find out; this one is made again.
 void MadeConnections::note_end(int peer) {
   const int socket = peers_[peer].socket.get();
-  const int error_number = connect_error(socket);
+  auto why = last_words(socket);
+  if (!why) {
+    ended_.push_back(peer);
+    return lose(peer);
+  }
   peers_[peer].watched = false;
-  if (!lost_)
-    lost_ = Lost{.peer = peer,
-                 .text = error_number == 0 ? "its connection was closed" : errno_text(error_number),
-                 .given_up = last_words(socket)};
+  if (!lost_) lost_ = Lost{.peer = peer, .given_up = std::move(*why)};
 }
 
 void MadeConnections::tell(const GivenUp& why) {

@@ -32,14 +32,31 @@ std::string stranger_text(const PairSetup::Terms& terms, const ucred& credential
 }  // namespace
 
 PairSetup::PairSetup(const Terms& terms, Fd tcp, std::vector<Fd> streams)
-    : terms_(terms), tcp_(std::move(tcp)), streams_(std::move(streams)) {}
+    : terms_(terms), connected_(true), tcp_(std::move(tcp)), streams_(std::move(streams)) {}
 
 int PairSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
   if (stage_ == Stage::kConnecting) wait_ms = std::min(wait_ms, kConnectAgainMs);
   if (stage_ == Stage::kAwaitMemory) wait_ms = deadline_.remaining_ms(wait_ms);
-  polled.push_back({tcp_.get(), POLLIN, 0});
-  if (stage_ == Stage::kAwaitMemory) polled.push_back({unix_socket_.get(), POLLIN, 0});
+  if (!cut_ && !shares()) polled.push_back({tcp_.get(), POLLIN, 0});
+  if (unix_socket_ && stage_ != Stage::kConnecting) polled.push_back({unix_socket_.get(), POLLIN, 0});
   return wait_ms;
+}
+
+void PairSetup::reconnect(Fd tcp, std::vector<Fd> streams) {
+  tcp_ = std::move(tcp);
+  streams_ = std::move(streams);
+  tcp_reader_ = {};
+  cut_ = false;
+  const bool lower = terms_.self < terms_.peer;
+  if (lower && stage_ == Stage::kAwaitAnswer) say(offer_);
+  if (negotiates_ && settled() && !memory_) say({.type = SharedType::kRefused, .reason = problem_});
+}
+
+// Both directions: the other end may not have noticed.
+void PairSetup::end_tcp() {
+  cut_ = true;
+  shutdown(tcp_.get(), SHUT_RDWR);
+  for (const Fd& it : streams_) shutdown(it.get(), SHUT_RDWR);
 }
 
 void PairSetup::move_on() {
@@ -55,14 +72,14 @@ void PairSetup::offer(FdSocket& fd_socket) {
   handout_ = PairMemory::create(terms_.ring_bytes, problem);
   if (handout_) memory_ = PairMemory::map(handout_, terms_.ring_bytes, problem);
   if (!memory_) return fail(problem);
-  SharedMessage message;
-  message.type = SharedType::kOffer;
-  message.ring_bytes = terms_.ring_bytes;
-  message.name = fd_socket.name();
-  random_bytes(message.token);
-  fd_socket.expect(message.token, terms_.peer);
+  offer_.type = SharedType::kOffer;
+  offer_.ring_bytes = terms_.ring_bytes;
+  offer_.name = fd_socket.name();
+  random_bytes(offer_.token);
+  fd_socket.expect(offer_.token, terms_.peer);
+  negotiates_ = true;
   stage_ = Stage::kAwaitAnswer;
-  say(message);
+  say(offer_);
 }
 
 void PairSetup::hand_out(FdSocket::Client client) {
@@ -83,6 +100,11 @@ void PairSetup::hand_out(FdSocket::Client client) {
 }
 
 // ---- The higher rank ----
+
+void PairSetup::await_offer() {
+  negotiates_ = true;
+  stage_ = Stage::kAwaitOffer;
+}
 
 void PairSetup::on_offer() {
   std::size_t bytes = offer_.ring_bytes;
@@ -108,48 +130,75 @@ void PairSetup::connect() {
   stage_ = Stage::kAwaitMemory;
 }
 
-void PairSetup::fetch() {
-  if (stage_ != Stage::kAwaitMemory) return;
-  SharedReader::Status status = unix_reader_.read(unix_socket_.get());
-  if (status == SharedReader::Status::kWaiting) return;
+void PairSetup::on_memory(const SharedMessage& reply) {
   Fd memory = unix_reader_.take_descriptor();
-  const SharedMessage& reply = unix_reader_.message();
-  if (status == SharedReader::Status::kClosed)
-    return refuse(rank_text(terms_.peer) + " did not hand the memory out: " + unix_reader_.why());
-  if (status == SharedReader::Status::kMessage && reply.type == SharedType::kRefused) return refuse(reply.reason);
-  if (status != SharedReader::Status::kMessage || reply.type != SharedType::kMemory)
+  if (reply.type == SharedType::kRefused) return refuse(reply.reason);
+  if (reply.type != SharedType::kMemory)
     return refuse(rank_text(terms_.peer) + " answered something else than memory");
   if (!memory) return fail("the memory's descriptor did not come through (ulimit -n, or a security module?)");
   std::string problem;
   memory_ = PairMemory::map(memory, offer_.ring_bytes, problem);
   if (!memory_) return fail(problem);
-  say({.type = SharedType::kAccepted});
+  if (int error_number = send_shared_message(unix_socket_.get(), {.type = SharedType::kAccepted}); error_number != 0)
+    return fail("a Unix socket: " + errno_text(error_number));
   use_memory();
 }
 
 // ---- Both ----
 
-std::optional<SharedMessage> PairSetup::hear() {
+std::optional<SharedMessage> PairSetup::hear(int fd) {
+  return fd == unix_socket_.get() ? hear_unix() : fd == tcp_.get() && !cut_ ? hear_tcp() : std::nullopt;
+}
+
+std::optional<SharedMessage> PairSetup::given_up_or(const SharedMessage& message) {
+  auto why = GivenUp::from(message);
+  if (!why) return message;
+  report(true, "it gave up");
+  trouble_->given_up = std::move(why);
+  return std::nullopt;
+}
+
+std::optional<SharedMessage> PairSetup::hear_tcp() {
   switch (tcp_reader_.read(tcp_.get())) {
     case SharedReader::Status::kWaiting:
       return std::nullopt;
     case SharedReader::Status::kClosed:
-      report(true, tcp_reader_.why());
-      return std::nullopt;
+      end_tcp();
+      // A peer that has accepted the memory closes this connection as soon as all are ready: it said so before.
+      return stage_ == Stage::kAwaitAnswer && unix_socket_ ? hear_unix() : std::nullopt;
     case SharedReader::Status::kNonsense:
       report(false, "it sent something that is not part of the set-up");
       return std::nullopt;
     case SharedReader::Status::kMessage:
       break;
   }
-  const SharedMessage& message = tcp_reader_.message();
-  if (auto why = GivenUp::from(message)) {
-    report(true, "it gave up");
-    trouble_->given_up = std::move(why);
-    return std::nullopt;
-  }
+  const auto message = given_up_or(tcp_reader_.message());
+  if (!message) return std::nullopt;
+  const bool offered = message->type == SharedType::kOffer && message->token == offer_.token;
+  const bool refused = message->type == SharedType::kRefused && negotiates_ && settled() && !memory_;
+  if (offered || refused) return std::nullopt;  // it was said before, on a connection that has ended
   if (settled()) return message;
-  on_message(message);
+  on_message(*message);
+  return std::nullopt;
+}
+
+std::optional<SharedMessage> PairSetup::hear_unix() {
+  const SharedReader::Status status = unix_reader_.read(unix_socket_.get());
+  if (status == SharedReader::Status::kWaiting) return std::nullopt;
+  const bool message = status == SharedReader::Status::kMessage;
+  if (shares()) {
+    if (message) return given_up_or(unix_reader_.message());
+    report(status == SharedReader::Status::kClosed, message ? "" : unix_reader_.why());
+  } else if (stage_ == Stage::kAwaitMemory) {
+    if (message)
+      on_memory(unix_reader_.message());
+    else
+      refuse(rank_text(terms_.peer) + " did not hand the memory out: " + unix_reader_.why());
+  } else if (message && unix_reader_.message().type == SharedType::kAccepted) {
+    use_memory();
+  } else {
+    unix_socket_.reset();  // it refuses, and says why on the other connection
+  }
   return std::nullopt;
 }
 
@@ -160,7 +209,6 @@ void PairSetup::on_message(const SharedMessage& message) {
   }
   if ((stage_ == Stage::kAwaitOffer || stage_ == Stage::kAwaitAnswer) && message.type == SharedType::kRefused)
     return use_fallback(message.reason);
-  if (stage_ == Stage::kAwaitAnswer && message.type == SharedType::kAccepted && unix_socket_) return use_memory();
   out_of_turn(message);
 }
 
@@ -170,13 +218,18 @@ void PairSetup::out_of_turn(const SharedMessage& message) {
 
 void PairSetup::say(const SharedMessage& message) {
   // 256 bytes, three of them at most, always fit into a fresh socket's buffer.
-  if (int error_number = send_shared_message(tcp_.get(), message); error_number != 0)
-    report(true, errno_text(error_number));
+  if (shares()) {
+    if (int error_number = send_shared_message(unix_socket_.get(), message); error_number != 0)
+      report(true, errno_text(error_number));
+  } else if (!cut_ && send_shared_message(tcp_.get(), message) != 0) {
+    end_tcp();
+  }
 }
 
 void PairSetup::fail(const std::string& problem) { refuse(rank_text(terms_.self) + ": " + problem); }
 
 void PairSetup::refuse(const std::string& reason) {
+  negotiates_ = true;
   SharedMessage message;
   message.reason = reason;
   use_fallback(SharedMessage::decode(message.encode())->reason);  // the peer's words are cut, so are these
@@ -201,6 +254,7 @@ void PairSetup::report(bool lost, const std::string& text) {
 }
 
 std::unique_ptr<Channel> PairSetup::take(const Transport& without_memory) {
+  connected_ = false;
   if (!memory_) {
     std::vector<Fd> sockets = std::move(streams_);
     sockets.insert(sockets.begin(), std::move(tcp_));

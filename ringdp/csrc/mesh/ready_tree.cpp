@@ -28,8 +28,8 @@ void ReadyTree::set_ready(int64_t number) {
 }
 
 bool ReadyTree::take_report(int peer, int64_t number) {
-  if (std::erase(silent_, peer) == 0) return false;
-  largest_ = std::max(largest_, number);
+  if (peer == parent_ || !is_neighbour(peer)) return false;
+  if (std::erase(silent_, peer) > 0) largest_ = std::max(largest_, number);
   return true;
 }
 

@@ -21,12 +21,14 @@ class ReadyTree {
   const std::vector<int>& children() const { return children_; }
 
   void set_ready(int64_t number);  // the first call counts
-  // A child and all behind it are ready, `number` is their largest; false: the report was not expected.
+  // A child and all behind it are ready, `number` is their largest; false: the report was not expected. It may come again, over
+  // another connection.
   bool take_report(int peer, int64_t number);
   bool take_all_ready(int peer, int64_t number);  // the parent knows that all are; false: the same
 
   bool to_report() const;  // this rank and all behind it are ready, and the parent (rank 0: itself) does not know yet
   void note_reported();
+  bool reported() const { return reported_; }
   bool all_ready() const { return all_ready_; }
   int64_t largest() const { return largest_; }  // of those behind this rank; once all are ready, of all
   std::vector<int> awaited() const;             // the neighbours whose message is missing

@@ -43,7 +43,11 @@ Mesh RendezvousRun::run() {
   introduce();
   connect();
   transports_.check_settings();  // before the sockets are taken: where it throws they must stay open for a while
-  transports_.run(connector_->take());
+  transports_.run(*connector_, [this] {
+    look_at_ended();
+    check_connections();
+    check_processes();
+  });
   return mesh();
 }
 
@@ -84,6 +88,7 @@ void RendezvousRun::connect() {
     else
       poll(nullptr, 0, wait_ms);
     if (options_.check_interrupt) options_.check_interrupt();
+    if (look_at_ended()) next_look = Clock::now();  // it may have a reason
     check_connections();
     check_processes();
     if (ranks_.all_present()) wait_.note_all_came();
@@ -110,6 +115,7 @@ Mesh RendezvousRun::mesh() {
   mesh.round_trip_us = sharing.round_trip_us();
   const bool streams = std::any_of(mesh.peers.begin(), mesh.peers.end(),
                                    [](const MeshPeer& it) { return it.channel && !it.channel->direct(); });
+  connector_->note_met(mesh.round_trip_us);
   if (world_ > options_.full_mesh_ranks || (options_.heals && streams)) mesh.late = leave_the_rest();
   return mesh;
 }
@@ -232,6 +238,13 @@ std::vector<std::string> RendezvousRun::addresses_to_listen_on(bool alone) const
 }
 
 // ---- Who is still to be had ----
+
+// Either end may have died: its process is looked for at once.
+bool RendezvousRun::look_at_ended() {
+  if (!connector_ || connector_->take_ended().empty()) return false;
+  check_after_ = Clock::now();
+  return true;
+}
 
 void RendezvousRun::check_processes() {
   auto now = Clock::now();

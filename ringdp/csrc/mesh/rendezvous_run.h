@@ -42,6 +42,7 @@ class RendezvousRun {
   // Whether this rank and that one are to be connected before `run` returns.
   bool at_start(int peer) const { return connected_from_start(rank_, peer, world_, options_.full_mesh_ranks); }
   bool connected(int peer) const { return connector_ && connector_->connected(peer); }
+  bool look_at_ended();  // connections; true: one has
   void check_processes();
   void check_connections();
   std::string missing_text() const;

@@ -12,7 +12,9 @@ constexpr milliseconds kAgainSoon{100};  // after a failure; later less often
 constexpr milliseconds kAgain{1000};
 constexpr int kSoonTries = 5;
 constexpr milliseconds kUnreachableAfter{8000};  // with the rest, all ranks are told within ten seconds
+constexpr milliseconds kEndedAfter{30'000};      // of connections to which something listens, and which end
 constexpr milliseconds kRefusedAfter{1500};      // everywhere
+constexpr milliseconds kRefusedAgain{200};       // everywhere, where one was connected
 constexpr milliseconds kRefusedPartly{4000};     // no other address answers: three lost packets are not chance
 constexpr int kRefusedTries = 3;
 
@@ -28,6 +30,11 @@ void Route::restart(Clock::time_point now) {
   begin_.reset();
   for (std::size_t i = 0; i < tries_.size(); ++i)
     tries_[i] = {.address = tries_[i].address, .begin = now + kHeadStart * i, .why = {}};
+}
+
+void Route::again(Clock::time_point now) {
+  restart(now);
+  was_connected_ = true;
 }
 
 std::optional<std::size_t> Route::due(Clock::time_point now) const {
@@ -53,11 +60,12 @@ void Route::answered(std::size_t index) { tries_[index].answered = true; }
 
 void Route::failed(std::size_t index, const std::string& why, bool refused, bool final, Clock::time_point now) {
   Try& it = tries_[index];
+  it.ended = it.answered && !refused;
   it.running = it.answered = false;
   it.refused = refused;
   it.final = final;
   it.why = why;
-  it.begin = now + (++it.failures < kSoonTries ? kAgainSoon : kAgain);
+  it.begin = now + (++it.failures < kSoonTries || it.ended ? kAgainSoon : kAgain);
   // The head start was for this one.
   for (Try& next : tries_)
     if (!next.running && next.failures == 0) {
@@ -74,9 +82,10 @@ Route::Verdict Route::verdict(Clock::time_point now) const {
   if (std::all_of(tries_.begin(), tries_.end(), final)) return Verdict::kUnreachable;  // also without any
   if (std::any_of(tries_.begin(), tries_.end(), answered)) return Verdict::kOpen;
   milliseconds took = std::chrono::duration_cast<milliseconds>(now - begin_.value_or(now));
-  if (took >= kRefusedAfter && std::all_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
+  if (took >= (was_connected_ ? kRefusedAgain : kRefusedAfter) && std::all_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
   if (took >= kRefusedPartly && std::any_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
-  return took >= kUnreachableAfter ? Verdict::kUnreachable : Verdict::kOpen;
+  const bool ended = std::any_of(tries_.begin(), tries_.end(), [](const Try& it) { return it.ended; });
+  return took >= (ended ? kEndedAfter : kUnreachableAfter) ? Verdict::kUnreachable : Verdict::kOpen;
 }
 
 std::string Route::text(Clock::time_point now) const {

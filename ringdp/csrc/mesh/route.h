@@ -33,6 +33,7 @@ class Route {
   // `final`: it will never be right (another job, another rank).
   void failed(std::size_t index, const std::string& why, bool refused, bool final, Clock::time_point now);
   void restart(Clock::time_point now);
+  void again(Clock::time_point now);  // the peer was connected, and that has ended: it listened at one of these
 
   Verdict verdict(Clock::time_point now) const;
   std::string text(Clock::time_point now) const;  // "10.0.0.1:29600 (Connection refused), …"
@@ -45,11 +46,13 @@ class Route {
     bool answered = false;
     bool refused = false;  // the last time
     bool final = false;
+    bool ended = false;  // the last time it had been connected
     int failures = 0;
     std::string why;
   };
 
   bool known_ = false;
+  bool was_connected_ = false;
   std::optional<Clock::time_point> begin_;  // of the first try
   std::vector<Try> tries_;
   std::vector<std::string> left_out_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <utility>
 
 #include "base/memory_limit.h"
@@ -39,7 +40,11 @@ std::string instead_text(const TransportChoice& choice) {
 }
 
 SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vector<std::vector<Fd>> streams)
-    : rank_(rank), plan_(std::move(plan)), pairs_(sockets.size()), tree_(rank, static_cast<int>(pairs_.size())) {
+    : rank_(rank),
+      plan_(std::move(plan)),
+      pairs_(sockets.size()),
+      tree_(rank, static_cast<int>(pairs_.size())),
+      said_(sockets.size()) {
   streams.resize(pairs_.size());
   bool makes = false;
   for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
@@ -54,9 +59,29 @@ SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vect
 }
 
 void SharedSetup::add(int peer, Fd socket, std::vector<Fd> streams) {
+  said_[peer] = {};
   pairs_[peer] = pair_of(peer, std::move(socket), std::move(streams));
   if (plan_.shares(peer) && peer > rank_) no_memory_ = memory_problem(2 * plan_.ring_bytes);
   begin(peer);
+}
+
+void SharedSetup::reconnect(int peer, Fd socket, std::vector<Fd> streams) {
+  if (!pairs_[peer].connected()) return add(peer, std::move(socket), std::move(streams));
+  said_[peer] = {};
+  pairs_[peer].reconnect(std::move(socket), std::move(streams));
+}
+
+std::vector<int> SharedSetup::take_cut() {
+  std::vector<int> out;
+  for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
+    if (!pairs_[peer].cut() || std::exchange(said_[peer].is_cut, true)) continue;
+    out.push_back(peer);
+  }
+  return out;
+}
+
+void SharedSetup::note_all_ready(int64_t round_trip_us) {
+  if (pairs_[tree_.parent()].cut()) tree_.take_all_ready(tree_.parent(), round_trip_us);
 }
 
 PairSetup SharedSetup::pair_of(int peer, Fd socket, std::vector<Fd> streams) const {
@@ -83,6 +108,7 @@ void SharedSetup::begin(int peer) {
 
 void SharedSetup::forget(int peer) {
   pairs_[peer] = {};
+  said_[peer] = {};
   trouble_.reset();
 }
 
@@ -93,7 +119,19 @@ std::vector<int> SharedSetup::settled_now() const {
   return out;
 }
 
-bool SharedSetup::complete() const { return tree_.all_ready() && told_children_; }
+bool SharedSetup::complete() const {
+  const auto heard = [this](int child) { return said_[child].to_it && said_[child].by_it && !pairs_[child].cut(); };
+  return tree_.all_ready() && settled() && std::all_of(tree_.children().begin(), tree_.children().end(), heard);
+}
+
+// Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end. What one says that
+// knows that all are ready may be a frame.
+bool SharedSetup::waits_for(int peer) const {
+  const PairSetup& pair = pairs_[peer];
+  if (!pair.connected() || !pair.settled()) return pair.connected();
+  if (peer == tree_.parent()) return !tree_.all_ready();
+  return tree_.is_neighbour(peer) && !(said_[peer].to_it && said_[peer].by_it && tree_.all_ready());
+}
 
 bool SharedSetup::settled() const {
   return std::all_of(pairs_.begin(), pairs_.end(), [](const PairSetup& it) { return it.settled(); });
@@ -103,12 +141,15 @@ std::vector<int> SharedSetup::awaited() const {
   std::vector<int> out;
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer)
     if (!pairs_[peer].settled()) out.push_back(static_cast<int>(peer));
+  if (out.empty() && tree_.all_ready() && !complete())
+    std::copy_if(tree_.children().begin(), tree_.children().end(), std::back_inserter(out),
+                 [this](int child) { return waits_for(child) || pairs_[child].cut(); });
   return out.empty() ? tree_.awaited() : out;
 }
 
 int SharedSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
-  for (const PairSetup& pair : pairs_)
-    if (pair.connected() && !pair.settled()) wait_ms = pair.poll_for(polled, wait_ms);
+  for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer)
+    if (waits_for(peer)) wait_ms = pairs_[peer].poll_for(polled, wait_ms);
   if (fd_socket_) fd_socket_->poll_for(polled);
   return wait_ms;
 }
@@ -117,22 +158,16 @@ void SharedSetup::step(int wait_ms) {
   std::vector<pollfd> polled;
   std::vector<int> ranks;
   for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
-    const PairSetup& pair = pairs_[peer];
-    // Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end.
-    if (!pair.connected() || (pair.settled() && !tree_.is_neighbour(peer))) continue;
-    wait_ms = pair.poll_for(polled, wait_ms);
+    if (!waits_for(peer)) continue;
+    wait_ms = pairs_[peer].poll_for(polled, wait_ms);
     ranks.resize(polled.size(), peer);
   }
   if (fd_socket_) fd_socket_->poll_for(polled);
   if (!polled.empty()) poll(polled.data(), polled.size(), complete() ? 0 : wait_ms);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (polled[i].revents == 0) continue;
-    PairSetup& pair = pairs_[ranks[i]];
-    if (polled[i].fd == pair.tcp())
-      hear(ranks[i]);
-    else
-      pair.fetch();
-    note_trouble(pair);
+    hear(ranks[i], polled[i].fd);
+    note_trouble(pairs_[ranks[i]]);
   }
   if (fd_socket_)
     for (FdSocket::Client& client : fd_socket_->serve()) pairs_[client.peer].hand_out(std::move(client));
@@ -150,34 +185,35 @@ void SharedSetup::step(int wait_ms) {
   pass_on();
 }
 
-void SharedSetup::hear(int peer) {
-  if (trouble_) return;
-  auto message = pairs_[peer].hear();
+void SharedSetup::hear(int peer, int fd) {
+  if (trouble_ || !waits_for(peer)) return;
+  auto message = pairs_[peer].hear(fd);
   if (!message) return;
-  const bool expected = (message->type == SharedType::kReady && tree_.take_report(peer, message->round_trip_us)) ||
-                        (message->type == SharedType::kAllReady && tree_.take_all_ready(peer, message->round_trip_us));
+  const bool report = message->type == SharedType::kReady && tree_.take_report(peer, message->round_trip_us);
+  said_[peer].by_it |= report;
+  const bool expected =
+      report || (message->type == SharedType::kAllReady && tree_.take_all_ready(peer, message->round_trip_us));
   if (!expected) pairs_[peer].out_of_turn(*message);
 }
 
 void SharedSetup::tell(const GivenUp& why) {
-  for (const PairSetup& pair : pairs_)
-    if (pair.connected()) send_shared_message(pair.tcp(), why.message());  // else the end of the connection says it
+  for (PairSetup& pair : pairs_)
+    if (pair.connected()) pair.say(why.message());  // else the end of the connection says it
 }
 
 // A child that dies when all are ready is not heard here: the others' links tell, as at any time later.
 void SharedSetup::pass_on() {
   if (trouble_) return;
   const auto say = [this](int peer, SharedType type) {
+    if (said_[peer].to_it || pairs_[peer].cut()) return;
+    said_[peer].to_it = true;
     pairs_[peer].say({.type = type, .round_trip_us = tree_.largest()});
     note_trouble(pairs_[peer]);
   };
-  if (tree_.to_report()) {
-    if (tree_.parent() >= 0) say(tree_.parent(), SharedType::kReady);
-    tree_.note_reported();
-  }
-  if (!tree_.all_ready() || told_children_) return;
+  if (tree_.to_report()) tree_.note_reported();
+  if (tree_.reported() && tree_.parent() >= 0 && !tree_.all_ready()) say(tree_.parent(), SharedType::kReady);
+  if (!tree_.all_ready()) return;
   for (int child : tree_.children()) say(child, SharedType::kAllReady);
-  told_children_ = true;
 }
 
 bool SharedSetup::lacks_required() const {

@@ -2,6 +2,8 @@
 // the pairs of the start are done, all ranks hear through a tree that all are ready (ReadyTree), also where nothing is
 // shared. Pairs may be added after that. Nothing blocks. A pair whose transport needs no memory has nothing to set up:
 // its channel is opened over the TCP connection.
+// A TCP connection that ends while a pair, or the tree, needs it is replaced (`take_cut`, `reconnect`). The words of the tree
+// are said once on each: when this is complete, all that was said to this rank has been read.
 // Used by one thread, that of a `meet` and later that of LateConnections; owns the pairs, and with them their connections
 // until they become channels.
 #pragma once
@@ -52,13 +54,17 @@ class SharedSetup {
   SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vector<std::vector<Fd>> streams = {});
 
   void add(int peer, Fd socket, std::vector<Fd> streams = {});  // one that was connected later
+  std::vector<int> take_cut();  // peers whose connections have ended since, and which need another one
+  void reconnect(int peer, Fd socket, std::vector<Fd> streams = {});  // that; or one that was connected later
+  void note_all_ready(int64_t round_trip_us);  // the tree's parent says so elsewhere: its connection has ended
   void step(int wait_ms);
   // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
-  bool complete() const;                                     // all ranks are ready
+  bool complete() const;                                     // all ranks are ready, and those behind this one told
   int64_t round_trip_us() const { return tree_.largest(); }  // when complete: the longest that any rank has
   void tell(const GivenUp& why);                             // the peers, before this rank leaves
   const Plan& plan() const { return plan_; }
+  bool needs_connection(int peer) const { return !pairs_[peer].shares(); }  // over TCP
 
   using Trouble = PairSetup::Trouble;
   const std::optional<Trouble>& trouble() const { return trouble_; }
@@ -80,7 +86,14 @@ class SharedSetup {
  private:
   PairSetup pair_of(int peer, Fd socket, std::vector<Fd> streams) const;
   void begin(int peer);
-  void hear(int peer);
+  struct Said {
+    bool to_it = false;   // on its present connection: that this rank is ready, or that all are
+    bool by_it = false;   // that it is
+    bool is_cut = false;  // see take_cut
+  };
+
+  bool waits_for(int peer) const;  // for its part of the set-up, or of the tree
+  void hear(int peer, int fd);
   void pass_on();  // what the tree of ready ranks has to tell
   bool lacks_required() const;
   void note_trouble(PairSetup& pair);  // the first counts, until it is forgotten
@@ -92,7 +105,7 @@ class SharedSetup {
   std::optional<FdSocket> fd_socket_;
   std::optional<Trouble> trouble_;
   ReadyTree tree_;
-  bool told_children_ = false;
+  std::vector<Said> said_;  // by peer
   int turned_away_ = 0;
 };
 

@@ -68,15 +68,20 @@ SharedSetup::Plan TransportSetup::plan() const {
   return plan;
 }
 
-void TransportSetup::run(std::vector<MadeConnections::Connected> connected) {
+void TransportSetup::run(Connector& connector, const std::function<void()>& look) {
+  begin(connector.take());
+  wait_for_all(connector, look);
+  tell_transports();
+}
+
+void TransportSetup::begin(std::vector<Connector::Connected> connected) {
   SharedSetup::Plan plan = this->plan();
   std::vector<Fd> sockets(world_);
-  const std::string congestion = ask_for_congestion(connected, options_.congestion);
-  std::map<std::size_t, std::vector<int>> with_streams;  // by how many
+  congestion_problem_ = ask_for_congestion(connected, options_.congestion);
   std::vector<std::vector<Fd>> streams(world_);
-  for (MadeConnections::Connected& it : connected) {
+  for (Connector::Connected& it : connected) {
     sockets[it.peer] = std::move(it.socket);
-    if (!it.more.empty()) with_streams[it.more.size() + 1].push_back(it.peer);
+    if (!it.more.empty()) with_streams_[it.more.size() + 1].push_back(it.peer);
     streams[it.peer] = std::move(it.more);
   }
   int64_t round_trip_us = 0;
@@ -85,25 +90,44 @@ void TransportSetup::run(std::vector<MadeConnections::Connected> connected) {
       round_trip_us = std::max(round_trip_us, tcp_round_trip_us(sockets[peer].get()));
   plan.round_trip_us = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(round_trip_us)));
   sharing_.emplace(rank_, std::move(sockets), std::move(plan), std::move(streams));
-  wait_for_all();
-  tell_transports();
-  const std::string self = "rank " + std::to_string(rank_);
-  for (const auto& [count, ranks] : with_streams)
-    log(LogLevel::kInfo, self + " has " + std::to_string(count) + " connections with " + ranks_text(ranks) +
-                             (options_.streams == kAutomaticStreams ? ", which is far away" : " (RINGDP_STREAMS)"));
-  if (!congestion.empty())
-    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning, self + " " + congestion);
 }
 
-void TransportSetup::wait_for_all() {
+bool TransportSetup::step(Connector& connector) {
+  std::vector<pollfd> also;
+  const int wait_ms = sharing_->poll_for(also, wait_.deadline().remaining_ms(RendezvousWait::kPollMs));
+  connector.step(sharing_->settled() && wait_.deadline().expired() ? RendezvousWait::kPollMs : wait_ms, also);
+  std::vector<Connector::Connected> connected = connector.take();
+  ask_for_congestion(connected, options_.congestion);
+  for (Connector::Connected& it : connected) {
+    sharing_->reconnect(it.peer, std::move(it.socket), std::move(it.more));
+    std::erase(cut_, it.peer);
+  }
+  const int parent = ReadyTree::parent_of(rank_);
+  if (parent >= 0 && connector.met(parent) != 0) sharing_->note_all_ready(round_trip_in(connector.met(parent)));
+  sharing_->step(0);
+  const std::vector<int> ended = sharing_->take_cut();
+  for (int peer : ended) {
+    connector.lose(peer);
+    cut_.push_back(peer);
+  }
+  // Its memory was ready before the end of its connection was seen.
+  std::erase_if(cut_, [&](int peer) {
+    const bool needless = !sharing_->needs_connection(peer);
+    if (needless) connector.fix(peer);
+    return needless;
+  });
+  return !ended.empty();
+}
+
+void TransportSetup::wait_for_all(Connector& connector, const std::function<void()>& look) {
   auto begin = Clock::now(), next_look = begin + milliseconds(2);
   while (!sharing_->complete()) {
     check();
-    sharing_->step(sharing_->settled() ? RendezvousWait::kPollMs
-                                       : wait_.deadline().remaining_ms(RendezvousWait::kPollMs));
+    if (step(connector)) next_look = std::min(next_look, Clock::now());  // its end may have a reason
     if (options_.check_interrupt) options_.check_interrupt();
     if (sharing_->complete()) break;
     hear_trouble_now_and_then(next_look, begin);
+    look();
     std::vector<int> awaited = sharing_->awaited();
     if (wait_.notice_due()) wait_.notice(ranks_text(awaited) + what_for());
     if (!wait_.deadline().expired() || awaited.empty()) continue;
@@ -179,6 +203,12 @@ void TransportSetup::tell_transports() const {
   const bool usual = named == nullptr || named == transports().front();
   log(LogLevel::kInfo,
       self + " uses " + join(used, ", ") + (usual ? "" : " (RINGDP_TRANSPORT=" + std::string(named->name) + ")"));
+  for (const auto& [count, ranks] : with_streams_)
+    log(LogLevel::kInfo, self + " has " + std::to_string(count) + " connections with " + ranks_text(ranks) +
+                             (options_.streams == kAutomaticStreams ? ", which is far away" : " (RINGDP_STREAMS)"));
+  if (!congestion_problem_.empty())
+    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning,
+        self + " " + congestion_problem_);
   if (sharing_->turned_away() > 0)
     log(LogLevel::kWarning, "turned away " + std::to_string(sharing_->turned_away()) +
                                 " connections that came for shared memory and do not belong to this job");

@@ -1,16 +1,18 @@
 // TransportSetup: what a rank does once it is connected with all that it connects with at the start: it comes to share
-// memory with the ranks of its host, or learns why not, and waits until all ranks have got as far. Blocking, until the
-// RendezvousWait is over.
+// memory with the ranks of its host, or learns why not, and waits until all ranks have got as far. What ends meanwhile is
+// connected again. Blocking, until the RendezvousWait is over.
 // Owned by a RendezvousRun and used by its thread; owns the connections from `run` on, in a SharedSetup.
 #pragma once
 
+#include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
 #include "mesh/introductions.h"
-#include "mesh/made_connections.h"
+#include "mesh/connector.h"
 #include "mesh/rendezvous.h"
 #include "mesh/rendezvous_trouble.h"
 #include "mesh/rendezvous_wait.h"
@@ -27,8 +29,9 @@ class TransportSetup {
 
   // Throws where ranks name transports or sites that do not go together. The same on all ranks: each looks at all pairs.
   void check_settings() const;
-  // Throws what RendezvousRun::run does.
-  void run(std::vector<MadeConnections::Connected> connected);
+  // Takes the connections from there, and asks it for others where some end. `look`: at who lives; called now and then, may
+  // throw. Throws what RendezvousRun::run does.
+  void run(Connector& connector, const std::function<void()>& look);
 
   bool begun() const { return sharing_.has_value(); }
   SharedSetup& sharing() { return *sharing_; }
@@ -36,7 +39,9 @@ class TransportSetup {
  private:
   bool at_start(int peer) const { return connected_from_start(rank_, peer, world_, options_.full_mesh_ranks); }
   SharedSetup::Plan plan() const;
-  void wait_for_all();
+  void begin(std::vector<Connector::Connected> connected);
+  void wait_for_all(Connector& connector, const std::function<void()>& look);
+  bool step(Connector& connector);  // true: a connection has ended
   void check() const;
   void hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin);
   std::string what_for() const;
@@ -49,6 +54,9 @@ class TransportSetup {
   RendezvousTrouble& trouble_;
   RendezvousWait& wait_;
   std::optional<SharedSetup> sharing_;
+  std::string congestion_problem_;
+  std::map<std::size_t, std::vector<int>> with_streams_;  // ranks, by how many
+  std::vector<int> cut_;                                  // peers with whom another connection is made
   std::optional<StoreLost> store_lost_;  // after all were connected
 };
 
