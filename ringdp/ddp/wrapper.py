@@ -378,6 +378,8 @@ class RingDP(
                 "RingDP's forward cannot be captured in a CUDA graph: what its reducer does is decided on the host in"
                 " every step. Capture parts of the module (torch.cuda.make_graphed_callables) and leave RingDP outside."
             )
+        if in_backward():
+            self.reducer.called_in_backward()
         if torch.is_grad_enabled() and self.require_backward_grad_sync and self._snapshot.differs(self.module):
             self._follow_parameters()
         if self._never_averaged and torch.is_grad_enabled():

@@ -119,6 +119,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   if (fork_generation() != generation_) throw forked_error();
   MutexLock lock(role_.mutex());
   check_usable(role_);
+  if (broken_) throw *broken_;
   const GroupPtr group = groups_.find(group_id);
   if (!group) throw Error(ErrorKind::kState, "this process group was destroyed");
   if (auto failure = groups_.failure_of(*group); failure && !group->outlives_losses) std::rethrow_exception(failure);
@@ -158,7 +159,16 @@ void Engine::wait(Work& work, Deadline deadline) {
     MutexLock lock(role_.mutex());
     while (!work.finished()) {
       if (!role_.held()) {
-        role_.drive(lock, [&] { progress_.drive(&work, deadline, options_.spin_us); });
+        role_.drive(lock, [&] {
+          try {
+            progress_.drive(&work, deadline, options_.spin_us);
+          } catch (const Error& error) {
+            if (error.kind() != ErrorKind::kSystem) throw;
+            break_down(error.what());
+          } catch (const std::bad_alloc& error) {
+            break_down(error.what());
+          }
+        });
       } else if (!role_.wait_for_change(lock, std::chrono::milliseconds(deadline.remaining_ms(kInterruptMs))) &&
                  options_.check_interrupt) {
         lock.unlock();
@@ -192,12 +202,31 @@ void Engine::run_communication_thread() {
       try {
         turn == DriverRole::Turn::kLook ? progress_.look_at_all() : progress_.drive(nullptr, Deadline::never(), 0);
       } catch (const std::exception& error) {
-        notices_.post(LogLevel::kError, std::string("the communication thread failed: ") + error.what());
-        failures_.forget_queued();
-        failures_.fail_all(std::vector<GroupPtr>(groups_.busy()), Error(ErrorKind::kSystem, error.what()));
+        break_down(error.what());
       }
     });
+    if (broken_) return;
   }
+}
+
+// All groups fail, the peers hear that the cause is here, and no operation begins any more.
+void Engine::break_down(const std::string& why) {
+  const PeerInfo& self = links_.peers().self();
+  ErrorContext context;
+  self.fill_self(context);
+  context.cause = why;
+  const Error error(ErrorKind::kSystem, self.text() + ": its communication has failed: " + why, context);
+  notices_.post(LogLevel::kError, error.what());
+  {
+    MutexLock lock(role_.mutex());
+    broken_ = error;
+  }
+  progress_.take_inbox();
+  failures_.forget_queued();
+  failures_.end_by(groups_.all(), error);
+  say_goodbye(links_, error.what(), Deadline::after_ms(kGoodbyeMs));
+  links_.close();
+  failures_.forget_queued();
 }
 
 void Engine::listen(uint64_t id, std::weak_ptr<const FailureListener> listener) { groups_.listen(id, listener); }

@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -103,6 +104,7 @@ class Engine {
 
  private:
   LinkEvents link_events();
+  void break_down(const std::string& why);  // driving has thrown: it cannot go on
 
   const unsigned generation_ = fork_generation();
   const EngineOptions options_;
@@ -122,6 +124,7 @@ class Engine {
   Progress progress_;
 
   std::string farewell_ RINGDP_GUARDED_BY(role_.mutex());
+  std::optional<Error> broken_ RINGDP_GUARDED_BY(role_.mutex());  // by what it has broken down
 };
 
 }  // namespace ringdp

@@ -61,6 +61,10 @@ FailureAgreement::FailureAgreement(const DriverRole& role, GroupTable& groups, P
 
 void FailureAgreement::queue(uint64_t group, Error error) {
   role_.assert_held();
+  if (error.kind() == ErrorKind::kSystem) {
+    if (const GroupPtr found = groups_.find(group)) queued_.push_back(own_failure(*found, error));
+    return;
+  }
   AbortNotice notice = notice_of(error);
   queued_.push_back({group, std::move(error), std::move(notice), false});
 }
@@ -88,7 +92,8 @@ void FailureAgreement::on_lost(int peer, const Error& error) {
     return;
   }
   links_.drop(peer);
-  for (const GroupPtr& group : concerned) queue(group->id, explain_loss(*group, peer, error));
+  for (const GroupPtr& group : concerned)
+    queue(group->id, error.kind() == ErrorKind::kSystem ? error : explain_loss(*group, peer, error));
 }
 
 void FailureAgreement::on_unreachable(int peer, const Error& error, bool gone) {
@@ -152,8 +157,9 @@ void FailureAgreement::on_aborted(int peer, uint64_t group_id, const AbortNotice
     context.name = oldest->operation->identity().name;
   }
   // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not blame
-  // this rank.
-  Error error(notice.kind, notice.text + " (reported by " + peers_.info(peer).text() + ")", context);
+  // this rank. It may have come by way of others.
+  const int reporter = notice.found_by >= 0 && notice.found_by < peers_.world() ? notice.found_by : peer;
+  Error error(notice.kind, notice.text + " (reported by " + peers_.info(reporter).text() + ")", context);
   if (!group) group = groups_.fail_early(group_id, std::make_exception_ptr(error));
   if (!group) return;
   group->reported_by.insert(peer);
@@ -174,6 +180,7 @@ void FailureAgreement::report() {
 // the others at once what it has found, and waits a moment for an earlier cause before it fails its operations.
 void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
   if (groups_.failure_of(*group)) return;
+  if (failure.own && group->outlives_losses) return end_own(*group, failure);
   if (Pending* pending = pending_of(*group)) {
     // A rank that has reported a failure leaves because of it: its loss is not a cause of its own.
     if (failure.notice.kind == ErrorKind::kPeerLost && group->reported_by.contains(failure.notice.guilty_rank)) return;
@@ -264,14 +271,48 @@ void FailureAgreement::fail_all(const std::vector<GroupPtr>& groups, const Error
 }
 
 void FailureAgreement::leave(const std::vector<GroupPtr>& groups, const Error& error, const std::string& reason) {
+  for (const GroupPtr& group : groups) fail(*group, error, notice_of(lost_here(*group, reason)));
+}
+
+void FailureAgreement::end_by(const std::vector<GroupPtr>& groups, const Error& error) {
+  for (const GroupPtr& group : groups) end_own(*group, own_failure(*group, error));
+}
+
+Error FailureAgreement::lost_here(const GroupState& group, const std::string& reason) const {
   const PeerInfo& self = peers_.self();
-  for (const GroupPtr& group : groups) {
-    ErrorContext context;
-    self.fill_self(context);
-    self.fill_peer(context);
-    const std::string during = note_oldest(*group, context);
-    const std::string text = "lost " + self.text() + " " + during + ": " + departure_text(reason);
-    fail(*group, error, notice_of(Error(ErrorKind::kPeerLost, text + "; " + kLookAtItsLog, context)));
+  ErrorContext context;
+  self.fill_self(context);
+  self.fill_peer(context);
+  const std::string during = note_oldest(group, context);
+  const std::string text = "lost " + self.text() + " " + during + ": " + departure_text(reason);
+  return Error(ErrorKind::kPeerLost, text + "; " + kLookAtItsLog, context);
+}
+
+FailureAgreement::Failure FailureAgreement::own_failure(const GroupState& group, const Error& error) const {
+  const PeerInfo& self = peers_.self();
+  ErrorContext context = error.context();
+  const std::string text = context.rank >= 0 ? error.what() : self.text() + ": " + error.what();
+  if (context.cause.empty()) context.cause = error.what();
+  note_oldest(group, context);
+  self.fill_self(context);
+  context.peer = -1;
+  context.peer_host.clear();
+  context.peer_pid = -1;
+  const Error mine(ErrorKind::kSystem, text, context);
+  if (group.outlives_losses) return {group.id, mine, notice_of(lost_here(group, error.what())), false, true};
+  self.fill_peer(context);
+  return {group.id, mine, notice_of(Error(ErrorKind::kSystem, text, context)), false, true};
+}
+
+// At once: nobody can know an earlier cause. The program may go on for long, so the survivors do not wait for the end of this process.
+void FailureAgreement::end_own(GroupState& group, const Failure& failure) {
+  fail(group, failure.error, failure.notice);
+  if (!group.outlives_losses) return;
+  for (const int member : group.view.members) {
+    Link* link = links_[member];
+    if (link == nullptr) continue;  // this rank
+    link->send_bye(failure.error.what());
+    links_.send_to(member);
   }
 }
 
@@ -313,7 +354,8 @@ Error FailureAgreement::explain_departure(const GroupState& group, int peer) con
   role_.assert_held();
   if (const auto& loss = losses_[peer]) {
     if (loss->kind() == ErrorKind::kDamaged) return explain_damage(group, peer, *loss);
-    const bool told = loss->kind() == ErrorKind::kHandshake && links_[peer]->broken();  // there never was a connection
+    const bool own = loss->kind() == ErrorKind::kSystem;  // this rank makes no more connections
+    const bool told = own || (loss->kind() == ErrorKind::kHandshake && links_[peer]->broken());  // there never was one
     return told ? *loss : explain_loss(group, peer, *loss);
   }
   return explain_loss(group, peer, Error(ErrorKind::kPeerLost, departure_text(farewells_[peer])));

@@ -36,6 +36,8 @@ class FailureAgreement {
   FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, int64_t listen_ms,
                    EndOperations end_operations, Noticed noticed);
 
+  // A system error (memory, descriptors) is this rank's own: the others are told whose, those of a group that outlives losses that
+  // this rank is lost, and it says goodbye to them.
   void queue(uint64_t group, Error error);
   void report();
   void end_pending();
@@ -47,6 +49,8 @@ class FailureAgreement {
   // This rank leaves while these groups have operations in flight: here they end by `error`, and the members are told that
   // this rank is lost to them. `reason`: of its goodbye.
   void leave(const std::vector<GroupPtr>& groups, const Error& error, const std::string& reason);
+  // By this rank's own system error.
+  void end_by(const std::vector<GroupPtr>& groups, const Error& error);
   void forget_queued();
 
   // The link to the peer has thrown. It is closed, unless it is damaged.
@@ -69,6 +73,7 @@ class FailureAgreement {
     Error error;
     AbortNotice notice;  // what the other members are told
     bool told = false;   // heard from one of them
+    bool own = false;    // of a system error
   };
   struct Pending {
     GroupPtr group;
@@ -82,6 +87,9 @@ class FailureAgreement {
       RINGDP_REQUIRES(role_);
   void defer(const GroupPtr& group, Failure failure) RINGDP_REQUIRES(role_);
   void fail(GroupState& group, const Error& error, const AbortNotice& told);  // by `error` here, by `told` elsewhere
+  Failure own_failure(const GroupState& group, const Error& error) const;
+  Error lost_here(const GroupState& group, const std::string& reason) const;  // for the others: this rank
+  void end_own(GroupState& group, const Failure& failure);
   void fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice) RINGDP_REQUIRES(role_);
   void notify_members(const GroupState& group, const AbortNotice& notice);
   bool notifies(const GroupState& group, int member) const;

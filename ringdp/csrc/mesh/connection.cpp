@@ -92,6 +92,13 @@ void Connection::fail_closed(int error_number) const {
   if (unreachable && !healing())
     fail(ErrorKind::kPeerLost, "its host does not answer any more: " + errno_text(error_number),
          "look whether that host is up and the network between reaches it");
+  if (error_number == EBADF || error_number == ENOTSOCK) {  // something in this process has closed the descriptor
+    ErrorContext context;
+    self_.fill_self(context);
+    context.cause = errno_text(error_number);
+    throw Error(ErrorKind::kSystem,
+                self_.text() + " could not use its connection to " + peer_.text() + ": " + context.cause, context);
+  }
   // The other end may have found that first.
   const bool ended = error_number == 0 || error_number == ECONNRESET;
   const Channel::HeldUp held_up = ended && !healing() ? channel_->held_up() : Channel::HeldUp{};

@@ -27,6 +27,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::s
     : c10d::Backend(elastic->rank(), elastic->size()),
       owns_runtime_(true),
       elastic_(std::move(elastic)),
+      backward_unit_(std::make_shared<BackwardUnit>(elastic_)),
       timeout_ms_(elastic_->group()->timeout_ms()),
       membership_{std::move(runtime), elastic_->group(), listener_of_other_failures()} {
   membership_.group->on_failure(membership_.listener);

@@ -12,6 +12,7 @@
 
 #include "engine/elastic_group.h"
 #include "engine/group.h"
+#include "torch/backend/backward_unit.h"
 #include "torch/backend/buffers.h"
 #include "torch/backend/hooks.h"
 #include "torch/backend/membership.h"
@@ -49,6 +50,7 @@ class ProcessGroupRing final : public c10d::Backend {
   // Its members now. Throws Error(kState) where it waits for its first reconfigure, or one is under way.
   std::shared_ptr<GroupHandle> group() const;
   const std::shared_ptr<ElasticGroup>& elastic() const { return elastic_; }  // null: its members stay after a loss
+  const std::shared_ptr<BackwardUnit>& backward_unit() const { return backward_unit_; }  // null where `elastic` is
   int rank() const { return elastic_ ? elastic_->rank() : getRank(); }
   int size() const { return elastic_ ? elastic_->size() : getSize(); }
 
@@ -152,7 +154,8 @@ class ProcessGroupRing final : public c10d::Backend {
   const std::shared_ptr<DeviceSide> devices_ = std::make_shared<DeviceSide>();  // shared with calls of several stages
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();              // shared with its works
   const bool owns_runtime_;
-  const std::shared_ptr<ElasticGroup> elastic_;  // shared with the views' calls
+  const std::shared_ptr<ElasticGroup> elastic_;        // shared with the views' calls
+  const std::shared_ptr<BackwardUnit> backward_unit_;  // shared with the reducers
   std::atomic<int64_t> timeout_ms_;
   mutable std::mutex membership_mutex_;
   Membership membership_;             // shared with calls, and its Runtime by all groups made from the default group

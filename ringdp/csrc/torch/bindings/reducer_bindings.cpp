@@ -366,6 +366,8 @@ void bind_reducer(py::module_& module) {
            py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false, py::arg("gradient_pool") = false,
            py::arg("weighted") = false, py::arg("report_every") = 0)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
+      .def("called_in_backward", &Reducer::called_in_backward, NoGil(),
+           "A forward that is repeated inside a backward begins: checkpointing does that.")
       .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
            py::arg("sparse"), NoGil())
       .def("find", &find, py::arg("tensors"), NoGil())

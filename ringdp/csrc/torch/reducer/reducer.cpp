@@ -22,6 +22,10 @@ void Reducer::prepare_for_forward() {
   between_steps_.follow_requires_grad();
 }
 
+void Reducer::called_in_backward() {
+  if (layout_.repair.on()) layout_.repair.backward().called_in_backward(unit_);
+}
+
 void Reducer::check_finalized() {
   const Lock lock(mutex_);
   guard_.throw_if_failed();
@@ -90,9 +94,11 @@ void Reducer::begin(double weight) {
                       [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
   if (layout_.weights.unknown()) layout_.repair.withhold();
   failure_.keeping_in(-1, "step report", [&] { report_.tell_if_due(join_.joining()); });
+  const auto alive = std::make_shared<int>();
+  if (layout_.repair.on()) layout_.repair.backward().begin({shared_from_this(), &unit_}, alive);
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = weak_from_this(), pool = layout_.pool.during_backward()] {
+      [self = weak_from_this(), alive, pool = layout_.pool.during_backward()] {
         if (auto reducer = self.lock()) reducer->end_backward();
       });
   filler_.begin();
@@ -117,36 +123,48 @@ void Reducer::gradient_arrived(std::size_t parameter) {
 void Reducer::end_backward() {
   HookVerdicts hooks;  // goes when the lock is free: Python is told
   Lock lock(mutex_);
-  if (!backward_.active()) return;
-  const auto gradients_done = StepTimes::Clock::now();
-  if (!arrivals_.complete(layout_.options.unused == UnusedParameters::kForbidden)) return backward_.end_short();
-  report_.computed(gradients_done);
-  const BackwardEnd::Missing missing = filler_.finish();
+  const bool ends = backward_.active();
+  const bool complete = ends && arrivals_.complete(layout_.options.unused == UnusedParameters::kForbidden);
+  if (complete) {
+    gradients_done_ = StepTimes::Clock::now();
+    report_.computed(gradients_done_);
+    missing_ = filler_.finish();
+  } else if (ends) {
+    backward_.end_short();
+  }
+  if (layout_.repair.on()) {
+    lock.unlock();
+    return layout_.repair.backward().end(unit_, complete);
+  }
+  if (!complete) return;
+  if (!layout_.local()) wait_for_means(lock);
+  hand_out(std::move(lock), hooks);
+}
+
+void Reducer::wait_for_means(Lock& lock) {
+  const auto report = report_.under_way();
+  lock.unlock();
+  end_.wait_for_sent();
+  if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
+  lock.lock();
+  end_.learn_used(missing_);
+  if (!end_.may_send_late()) return;
+  end_.send_late();
+  lock.unlock();
+  end_.wait_for_late();
+  lock.lock();
+}
+
+void Reducer::hand_out(Lock lock, HookVerdicts& hooks) {
   if (!layout_.local()) {
-    if (unit_.on()) {
-      unit_.make(lock, missing, [this] { reset(); });
-    } else {
-      const auto report = report_.under_way();
-      lock.unlock();
-      end_.wait_for_sent();
-      if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
-      lock.lock();
-      end_.learn_used(missing);
-      if (end_.may_send_late()) {
-        end_.send_late();
-        lock.unlock();
-        end_.wait_for_late();
-        lock.lock();
-      }
-    }
     hooks = end_.used_hooks();
     lock.unlock();
     end_.ask_hooks(hooks);
     lock.lock();
-    end_.hand_out(missing, hooks);
+    end_.hand_out(missing_, hooks);
   }
   end_.wait_for_futures();
-  end_.count(gradients_done, missing);
+  end_.count(gradients_done_, missing_);
   report_.finished(join_.joining());
   layout_.weights.end();
   backward_.end();

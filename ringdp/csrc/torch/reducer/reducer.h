@@ -77,6 +77,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void hook_failed(const std::string& text) override { guard()->note_thrown(text); }
   // The plain sum, for hooks that divide themselves; without the lock.
   FuturePointer sum(const c10d::GradBucket& bucket) { return layout_.buckets.sum(bucket); }
+  // A forward inside a backward, which checkpointing repeats.
+  void called_in_backward();
   // On a rank that has run out of input (join): the collectives that follow the buckets.
   void shadow_end_of_backward();
 
@@ -94,9 +96,13 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   Locked<StepReport> report() { return {Lock(mutex_), report_}; }
 
  private:
+  friend class StepUnit;
+
   bool recomputing() const;
   void begin(double weight);
   void end_backward();
+  void wait_for_means(Lock& lock);
+  void hand_out(Lock lock, HookVerdicts& hooks);
   void end_step(Lock lock, HookVerdicts& hooks);
 
   std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats
@@ -111,8 +117,10 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   StepReport report_{layout_, times_, layout_.options.report_every};
   BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_};
   BackwardEnd end_{layout_, arrivals_, backward_, used_, join_, failure_, times_, filler_};
-  StepUnit unit_{layout_, backward_, failure_, filler_, end_, report_};
+  StepUnit unit_{*this};
   BetweenSteps between_steps_{layout_, arrivals_, backward_, used_, failure_, guard_, times_};
+  StepTimes::Clock::time_point gradients_done_;  // of the step that ends
+  BackwardEnd::Missing missing_;                 // of the same
 };
 
 }  // namespace ringdp

@@ -25,7 +25,9 @@ StepRepair::StepRepair(ReducerGroup& group, BucketStore& store, GradientCompress
                        BucketReducer& buckets, bool weighted)
     : group_(group), store_(store), compression_(compression), buckets_(buckets), weighted_(weighted) {
   const ProcessGroupRing* ring = group_.ring(c10::kCPU);
-  if (ring != nullptr) elastic_ = ring->elastic();
+  if (ring == nullptr) return;
+  elastic_ = ring->elastic();
+  backward_ = ring->backward_unit();
 }
 
 void StepRepair::follow_members() {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/elastic_group.h"
+#include "torch/backend/backward_unit.h"
 #include "torch/reducer/bucket.h"
 #include "torch/reducer/bucket_reducer.h"
 #include "torch/reducer/bucket_store.h"
@@ -29,6 +30,7 @@ class StepRepair {
 
   bool on() const { return elastic_ != nullptr; }
   ElasticGroup& elastic() const { return *elastic_; }
+  BackwardUnit& backward() const { return *backward_; }
   uint64_t view() const { return view_; }  // in which this step's buckets are sent
 
   void follow_members();  // at any time: the group's ranks, and what belongs to them, are those of the present view
@@ -58,7 +60,8 @@ class StepRepair {
   GradientCompression& compression_;
   BucketReducer& buckets_;
   const bool weighted_;
-  std::shared_ptr<ElasticGroup> elastic_;  // the process group's; null: its members stay
+  std::shared_ptr<ElasticGroup> elastic_;   // the process group's; null: its members stay
+  std::shared_ptr<BackwardUnit> backward_;  // the same
   std::vector<Kept> kept_;                 // by bucket
   uint64_t view_ = 0;
   bool withholds_ = false;

@@ -1,58 +1,71 @@
 #include "torch/reducer/step_unit.h"
 
-#include <string>
+#include <utility>
+
+#include "torch/reducer/reducer.h"
 
 namespace ringdp {
-namespace {
 
-constexpr const char* kFeedbackLost = "what their error feedback held is lost with them";
+using Lock = Reducer::Lock;
 
-}  // namespace
-
-void StepUnit::make(Lock& lock, const BackwardEnd::Missing& missing, const std::function<void()>& reset) {
-  const UnitScope scope;
-  Order order;
-  try {
-    for (bool again = layout_.repair.must_send_again(); !try_once(lock, order, again);) again = true;
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kMembership) failure_.keeping_in(-1, "the end of the step", [] { throw; });
-    reset();
-    in_bucket(-1, "the members of the group", backward_.step(), [] { throw; });
-  }
-  layout_.repair.accept();
-  end_.learn_used(missing);
-  end_.learn_order(order);
+int64_t StepUnit::number() {
+  const Lock lock(reducer_.mutex_);
+  return reducer_.backward_.step();
 }
 
-bool StepUnit::try_once(Lock& lock, Order& order, bool again) {
-  ElasticGroup& elastic = layout_.repair.elastic();
-  const uint64_t unit = elastic.begin_unit({.what = "step " + std::to_string(backward_.step()),
-                                            .batches = true,
-                                            .also_lost = layout_.compression.keeps_residuals() ? kFeedbackLost : ""});
-  try {
-    if (again) {
-      report_.drop();  // it is told in the next window
-      filler_.send_again();
-    }
-    elastic.know_weights(layout_.weights.of_members());
-    const auto report = report_.under_way();
-    lock.unlock();
-    end_.wait_for_sent();
-    if (report) failure_.keeping_in(-1, "step report", [&] { report->wait(); });
-    end_.wait_for_used_map();
-    lock.lock();
-    order = end_.ask_for_order();
-    lock.unlock();
-    elastic.commit(unit);
-    lock.lock();
-    return true;
-  } catch (const Error& error) {
-    if (!is_loss(error)) throw;
-  }
-  if (lock.owns_lock()) lock.unlock();
-  const bool counts = elastic.change(unit, layout_.repair.view()) == ElasticGroup::Outcome::kCounts;
+const char* StepUnit::also_lost() {
+  const Lock lock(reducer_.mutex_);
+  return reducer_.layout_.compression.keeps_residuals() ? "what their error feedback held is lost with them" : "";
+}
+
+bool StepUnit::must_send_again() {
+  const Lock lock(reducer_.mutex_);
+  return reducer_.layout_.repair.must_send_again();
+}
+
+void StepUnit::send_again() {
+  const Lock lock(reducer_.mutex_);
+  reducer_.report_.drop();  // it is told in the next window
+  reducer_.filler_.send_again();
+}
+
+std::vector<double> StepUnit::weights() {
+  const Lock lock(reducer_.mutex_);
+  return reducer_.layout_.weights.of_members();
+}
+
+void StepUnit::wait() {
+  Lock lock(reducer_.mutex_);
+  const auto report = reducer_.report_.under_way();
+  lock.unlock();
+  reducer_.end_.wait_for_sent();
+  if (report) reducer_.failure_.keeping_in(-1, "step report", [&] { report->wait(); });
+  reducer_.end_.wait_for_used_map();
   lock.lock();
-  return counts;
+  order_ = reducer_.end_.ask_for_order();
+}
+
+void StepUnit::counts() {
+  HookVerdicts hooks;  // goes when the lock is free: Python is told
+  Lock lock(reducer_.mutex_);
+  reducer_.layout_.repair.accept();
+  reducer_.end_.learn_used(reducer_.missing_);
+  reducer_.end_.learn_order(std::exchange(order_, std::nullopt));
+  reducer_.hand_out(std::move(lock), hooks);
+}
+
+void StepUnit::stopped() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kMembership)
+      reducer_.failure_.keeping_in(-1, "the end of the step", [] { throw; });
+  } catch (...) {  // what threw it has named the step
+    reducer_.failure_.keeping([] { throw; });
+  }
+  reducer_.reset();  // the program may go on
+  in_bucket(-1, "the members of the group", number(), [] { throw; });
+  throw;
 }
 
 }  // namespace ringdp

@@ -1,47 +1,35 @@
-// StepUnit: the end of a backward in an elastic job, from the last gradient to the means. The step counts when all members have its
-// means; a member that is lost before that is left out, and the survivors begin at their gradients (StepRepair).
-// Owned by the Reducer, which calls it under its lock, without the GIL.
+// StepUnit: the reducer's step in an elastic job, for the BackwardUnit that decides whether it counts: the step counts when all members
+// have its means; a member that is lost before that is left out, and the survivors begin at their gradients (StepRepair).
+// Owned by the Reducer, whose lock its methods take; called without the GIL.
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <mutex>
+#include <memory>
 #include <optional>
 #include <vector>
 
-#include "torch/reducer/backward_end.h"
-#include "torch/reducer/backward_state.h"
-#include "torch/reducer/bucket_filler.h"
-#include "torch/reducer/gradient_layout.h"
-#include "torch/reducer/step_failure.h"
-#include "torch/reducer/step_report.h"
+#include "torch/backend/backward_unit.h"
 
 namespace ringdp {
 
-class StepUnit {
+class Reducer;
+
+class StepUnit final : public BackwardUnit::Step {
  public:
-  using Lock = std::unique_lock<std::recursive_mutex>;
+  explicit StepUnit(Reducer& reducer) : reducer_(reducer) {}
 
-  StepUnit(GradientLayout& layout, const BackwardState& backward, StepFailure& failure, BucketFiller& filler,
-           BackwardEnd& end, StepReport& report)
-      : layout_(layout), backward_(backward), failure_(failure), filler_(filler), end_(end), report_(report) {}
-
-  bool on() const { return layout_.repair.on(); }
-  // Returns when the buckets hold the means. Lets go of the lock while it waits. `reset`: forgets the backward; called before
-  // Error(kMembership) is thrown on, after which the program may go on.
-  void make(Lock& lock, const BackwardEnd::Missing& missing, const std::function<void()>& reset);
+  int64_t number() override;
+  const char* also_lost() override;
+  bool must_send_again() override;
+  void send_again() override;
+  std::vector<double> weights() override;
+  void wait() override;
+  void counts() override;
+  [[noreturn]] void stopped() override;
 
  private:
-  using Order = std::optional<std::vector<int32_t>>;  // BackwardEnd::ask_for_order
-
-  bool try_once(Lock& lock, Order& order, bool again);  // true: the step counts
-
-  GradientLayout& layout_;
-  const BackwardState& backward_;
-  StepFailure& failure_;
-  BucketFiller& filler_;
-  BackwardEnd& end_;
-  StepReport& report_;
+  Reducer& reducer_;
+  std::optional<std::vector<int32_t>> order_;  // BackwardEnd::ask_for_order
 };
 
 }  // namespace ringdp
