@@ -124,11 +124,18 @@ def _entries(module: torch.nn.Module, ignored: Container[str]) -> Iterable[_Entr
             yield _Entry(
                 kind=kind,
                 name=clean_name(name),
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=_types(tensor, kind == "parameter"),
                 shape=str(list(tensor.shape)),
                 strides=str(list(tensor.stride())) if strided else "",
                 requires_grad=str(tensor.requires_grad) if kind == "parameter" else "",
             )
+
+
+def _types(tensor: torch.Tensor, parameter: bool) -> str:
+    """The tensor's, and its gradients' where that is another one."""
+    own = str(tensor.dtype).removeprefix("torch.")
+    gradients = getattr(tensor, "grad_dtype", tensor.dtype) if parameter and tensor.is_leaf else tensor.dtype
+    return own if gradients == tensor.dtype else f"{own}, grad_dtype {str(gradients).removeprefix('torch.')}"
 
 
 def _parse(text: bytes) -> tuple[list[_Entry], dict[str, str]]:

@@ -11,8 +11,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <utility>
 
 namespace ringdp {
 namespace {
@@ -61,19 +59,6 @@ std::optional<c10::ScalarType> gradient_dtype_of(const Tensor& parameter) {
     if (parameter.is_leaf()) return parameter.grad_dtype();
   }
   return parameter.scalar_type();
-}
-
-// A NumPy array refers to the tensor that it was made from, but points to the memory.
-void keep_alive(const c10::Storage& memory, const c10::Storage& by) {
-  struct Both {
-    c10::DataPtr own;
-    c10::Storage other;
-  };
-  c10::StorageImpl& owner = *by.unsafeGetStorageImpl();
-  const c10::Device device = owner.device();
-  auto both = std::make_unique<Both>(Both{owner.set_data_ptr({}), memory});
-  void* const first = both->own.get();
-  owner.set_data_ptr_noswap({first, both.release(), [](void* of) { delete static_cast<Both*>(of); }, device});
 }
 
 at::Tensor view_like(const at::Tensor& parameter, const at::Tensor& memory, int64_t offset) {
@@ -156,7 +141,6 @@ at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter, c1
 void leave_bucket(at::Tensor gradient) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor copy = gradient.clone();
-  if (!gradient.storage().resizable()) keep_alive(gradient.storage(), copy.storage());
   gradient.set_(copy.storage(), 0, copy.sizes(), copy.strides());
 }
 

@@ -109,7 +109,7 @@ bool held_elsewhere(const at::Tensor& tensor);
 // memory of its own (sparse, DTensor).
 bool memory_held_elsewhere(const at::Tensor& tensor, std::size_t tensors = 1);
 
-// `gradient` stays the same tensor, with the same values, in memory of its own. A NumPy array of it stays where it is.
+// `gradient` stays the same tensor, with the same values, in memory of its own.
 void leave_bucket(at::Tensor gradient);
 
 // Work of other streams on the bucket before what the current stream does next. Nothing on the CPU.
