@@ -63,6 +63,7 @@ class ShardedParameters:
                     full_name = clean_name(f"{prefix}.{name}" if prefix else name)
                     _check_mesh(full_name, parameter, group)
                     leaf = torch.nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
+                    _same_grad_dtype(leaf, parameter)
                     parts[id(parameter)] = _Part(full_name, parameter, leaf, [])
                 parts[id(parameter)].places.append((owner, name))
         return cls(list(parts.values())) if parts else None
@@ -122,6 +123,7 @@ class ShardedParameters:
             local = part.whole._local_tensor
             if part.leaf.data_ptr() != local.data_ptr():
                 part.leaf.data = local.detach()
+            _same_grad_dtype(part.leaf, part.whole)
             if part.leaf.requires_grad != part.whole.requires_grad:
                 part.leaf.requires_grad_(part.whole.requires_grad)
 
@@ -157,6 +159,12 @@ def _arrived(me: weakref.ref[ShardedParameters], part: _Part, _parameter: torch.
     sharded = me()
     if sharded is not None:
         sharded.arrived(part)
+
+
+def _same_grad_dtype(leaf: torch.nn.Parameter, parameter: Any) -> None:
+    if hasattr(leaf, "grad_dtype") and leaf.grad_dtype != parameter.grad_dtype:  # torch 2.10 and later
+        leaf.grad = None
+        leaf.grad_dtype = parameter.grad_dtype
 
 
 def _weighted(me: weakref.ref[ShardedParameters], gradient: torch.Tensor) -> torch.Tensor | None:

@@ -119,7 +119,7 @@ def check_same_model(
 
 def _entries(tensors: Iterable[Held]) -> Iterable[_Entry]:
     for one in tensors:
-        dtype = str(one.tensor.dtype).removeprefix("torch.")
+        dtype = _types(one.tensor, one.kind == "parameter")
         strided = one.kind == "parameter" and one.treatment is Treatment.AS_IT_IS
         requires_grad = str(one.tensor.requires_grad) if one.kind == "parameter" else ""
         yield _Entry(
@@ -139,6 +139,13 @@ def _entries(tensors: Iterable[Held]) -> Iterable[_Entry]:
                 strides="",
                 requires_grad="",
             )
+
+
+def _types(tensor: torch.Tensor, parameter: bool) -> str:
+    """The tensor's, and its gradients' where that is another one."""
+    own = str(tensor.dtype).removeprefix("torch.")
+    gradients = getattr(tensor, "grad_dtype", tensor.dtype) if parameter and tensor.is_leaf else tensor.dtype
+    return own if gradients == tensor.dtype else f"{own}, grad_dtype {str(gradients).removeprefix('torch.')}"
 
 
 def _parse(text: bytes) -> tuple[list[_Entry], dict[str, str]]:

@@ -85,9 +85,11 @@ class RingDP(
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
 
-    - ``.grad`` is a part of its bucket: nothing is copied back. A ``.grad`` that the program keeps stays as it was; a
-      view of one (``p.grad.view(-1)``, ``p.grad.detach()``) shows the next step's values. With
+    - ``.grad`` is a part of its bucket: nothing is copied back. As long as it is only zeroed in place, all tensors and
+      arrays on its memory (``p.grad.view(-1)``, ``p.grad.numpy()``) show each step's mean. After ``.grad = None`` a
+      ``.grad`` that the program keeps stays as it was, and a view of one may show the next step's values. With
       ``gradient_as_bucket_view=False`` it is memory of its own, which costs a copy into the bucket and one back.
+    - Gradients are averaged in the type that ``parameter.grad_dtype`` gives them.
     - A parameter that was frozen or unfrozen (``requires_grad_``) is noticed at the next forward that trains and
       synchronises: the buckets are laid out anew. Ranks that do not freeze the same get a MismatchError.
     - A parameter that was replaced, added or removed after wrapping is noticed there, too. New ones become rank 0's,

@@ -48,8 +48,17 @@ bool python_only_preserves(GradientState* gradient_state) {
 }
 
 template <class GradientState>
-bool used_elsewhere(std::size_t references, GradientState* gradient_state) {
-  return references > 1 && (references > 2 || !python_only_preserves(gradient_state));
+bool used_elsewhere(std::size_t references, GradientState* gradient_state, std::size_t ours = 1) {
+  return references > ours && (references > ours + 1 || !python_only_preserves(gradient_state));
+}
+
+// As a template, since torch 2.9 and earlier have no grad_dtype.
+template <class Tensor>
+std::optional<c10::ScalarType> gradient_dtype_of(const Tensor& parameter) {
+  if constexpr (requires { parameter.grad_dtype(); }) {
+    if (parameter.is_leaf()) return parameter.grad_dtype();
+  }
+  return parameter.scalar_type();
 }
 
 at::Tensor view_like(const at::Tensor& parameter, const at::Tensor& memory, int64_t offset) {
@@ -82,8 +91,19 @@ void multiply_elements(const at::Tensor& dst, const at::Tensor& src, double fact
 
 }  // namespace
 
+std::optional<c10::ScalarType> gradient_dtype(const at::Tensor& parameter) { return gradient_dtype_of(parameter); }
+
 bool held_elsewhere(const at::Tensor& tensor) {
   return used_elsewhere(tensor.use_count(), tensor.unsafeGetTensorImpl()->pyobj_slot());
+}
+
+// torch does not let memory be resized that a NumPy array or another process has.
+bool memory_held_elsewhere(const at::Tensor& tensor, std::size_t tensors) {
+  if (tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.unsafeGetTensorImpl()->is_python_dispatch())
+    return false;
+  const at::Storage& storage = tensor.storage();
+  return !storage.resizable() ||
+         used_elsewhere(storage.use_count(), storage.unsafeGetStorageImpl()->pyobj_slot(), tensors);
 }
 
 void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count) {
@@ -103,17 +123,16 @@ at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::T
 
 at::Tensor as_parameter(const at::Tensor& flat, const at::Tensor& parameter) { return view_like(parameter, flat, 0); }
 
-at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter) {
+at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter, c10::ScalarType dtype) {
   if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.is_conj() || gradient.is_neg() ||
       gradient._is_zerotensor() || gradient.unsafeGetTensorImpl()->is_python_dispatch() || gradient.requires_grad() ||
-      gradient.scalar_type() != parameter.scalar_type() || gradient.device() != parameter.device() ||
+      gradient.scalar_type() != dtype || gradient.device() != parameter.device() ||
       gradient.sizes() != parameter.sizes()) {
     return {};
   }
   const bool dense = parameter.is_non_overlapping_and_dense();
   const bool same_order = dense ? gradient.strides() == parameter.strides() : gradient.is_contiguous();
-  const at::Storage& storage = gradient.storage();
-  if (!same_order || used_elsewhere(storage.use_count(), storage.unsafeGetStorageImpl()->pyobj_slot())) return {};
+  if (!same_order) return {};
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor buffer = at::empty({0}, gradient.options());
   return buffer.set_(gradient.storage(), gradient.storage_offset(), {gradient.numel()}, {1});

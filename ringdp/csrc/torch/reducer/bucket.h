@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -83,6 +84,9 @@ struct Bucket {
   BucketTimes times;
 };
 
+// The type that autograd gives the parameter's .grad (Tensor.grad_dtype); nullopt: whichever the backward computes.
+std::optional<c10::ScalarType> gradient_dtype(const at::Tensor& parameter);
+
 // Zeroed memory for a dense bucket, of its dtype, with `mark_count` elements behind the gradients. Large CPU buffers ask
 // for huge pages.
 void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count);
@@ -94,12 +98,16 @@ at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::T
 // The memory of [numel] elements as a gradient lies in it: the shape of `parameter`, its strides where it is dense.
 at::Tensor as_parameter(const at::Tensor& flat, const at::Tensor& parameter);
 
-// `gradient` as the buffer of a direct bucket, sharing its memory. Undefined where that is impossible: other strides than
-// all ranks use for `parameter`, memory that another tensor uses too, a graph of its own.
-at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter);
+// `gradient` as the buffer of a direct bucket of that type, sharing its memory. Undefined where that is impossible: other
+// strides than all ranks use for `parameter`, a graph of its own.
+at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter, c10::ScalarType dtype);
 
 // Whether the tensor has references beside this one. Its Python object, if there is one, counts only if Python uses it.
 bool held_elsewhere(const at::Tensor& tensor);
+
+// Whether more than `tensors` tensors use its memory, or a NumPy array, or another process. False for a tensor without
+// memory of its own (sparse, DTensor).
+bool memory_held_elsewhere(const at::Tensor& tensor, std::size_t tensors = 1);
 
 // `gradient` stays the same tensor, with the same values, in memory of its own.
 void leave_bucket(at::Tensor gradient);

@@ -40,19 +40,11 @@ void BucketFiller::write(std::size_t parameter, bool late) {
   const bool used = layout_.parameters.tensors()[parameter].grad().defined();
   arrivals_.note_used(parameter, used);
   layout_.left_over.note(parameter, false);
-  if (layout_.local()) return multiply_own_gradient(parameter);
+  if (layout_.local()) return layout_.store.multiply(parameter);  // with one rank .grad stays, but for micro-batches
   if (!used && layout_.plan.bucket_of(parameter) >= arrivals_.sending() && !late)
     return;  // the bucket may stay at home
-  layout_.store.write(parameter);
-}
-
-// With one rank .grad stays what it is, but for the micro-batches that it adds up.
-void BucketFiller::multiply_own_gradient(std::size_t parameter) {
-  at::Tensor& grad = layout_.parameters.tensors()[parameter].mutable_grad();
-  const double factor = layout_.weights.factors().outgoing;
-  if (!grad.defined() || factor == 1) return;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  grad = gradient_times(grad, factor);
+  const std::size_t bucket = layout_.plan.bucket_of(parameter);
+  failure_.keeping_in(static_cast<int64_t>(bucket), layout_.store[bucket].name, [&] { layout_.store.write(parameter); });
 }
 
 void BucketFiller::mark_ready(std::size_t parameter) {

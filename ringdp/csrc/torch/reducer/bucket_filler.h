@@ -37,7 +37,6 @@ class BucketFiller {
   std::vector<std::size_t> never_to_come() const;
   void write(std::size_t parameter, bool late = false);
   void mark_ready(std::size_t parameter);
-  void multiply_own_gradient(std::size_t parameter);
   void launch(Bucket& bucket);
   void send(Bucket& bucket);
 

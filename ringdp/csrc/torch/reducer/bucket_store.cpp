@@ -6,32 +6,59 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
+#include "base/error.h"
 #include "torch/reducer/messages.h"
 
 namespace ringdp {
+
+using torch::autograd::get_current_graph_task_id;
+
 namespace {
 
 // `copied`: .grad keeps memory of its own.
 void write_sparse(Bucket& bucket, const at::Tensor& parameter, const std::string& name, bool copied) {
   const at::Tensor& grad = parameter.grad();
   if (!grad.defined()) {
-    bucket.buffer = at::sparse_coo_tensor(parameter.sizes(), parameter.options().layout(at::kSparse));
+    bucket.buffer =
+        at::sparse_coo_tensor(parameter.sizes(), parameter.options().dtype(bucket.dtype).layout(at::kSparse));
     return;
   }
   TORCH_CHECK(grad.is_sparse(), "Expected variable to have sparse gradient: ", name);
   bucket.buffer = copied ? grad.clone() : grad;
 }
 
+[[noreturn]] void throw_other_dtype(const std::string& name, c10::ScalarType found, c10::ScalarType planned) {
+  ErrorContext context;
+  context.name = name;
+  context.advice = "set grad_dtype and the parameter's type between two steps, before the forward, on all ranks alike";
+  throw Error(ErrorKind::kState,
+              "the gradient of " + name + " is of type " + c10::toString(found) + ", and its bucket was made for " +
+                  c10::toString(planned) + ": " + context.advice,
+              context);
+}
+
 // Autograd would put it into .grad as it is, and does nothing else with it.
-bool plain_gradient(const at::Tensor& gradient, const at::Tensor& parameter) {
+bool plain_gradient(const at::Tensor& gradient, const at::Tensor& parameter, c10::ScalarType dtype) {
   return gradient.layout() == at::kStrided && !gradient.unsafeGetTensorImpl()->is_python_dispatch() &&
-         gradient.scalar_type() == parameter.scalar_type() && !c10::GradMode::is_enabled() &&
+         gradient.scalar_type() == dtype && !c10::GradMode::is_enabled() &&
          torch::autograd::impl::post_acc_grad_hooks(parameter) == nullptr;
+}
+
+bool on_memory_of(const at::Tensor& tensor, const at::Tensor& other) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch() && tensor.storage().is_alias_of(other.storage());
+}
+
+bool same_elements(const at::Tensor& a, const at::Tensor& b) {
+  return on_memory_of(a, b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
 }  // namespace
@@ -42,15 +69,17 @@ void BucketStore::start() {
   for (const at::Tensor& parameter : parameters_.tensors()) slots_.emplace_back().parameter = parameter;
 }
 
-void BucketStore::set_dtype(std::size_t parameter, c10::ScalarType bucket) {
-  slots_[parameter].dtype = slots_[parameter].parameter.scalar_type();
-  slots_[parameter].bucket_dtype = bucket;
+void BucketStore::set_dtype(std::size_t parameter, c10::ScalarType gradient, c10::ScalarType bucket) {
+  Slot& slot = slots_[parameter];
+  slot.dtype = slot.parameter.scalar_type();
+  slot.gradient_dtype = gradient;
+  slot.bucket_dtype = bucket;
 }
 
 bool BucketStore::other_data() const {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const at::Tensor& parameter = slots_[i].parameter;
-    if (parameter.scalar_type() != slots_[i].dtype ||
+    if (parameter.scalar_type() != slots_[i].dtype || gradient_dtype(parameter) != slots_[i].gradient_dtype ||
         static_cast<std::size_t>(parameter.numel()) != plan_.gradients()[i].numel)
       return true;
   }
@@ -59,7 +88,28 @@ bool BucketStore::other_data() const {
 
 void BucketStore::release(std::size_t parameter) {
   const at::Tensor& grad = slots_[parameter].parameter.grad();
-  if (grad.defined() && grad.is_same(slots_[parameter].view)) leave_bucket(slots_[parameter].view);
+  if (!grad.defined() || !grad.is_same(slots_[parameter].view)) return;
+  const Bucket& bucket = buckets_[plan_.bucket_of(parameter)];
+  if (!memory_held_elsewhere(bucket.buffer, own_tensors(bucket))) leave_bucket(slots_[parameter].view);
+}
+
+// On the memory of the bucket.
+std::size_t BucketStore::own_tensors(const Bucket& bucket) const {
+  std::size_t count = 1;
+  if (bucket.marks.defined()) count += 2;  // and bucket.gradients, which is the buffer itself otherwise
+  for (const std::size_t member : bucket.members) {
+    const Slot& slot = slots_[member];
+    const at::Tensor& grad = slot.parameter.grad();
+    if (on_memory_of(slot.view, bucket.buffer)) ++count;
+    if (on_memory_of(grad, bucket.buffer) && !grad.is_same(slot.view)) ++count;
+  }
+  return count;
+}
+
+bool BucketStore::address_known(const Bucket& bucket) const {
+  const auto stayed = [&](std::size_t member) { return slots_[member].handed_out && !slots_[member].copy_back; };
+  return std::any_of(bucket.members.begin(), bucket.members.end(), stayed) ||
+         memory_held_elsewhere(bucket.buffer, own_tensors(bucket));
 }
 
 void BucketStore::allocate(bool marks) {
@@ -79,6 +129,30 @@ void BucketStore::allocate(bool marks) {
   }
   buckets_ = std::move(buckets);
   for (std::size_t index = 0; index < plan_.kept(); ++index) give_memory(buckets_[index]);
+  move_gradients();
+}
+
+// A .grad that is left of other buckets, and on whose memory the program has nothing else, moves into its new bucket.
+void BucketStore::move_gradients() {
+  if (own_gradients_ || get_current_graph_task_id() != -1) return;
+  std::unordered_map<const c10::StorageImpl*, std::size_t> gradients_on;
+  const auto memory_of = [](const at::Tensor& gradient) { return gradient.storage().unsafeGetStorageImpl(); };
+  const auto movable = [&](const Slot& slot) {
+    const at::Tensor& grad = slot.parameter.grad();
+    return slot.view.defined() && on_memory_of(grad, grad);
+  };
+  for (const Slot& slot : slots_)
+    if (movable(slot)) ++gradients_on[memory_of(slot.parameter.grad())];
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    if (!movable(slot) || slot.cast() || hooks_.shared(i)) continue;
+    at::Tensor& grad = slot.parameter.mutable_grad();
+    std::size_t& gradients = gradients_on[memory_of(grad)];
+    if (grad.requires_grad() || held_elsewhere(grad) || memory_held_elsewhere(grad, gradients)) continue;
+    --gradients;
+    copy_gradient(slot.view, grad);
+    grad = slot.view;
+  }
 }
 
 void BucketStore::drop() {
@@ -101,13 +175,19 @@ at::Tensor BucketStore::zeros(std::size_t index, bool hooked) {
   Bucket& bucket = buckets_[index];
   give_memory(bucket);
   const at::Tensor& parameter = slots_[bucket.members.front()].parameter;
-  if (bucket.sparse) return at::zeros_like(parameter);
-  if (bucket.direct) return at::zeros({parameter.numel()}, parameter.options());
+  if (bucket.sparse) return at::zeros_like(parameter, parameter.options().dtype(bucket.dtype));
+  if (bucket.direct) return at::zeros({parameter.numel()}, parameter.options().dtype(bucket.dtype));
   return at::zeros_like(hooked ? bucket.gradients : bucket.buffer);
 }
 
 void BucketStore::begin_backward() {
-  for (Slot& slot : slots_) slot.copy_back = slot.weighted = false;
+  const int task = get_current_graph_task_id();
+  for (Slot& slot : slots_) {
+    const bool none = !slot.parameter.grad().defined();
+    slot.fresh = none || (slot.new_in == task && task != -1);
+    if (none) slot.handed_out = false;
+    slot.copy_back = slot.weighted = false;
+  }
 }
 
 at::Tensor BucketStore::take(std::size_t parameter, const at::Tensor& gradient) {
@@ -115,8 +195,13 @@ at::Tensor BucketStore::take(std::size_t parameter, const at::Tensor& gradient) 
   if (!gradient.defined()) return gradient;
   const double factor = factors_.incoming * (slot.weighted ? factors_.outgoing : 1);
   at::Tensor& grad = slot.parameter.mutable_grad();
+  if (!grad.defined()) {
+    slot.new_in = get_current_graph_task_id();
+    slot.handed_out = false;
+  }
   const bool has_place = (slot.view.defined() || slot.direct) && !slot.cast() && !owns_gradient(parameter);
-  if (!has_place || grad.defined() || !slot.parameter.requires_grad() || !plain_gradient(gradient, slot.parameter))
+  if (!has_place || grad.defined() || !slot.parameter.requires_grad() || 
+      !plain_gradient(gradient, slot.parameter, slot.gradient_dtype))
     return gradient_times(gradient, factor);
   if (slot.direct) {
     // As autograd would, but without the reference it keeps for the hooks that follow.
@@ -144,6 +229,8 @@ void BucketStore::write(std::size_t parameter) {
     return;
   }
   at::Tensor& grad = slot.parameter.mutable_grad();
+  if (grad.defined() && grad.scalar_type() != slot.gradient_dtype)
+    throw_other_dtype(parameters_.names()[parameter], grad.scalar_type(), slot.gradient_dtype);
   give_memory(bucket);
   if (bucket.direct) {
     write_direct(parameter, bucket);
@@ -165,8 +252,11 @@ void BucketStore::write(std::size_t parameter) {
 void BucketStore::write_direct(std::size_t parameter, Bucket& bucket) {
   Slot& slot = slots_[parameter];
   at::Tensor& grad = slot.parameter.mutable_grad();
-  const bool in_place = !hooks_.shared(parameter);
-  bucket.buffer = bucket.gradients = in_place ? as_buffer(grad, slot.parameter) : at::Tensor();
+  // What autograd has just made may lie on memory that the rest of the backward still reads.
+  const bool in_place =
+      grad.defined() && !hooks_.shared(parameter) && !(slot.fresh && memory_held_elsewhere(grad));
+  bucket.buffer = bucket.gradients =
+      in_place ? as_buffer(grad, slot.parameter, slot.gradient_dtype) : at::Tensor();
   if (bucket.buffer.defined()) return;
   allocate_bucket(bucket, slot.parameter.device(), 0);
   slot.view = gradient_view(bucket, 0, slot.parameter);
@@ -175,12 +265,35 @@ void BucketStore::write_direct(std::size_t parameter, Bucket& bucket) {
 
 void BucketStore::adopt(std::size_t parameter, at::Tensor& gradient) {
   Slot& slot = slots_[parameter];
+  // create_graph: what comes later differentiates through it.
+  const bool stays = gradient.requires_grad() || slot.cast() || owns_gradient(parameter);
+  if (!stays && same_elements(gradient, slot.view)) {
+    gradient = slot.view;
+    return;
+  }
   if (held_elsewhere(slot.view)) renew_view(parameter);
   copy_gradient(slot.view, gradient);
-  if (gradient.requires_grad() || slot.cast() || owns_gradient(parameter)) {
-    slot.copy_back = true;  // create_graph: what comes later differentiates through it
+  slot.copy_back = stays || kept(slot);
+  if (!slot.copy_back) gradient = slot.view;
+}
+
+// Before the mean, a program sees a gradient that has just been made in hooks of the parameter only.
+bool BucketStore::kept(const Slot& slot) const {
+  if (slot.fresh && torch::autograd::impl::post_acc_grad_hooks(slot.parameter) == nullptr) return false;
+  const at::Tensor& grad = slot.parameter.grad();
+  return held_elsewhere(grad) || memory_held_elsewhere(grad);
+}
+
+// In place, so that other tensors on that memory follow; not where the rest of the backward may still read it.
+void BucketStore::multiply(std::size_t parameter) {
+  Slot& slot = slots_[parameter];
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  if (!grad.defined() || factors_.outgoing == 1) return;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (grad.requires_grad() || (slot.fresh && memory_held_elsewhere(grad))) {
+    grad = gradient_times(grad, factors_.outgoing);
   } else {
-    gradient = slot.view;
+    multiply_gradient(grad, factors_.outgoing);
   }
 }
 
@@ -198,6 +311,7 @@ void BucketStore::hand_out(std::size_t parameter, bool keep_none) {
   Slot& slot = slots_[parameter];
   const Bucket& bucket = buckets_[plan_.bucket_of(parameter)];
   at::Tensor& grad = slot.parameter.mutable_grad();
+  slot.handed_out = true;
   if (bucket.sparse) {
     grad = bucket.buffer;
   } else if (slot.copy_back) {
@@ -206,7 +320,7 @@ void BucketStore::hand_out(std::size_t parameter, bool keep_none) {
   } else if (!keep_none) {
     if (slot.cast() || (owns_gradient(parameter) && !slot.direct)) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
-      grad = slot.view.to(slot.dtype, /*non_blocking=*/false, /*copy=*/true);
+      grad = slot.view.to(slot.gradient_dtype, /*non_blocking=*/false, /*copy=*/true);
     } else {
       grad = slot.view;
     }

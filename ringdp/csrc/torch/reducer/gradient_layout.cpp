@@ -13,6 +13,20 @@ namespace {
 // From here on a copy costs more than an operation of its own.
 constexpr std::size_t kDirectBytes = std::size_t{4} << 20;
 
+// Ranks whose gradients of a parameter differ in type could not average them.
+void check_gradient_dtypes(const std::vector<ModuleParameter>& parameters) {
+  for (const ModuleParameter& parameter : parameters) {
+    if (!parameter.tensor.requires_grad() || gradient_dtype(parameter.tensor)) continue;
+    ErrorContext context;
+    context.name = parameter.name;
+    context.advice = "give grad_dtype a type";
+    throw Error(ErrorKind::kValue,
+                "the grad_dtype of parameter " + parameter.name +
+                    " is None, by which its gradients may have another type on each rank: " + context.advice,
+                context);
+  }
+}
+
 constexpr const char* kHookAndCompression =
     "a communication hook and compression both say how buckets are reduced: use one of them (compressors can be "
     "communication hooks too)";
@@ -35,6 +49,7 @@ GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_
       overflow(parameters),
       buckets(group, parameters, compression, overflow),
       repair(group, store, compression, buckets, options.weighted) {
+  check_gradient_dtypes(parameters.all());
   start();
 }
 
@@ -98,15 +113,22 @@ std::vector<PlannedGradient> GradientLayout::describe_gradients() {
     gradient.numel = static_cast<std::size_t>(parameter.numel());
     gradient.element_bytes = c10::elementSize(dtype);
     gradient.sparse = parameters[i].sparse;
-    const bool in_place = dtype == parameter.scalar_type();
+    const c10::ScalarType own = gradient_dtype_of(i);
+    const bool in_place = dtype == own;
     gradient.alone = gradient.sparse || (in_place && gradient.bytes() >= kDirectBytes);
-    store.set_dtype(i, dtype);
+    store.set_dtype(i, own, dtype);
   }
   return gradients;
 }
 
+// check_gradient_dtypes has seen that there is one.
+c10::ScalarType GradientLayout::gradient_dtype_of(std::size_t parameter) const {
+  const at::Tensor& tensor = parameters.tensors()[parameter];
+  return gradient_dtype(tensor).value_or(tensor.scalar_type());
+}
+
 c10::ScalarType GradientLayout::bucket_dtype(std::size_t parameter) const {
-  const c10::ScalarType own = parameters.tensors()[parameter].scalar_type();
+  const c10::ScalarType own = gradient_dtype_of(parameter);
   if (parameters[parameter].sparse || !c10::isFloatingType(own)) return own;
   const bool exact = reductions.of_parameter(parameters.param_index(parameter)) == nullptr;
   return exact ? options.reduce_dtype.value_or(own) : at::kFloat;
@@ -144,6 +166,7 @@ bool GradientLayout::follow_requires_grad() {
   const bool changed = parameters.changed();
   // All ranks give their modules other data in the same place, as they do the forward, and their modules were alike.
   if (!changed && !store.other_data()) return false;
+  check_gradient_dtypes(parameters.all());
   const std::vector<std::size_t> frozen = parameters.frozen();
   const auto in = [](const std::vector<std::size_t>& sorted, std::size_t param_index) {
     return std::binary_search(sorted.begin(), sorted.end(), param_index);
@@ -173,6 +196,7 @@ bool GradientLayout::follow_requires_grad() {
 }
 
 ReductionPlan GradientLayout::replace_parameters(std::vector<ModuleParameter> others) {
+  check_gradient_dtypes(others);
   std::unordered_set<const c10::TensorImpl*> staying;
   for (const ModuleParameter& one : others) staying.insert(one.tensor.unsafeGetTensorImpl());
   for (std::size_t i = 0; i < parameters.size(); ++i) {

@@ -103,6 +103,7 @@ class GradientLayout {
   void start();
   void lay_out_again();
   std::vector<PlannedGradient> describe_gradients();
+  c10::ScalarType gradient_dtype_of(std::size_t parameter) const;
   c10::ScalarType bucket_dtype(std::size_t parameter) const;
   void attach_hooks();
   void assign_reductions();

@@ -58,7 +58,7 @@ void LeftOverGradients::accept(std::size_t parameter, const Bucket& bucket) {
   } else if (grad.defined()) {
     grad.copy_(mean);
   } else {
-    grad = mean.to(slot.parameter.scalar_type());
+    grad = mean.to(gradient_dtype(slot.parameter).value_or(slot.parameter.scalar_type()));
   }
   slot.left_over = false;
 }

@@ -103,7 +103,7 @@ void StepRepair::restore() {
   withheld_ = withholds_ = false;
 }
 
-// Every view of the bucket, such as a .grad, sees its storage's new memory.
+// Every view of the bucket, such as a .grad, sees its storage's new memory; an array, or who has an address, does not.
 void StepRepair::accept() {
   for (std::size_t index = 0; index < kept_.size() && index < store_.size(); ++index) {
     Bucket& bucket = store_[index];
@@ -111,11 +111,20 @@ void StepRepair::accept() {
     if (!kept_[index].filled || !result.defined()) continue;
     const auto* from = static_cast<const std::byte*>(bucket.buffer.const_data_ptr());
     const auto* to = static_cast<const std::byte*>(result.const_data_ptr());
+    const auto move_report = [&](const std::byte* of, std::ptrdiff_t by) {
+      if (bucket.report && bucket.report->own >= of && bucket.report->own < of + bucket.buffer.nbytes())
+        bucket.report->own += by;
+    };
+    if (store_.address_known(bucket)) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      bucket.buffer.copy_(result);
+      move_report(to, from - to);
+      continue;
+    }
     c10::StorageImpl& mine = *bucket.buffer.storage().unsafeGetStorageImpl();
     c10::StorageImpl& other = *result.storage().unsafeGetStorageImpl();
     other.set_data_ptr_noswap(mine.set_data_ptr(other.set_data_ptr({})));
-    if (bucket.report && bucket.report->own >= from && bucket.report->own < from + bucket.buffer.nbytes())
-      bucket.report->own += to - from;
+    move_report(from, to - from);
   }
 }
 

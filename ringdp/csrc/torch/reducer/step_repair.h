@@ -1,6 +1,7 @@
 // StepRepair: what a step needs to be made again after a member was lost: the gradients of each bucket as they were before it was
 // sent, in jobs whose members may change (engine/elastic_group.h). The means go into a second memory of the bucket, and the two
-// change places when the step counts; so no gradient is copied. Without such a group it does nothing and keeps nothing.
+// change places when the step counts; so no gradient is copied, unless the program may know where the first one is. Without
+// such a group it does nothing and keeps nothing.
 // Owned by the Reducer's layout, used under its lock.
 #pragma once
 
