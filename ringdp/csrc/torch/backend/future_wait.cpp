@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/process_stacks.h"
 #include "torch/backend/process_group.h"
 
 namespace ringdp {
@@ -21,6 +22,11 @@ struct Completion {
 void check_python_signals() {
   if (Py_IsInitialized() == 0) return;
   pybind11::gil_scoped_acquire gil;
+  int threads = 0;
+  for (PyThreadState* it = PyInterpreterState_ThreadHead(PyInterpreterState_Get()); it != nullptr;
+       it = PyThreadState_Next(it))
+    ++threads;
+  note_program_threads(threads);
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 
