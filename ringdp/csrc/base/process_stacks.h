@@ -26,7 +26,7 @@ void set_stack_source(StackSource source);  // empty functions: none, as at the 
 std::string process_stacks(int64_t limit_ms = 500);
 std::string call_site_text(int32_t number);  // empty where it is not known
 
-// How many threads can run code of the program, as its interpreter last counted them; -1: not known. Any thread.
+// How many threads run code of the program, as its interpreter last counted them; -1: not known. Any thread.
 void note_program_threads(int count);
 int program_threads();
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <set>
 
 #include "base/fd.h"
 #include "base/process_stacks.h"
@@ -43,7 +44,6 @@ void ProgramThreads::note_call(GroupState& group, uint64_t sequence) {
       return;
     }
   group.callers.push_back({thread, sequence});
-  if (std::find(callers_.begin(), callers_.end(), thread) == callers_.end()) callers_.push_back(thread);
 }
 
 ProgramThreads::Waiting::Waiting(ProgramThreads& threads, MutexLock& lock, const Work& work)
@@ -61,26 +61,14 @@ ProgramThreads::Waiting::~Waiting() {
   if (mine != waits.rend()) waits.erase(std::next(mine).base());
 }
 
-uint64_t ProgramThreads::blocked_in(const GroupState& group, bool others_busy) const {
+uint64_t ProgramThreads::blocked_in() const {
   role_.mutex().assert_held();
-  std::vector<pid_t> candidates;
-  for (const CallingThread& caller : group.callers) candidates.push_back(caller.thread);
-  const bool first_call = candidates.empty();
-  if (first_call) candidates = callers_;
-  uint64_t found = 0;
-  int waiting = 0;
-  for (const pid_t thread : candidates) {
-    const auto wait = std::find_if(waits_.rbegin(), waits_.rend(), [&](const Wait& it) { return it.thread == thread; });
-    if (wait == waits_.rend()) {
-      if (name_of(thread).empty()) continue;
-      return 0;
-    }
-    if (!wait->in_order || wait->group == group.id || (found != 0 && found != wait->group)) return 0;
-    found = wait->group;
-    ++waiting;
+  std::set<pid_t> waiting;
+  for (const Wait& wait : waits_) {
+    if (!wait.in_order || wait.group != waits_.front().group) return 0;
+    waiting.insert(wait.thread);
   }
-  // Any thread may be the first that calls: there must be none besides those that wait.
-  return first_call && (others_busy || program_threads() != waiting) ? 0 : found;
+  return waiting.empty() || program_threads() != static_cast<int>(waiting.size()) ? 0 : waits_.front().group;
 }
 
 std::string ProgramThreads::several(const GroupState& group) const {

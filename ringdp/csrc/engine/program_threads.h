@@ -1,8 +1,7 @@
 // ProgramThreads: which threads of the program call the collectives of each group, and which of them wait for one now. From that
-// the StallMonitor tells whether a call that is missing can still come: it cannot where every thread that calls that group's
-// collectives waits, without a limit, for an operation of another group.
-// Invariant: each thread inside `Engine::wait` without a deadline has one entry of `waits_`; `callers_` has each thread that has
-// ever called a collective.
+// the StallMonitor tells whether a call that is missing can still come: it cannot where all threads of the program wait, without
+// a limit, for collectives of one other group.
+// Invariant: each thread inside `Engine::wait` without a deadline has an entry of `waits_` for each of its waits.
 // Owned by the Engine. Any thread, with the mutex of the role.
 #pragma once
 
@@ -22,7 +21,7 @@ class ProgramThreads {
  public:
   explicit ProgramThreads(DriverRole& role) : role_(role) {}
 
-  // This thread calls a collective. Threads of ringdp, and autograd's for a GPU, call for the program: they count, too.
+  // This thread calls a collective.
   void note_call(GroupState& group, uint64_t sequence);
 
   // This thread waits for `work` for as long as it takes, while this lives.
@@ -38,10 +37,10 @@ class ProgramThreads {
     MutexLock& lock_;  // of the mutex of the role, which an exception may have let go
   };
 
-  // The group in which all threads wait for a collective that may call one of `group`; 0: not all of them wait, they wait in
-  // several groups or in `group` itself, or it is not known which threads may call. `others_busy`: operations of a third group
-  // are under way, whose end may be what a first call waits for.
-  uint64_t blocked_in(const GroupState& group, bool others_busy) const;
+  // The group for whose collectives all threads of the program wait; 0: one of them does something else, or waits for another
+  // group or for a message, or it is not known how many there are. What callbacks issue is matched apart from the rest of a
+  // group, so theirs is never the call that is missing.
+  uint64_t blocked_in() const;
 
   // "the main thread (last #4) and thread 4711 (last #5)": which threads call the group's collectives; empty where it is one
   // alone, or autograd's beside it.
@@ -56,7 +55,6 @@ class ProgramThreads {
 
   DriverRole& role_;
   std::vector<Wait> waits_ RINGDP_GUARDED_BY(role_.mutex());
-  std::vector<pid_t> callers_ RINGDP_GUARDED_BY(role_.mutex());
 };
 
 }  // namespace ringdp

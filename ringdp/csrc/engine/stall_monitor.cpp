@@ -284,10 +284,10 @@ void StallMonitor::note_blocked(int asker, const GroupState& group, PeerState& s
   uint64_t blocked = 0;
   {
     MutexLock lock(role_.mutex());
-    blocked = threads_.blocked_in(group, groups_.busy().size() > 1);
+    blocked = threads_.blocked_in();
   }
   const GroupPtr other = groups_.find(blocked);
-  if (!other || other->active.empty() || other->failing) return;
+  if (!other || other->id == group.id || other->active.empty() || other->failing) return;
   const InFlight& front = other->active.front();  // nothing of that group ends before it
   if (!front.operation->started()) return;
   state.blocked_group = blocked;
@@ -307,7 +307,7 @@ bool StallMonitor::find_deadlock(const GroupState& group, const InFlight& in_fli
     if (!needs_call_of(in_flight, group, peer)) continue;
     {
       MutexLock lock(role_.mutex());
-      if (threads_.blocked_in(*other, groups_.busy().size() > 1) != group.id) continue;
+      if (threads_.blocked_in() != group.id) continue;
     }
     const PeerInfo& self = peers_.self();
     const PeerInfo& its = peers_.info(peer);

@@ -38,7 +38,7 @@ struct PeerState {
   std::string name;  // what it calls the operation that was asked for; empty without a name
   std::string last;  // what it called last in that group; empty if nothing
   std::string elsewhere;  // what it has under way in another group; empty if nothing
-  // Of an operation that it has not called: all its threads that may call it wait for this operation of another group, the
+  // Of an operation that it has not called: all threads of its program wait for this operation of another group, the
   // one of `elsewhere`; `needs_asker`: that one cannot end before the rank that asks has called it.
   uint64_t blocked_group = 0;  // its number on the wire; 0: a thread may call
   uint64_t blocked_sequence = 0;
