@@ -133,7 +133,7 @@ def _checked(x: float | Tensor, weight: float | Tensor) -> tuple[Tensor, float]:
             raise InvalidArgumentError(f"ringdp.metrics.mean: x must be a dense tensor of real numbers, not {kind}")
         value = x.detach()
     elif isinstance(x, numbers.Real):
-        value = torch.tensor(float(x), dtype=torch.float64)
+        value = torch.tensor(float(x), dtype=torch.float64, device="cpu")
     else:
         raise InvalidArgumentError(f"ringdp.metrics.mean: x must be a number or a tensor, not {type(x).__name__}")
     if isinstance(weight, Tensor):

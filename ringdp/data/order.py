@@ -44,10 +44,10 @@ class GlobalBatches:
     def order(self, epoch: int) -> Tensor:
         """int64 ``[length]``: the samples in the order of this epoch."""
         if not self.shuffle:
-            return torch.arange(self.length)
+            return torch.arange(self.length, dtype=torch.int64, device="cpu")
         digest = hashlib.sha256(f"ringdp order {self.seed} {epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:_SEED_BYTES], "little") >> 1)
-        return torch.randperm(self.length, generator=generator)
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:_SEED_BYTES], "little") >> 1)
+        return torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
 
     def batch(self, order: Tensor, position: int) -> list[int]:
         """The samples of batch `position` of the epoch with this order."""

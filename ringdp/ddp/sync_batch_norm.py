@@ -132,7 +132,7 @@ def _statistics_of_all(input: Tensor, group: dist.ProcessGroup, name: str) -> tu
     """
     channels = input.shape[1]
     wide = torch.float32 if input.dtype in _HALF else input.dtype
-    mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device="cpu")
     if input.numel() > 0:
         dims = _all_but_channels(input)
         var, mean = torch.var_mean(input.to(wide), dims, correction=0)

@@ -23,7 +23,7 @@ class UnevenInputs(WeightedModule, DistributedDataParallel):
         if self._layout_choice is not None:
             self._layout_choice.settle()  # all ranks come by here before the first step under Join
         syncs = float(not is_joined_rank and self.require_backward_grad_sync)
-        ranks = torch.full((1,), syncs, device=self.device)
+        ranks = torch.full((1,), syncs, device=self.device, dtype=torch.float32)
         work = dist.all_reduce(ranks, group=self.process_group, async_op=True)
         if not is_joined_rank:
             return work

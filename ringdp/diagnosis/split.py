@@ -50,7 +50,7 @@ def split(window: Window) -> Split:
     communication = blocked - peer_wait
     on_its_way = window.field("on_its_way")
     coding = communication * (window.field("coding") / on_its_way.clamp(min=1e-12)).clamp(max=1.0)
-    waited = torch.zeros(window.ranks, window.ranks, dtype=torch.float64)  # by whom, for whom
+    waited = torch.zeros(window.ranks, window.ranks, dtype=torch.float64, device="cpu")  # by whom, for whom
     waited.index_add_(1, slowest, peer_wait)
     return Split(
         step=(own + blocked).mean(1),

@@ -147,7 +147,7 @@ def together(work: Callable[[], Result], group: dist.ProcessGroup, what: str) ->
 def as_tensor(data: bytes | bytearray) -> Tensor:
     """uint8 ``[len(data)]`` on the CPU; a bytearray is shared with it, bytes are copied."""
     if not data:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
 
 

@@ -170,8 +170,8 @@ def race(device: torch.device) -> bool:
     Every rank calls it and all get the same answer: the slowest rank's time counts. Each side's time is the median of
     a few all-reduces of 16 MiB; one that fails loses.
     """
-    tensor = torch.zeros(_RACE_BYTES // 4, device=device)
-    seconds = torch.tensor([_all_reduce_seconds(kind, tensor) for kind in ("cuda", "cpu")], dtype=torch.float64)
+    tensor = torch.zeros(_RACE_BYTES // 4, device=device, dtype=torch.float32)
+    seconds = torch.tensor([_all_reduce_seconds(kind, tensor) for kind in ("cuda", "cpu")], dtype=torch.float64, device="cpu")
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     theirs, ours = seconds.tolist()
     if dist.get_rank() == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import io
 import math
 import multiprocessing
@@ -14,19 +15,24 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
-from ringdp.job import threads
+from ringdp.job import threads as compute_threads
 
 if TYPE_CHECKING:
     import torch
 
 Result = TypeVar("Result")
 _PR_SET_PDEATHSIG = 1
+_STACKS_SIGNAL = signal.SIGRTMAX - 9  # at which a rank writes its stacks, whatever it does
+_STACKS_S = 1.0  # for that
 _AFTER_FAILURE_S = 5.0  # what the other ranks get to end, so that their errors are seen too
 
 
@@ -53,7 +59,7 @@ def launch(
     Args:
         function: a function of a module or script is imported by fresh processes (guard a script's own call by
             ``if __name__ == "__main__":``); one that a notebook cell, a prompt or another function defined is reached
-            by forking this process, which must not have used CUDA before; a forked rank computes with one thread.
+            by forking this process, which must not have used CUDA before.
         args: its positional arguments.
         kwargs: its named arguments.
         nprocs: the number of ranks.
@@ -64,7 +70,7 @@ def launch(
 
     Raises:
         RankError: a rank raised, died or took too long; the message has the traceback of each, the first failure first,
-            and all ranks are ended.
+            and of a rank that took too long what its threads did; all ranks are ended.
         InvalidArgumentError: nprocs below 1, or a start method that there is not.
         InvalidStateError: the function can only be reached by forking, and this process has used CUDA or has called
             `ringdp.init`.
@@ -87,16 +93,48 @@ def launch(
             " import it"
         )
     context = multiprocessing.get_context(method)
-    # OpenMP's threads do not survive a fork, and a child that wants them waits for ever.
-    own = threads.threads_per_rank(threads.usable_cores(), nprocs, alone=nprocs == 1) if method == "spawn" else 1
+    own = compute_threads.threads_per_rank(compute_threads.usable_cores(), nprocs, alone=nprocs == 1)
     with tempfile.TemporaryDirectory(prefix="ringdp-ranks-") as folder:
         call = _Call(function, tuple(args), dict(kwargs or {}), backend, device, own)
         ranks = [_Rank(context, rank, nprocs, folder, timeout, call) for rank in range(nprocs)]
-        try:
+        with _started(ranks):
             return _collect(ranks, math.inf if timeout is None else time.monotonic() + timeout, function)
-        finally:
+
+
+@contextlib.contextmanager
+def _started(ranks: Sequence[_Rank]) -> Iterator[None]:
+    """The ranks run; at the end they are ended.
+
+    A thread that has computed nothing starts them. GNU OpenMP's threads belong to the one that began to compute with them, and
+    after a fork that one waits for ever for threads that are gone; the thread that forks is the child's main thread.
+    It stays because the kernel ends the ranks with the thread that started them (prctl(2), PR_SET_PDEATHSIG).
+    """
+    errors: list[BaseException] = []
+    began, over = threading.Event(), threading.Event()
+
+    def start() -> None:
+        try:
             for rank in ranks:
-                rank.end()
+                rank.start()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            began.set()
+        over.wait()
+
+    thread = threading.Thread(target=start, name="ringdp-launch", daemon=True)
+    thread.start()
+    try:
+        began.wait()
+        if errors:
+            raise errors[0]
+        yield
+    finally:
+        began.wait()
+        for rank in ranks:
+            rank.end()
+        over.set()
+        thread.join()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +156,19 @@ class _Rank:
         self, context: Any, number: int, ranks: int, folder: str, timeout_s: float | None, call: _Call
     ) -> None:
         self.number = number
-        self.pipe, there = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=_serve, args=(there, number, ranks, f"file://{folder}/store", timeout_s, call)
-        )
+        self.stacks = Path(folder, f"stacks_{number}")
+        self._context = context
+        self._arguments = (number, ranks, folder, str(self.stacks), timeout_s, call)
+        self.started = False
+
+    def start(self) -> None:
+        self.pipe, there = self._context.Pipe(duplex=False)  # now: a rank that is forked earlier would keep its end open
+        self.process = self._context.Process(target=_serve, args=(there, *self._arguments))
         # Not daemonic: a rank may have data-loader workers. `end` and the end of the pipe see to it.
-        self.process.start()
+        with warnings.catch_warnings():  # that this process has threads
+            warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
+            self.process.start()
+        self.started = True
         there.close()
 
     def outcome(self) -> tuple[bool, Any]:
@@ -136,7 +181,23 @@ class _Rank:
             return False, (-math.inf, f"died with code {self.process.exitcode}")
         return returned, content
 
+    def what_it_does(self) -> str:
+        """The stacks of its threads now; empty where it cannot write them: it is stopped, or has just been started."""
+        text, end = "", time.monotonic() + _STACKS_S
+        if not self.stacks.exists():
+            return text
+        assert self.process.pid is not None
+        os.kill(self.process.pid, _STACKS_SIGNAL)
+        while time.monotonic() < end and self.process.is_alive():
+            before, text = text, self.stacks.read_text(errors="replace")
+            if text and text == before:
+                break
+            time.sleep(0.05)
+        return text
+
     def end(self) -> None:
+        if not self.started:
+            return
         if self.process.is_alive():
             self.process.join(0.5 if self.pipe.closed else 2.0)
         if self.process.is_alive():
@@ -160,8 +221,10 @@ def _collect(ranks: Sequence[_Rank], deadline: float, function: Callable[..., An
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
             stories[rank.number] = content
     for rank in waiting.values():
+        does = rank.what_it_does()
+        stories[rank.number] = math.inf, "did not end in time" + (f"; its threads then:\n{does}" if does else "")
+    for rank in waiting.values():
         rank.process.kill()
-        stories[rank.number] = math.inf, "did not end in time"
     if stories:
         # The first failure first: the others may have heard of it, and told, before that rank had left its groups.
         in_order = sorted(stories.items(), key=lambda item: item[1][0])
@@ -170,19 +233,23 @@ def _collect(ranks: Sequence[_Rank], deadline: float, function: Callable[..., An
     return [results[number] for number in range(len(ranks))]
 
 
-def _serve(pipe: Any, rank: int, ranks: int, meet: str, timeout_s: float | None, call: _Call) -> None:
+def _serve(
+    pipe: Any, rank: int, ranks: int, folder: str, stacks: str, timeout_s: float | None, call: _Call
+) -> None:
     """The process: join, call, tell."""
     _end_with_the_caller()
+    told = open(stacks, "w")  # faulthandler writes there for as long as the process lives
+    faulthandler.register(_STACKS_SIGNAL, file=told, all_threads=True)
     failed_at = math.inf
     try:
         import torch
 
         import ringdp
 
-        if call.threads == 1 or not threads.chosen_by_user():
+        if not compute_threads.chosen_by_user():
             torch.set_num_threads(call.threads)
         limit = {} if timeout_s is None else {"timeout": timeout_s}
-        ringdp.init(call.backend, rank=rank, world_size=ranks, init_method=meet, device=call.device, **limit)
+        ringdp.init(call.backend, rank=rank, world_size=ranks, init_method=f"file://{folder}/store", device=call.device, **limit)
         try:
             result = call.function(*call.args, **call.kwargs)
             torch.distributed.barrier()  # no rank leaves while another still works with it

@@ -14,6 +14,7 @@ from types import FrameType
 _SIGNAL_BELOW_LAST = 8  # SIGRTMAX minus so much, at which faulthandler writes stacks without Python's lock
 _MOST_FRAMES = 40  # of a thread
 _MOST_THREADS = 16
+_HELPERS = ("multiprocessing.queues", "ringdp.diagnosis.", "tensorboard.", "torch.utils.data.", "tqdm.", "wandb.")
 
 _installed = False
 
@@ -27,7 +28,7 @@ def install() -> None:
     from ringdp import _C
 
     number, file = _listen_without_lock()
-    _C.set_stack_source(describe, number, file, foreign_paths())
+    _C.set_stack_source(describe, helper_threads, number, file, foreign_paths())
 
 
 def describe() -> str:
@@ -44,6 +45,19 @@ def describe() -> str:
         called = "Main thread" if ident == main else f"Thread {thread.name if thread else hex(ident)}"
         out += ["", f"{called} (most recent call first):", *_lines(frames[ident])]
     return "\n".join(out[1:]) + "\n"
+
+
+def helper_threads() -> int:
+    """How many threads belong to libraries and never call anything of the program's."""
+    return sum(_begins_in(thread).startswith(_HELPERS) for thread in threading.enumerate())
+
+
+def _begins_in(thread: threading.Thread) -> str:
+    """The module of its class, or of the function that a plain thread runs."""
+    module = type(thread).__module__
+    if module == "threading":
+        module = getattr(getattr(thread, "_target", None), "__module__", None) or ""
+    return module
 
 
 def foreign_paths() -> list[str]:

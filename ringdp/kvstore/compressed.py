@@ -144,7 +144,7 @@ class CompressedPushes:
         for key in keys:
             section = BucketSlice(key.name, key.shape, 0, key.numel, self.compressor).section(ranks, key.device)
             if section is not None:
-                known.append((section, torch.empty(key.shape, device=key.device)))
+                known.append((section, torch.empty(key.shape, device=key.device, dtype=torch.float32)))
         self.memory.know(known, self._group.rank())
 
 

@@ -97,9 +97,9 @@ def optimizer_state(table: Table, update: Optimizer) -> dict[str, Any]:
                 groups.setdefault((field, it), []).append(name)
             else:
                 dtype, number = it
-                state[name]["numbers"][field] = torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else number
+                state[name]["numbers"][field] = torch.tensor(number, dtype=getattr(torch, dtype), device="cpu") if dtype else number
     for (field, dtype), names in sorted(groups.items()):
-        empty = torch.empty(0, dtype=getattr(torch, dtype))
+        empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
         for device in sorted({str(table.keys[name].device) for name in names}):
             there = [name for name in names if str(table.keys[name].device) == device]
             pieces = {name: tensors.get(name, {}).get(field, empty.to(device)) for name in there}

@@ -67,7 +67,7 @@ class Transfer:
         self._buffer = torch.zeros(self._chunk * ranks, dtype=like.dtype, device=like.device)
         self._mine = torch.zeros(self._chunk, dtype=like.dtype, device=like.device)
         self._chunks = [self._buffer[rank * self._chunk :][: self._chunk] for rank in range(ranks)]
-        outlines = [torch.empty(key.numel, device="meta") for key in keys]
+        outlines = [torch.empty(key.numel, device="meta", dtype=torch.float32) for key in keys]
         self._all_chunks = [
             view
             for chunk, views in zip(self._chunks, self._views(outlines), strict=True)

@@ -90,7 +90,7 @@ class Optimizer:
     def torch_optimizer(self) -> torch.optim.Optimizer:
         """This rank's, whose parameters are its slices."""
         if self._made is None:
-            placeholder = torch.zeros(0)
+            placeholder = torch.zeros(0, dtype=torch.float32, device="cpu")
             self._made = self._kind([placeholder], **self._numbers)
             self._made.param_groups[0]["params"].clear()
         return self._made
@@ -152,9 +152,9 @@ def require_elementwise(kind: Callable[..., torch.optim.Optimizer], numbers: Map
             raise InvalidArgumentError(f"{name}: {key} must be a number, not {value!r}")
         if callable(value) or isinstance(value, list | dict | Tensor):
             raise InvalidArgumentError(f"{name}: {key} must be a number, a text or a tuple of them, not {value!r}")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     half = 128
-    start, *gradients = (torch.randn(2 * half, generator=generator) for _ in range(3))
+    start, *gradients = (torch.randn(2 * half, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3))
     whole, halves = [start.clone()], [start[:half].clone(), start[half:].clone()]
     try:
         for tensors in (whole, halves):

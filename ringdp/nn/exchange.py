@@ -108,7 +108,7 @@ class RowExchange:
         if self.wire == "exact":
             return received
         table = self._shard.table
-        rows = torch.empty(len(received), table.shape[1], dtype=table.dtype)
+        rows = torch.empty(len(received), table.shape[1], dtype=table.dtype, device="cpu")
         _C.decode_rows(received, rows, self.wire)
         return rows
 
@@ -125,9 +125,9 @@ class RowExchange:
         return Lookup(asked.inverse, asked.per_owner, answer, message, work, asked.message)
 
     def _count(self, told: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-        answer = torch.empty(len(told), dtype=torch.int64)
+        answer = torch.empty(len(told), dtype=torch.int64, device="cpu")
         with self._operations.named("ids of a sharded embedding, counted"):
-            dist.all_to_all_single(answer, torch.tensor(told), group=group)
+            dist.all_to_all_single(answer, torch.tensor(told, dtype=torch.int64, device="cpu"), group=group)
         return answer.tolist()
 
     def _move(self, rows: Tensor, send: list[int], receive: list[int], words: str) -> Pending:

@@ -280,7 +280,7 @@ class ShardedEmbedding(nn.Module):
                 raise InvalidArgumentError('offsets are for bags, and the mode is "none"')
             return flat, None
         if ids.dim() == 2 and offsets is None:
-            return flat, torch.arange(0, ids.shape[0], dtype=torch.int64) * ids.shape[1]
+            return flat, torch.arange(0, ids.shape[0], dtype=torch.int64, device="cpu") * ids.shape[1]
         if ids.dim() != 1 or offsets is None:
             raise InvalidArgumentError("ids must be [bags, n], or [n] with offsets")
         begins = self._flat(offsets)

@@ -72,7 +72,7 @@ class FixedShard:
 
     def __init__(self, owners: RowOwners, dim: int, update: SparseUpdate, dtype: torch.dtype) -> None:
         self._owners = owners
-        self.table = torch.empty(owners.count, dim, dtype=dtype)
+        self.table = torch.empty(owners.count, dim, dtype=dtype, device="cpu")
         self.state = update.new_state(owners.count, dim, dtype)
 
     def fill(self, weight: Tensor | None, std: float, seed: int) -> None:
@@ -82,9 +82,9 @@ class FixedShard:
             table.copy_(weight.detach()[owners.ids(self._places())])
             return
         for number, begin in enumerate(range(0, owners.rows, _BLOCK_ROWS)):
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + number)
             count = min(_BLOCK_ROWS, owners.rows - begin)
-            block = torch.randn(count, table.shape[1], generator=generator, dtype=table.dtype).mul_(std)
+            block = torch.randn(count, table.shape[1], generator=generator, dtype=table.dtype, device="cpu").mul_(std)
             first = (owners.rank - begin) % owners.ranks
             here = block[first :: owners.ranks]
             at = (begin + first) // owners.ranks
@@ -102,7 +102,7 @@ class FixedShard:
         return Asked(*_C.ask_rows(ids, rows, self._owners.factor, self._owners.ranks))
 
     def room(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.int32)
+        return torch.empty(count, dtype=torch.int32, device="cpu")
 
     def find(self, message: Tensor, clock: int) -> Tensor:
         del clock
@@ -128,7 +128,7 @@ class FixedShard:
         pass  # all rows are overwritten
 
     def _places(self) -> Tensor:
-        return torch.arange(self._owners.rank, self._owners.rows, self._owners.ranks)
+        return torch.arange(self._owners.rank, self._owners.rows, self._owners.ranks, dtype=torch.int64, device="cpu")
 
 
 class GrowingShard:
@@ -158,14 +158,14 @@ class GrowingShard:
         self._limits = admit_after, evict_after
         self._std, self._seed = std, seed
         self._directory = _C.RowDirectory(admit_after, evict_after)
-        self.table = torch.zeros(_FIRST_ROWS, dim, dtype=dtype)
+        self.table = torch.zeros(_FIRST_ROWS, dim, dtype=dtype, device="cpu")
         self.state = update.new_state(_FIRST_ROWS, dim, dtype)
 
     def ask(self, ids: Tensor, counting: bool) -> Asked:
         return Asked(*_C.ask_hashed(ids, self._ranks, counting))
 
     def room(self, count: int) -> Tensor:
-        return torch.empty(count, 2, dtype=torch.int64)
+        return torch.empty(count, 2, dtype=torch.int64, device="cpu")
 
     def find(self, message: Tensor, clock: int) -> Tensor:
         rows, new_ids, new_rows = self._directory.look_up(message, clock)

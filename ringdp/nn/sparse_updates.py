@@ -50,7 +50,7 @@ class SparseUpdate:
             "rowwise_adagrad": {"sum": 1},
             "adam": {"exp_avg": dim, "exp_avg_sq": dim},
         }
-        return {name: torch.zeros(rows, width, dtype=dtype) for name, width in widths[self.name].items()}
+        return {name: torch.zeros(rows, width, dtype=dtype, device="cpu") for name, width in widths[self.name].items()}
 
     def apply(self, table: Tensor, state: Mapping[str, Tensor], rows: Tensor, sums: Tensor) -> None:
         """Change the `rows` (int32) of the table, each given once, by their gradients ``[rows, dim]``."""

@@ -150,9 +150,9 @@ def describe(outer: Outer) -> str:
         return f"SGD(lr={lr:g}, momentum={momentum:g}, nesterov={nesterov})"
     if not callable(outer):
         raise InvalidArgumentError(f"outer must be a dict or make a torch.optim.Optimizer, not {outer!r}")
-    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     optimizer = made(outer, [parameter])
-    parameter.grad = torch.zeros(1)
+    parameter.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
     try:
         optimizer.step()
     except Exception as error:

@@ -243,7 +243,7 @@ def _since(rounds: DiLoCo, consolidated: bool) -> list[list[float]]:
     """For each fragment the steps and samples since it last left; consolidated the mean over the ranks."""
     since = [[float(steps), float(samples)] for steps, samples in zip(*rounds._since, strict=True)]
     if consolidated and rounds._members.size() > 1:
-        start.average([mean := torch.tensor(since, dtype=torch.float64)], rounds._members)
+        start.average([mean := torch.tensor(since, dtype=torch.float64, device="cpu")], rounds._members)
         since = mean.tolist()
     return [[round(steps), samples] for steps, samples in since]
 
@@ -269,7 +269,7 @@ def _owned(exchange: FragmentExchange, piece: Piece) -> Tensor:
     """bool [count]: the elements whose mean this rank computes."""
     from ringdp import _C
 
-    mask = torch.zeros(piece.count, dtype=torch.bool)
+    mask = torch.zeros(piece.count, dtype=torch.bool, device="cpu")
     if exchange.codes:
         assert exchange.group is not None
         for begin, end in _C.owned_elements(exchange.group, piece.count, owner_offset_of(piece.name)):

@@ -111,7 +111,7 @@ class _Bench:
         return Section(_NAME, (count,), 0, count, self.compressor, 1, self.device)
 
     def gaussian(self, count: int, seed: int = 0) -> Tensor:
-        return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        return torch.randn(count, generator=torch.Generator(device="cpu").manual_seed(seed), dtype=torch.float32, device="cpu").to(self.device)
 
     def gradients(self, ranks: int, steps: int, count: int = 3000) -> list[list[Tensor]]:
         shape = _shape(count) if self.talks else (count,)
@@ -161,7 +161,7 @@ class _Bench:
 
     def sizes(self) -> None:
         for count in SIZES:
-            promised = forms_of(self.encode(torch.zeros(count, device=self.device)))
+            promised = forms_of(self.encode(torch.zeros(count, device=self.device, dtype=torch.float32)))
             for x in (self.gaussian(count), self.gaussian(count, 1) * 1e-3):
                 payload = self.encode(x)
                 try:
@@ -171,7 +171,7 @@ class _Bench:
                 self.decode(payload, count)
 
     def zeros(self) -> None:
-        decoded, _ = self.there_and_back(torch.zeros(1000, device=self.device))
+        decoded, _ = self.there_and_back(torch.zeros(1000, device=self.device, dtype=torch.float32))
         assert bool(decoded.isfinite().all()), "they decode to infinities or NaN: is there a division by a scale of 0?"
         assert float(decoded.abs().max()) < 1e-20, f"they decode to up to {float(decoded.abs().max()):g}"
 

@@ -320,17 +320,63 @@ CASE("a peer's state survives the wire, and a mutilated one is refused") {
   state.name = "bucket 3: layer1.weight";
   state.last = "all_reduce #7";
   state.elsewhere = std::string(5000, 'x');
+  state.blocked_group = 0xfedcba9876543210;
+  state.blocked_sequence = 17;
+  state.needs_asker = true;
   std::string raw = state.encode();
   CHECK(raw.size() <= kPeerStateBytes);
   PeerState got = PeerState::decode(std::as_bytes(std::span(raw)));
   CHECK(got.progress == state.progress);
   CHECK_EQ(got.since_call_ms, state.since_call_ms);
   CHECK(got.waits_for == state.waits_for);
+  CHECK_EQ(got.blocked_group, state.blocked_group);
+  CHECK_EQ(got.blocked_sequence, state.blocked_sequence);
+  CHECK(got.needs_asker);
   CHECK_EQ(got.name, state.name);
   CHECK_EQ(got.last, state.last);
   CHECK(!got.elsewhere.empty() && got.elsewhere.size() < 600);
   for (std::size_t length = 0; length < raw.size(); length += 7)
     CHECK_THROWS(ErrorKind::kHandshake, PeerState::decode(std::as_bytes(std::span(raw.data(), length))));
+}
+
+// Rank 0 waits in one group for the others, which wait in another one for rank 0. `program_threads`: of each rank.
+void cross(int world, int program_threads, int64_t timeout_ms, ErrorKind expected) {
+  EngineOptions options;
+  options.stall_notice_ms = 200;
+  note_program_threads(program_threads);
+  auto body = [&](Rank& self) {
+    GroupHandle other(self.runtime, "other", everybody(self.world), timeout_ms, kAlwaysRing);
+    GroupHandle& mine = self.rank == 0 ? *self.group : other;
+    std::vector<float> data(1000, 1.0F);
+    try {
+      mine.wait(*mine.all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
+      CHECK(false);
+    } catch (const Error& error) {
+      if (expected != ErrorKind::kMismatch) {  // or the other rank has left after its own timeout
+        CHECK(error.kind() == expected || error.kind() == ErrorKind::kPeerLost);
+        return;
+      }
+      CHECK(error.kind() == expected);
+      CHECK(contains(error.what(), "all_reduce #1 (float32[1000], SUM) of group 'everybody'"));
+      CHECK(contains(error.what(), "all_reduce #1 (float32[1000], SUM) of group 'other'"));
+      CHECK(names(error.what(), 0));
+      CHECK_EQ(error.context().sequence, 1);
+      CHECK(error.context().peer >= 0);
+    }
+  };
+  run_job(world, kAlwaysRing, body, timeout_ms, options);
+  note_program_threads(-1);
+}
+
+CASE("ranks that wait for each other in two groups are a mismatch soon, where no thread is left to call") {
+  const auto begin = Clock::now();
+  for (int world : {2, 3}) cross(world, 1, 30'000, ErrorKind::kMismatch);
+  CHECK(Clock::now() - begin < std::chrono::seconds(10));
+}
+
+CASE("where another thread of the program may still call, or their number is not known, they wait for the timeout") {
+  cross(2, 2, 900, ErrorKind::kTimeout);
+  cross(2, -1, 900, ErrorKind::kTimeout);
 }
 
 CASE("texts from the network are valid UTF-8 of bounded length") {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import os
@@ -63,10 +64,19 @@ def main(rank: int, world: int, way: str, folder: str) -> None:
         if rank == 1:
             dist.barrier(group=pair)  # rank 2 never comes
         dist.all_reduce(tensor)
-    elif way == "crossed":
+    elif way.startswith("crossed"):
         first, second = (dist.new_group(list(range(world)), timeout=limit) for _ in range(2))
+        if way.endswith("again"):
+            for group in (first, second):
+                dist.all_reduce(tensor, group=group)
         for group in (first, second) if rank == 0 else (second, first):
             dist.all_reduce(tensor, group=group)
+    elif way.startswith("by_a_"):
+        call_in_two_groups(way, rank, *(dist.new_group(list(range(world)), timeout=limit) for _ in range(2)))
+    elif way == "consolidated":
+        consolidate_on_one_rank(rank)
+    elif way == "two_threads":
+        call_from_two_threads(rank)
     elif way == "shapes":
         dist.all_reduce(tensor if rank != 1 else torch.ones(7))
     elif way == "dies":
@@ -78,6 +88,72 @@ def main(rank: int, world: int, way: str, folder: str) -> None:
         dist.all_reduce(tensor)
     print(f"rank {rank} ended well, {len(own_signals)} signals of its own", flush=True)
     dist.destroy_process_group()
+
+
+def call_in_two_groups(way: str, rank: int, first: dist.ProcessGroup, second: dist.ProcessGroup) -> None:
+    """Rank 0 waits in one group and the others in the other one, for a while: what is missing comes later, by another way."""
+    for group in (first, second):
+        dist.barrier(group=group)
+    if rank == 0:
+        late = dist.all_reduce(torch.ones(10), group=first, async_op=True) if way == "by_a_handle" else None
+        dist.barrier(group=first if late is None else second)
+        if late is None:
+            dist.barrier(group=second)
+        else:
+            late.wait()
+        return
+
+    def call() -> None:
+        time.sleep(1.5)
+        dist.all_reduce(torch.ones(10), group=first) if way == "by_a_handle" else dist.barrier(group=first)
+
+    if way == "by_a_handle":
+        dist.barrier(group=second)
+        call()
+        return
+    thread = threading.Timer(0.1, call) if way == "by_a_timer" else threading.Thread(target=call)
+    thread.start()
+    dist.barrier(group=second)
+    thread.join()
+
+
+def consolidate_on_one_rank(rank: int) -> None:
+    import ringdp
+
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    rounds = ringdp.DiLoCo(net, optimizer, every=2)
+    for step in range(20):
+        net(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and step == 5:
+            rounds.state_dict(consolidated=True)
+
+
+def call_from_two_threads(rank: int) -> None:
+    """The main thread calls with 1000 elements, the other one with 7: in the same order once, and then in two."""
+    turn = [threading.Event() for _ in range(3)]
+
+    def other() -> None:
+        for number in (0, 2):
+            turn[number].wait()
+            with contextlib.suppress(Exception):
+                dist.all_reduce(torch.ones(7))
+            if number == 0:
+                turn[1].set()
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    dist.all_reduce(torch.ones(1000))
+    turn[0].set()
+    turn[1].wait()
+    if rank == 0:
+        dist.all_reduce(torch.ones(1000))
+    turn[2].set()
+    if rank == 1:
+        time.sleep(0.2)
+    dist.all_reduce(torch.ones(1000))
 
 
 def wait_for_the_test(rank: int, folder: Path, *, fork: bool) -> None:

@@ -131,13 +131,39 @@ def test_a_rank_that_is_stuck(start: Start, way: str) -> None:
     assert [process.poll() for process in ranks.processes] == [None, None]  # both go on
 
 
-def test_two_groups_in_other_orders(start: Start) -> None:
-    ranks = start("crossed")
-    wait_until(lambda: "has waited" in ranks.log(0) and "has waited" in ranks.log(1), "both notices")
-    found = ranks.verdict()
-    assert found.guilty == (0, 1)
+@pytest.mark.parametrize(("way", "world"), [("crossed", 2), ("crossed_again", 2), pytest.param("crossed", 3, marks=ci)])
+def test_two_groups_in_other_orders_are_an_error_at_the_first_notice(start: Start, way: str, world: int) -> None:
+    ranks = start(way, world)
+    assert [process.wait(20) for process in ranks.processes] == [1] * world
+    number = 2 if way.endswith("again") else 1
+    for rank in range(world):
+        error = next(line for line in ranks.log(rank).splitlines() if "MismatchError" in line)
+        assert "deadlock of two groups: rank 0 (host" in error
+        assert f"waits in all_reduce #{number} (float32[1000], SUM) of group '1' for rank" in error
+        assert f"waits in all_reduce #{number} (float32[1000], SUM) of group '2' for rank 0" in error
+    found = verdict(read_job([ranks.dumps]))
     assert found.paragraph.startswith("Deadlock of 2 groups that are taken in other orders: rank ")
-    assert all("hang_program.py" in found.stacks[rank] for rank in (0, 1))
+
+
+def test_a_consolidated_state_on_one_rank_is_an_error(start: Start) -> None:
+    ranks = start("consolidated")
+    assert [process.wait(20) for process in ranks.processes] == [1, 1]
+    assert all("MismatchError" in ranks.log(rank) for rank in (0, 1))
+
+
+@pytest.mark.parametrize("way", ["by_a_thread", "by_a_timer", pytest.param("by_a_handle", marks=ci)])
+def test_a_call_that_comes_later_from_elsewhere_is_no_deadlock(start: Start, way: str) -> None:
+    ranks = start(way)
+    assert [process.wait(20) for process in ranks.processes] == [0, 0], ranks.log(0) + ranks.log(1)
+    assert "has waited" in ranks.log(0)
+
+
+def test_a_group_that_several_threads_call_is_named_in_the_error(start: Start) -> None:
+    ranks = start("two_threads")
+    assert [process.wait(20) for process in ranks.processes] == [1, 1]
+    for rank in (0, 1):
+        error = next(line for line in ranks.log(rank).splitlines() if "MismatchError" in line)
+        assert re.search(r"several threads of rank \d call this group: the main thread \(last #\d\) and thread \d+", error)
 
 
 def test_a_rank_in_a_collective_of_another_group(start: Start) -> None:

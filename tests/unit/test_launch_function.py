@@ -52,6 +52,35 @@ try:
 except ringdp.testing.RankError as error:
     print(error)
 """
+COMPUTED = """
+import signal, threading
+import torch
+import ringdp
+
+torch.set_num_threads(2)
+torch.ones(700, 700).matmul(torch.ones(700, 700)).sum()
+
+def train():
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which only a main thread may
+    torch.set_num_threads(2)
+    return float(torch.ones(700, 700).matmul(torch.ones(700, 700))[0, 0]), torch.get_num_threads()
+
+def launch():
+    print(ringdp.launch(train, nprocs=2, timeout=60))
+
+"""
+LATE = """
+import time
+import ringdp
+
+def sleeps():
+    time.sleep(600 if ringdp.rank() == 1 else 0)
+
+try:
+    ringdp.launch(sleeps, nprocs=2, timeout=5)
+except ringdp.testing.RankError as error:
+    print(error)
+"""
 STAYS = """
 import pathlib, time
 import ringdp
@@ -92,6 +121,22 @@ def test_the_error_has_the_rank_and_its_traceback() -> None:
     assert "KeyError: 'no such column'" in text
     assert "--- rank 0 ---" in text
     assert "PeerLostError" in text
+
+
+@pytest.mark.parametrize(
+    "call", ["launch()", "thread = threading.Thread(target=launch)\nthread.start()\nthread.join()"], ids=["main", "thread"]
+)
+def test_forked_ranks_compute_with_threads_where_the_caller_has_done_so(call: str) -> None:
+    done = run(COMPUTED + call)
+    assert done.stdout == "[(700.0, 2), (700.0, 2)]\n", done.stderr
+
+
+def test_the_error_of_a_rank_that_takes_too_long_has_its_stack() -> None:
+    done = run(LATE)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.partition("--- rank 1 ---\n")[2]
+    assert told.startswith("did not end in time; its threads then:\n")
+    assert "in sleeps" in told.partition("--- rank")[0]
 
 
 def test_ranks_end_with_the_process_that_called(tmp_path: Path) -> None:

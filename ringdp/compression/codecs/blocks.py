@@ -44,7 +44,7 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 
 def lengths(numel: int, block: int, device: torch.device) -> Tensor:
     """How many of `numel` elements are in each block, float32 ``[blocks]``."""
-    counts = torch.full((-(-numel // block),), float(block), device=device)
+    counts = torch.full((-(-numel // block),), float(block), device=device, dtype=torch.float32)
     if numel % block:
         counts[-1] = numel % block
     return counts

@@ -36,7 +36,7 @@ def _turn(x: Tensor, info: Info, *, back: bool) -> Tensor:
         from ringdp import _C
 
         return _C.rotate(x, signs, back)
-    bits = (signs.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1).view(-1)
+    bits = (signs.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1).view(-1)
     factors = (1.0 - 2.0 * bits.to(torch.float32)).to(x.device)
     out = x.clone()
     whole = x.numel() // BLOCK * BLOCK

@@ -41,7 +41,7 @@ def agree(lines: Sequence[str], device: torch.device, rank: int) -> Generator[Re
     if other is None:
         return
     shortest = min(count for _, count in all_ranks)
-    hashes = torch.tensor([zlib.crc32(line.encode()) for line in lines[:shortest]], device=device)
+    hashes = torch.tensor([zlib.crc32(line.encode()) for line in lines[:shortest]], device=device, dtype=torch.int64)
     rows = (yield AllGather(hashes.view(torch.uint8))).view(torch.int64).view(len(all_ranks), -1)
     differing = (rows != rows[:1]).any(0).nonzero().view(-1).tolist()
     at = differing[0] if differing else shortest
@@ -95,7 +95,7 @@ def open_messages(plan: Plan, messages: Mapping[int, Tensor], rank: int) -> tupl
 def marks(plan: Plan, status: int, flags: list[int]) -> Tensor:
     """Status and the sections' flags in a form that can be added over the ranks: int32."""
     first = bool(status & FAILED) + _LOADED_IN_SUM * bool(status & LOADED)
-    return torch.tensor([first, *(flag & NOT_FINITE for flag in flags)], dtype=torch.int32).to(plan.device)
+    return torch.tensor([first, *(flag & NOT_FINITE for flag in flags)], dtype=torch.int32, device="cpu").to(plan.device)
 
 
 def read_marks(summed: Tensor) -> tuple[int, list[int]]:

@@ -75,7 +75,7 @@ class Promises:
         key = (id(section.compressor), section.shape, numel, phase)
         if key not in self._known:
             coder = Coder(States(), 0, section.parts, 0, device=self._device)
-            zeros = torch.zeros(numel, device=self._device)
+            zeros = torch.zeros(numel, device=self._device, dtype=torch.float32)
             self._known[key] = forms_of(coder.compress(section, zeros, phase, part))
         return self._known[key]
 

@@ -73,7 +73,7 @@ class Section:
 
     def zeros(self) -> Tensor:
         """float32 ``[count]``."""
-        return torch.zeros(self.count, device=self.device)
+        return torch.zeros(self.count, device=self.device, dtype=torch.float32)
 
     def part_of(self, whole: Tensor, part: int) -> Tensor:
         """This part, as a view of all elements of the parameter."""

@@ -49,7 +49,7 @@ def _vote(x: Tensor) -> Tensor:
 
 def _count(votes: Tensor, numel: int) -> Tensor:
     """float32 ``[numel]``: 1, -1 or 0, of ``[ranks, bytes]``."""
-    majority = torch.empty(numel, device=votes.device)
+    majority = torch.empty(numel, device=votes.device, dtype=torch.float32)
     counts = votes[:, 0].to(torch.int32)
     for piece in blocks.pieces(numel, 1, votes.device):
         ballots = torch.zeros(piece.stop - piece.start, dtype=torch.int32, device=votes.device)

@@ -123,7 +123,7 @@ class PowerSGD:
             alive = known.any(1, keepdim=True)
             if bool(alive.all()):
                 return torch.clone(known)
-        drawn = torch.randn((columns, self.rank), generator=info.generator, device=info.device).mT
+        drawn = torch.randn((columns, self.rank), generator=info.generator, device=info.device, dtype=torch.float32).mT
         return drawn.contiguous() if known is None or known.shape != shape else torch.where(alive, known, drawn)
 
 
@@ -136,5 +136,5 @@ def matrix_of(info: Info) -> tuple[int, int]:
 def _room(like: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
     """One flat tensor, to be exchanged, and views of these shapes that fill it."""
     sizes = [math.prod(shape) for shape in shapes]
-    flat = torch.empty(sum(sizes), device=like.device)
+    flat = torch.empty(sum(sizes), device=like.device, dtype=torch.float32)
     return flat, [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)] if sizes else []

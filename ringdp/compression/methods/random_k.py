@@ -53,7 +53,7 @@ class RandomK:
         return (chosen if self.error_feedback else chosen.mul_(blocks.lengths(info.numel, self.run, x.device)),)
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
-        x = torch.zeros(info.numel, device=payload[0].device)
+        x = torch.zeros(info.numel, device=payload[0].device, dtype=torch.float32)
         x[self._drawn(info)] = payload[0]
         return x
 
@@ -63,7 +63,7 @@ class RandomK:
 
     def _drawn(self, info: Info) -> Tensor:
         """int64, ascending; all of them below `numel`."""
-        begins = torch.arange(0, info.numel, self.run, device=info.device)
-        chance = torch.rand(begins.numel(), generator=info.generator, device=info.device)
+        begins = torch.arange(0, info.numel, self.run, device=info.device, dtype=torch.int64)
+        chance = torch.rand(begins.numel(), generator=info.generator, device=info.device, dtype=torch.float32)
         lengths = (info.numel - begins).clamp_(max=self.run)
         return begins + torch.minimum((chance * lengths).to(torch.int64), lengths - 1)

@@ -59,7 +59,7 @@ class Sign:
         scale_bytes, size = self._sizes(info.numel)
         code = check_code("Sign", payload, size, info)
         means, bits = code[:scale_bytes].clone().view(torch.float32), code[scale_bytes:]
-        x = torch.empty(info.numel, device=code.device)
+        x = torch.empty(info.numel, device=code.device, dtype=torch.float32)
         for piece in blocks.pieces(info.numel, self.block, code.device):
             count = piece.stop - piece.start
             signs = unpack(bits[packed_slice(piece, 1)], 1, count).to(torch.float32).mul_(2).sub_(1)

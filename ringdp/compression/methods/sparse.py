@@ -104,7 +104,7 @@ def exact_cut(x: Tensor, residual: Tensor | None, factor: float, wanted: int) ->
 
 
 def _magnitude(bits: int) -> float:
-    return float(torch.tensor(min(bits, _LARGEST_FINITE), dtype=torch.int32).view(torch.float32))
+    return float(torch.tensor(min(bits, _LARGEST_FINITE), dtype=torch.int32, device="cpu").view(torch.float32))
 
 
 def decode(code: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
@@ -116,7 +116,7 @@ def decode(code: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         from ringdp import _C
 
         return _C.sparse_decode(code, numel, out if out is not None and native.serves(out) else None)
-    x = torch.zeros(numel, device=code.device)
+    x = torch.zeros(numel, device=code.device, dtype=torch.float32)
     index, values = _entries(code, numel)
     if values is None:
         return x.fill_(torch.nan)
@@ -133,7 +133,7 @@ def merge(codes: Sequence[Tensor], numel: int, divisor: float, lost: Tensor | No
 
         return _C.sparse_merge(list(codes), numel, divisor, lost, back)
     device = codes[0].device
-    total, there = torch.zeros(numel, device=device), torch.zeros(numel, dtype=torch.bool, device=device)
+    total, there = torch.zeros(numel, device=device, dtype=torch.float32), torch.zeros(numel, dtype=torch.bool, device=device)
     finite = True
     for code in codes:
         index, values = _entries(code, numel)
@@ -142,7 +142,7 @@ def merge(codes: Sequence[Tensor], numel: int, divisor: float, lost: Tensor | No
             total[index] += values
             there[index] = True
     index = there.nonzero().view(-1)
-    mean = total[index] / torch.full((), divisor, device=device)
+    mean = total[index] / torch.full((), divisor, device=device, dtype=torch.float32)
     code, sent = _code(index, mean, numel, finite=finite and bool(mean.isfinite().all()))
     if lost is not None and finite:
         lost[index] += (mean - sent) * back
@@ -162,8 +162,8 @@ def _code(index: Tensor, values: Tensor, numel: int, *, finite: bool) -> tuple[T
     blocks = -(-numel // BLOCK)
     counts = torch.bincount(index // BLOCK, minlength=blocks)
     dense = blocks + 3 * index.numel() > 2 * numel or bool((counts > BLOCK - 1).any())
-    kind = torch.tensor([_DENSE if dense else _SPARSE, index.numel(), 0, 0], dtype=torch.int32)
-    kind[2:3] = torch.tensor([scale if finite else torch.nan]).view(torch.int32)
+    kind = torch.tensor([_DENSE if dense else _SPARSE, index.numel(), 0, 0], dtype=torch.int32, device="cpu")
+    kind[2:3] = torch.tensor([scale if finite else torch.nan], dtype=torch.float32, device="cpu").view(torch.int32)
     parts = [kind.to(values.device).view(torch.uint8)]
     if dense:
         whole = torch.zeros(numel, dtype=torch.float16, device=values.device)
@@ -187,13 +187,13 @@ def _entries(code: Tensor, numel: int) -> tuple[Tensor, Tensor | None]:
         )
     body = code[HEADER_BYTES:]
     if kind == _DENSE:
-        index = torch.arange(numel, device=code.device)
+        index = torch.arange(numel, device=code.device, dtype=torch.int64)
         halves = body.clone().view(torch.float16)
     else:
         counts = body[:blocks].to(torch.int64)
         if int(counts.sum()) != count:
             raise InvalidArgumentError(f"a sparse code: its blocks do not have its {count} entries")
-        begins = torch.arange(blocks, device=code.device).repeat_interleave(counts) * BLOCK
+        begins = torch.arange(blocks, device=code.device, dtype=torch.int64).repeat_interleave(counts) * BLOCK
         index = begins + body[blocks : blocks + count]
         if count and (bool((index[1:] <= index[:-1]).any()) or int(index[-1]) >= numel):
             raise InvalidArgumentError(f"a sparse code: an index of {numel} elements is out of range or order")

@@ -64,7 +64,7 @@ class _Stochastic(ABC):
         finite = scale.isfinite()
         step = torch.where(finite & (scale > 0), scale, 1.0).unsqueeze(1)
         position = (rows / step).mul_(self.levels)
-        dither = torch.rand(rows.shape, generator=generator, device=x.device)
+        dither = torch.rand(rows.shape, generator=generator, device=x.device, dtype=torch.float32)
         whole = dither.add_(position).floor_().clamp_(-self.levels, self.levels)
         if blocks.on_gpu(x) or not bool(finite.all()):
             whole.masked_fill_(finite.logical_not().unsqueeze(1), 0.0)
@@ -77,7 +77,7 @@ class _Stochastic(ABC):
         code = check_code(type(self).__name__, payload, self._code_bytes(info.numel), info)
         scales, packed = self._split(code, info.numel)
         scales = scales.clone().view(torch.float32)  # a message's bytes may lie anywhere
-        x = torch.empty(info.numel, device=code.device)
+        x = torch.empty(info.numel, device=code.device, dtype=torch.float32)
         for piece in blocks.pieces(info.numel, self.block, code.device):
             of_blocks, of_bytes = self._places(piece)
             numbers = unpack(packed[of_bytes], self.bits, piece.stop - piece.start).to(torch.float32)

@@ -18,6 +18,7 @@ class Deadline {
     return timeout_ms >= kYearMs ? never() : Deadline(now + std::chrono::milliseconds(timeout_ms));
   }
 
+  bool is_never() const { return at_ == Clock::time_point::max(); }
   bool expired() const { return at_ != Clock::time_point::max() && Clock::now() >= at_; }
 
   // Milliseconds left, rounded up, at most `cap_ms`: what poll(2) and epoll_wait(2) take.

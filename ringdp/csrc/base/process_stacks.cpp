@@ -1,6 +1,7 @@
 #include "base/process_stacks.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <mutex>
 #include <sstream>
@@ -19,6 +20,8 @@ StackSource source;
 std::mutex collecting;  // this guards the next two
 std::string collected;
 std::chrono::steady_clock::time_point collected_at{};
+
+std::atomic<int> threads_of_program{-1};
 
 StackSource current_source() {
   std::lock_guard lock(source_mutex);
@@ -57,6 +60,10 @@ std::string call_site_text(int32_t number) {
   const StackSource now = current_source();
   return now.call_site && number >= 0 ? now.call_site(number) : "";
 }
+
+void note_program_threads(int count) { threads_of_program.store(count, std::memory_order_relaxed); }
+
+int program_threads() { return threads_of_program.load(std::memory_order_relaxed); }
 
 std::string frame_of_script(const std::string& stacks) {
   const std::vector<std::string> foreign = current_source().foreign;

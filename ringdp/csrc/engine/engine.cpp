@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "base/bytes.h"
 #include "base/error.h"
@@ -34,6 +35,7 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
       diagnosis_(recorder_, notices_, options_.dump_folder),
       role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), copies_.under_way()}; }),
       groups_(role_),
+      threads_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
              {.lost = [this](int peer, const Error& error) { failures_.on_lost(peer, error); },
               .broken = [this](int peer, const Error& error) { healing_.on_broken(peer, error); },
@@ -48,7 +50,7 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
           }),
       healing_(role_, links_, failures_, notices_, options_),
       connections_(role_, links_, failures_, healing_),
-      stalls_(role_, groups_, links_, notices_, diagnosis_, options_.stall_notice_ms),
+      stalls_(role_, groups_, threads_, links_, notices_, diagnosis_, options_.stall_notice_ms),
       copies_(role_, groups_, failures_, completions_,
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
       progress_(role_, poller_, groups_, links_, failures_, stalls_, copies_, completions_, recorder_, options_) {
@@ -60,7 +62,10 @@ LinkEvents Engine::link_events() {
   events.aborted = [this](int from, uint64_t group, const AbortNotice& notice) {
     failures_.on_aborted(from, group, notice);
   };
-  events.mismatched = [this](Disagreement it) { failures_.on_mismatched(std::move(it)); };
+  events.mismatched = [this](Disagreement it) {
+    it.beside = stalls_.several_callers(it.mine.group);
+    failures_.on_mismatched(std::move(it));
+  };
   events.wanted = [this](int to) { options_.want_connection(to); };
   events.started = [this](uint64_t id, uint64_t sequence) {
     const GroupPtr group = groups_.find(id);
@@ -134,6 +139,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
     in_flight.callback = nested->callback;
   } else {
     identity.sequence = groups_.next_sequence(*group);
+    threads_.note_call(*group, identity.sequence);
   }
   if (auto gate = CallbackGate::current(); gate && submission.on_done)
     submission.on_done = [gate, follows = std::move(submission.on_done)](std::exception_ptr error) {
@@ -157,6 +163,8 @@ void Engine::wait(Work& work, Deadline deadline) {
   if (fork_generation() != generation_) throw forked_error();
   if (!work.finished()) {
     MutexLock lock(role_.mutex());
+    std::optional<ProgramThreads::Waiting> waiting;
+    if (deadline.is_never()) waiting.emplace(threads_, lock, work);
     while (!work.finished()) {
       if (!role_.held()) {
         role_.drive(lock, [&] {

@@ -30,6 +30,7 @@
 #include "engine/notices.h"
 #include "engine/operation_record.h"
 #include "engine/peer_links.h"
+#include "engine/program_threads.h"
 #include "engine/progress.h"
 #include "engine/staged_copies.h"
 #include "engine/stall_monitor.h"
@@ -115,6 +116,7 @@ class Engine {
   Poller poller_;
   DriverRole role_;
   GroupTable groups_;
+  ProgramThreads threads_;
   PeerLinks links_;
   FailureAgreement failures_;
   Healing healing_;

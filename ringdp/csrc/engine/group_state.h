@@ -3,6 +3,8 @@
 // what never changes: id, view, neighbours and name.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -74,6 +76,12 @@ struct InFlight {
   uint64_t sequence() const { return work->sequence(); }
 };
 
+// CallingThread: a thread of the program that has called a collective of a group, and the last one that it called.
+struct CallingThread {
+  pid_t thread = 0;
+  uint64_t last = 0;
+};
+
 class GroupState {
  public:
   GroupState(uint64_t id, GroupView view, std::vector<int> neighbours, std::string name);
@@ -83,6 +91,7 @@ class GroupState {
   const std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
   const std::string name;
   std::atomic<bool> outlives_losses{false};  // see Engine; any thread
+  std::vector<CallingThread> callers;        // ProgramThreads': by the mutex of the role
 
   bool failing = false;            // a failure is pending: nothing starts or ends any more
   std::set<int> reported_by;       // ranks that reported a failure of it

@@ -53,6 +53,11 @@ uint64_t GroupTable::next_sequence(GroupState& group) {
   return ++group.next_sequence_;
 }
 
+uint64_t GroupTable::called_upto(const GroupState& group) const {
+  MutexLock lock(mutex_);
+  return group.next_sequence_;
+}
+
 bool GroupTable::fail(GroupState& group, const std::exception_ptr& failure) {
   std::vector<std::weak_ptr<const FailureListener>> listeners;
   {

@@ -31,6 +31,7 @@ class GroupTable {
 
   // The number of the next operation in the group's order.
   uint64_t next_sequence(GroupState& group);
+  uint64_t called_upto(const GroupState& group) const;  // of the last one; 0: none
 
   // A group fails once: false where it has failed already. Tells those that listen.
   bool fail(GroupState& group, const std::exception_ptr& failure);

@@ -330,6 +330,8 @@ void Progress::check_deadlines() {
   failures_.report();
   const auto now = Clock::now();
   stalls_.look(now);
+  for (auto& [group, error] : stalls_.take_deadlocks()) failures_.queue(group, std::move(error));
+  failures_.report();
   if (links_.check_hosts(now)) failures_.report();
 }
 

@@ -5,6 +5,7 @@
 #include <ctime>
 #include <set>
 #include <string_view>
+#include <utility>
 
 #include "base/process_stacks.h"
 #include "base/text.h"
@@ -14,6 +15,7 @@ namespace {
 
 constexpr auto kLookPeriod = std::chrono::milliseconds(50);
 constexpr int64_t kAskMs = 1000;     // how often at most the peers are asked about an operation that does not move
+constexpr int64_t kDeadlockMs = 10'000;    // without notices, when a deadlock becomes an error
 constexpr int64_t kSilentMs = 1000;  // an engine that lives answers sooner, whatever its program does
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
 constexpr int64_t kStacksMs = 1500;        // for a rank to answer with its stacks; a notice waits for them that long
@@ -37,12 +39,29 @@ std::string last_call(const PeerState& state) {
   return out;
 }
 
+std::string after_semicolon(const std::string& text) { return text.empty() ? "" : "; " + text; }
+
+// Whether it cannot end before that rank has called it.
+bool needs_call_of(const InFlight& in_flight, const GroupState& group, int rank) {
+  const std::vector<int> missing = in_flight.operation->missing();
+  const std::vector<int>& members = group.view.members;
+  const Collective kind = in_flight.operation->identity().shape.what;
+  const bool of_all = !missing.empty() && (kind == Collective::kBarrier || kind == Collective::kAllReduce);
+  const std::vector<int>& needed = of_all ? members : missing;
+  return std::find(needed.begin(), needed.end(), rank) != needed.end();
+}
+
+std::string in_group(const std::string& operation, const GroupState& group) {
+  return operation + " of group '" + group.name + "'";
+}
+
 }  // namespace
 
-StallMonitor::StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
-                           Diagnosis& diagnosis, int64_t notice_ms)
+StallMonitor::StallMonitor(DriverRole& role, const GroupTable& groups, const ProgramThreads& threads, PeerLinks& links,
+                           NoticeBoard& notices, Diagnosis& diagnosis, int64_t notice_ms)
     : role_(role),
       groups_(groups),
+      threads_(threads),
       links_(links),
       peers_(links.peers()),
       notices_(notices),
@@ -74,6 +93,9 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
   if (ms_between(in_flight.asked_at, now) >= std::clamp<int64_t>(ask_ms, 50, kAskMs))
     ask_members(group, in_flight, now);
   int64_t stalled_ms = ms_between(in_flight.moved_at, now);
+  if (stalled_ms >= std::min(notice_ms_ > 0 ? notice_ms_ : kDeadlockMs, in_flight.timeout_ms / 2) &&
+      find_deadlock(group, in_flight))
+    return;
   if (notice_ms_ == 0 || stalled_ms < notice_ms_ || ms_between(group.noticed_at, now) < notice_ms_) return;
   std::vector<MissingRank> missing = find_missing(in_flight);
   auto pending = [&](const auto& answer) { return answer.second.awaited; };
@@ -84,7 +106,7 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
   const std::string notice =
       peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() + " for " +
       (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
-      slow_paths_text(links_, in_flight.operation->missing());
+      slow_paths_text(links_, in_flight.operation->missing()) + after_semicolon(several_callers(group.id));
   notices_.post(LogLevel::kWarning, notice);
   log_stacks(in_flight, notice);
 }
@@ -194,7 +216,7 @@ void StallMonitor::answer() {
   std::vector<Question> asked;
   asked.swap(questions_);
   for (const Question& it : asked)
-    links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.group, it.sequence).encode());
+    links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.peer, it.group, it.sequence).encode());
 }
 
 void StallMonitor::send_stacks() {
@@ -209,7 +231,7 @@ void StallMonitor::send_stacks() {
       link->send_pong(it.group, it.sequence, stacks, true);
 }
 
-PeerState StallMonitor::state_of(uint64_t group_id, uint64_t sequence) const {
+PeerState StallMonitor::state_of(int asker, uint64_t group_id, uint64_t sequence) const {
   PeerState state;
   GroupPtr group = groups_.find(group_id);
   if (const auto called_at = called_at_.load(std::memory_order_relaxed); called_at != 0)
@@ -217,11 +239,16 @@ PeerState StallMonitor::state_of(uint64_t group_id, uint64_t sequence) const {
   for (const GroupPtr& other : groups_.busy()) {
     const InFlight* in_flight = other->oldest();
     if (other == group || in_flight == nullptr) continue;
-    state.elsewhere = in_flight->work->text() + " of group '" + other->name + "'";
+    state.elsewhere = in_group(in_flight->work->text(), *other);
     break;
   }
   if (!group) return state;
   state.last = group->last_called();
+  {
+    MutexLock lock(role_.mutex());
+    if (const std::string callers = threads_.several(*group); !callers.empty())
+      state.last += ", and several of its threads call this group: " + callers;
+  }
   auto running = [&](const InFlight& in_flight) {
     state.progress = PeerState::Progress::kRunning;
     state.waits_for = in_flight.operation->missing();
@@ -249,7 +276,80 @@ PeerState StallMonitor::state_of(uint64_t group_id, uint64_t sequence) const {
     state.name = it->operation->identity().name;
   }
   if (groups_.failure_of(*group)) state.progress = PeerState::Progress::kFailed;
+  if (state.progress == PeerState::Progress::kNotCalled && in_order(sequence)) note_blocked(asker, *group, state);
   return state;
+}
+
+void StallMonitor::note_blocked(int asker, const GroupState& group, PeerState& state) const {
+  uint64_t blocked = 0;
+  {
+    MutexLock lock(role_.mutex());
+    blocked = threads_.blocked_in();
+  }
+  const GroupPtr other = groups_.find(blocked);
+  if (!other || other->id == group.id || other->active.empty() || other->failing) return;
+  const InFlight& front = other->active.front();  // nothing of that group ends before it
+  if (!front.operation->started()) return;
+  state.blocked_group = blocked;
+  state.blocked_sequence = front.sequence();
+  state.needs_asker = needs_call_of(front, *other, asker);
+  state.elsewhere = in_group(front.work->text(), *other);
+}
+
+// Nothing here can be out of date: the other rank goes on only after this one has called what it waits for, and this one has not.
+bool StallMonitor::find_deadlock(const GroupState& group, const InFlight& in_flight) {
+  if (!in_order(in_flight.sequence()) || &in_flight != &group.active.front()) return false;
+  for (const auto& [peer, answer] : in_flight.answers) {
+    if (!answer.state || answer.state->progress != PeerState::Progress::kNotCalled || !answer.state->needs_asker) continue;
+    const GroupPtr other = groups_.find(answer.state->blocked_group);
+    if (!other || other->id == group.id || other->failing || groups_.failure_of(*other)) continue;
+    if (groups_.called_upto(*other) >= answer.state->blocked_sequence) continue;
+    if (!needs_call_of(in_flight, group, peer)) continue;
+    {
+      MutexLock lock(role_.mutex());
+      if (threads_.blocked_in() != group.id) continue;
+    }
+    const PeerInfo& self = peers_.self();
+    const PeerInfo& its = peers_.info(peer);
+    const std::string mine = in_group(in_flight.work->text(), group);
+    auto step = [](const PeerInfo& who, const std::string& where, const PeerInfo& whom) {
+      return who.text() + " waits in " + where + " for rank " + std::to_string(whom.rank) + ", which has not called it";
+    };
+    const std::string own_step = step(self, mine, its), its_step = step(its, answer.state->elsewhere, self);
+    ErrorContext context;
+    self.fill_self(context);
+    its.fill_peer(context);
+    context.cause = "deadlock of two groups: " + (self.rank < its.rank ? own_step + ", and " + its_step : its_step + ", and " + own_step);
+    context.advice =
+        "all members of a group must make the same calls in the same order, also across groups: look for a collective "
+        "that only some ranks call, as under 'if rank == 0'";
+    context.operation = in_flight.work->text();
+    context.name = in_flight.operation->identity().name;
+    context.sequence = static_cast<int64_t>(in_flight.sequence());
+    const std::string text = context.cause + "; " + context.advice;
+    deadlocks_.emplace_back(group.id, Error(ErrorKind::kMismatch, text, context));
+    context.operation = answer.state->elsewhere;
+    context.name.clear();
+    context.sequence = static_cast<int64_t>(answer.state->blocked_sequence);
+    deadlocks_.emplace_back(other->id, Error(ErrorKind::kMismatch, text, context));
+    return true;
+  }
+  return false;
+}
+
+std::vector<std::pair<uint64_t, Error>> StallMonitor::take_deadlocks() {
+  role_.assert_held();
+  return std::exchange(deadlocks_, {});
+}
+
+std::string StallMonitor::several_callers(uint64_t group_id) const {
+  const GroupPtr group = groups_.find(group_id);
+  if (!group) return "";
+  MutexLock lock(role_.mutex());
+  const std::string callers = threads_.several(*group);
+  if (callers.empty()) return "";
+  return "several threads of rank " + std::to_string(peers_.rank()) + " call this group: " + callers +
+         ", and their order is not the same on every rank unless the program sees to it; give each thread a group of its own";
 }
 
 // Follows the chain of ranks that wait for one another, as far as their answers go, to the ranks that have not come.
@@ -359,7 +459,8 @@ Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   if (guilty >= 0) peers_.info(guilty).fill_peer(context);
   context.cause = "waiting for " +
                   (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
-                  slow_paths_text(links_, in_flight.operation->missing());
+                  slow_paths_text(links_, in_flight.operation->missing()) +
+                  after_semicolon(several_callers(in_flight.work->group()));
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +

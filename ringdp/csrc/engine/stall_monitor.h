@@ -17,6 +17,7 @@
 #include "engine/group_table.h"
 #include "engine/notices.h"
 #include "engine/peer_links.h"
+#include "engine/program_threads.h"
 #include "mesh/peer_state.h"
 
 namespace ringdp {
@@ -24,13 +25,17 @@ namespace ringdp {
 class StallMonitor {
  public:
   // `notice_ms`: how often a log line says whom an operation waits for; 0: never.
-  StallMonitor(const DriverRole& role, const GroupTable& groups, PeerLinks& links, NoticeBoard& notices,
-               Diagnosis& diagnosis, int64_t notice_ms);
+  StallMonitor(DriverRole& role, const GroupTable& groups, const ProgramThreads& threads, PeerLinks& links,
+               NoticeBoard& notices, Diagnosis& diagnosis, int64_t notice_ms);
 
   void note_call(Clock::time_point now) { called_at_.store(now.time_since_epoch().count(), std::memory_order_relaxed); }
 
   // Now and then: asks about what does not move, and writes what is known.
   void look(Clock::time_point now);
+  // What `look` has found that cannot end: groups and their errors.
+  std::vector<std::pair<uint64_t, Error>> take_deadlocks();
+  // "rank 1 calls the collectives of group 'x' from several threads, …": empty where it does not.
+  std::string several_callers(uint64_t group) const;
 
   // `with_stacks`: it also wants to know what the threads of this process do, which takes a while.
   void on_asked(int peer, uint64_t group, uint64_t sequence, bool with_stacks);
@@ -51,7 +56,11 @@ class StallMonitor {
   void send_stacks();
   void watch(GroupState& group, InFlight& in_flight, Clock::time_point now);
   void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
-  PeerState state_of(uint64_t group, uint64_t sequence) const;
+  PeerState state_of(int asker, uint64_t group, uint64_t sequence) const;
+  void note_blocked(int asker, const GroupState& group, PeerState& state) const;
+  // This rank waits in the operation for a rank that waits in another group for this one, and neither can call what the other
+  // waits for: that is kept for `take_deadlocks`.
+  bool find_deadlock(const GroupState& group, const InFlight& in_flight);
   std::vector<MissingRank> find_missing(const InFlight& in_flight) const;
   void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;
   // Asks the missing ranks for their stacks, once for each notice; true while answers may still come.
@@ -60,8 +69,9 @@ class StallMonitor {
   void log_stacks(const InFlight& in_flight, const std::string& notice);
   std::string format_missing(const InFlight& in_flight, const std::vector<MissingRank>& missing) const;
 
-  const DriverRole& role_;
+  DriverRole& role_;
   const GroupTable& groups_;
+  const ProgramThreads& threads_;
   PeerLinks& links_;
   const PeerTable& peers_;
   NoticeBoard& notices_;
@@ -69,6 +79,7 @@ class StallMonitor {
   const int64_t notice_ms_;
   std::atomic<Clock::rep> called_at_{0};  // the last submit; 0: none
   std::vector<Question> questions_ RINGDP_GUARDED_BY(role_);
+  std::vector<std::pair<uint64_t, Error>> deadlocks_ RINGDP_GUARDED_BY(role_);
   std::atomic<bool> stacks_there_{false};
   std::vector<std::pair<Question, std::string>> stacks_ RINGDP_GUARDED_BY(role_.mutex());  // answers to be sent
   Clock::time_point next_look_ RINGDP_GUARDED_BY(role_){};

@@ -51,7 +51,7 @@ Error Disagreement::explain(const PeerInfo& self, const PeerInfo& peer_info, con
   return Error(ErrorKind::kMismatch,
                std::string("ranks disagree about ") + (mine.between.empty() ? "operation " : "a message ") +
                    mine.place() + ": " + self.text() + " does " + own + ", " + peer_info.text() + " does " + its +
-                   "; " + context.advice,
+                   "; " + context.advice + (beside.empty() ? "" : "; " + beside),
                context);
 }
 

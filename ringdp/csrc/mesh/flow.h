@@ -67,6 +67,7 @@ struct Disagreement {
   FlowIdentity mine;
   FrameHeader theirs;
   int peer = -1;
+  std::string beside = {};  // what else this rank knows that may be the reason; empty: nothing
 
   bool name_unknown() const;  // the peer's operation has a name, and it is not this rank's
   Error explain(const PeerInfo& self, const PeerInfo& peer_info, const std::string& peer_name) const;

@@ -10,7 +10,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kFixedBytes = 16;
+constexpr std::size_t kFixedBytes = 40;
 constexpr std::size_t kMaxWaits = 64;
 constexpr std::size_t kTextBytes = 560;  // of each text
 constexpr std::size_t kMaxMissing = 4;
@@ -28,6 +28,9 @@ std::string PeerState::encode() const {
   put(&fixed[1], static_cast<uint8_t>(waits));
   for (std::size_t i = 0; i < texts.size(); ++i) put(&fixed[2 + 2 * i], static_cast<uint16_t>(texts[i].size()));
   put(&fixed[8], since_call_ms);
+  put(&fixed[16], blocked_group);
+  put(&fixed[24], blocked_sequence);
+  put(&fixed[32], static_cast<uint8_t>(needs_asker));
   std::string out(reinterpret_cast<const char*>(fixed.data()), fixed.size());
   for (std::size_t i = 0; i < waits; ++i) {
     std::array<std::byte, 4> rank;
@@ -58,6 +61,9 @@ PeerState PeerState::decode(std::span<const std::byte> raw) {
   PeerState state;
   state.progress = static_cast<Progress>(std::min<uint8_t>(take<uint8_t>(&fixed[0]), 5));
   state.since_call_ms = take<int64_t>(&fixed[8]);
+  state.blocked_group = take<uint64_t>(&fixed[16]);
+  state.blocked_sequence = take<uint64_t>(&fixed[24]);
+  state.needs_asker = take<uint8_t>(&fixed[32]) != 0;
   for (std::size_t i = 0; i < take<uint8_t>(&fixed[1]); ++i)
     state.waits_for.push_back(take<int32_t>(take_bytes(4).data()));
   std::size_t at = 2;

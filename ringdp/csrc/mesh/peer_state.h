@@ -38,6 +38,11 @@ struct PeerState {
   std::string name;  // what it calls the operation that was asked for; empty without a name
   std::string last;  // what it called last in that group; empty if nothing
   std::string elsewhere;  // what it has under way in another group; empty if nothing
+  // Of an operation that it has not called: all threads of its program wait for this operation of another group, the
+  // one of `elsewhere`; `needs_asker`: that one cannot end before the rank that asks has called it.
+  uint64_t blocked_group = 0;  // its number on the wire; 0: a thread may call
+  uint64_t blocked_sequence = 0;
+  bool needs_asker = false;
   std::vector<MissingRank>
       missing;  // the ranks at the end of its chain of waiting, as far as it knows: for ranks not connected with those
 

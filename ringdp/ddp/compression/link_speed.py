@@ -45,7 +45,7 @@ class LinkProbe:
         from ringdp import _C
 
         began = time.monotonic()
-        buffer = torch.zeros(_LARGEST)
+        buffer = torch.zeros(_LARGEST, dtype=torch.float32, device="cpu")
         [large] = self._agreed([self._time(buffer[:_LARGE])])
         fast = large < _FAST_S
         size, times = _LARGEST if fast else _LARGE, list[float]()
@@ -101,8 +101,8 @@ class LinkProbe:
 
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> Tensor:
     """float64 ``[ranks, len(numbers)]``: what each rank gave."""
-    mine = torch.tensor(numbers, dtype=torch.float64)
-    told = torch.empty((group.size(), len(mine)), dtype=torch.float64)
+    mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    told = torch.empty((group.size(), len(mine)), dtype=torch.float64, device="cpu")
     with named("measurements of all ranks"):
         all_gather_single(told, mine, group=group)
     return told
@@ -110,7 +110,7 @@ def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> Tensor
 
 def coding_s(compressor: Compressor, numel: int = 256 * 1024) -> float:
     """Seconds that one element's encodings and decodings take a rank in an all-reduce."""
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(numel, generator=torch.Generator(device="cpu").manual_seed(0), dtype=torch.float32, device="cpu")
     section, coder = Section("", (numel,), 0, numel, compressor, 1), Coder(States(), 0, 1, 0)
     payload = coder.encode(section, x, "rank", 0)
     coder.states.commit(True)  # there is a residual from now on

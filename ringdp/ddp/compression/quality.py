@@ -108,7 +108,7 @@ class QualityProbe:
         self.remove()
         compressed = self._compressed()
         exact = [
-            self._own[index].clone() if index in self._own else torch.zeros(p.numel(), device=p.device)
+            self._own[index].clone() if index in self._own else torch.zeros(p.numel(), device=p.device, dtype=torch.float32)
             for index, p in compressed
         ]
         mean = torch.cat(exact)

@@ -170,7 +170,7 @@ def owned_by_this_rank(compression: ModelCompression, index: int, name: str) -> 
     from ringdp import _C
 
     parameter = compression.parameters[index].parameter
-    mask = torch.zeros(parameter.numel(), dtype=torch.bool)
+    mask = torch.zeros(parameter.numel(), dtype=torch.bool, device="cpu")
     owner_offset = owner_offset_of(name)
     if compression.exchanges_codes:  # every rank is a host of its own
         bounds = _C.part_bounds(parameter.numel(), compression.group.size(), owner_offset)

@@ -156,13 +156,13 @@ def _block(work: Work, calls: int) -> list[float]:
 
 
 def _slowest(values: Sequence[float]) -> list[float]:
-    together = torch.tensor(values, dtype=torch.float64)
+    together = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(together, op=dist.ReduceOp.MAX)
     return [float(it) for it in together]
 
 
 def _everywhere(wrong: int) -> int:
-    together = torch.tensor([wrong])
+    together = torch.tensor([wrong], dtype=torch.int64, device="cpu")
     dist.all_reduce(together)
     return int(together)
 
@@ -172,7 +172,7 @@ def _sent_bytes(work: Work) -> int:
     work.before()
     before = traffic().bytes_sent
     work.call()
-    sent = torch.tensor([traffic().bytes_sent - before])
+    sent = torch.tensor([traffic().bytes_sent - before], dtype=torch.int64, device="cpu")
     dist.all_reduce(sent)
     return int(sent)
 

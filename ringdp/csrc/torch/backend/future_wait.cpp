@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/process_stacks.h"
 #include "torch/backend/process_group.h"
 
 namespace ringdp {
@@ -16,11 +17,30 @@ struct Completion {
   std::condition_variable changed;
 };
 
+PyObject* helper_threads = nullptr;  // by Python's lock
+
+// With Python's lock, by which threads begin and end.
+int count_program_threads() {
+  int threads = 0;
+  for (PyThreadState* it = PyInterpreterState_ThreadHead(PyInterpreterState_Get()); it != nullptr;
+       it = PyThreadState_Next(it))
+    ++threads;
+  if (threads == 1 || helper_threads == nullptr) return threads;
+  PyObject* helpers = PyObject_CallNoArgs(helper_threads);
+  const long count = helpers != nullptr ? PyLong_AsLong(helpers) : 0;
+  if (PyErr_Occurred() != nullptr) PyErr_Clear();
+  Py_XDECREF(helpers);
+  return threads - static_cast<int>(count);
+}
+
 }  // namespace
+
+void set_helper_threads(PyObject* count) { helper_threads = count; }
 
 void check_python_signals() {
   if (Py_IsInitialized() == 0) return;
   pybind11::gil_scoped_acquire gil;
+  note_program_threads(count_program_threads());
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 

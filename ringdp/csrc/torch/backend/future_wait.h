@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/python_headers.h>
 
 #include <chrono>
 #include <functional>
@@ -10,7 +11,10 @@
 
 namespace ringdp {
 
-// Runs Python's signal handlers (on the main thread; elsewhere this does nothing) and throws what they raise.
+// `count()`: how many of the threads that Python knows run nothing of the program; null: none do. With Python's lock.
+void set_helper_threads(PyObject* count);
+
+// Counts the threads of the program (note_program_threads). Runs Python's signal handlers (on the main thread; elsewhere this does nothing) and throws what they raise.
 void check_python_signals();
 
 // How often a thread that waits for a future runs Python's signal handlers.

@@ -17,6 +17,7 @@
 #include "base/process_stacks.h"
 #include "base/thread.h"
 #include "torch/backend/call_site.h"
+#include "torch/backend/future_wait.h"
 #include "torch/bindings/bindings.h"
 
 namespace ringdp {
@@ -95,8 +96,9 @@ std::string without_the_lock(const Source& source, int64_t limit_ms) {
   return why + text;
 }
 
-void set_source(py::function describe, int signal, int file, std::vector<std::string> foreign) {
+void set_source(py::function describe, py::function helper_threads, int signal, int file, std::vector<std::string> foreign) {
   prepare_native_stack();
+  set_helper_threads(helper_threads.release().ptr());  // never let go, either
   auto* source = new Source{std::move(describe), signal, file};
   auto last = std::make_shared<std::shared_ptr<Answer>>();  // shared with the copies of the function
   set_stack_source({[source, last](int64_t limit_ms) {
@@ -110,12 +112,17 @@ void set_source(py::function describe, int signal, int file, std::vector<std::st
 }  // namespace
 
 void bind_python_stacks(py::module_& module) {
-  module.def("set_stack_source", &set_source, py::arg("describe"), py::arg("signal"), py::arg("file"),
-             py::arg("foreign"),
-             "`describe()`: the stacks of all threads as text. `signal`, `file`: where faulthandler writes them (0: "
+  module.def("set_stack_source", &set_source, py::arg("describe"), py::arg("helper_threads"),
+             py::arg("signal"), py::arg("file"), py::arg("foreign"),
+             "`describe()`: the stacks of all threads as text. `helper_threads()`: how many run nothing of the program. `signal`, `file`: where faulthandler writes them (0: "
              "nowhere). `foreign`: beginnings of paths that are not the user's.");
   module.def(
-      "forget_stack_source", [] { set_stack_source({{}, python_call_site_text, {}}); }, "Before the interpreter ends.");
+      "forget_stack_source",
+      [] {
+        set_helper_threads(nullptr);
+        set_stack_source({{}, python_call_site_text, {}});
+      },
+      "Before the interpreter ends.");
   module.def(
       "process_stacks", [] { return process_stacks(); }, py::call_guard<py::gil_scoped_release>(),
       "What a peer gets that asks for this process's stacks.");

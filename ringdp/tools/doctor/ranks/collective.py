@@ -37,7 +37,7 @@ def measure(size_bytes: int, timeout_s: float) -> dict[str, Any]:
     try:
         ringdp.init("ring", device="cpu", timeout=timeout_s)
         met_s = time.perf_counter() - begin
-        x = torch.ones(size_bytes // 4)
+        x = torch.ones(size_bytes // 4, dtype=torch.float32, device="cpu")
         dist.all_reduce(x)
         right = bool((x == dist.get_world_size()).all())
         times = []

@@ -1,0 +1,60 @@
+// ProgramThreads: which threads of the program call the collectives of each group, and which of them wait for one now. From that
+// the StallMonitor tells whether a call that is missing can still come: it cannot where all threads of the program wait, without
+// a limit, for collectives of one other group.
+// Invariant: each thread inside `Engine::wait` without a deadline has an entry of `waits_` for each of its waits.
+// Owned by the Engine. Any thread, with the mutex of the role.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/driver_role.h"
+#include "engine/group_state.h"
+#include "engine/work.h"
+
+namespace ringdp {
+
+class ProgramThreads {
+ public:
+  explicit ProgramThreads(DriverRole& role) : role_(role) {}
+
+  // This thread calls a collective.
+  void note_call(GroupState& group, uint64_t sequence);
+
+  // This thread waits for `work` for as long as it takes, while this lives.
+  class Waiting {
+   public:
+    Waiting(ProgramThreads& threads, MutexLock& lock, const Work& work);
+    ~Waiting();
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    ProgramThreads& threads_;
+    MutexLock& lock_;  // of the mutex of the role, which an exception may have let go
+  };
+
+  // The group for whose collectives all threads of the program wait; 0: one of them does something else, or waits for another
+  // group or for a message, or it is not known how many there are. What callbacks issue is matched apart from the rest of a
+  // group, so theirs is never the call that is missing.
+  uint64_t blocked_in() const;
+
+  // "the main thread (last #4) and thread 4711 (last #5)": which threads call the group's collectives; empty where it is one
+  // alone, or autograd's beside it.
+  std::string several(const GroupState& group) const;
+
+ private:
+  struct Wait {
+    pid_t thread;
+    uint64_t group;
+    bool in_order;  // for a collective, not for a message or inside a callback
+  };
+
+  DriverRole& role_;
+  std::vector<Wait> waits_ RINGDP_GUARDED_BY(role_.mutex());
+};
+
+}  // namespace ringdp
