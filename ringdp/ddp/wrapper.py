@@ -400,7 +400,7 @@ class RingDP(
             if sync and self._snapshot.differs(self.module):
                 self._refuse_changes_of_this_forward()
             outputs = [output] if isinstance(output, torch.Tensor) else list(_find_tensors(output))
-            self.reducer.prepare_for_backward(outputs, sync)
+            self.reducer.prepare_for_backward(outputs, sync, self.module.training)
         self.require_forward_param_sync = sync and torch.is_grad_enabled()
         self._clear_grad_buffer()
         return output
@@ -426,8 +426,13 @@ class RingDP(
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
+        # Where all ranks that take part run the same forwards; the reducer is not there while this is constructed.
+        compared = not (self._join_config.enable or self._repaired) and torch.is_grad_enabled()
+        reducer = self.__dict__.get("reducer") if compared else None
+        note = "" if reducer is None else reducer.forward_note(self.module.training)
+
         def broadcast() -> None:
-            with named("buffers"):
+            with named("buffers" + note):
                 super(RingDP, self)._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
         if self._repaired:

@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "torch/reducer/forwards.h"
+
 namespace ringdp {
 
 class BackwardState {
@@ -37,6 +39,7 @@ class BackwardState {
   void reset() {
     active_ = armed_ = demanded_ = false;
     peer_report_.clear();
+    forwards_.settle();
   }
   // What came of telling the other ranks that it did not end.
   void set_peer_report(std::string report) { peer_report_ = std::move(report); }
@@ -45,6 +48,8 @@ class BackwardState {
   bool active() const { return active_; }
   bool ended_short() const { return ended_short_; }
   int64_t step() const { return step_; }  // counts the backwards that synchronise
+  Forwards& forwards() { return forwards_; }
+  const Forwards& forwards() const { return forwards_; }
 
  private:
   bool armed_ = false;
@@ -55,6 +60,7 @@ class BackwardState {
   int quiet_task_ = -1;
   int64_t step_ = 0;
   std::string peer_report_;
+  Forwards forwards_;
 };
 
 }  // namespace ringdp

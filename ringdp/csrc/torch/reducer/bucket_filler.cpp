@@ -66,15 +66,16 @@ void BucketFiller::launch(Bucket& bucket) {
     if (bucket.marks.defined()) used_.write(bucket.marks);
     if (arrivals_.sent() == 0) times_.note_first_launch();
     arrivals_.note_sent(bucket.index);  // also where it fails: the others have seen this rank's part of it, or its end
-    if (!layout_.repair.on() || layout_.repair.keep(bucket)) send(bucket);
+    if (!layout_.repair.on() || layout_.repair.keep(bucket)) send(bucket, backward_.forwards().note());
   });
 }
 
-void BucketFiller::send(Bucket& bucket) {
-  layout_.buckets.launch(bucket, backward_.step(), arrivals_.sending());
+// `note`: see Forwards. The first bucket's name carries it, and the map's, since a hook may reduce buckets elsewhere.
+void BucketFiller::send(Bucket& bucket, const std::string& note) {
+  layout_.buckets.launch(bucket, backward_.step(), arrivals_.sending(), bucket.index == 0 ? note : std::string());
   // A hook's callbacks may issue further operations, at a different time on every rank.
   const bool last = bucket.index + 1 == arrivals_.sending();
-  if (last && !layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
+  if (last && !layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true, note);
 }
 
 void BucketFiller::send_again() {

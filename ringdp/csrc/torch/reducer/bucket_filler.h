@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "torch/reducer/arrival_tracker.h"
@@ -39,7 +40,7 @@ class BucketFiller {
   void mark_ready(std::size_t parameter);
   void multiply_own_gradient(std::size_t parameter);
   void launch(Bucket& bucket);
-  void send(Bucket& bucket);
+  void send(Bucket& bucket, const std::string& note = {});
 
   GradientLayout& layout_;
   ArrivalTracker& arrivals_;
