@@ -36,6 +36,7 @@ from ringdp.ddp.bucket_layout import LayoutChoosingModule
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.mixin import GuardedModule
 from ringdp.ddp.divergence.options import GuardOptions
+from ringdp.ddp.divergence.same_data import SameData
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.exit_report import report_at_exit
 from ringdp.ddp.finalization import AutomaticFinalization
@@ -50,6 +51,7 @@ from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
 from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
+from ringdp.ddp.unaveraged import optimizers
 from ringdp.ddp.uneven_inputs import UnevenInputs
 from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.diagnosis.window import REPORT_FORM
@@ -193,6 +195,7 @@ class RingDP(
                 stacklevel=4,
             )
         self._before_forward: list[Callable[[], None]] = []
+        self._told_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
         self._repaired = False  # steps are made again after the loss of a rank
         self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
@@ -322,6 +325,8 @@ class RingDP(
         self._snapshot = _C.ModuleSnapshot(self.module)
         self._guard = self._guard_options.guard(self, starts_alike=self._broadcast_new)
         self._monitor.attached = self._guard if isinstance(self._guard, AttachedGuard) else None
+        self._monitor.gradients = None if self._guard_options.every == 0 else SameData()
+        optimizers.watch(self)
         if self._precision is not None:
             hook = reduction_hook(self, self._precision)
             if hook is not None:
@@ -427,7 +432,7 @@ class RingDP(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         # Where all ranks that take part run the same forwards; the reducer is not there while this is constructed.
-        compared = not (self._join_config.enable or self._repaired) and torch.is_grad_enabled()
+        compared = not (self._join_config.enable or self._repaired)
         reducer = self.__dict__.get("reducer") if compared else None
         note = "" if reducer is None else reducer.forward_note(self.module.training)
 

@@ -306,6 +306,21 @@ void zero_gradients(Reducer& reducer) {
   layout->left_over.forget();
 }
 
+// (parameter of the module, under no_sync, changed since) of each, their bytes, and the bytes sent since the first one came; -1 where
+// that is not known.
+using Unaveraged = std::tuple<std::vector<std::tuple<std::size_t, bool, bool>>, std::size_t, int64_t>;
+Unaveraged unaveraged(Reducer& reducer) {
+  const auto layout = reducer.layout();
+  Unaveraged result{{}, 0, -1};
+  for (const LeftOverGradients::Parameter& one : layout->left_over.list()) {
+    std::get<0>(result).emplace_back(one.param_index, one.under_no_sync, one.changed);
+    std::get<1>(result) += one.bytes;
+  }
+  if (layout->group.ring(c10::kCPU) != nullptr)
+    std::get<2>(result) = static_cast<int64_t>(layout->group.bytes_sent() - layout->left_over.traffic());
+  return result;
+}
+
 void remove_hooks(Reducer& reducer) { reducer.layout()->hooks.remove(); }
 
 std::vector<BucketMembers> layout(Reducer& reducer) { return reducer.layout()->plan.buckets(); }
@@ -408,6 +423,9 @@ void bind_reducer(py::module_& module) {
       .def("incoming_factor", &incoming_factor, NoGil())
       .def("shadow_weight", &shadow_weight, NoGil())
       .def("zero_gradients", &zero_gradients, NoGil())
+      .def("has_unaveraged", &Reducer::any_left_over, "Whether a gradient stayed in some .grad that was not averaged.")
+      .def("unaveraged", &unaveraged, NoGil(),
+           "Those: (parameter, under no_sync, .grad changed since) of each; their bytes; and the bytes sent since, or -1.")
       .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
       .def("shadow_used_map", &shadow_used_map, NoGil())
       .def("layout", &layout, NoGil())

@@ -25,6 +25,7 @@ class BackwardState {
   bool due() const { return armed_ && (demanded_ || !due_.expired()); }
   // This backward leaves the gradients alone.
   void stay_quiet(int task) { quiet_task_ = task; }
+  bool quiet(int task) const { return task == quiet_task_; }
   // Whether a gradient that arrives now begins a step.
   bool synchronises(int task) const { return armed_ && task != quiet_task_; }
 

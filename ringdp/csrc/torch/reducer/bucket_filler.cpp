@@ -39,7 +39,7 @@ void BucketFiller::arrived(std::size_t parameter) {
 void BucketFiller::write(std::size_t parameter, bool late) {
   const bool used = layout_.parameters.tensors()[parameter].grad().defined();
   arrivals_.note_used(parameter, used);
-  layout_.left_over.note(parameter, false);
+  layout_.left_over.averaged(parameter);
   if (layout_.local()) return multiply_own_gradient(parameter);
   if (!used && layout_.plan.bucket_of(parameter) >= arrivals_.sending() && !late)
     return;  // the bucket may stay at home
@@ -66,6 +66,7 @@ void BucketFiller::launch(Bucket& bucket) {
     if (bucket.marks.defined()) used_.write(bucket.marks);
     if (arrivals_.sent() == 0) times_.note_first_launch();
     arrivals_.note_sent(bucket.index);  // also where it fails: the others have seen this rank's part of it, or its end
+    report_.add_gradients(bucket);
     if (!layout_.repair.on() || layout_.repair.keep(bucket)) send(bucket, backward_.forwards().note());
   });
 }

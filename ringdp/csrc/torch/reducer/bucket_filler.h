@@ -12,6 +12,7 @@
 #include "torch/reducer/gradient_layout.h"
 #include "torch/reducer/reducer_stats.h"
 #include "torch/reducer/step_failure.h"
+#include "torch/reducer/step_report.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
@@ -19,8 +20,14 @@ namespace ringdp {
 class BucketFiller {
  public:
   BucketFiller(GradientLayout& layout, ArrivalTracker& arrivals, const BackwardState& backward, UsedMap& used,
-               StepFailure& failure, StepTimes& times)
-      : layout_(layout), arrivals_(arrivals), backward_(backward), used_(used), failure_(failure), times_(times) {}
+               StepFailure& failure, StepTimes& times, StepReport& report)
+      : layout_(layout),
+        arrivals_(arrivals),
+        backward_(backward),
+        used_(used),
+        failure_(failure),
+        times_(times),
+        report_(report) {}
 
   // A backward begins: the parameters of which it is known that no gradient will come are ready.
   void begin();
@@ -48,6 +55,7 @@ class BucketFiller {
   UsedMap& used_;
   StepFailure& failure_;
   StepTimes& times_;
+  StepReport& report_;
 };
 
 }  // namespace ringdp

@@ -113,10 +113,12 @@ void Reducer::begin(double weight) {
 void Reducer::gradient_arrived(std::size_t parameter) {
   const Lock lock(mutex_);
   if (!backward_.active()) {
-    if (!backward_.synchronises(get_current_graph_task_id())) {
+    const int task = get_current_graph_task_id();
+    if (!backward_.synchronises(task)) {
       report_.micro_batch_gradient();
       failure_.keeping_in(-1, "weights", [&] { layout_.weights.check_announced(layout_.parameters[parameter].name); });
-      return layout_.left_over.note(parameter, true);
+      if (!layout_.left_over.any()) layout_.left_over.note_traffic(layout_.group.bytes_sent());
+      return layout_.left_over.note(parameter, /*under_no_sync=*/backward_.quiet(task));
     }
     begin(layout_.weights.of_forward());
   }

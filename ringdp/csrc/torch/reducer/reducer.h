@@ -82,6 +82,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // On a rank that has run out of input (join): the collectives that follow the buckets.
   void shadow_end_of_backward();
 
+  // Some .grad has what was not averaged. Any thread, without the lock.
+  bool any_left_over() const { return layout_.left_over.any(); }
+
   // Forgets the backward under way, and the failure.
   void reset();
 
@@ -111,7 +114,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   StepGuard guard_{layout_, arrivals_, backward_, failure_};
   StepTimes times_;
   StepReport report_{layout_, times_, layout_.options.report_every};
-  BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_};
+  BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_, report_};
   BackwardEnd end_{layout_, arrivals_, backward_, used_, join_, failure_, times_, filler_};
   StepUnit unit_{layout_, backward_, failure_, filler_, end_, report_};
   BetweenSteps between_steps_{layout_, arrivals_, backward_, used_, failure_, guard_, times_};
