@@ -1,8 +1,8 @@
 """Looks at each optimizer's step whether it applies gradients of a RingDP that were not averaged over the ranks.
 
-The reducer knows of each gradient that stayed in ``.grad`` without being averaged: its backward ran under ``no_sync``, or
-went through no output of the wrapper's forward. Whether an optimizer applies it is seen by hooks on all optimizers of
-the process. In the steps of other programs they cost a look-up and a call that reads a number.
+The reducer knows of each gradient that stayed in ``.grad`` without being averaged: its backward ran under ``no_sync``,
+or went through no output of the wrapper's forward. Whether an optimizer applies it is seen by hooks on all optimizers
+of the process. In the steps of other programs they cost a look-up and a call that reads a number.
 """
 
 from __future__ import annotations

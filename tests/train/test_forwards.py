@@ -1,5 +1,7 @@
-"""Ranks whose backwards are of different steps: an error at the first bucket that says who left out what; and the programs
-that look alike and are right."""
+"""Ranks whose backwards are of different steps: an error at the first bucket that says who left out what.
+
+And the programs that look alike and are right.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ def skips(how: str) -> None:
         "copies": {"gradient_as_bucket_view": False},
     }.get(how, {})
     module: nn.Module = nn.Linear(512, 4) if how == "compression" else nn.Linear(8, 4)
-    if how == "buffers":
-        module = nn.Sequential(module, nn.BatchNorm1d(4))
+    if how == "raises":
+        module = AfterOutput()
     model = wrapped(Odd(module) if how == "odd" else module, **options)
     if how == "hook":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -61,17 +63,40 @@ def skips(how: str) -> None:
         with model.no_sync() if how == "accumulated" else contextlib.nullcontext():
             if how == "accumulated":
                 model(x).square().mean().backward()
+        if how == "raises":
+            model.module.raises = rank == 1 and number == WHEN
         out = model(x)
         loss = (out["hidden"].value if how == "odd" else out).square().mean()
         if rank == 1 and number == WHEN:
+            if how == "raises":
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
             continue
-        try:
-            loss.backward()
-        except MismatchError as error:
-            assert number == WHEN + (rank == 1)
-            assert error.step == WHEN + 1
-            raise
+        loss.backward()
         model.zero_grad()
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+class AfterOutput(nn.Module):
+    """Its backward raises behind the wrapper's output, before there is any gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 4)
+        self.raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inside(x)
+        return (Raises.apply(out) if self.raises else out) * 1
 
 
 class Odd(nn.Module):
@@ -92,11 +117,12 @@ class Hidden:
 
 @pytest.mark.parametrize(
     "how",
-    ["plain", "hook", "compression", "unused", "static", "copies", "accumulated", "evaluation", "odd"],
+    ["plain", "hook", "compression", "unused", "static", "copies", "accumulated", "evaluation", "odd", "raises"],
 )
 def test_a_backward_that_one_rank_leaves_out_is_an_error_of_that_step(how: str) -> None:
     for outcome in run_outcomes(skips, how, world_size=3 if how == "plain" else 2, backend="ring", timeout_s=30):
         assert isinstance(outcome.error, MismatchError), outcome.text
+        assert outcome.error.step == WHEN + 1
         assert "rank 1" in str(outcome.error)
         assert "after 1 forward without a backward" in str(outcome.error)
         assert "left out the backward" in str(outcome.error)
@@ -118,6 +144,22 @@ def test_where_forwards_communicate_their_error_says_it_too(how: str) -> None:
     for outcome in run_outcomes(skips_where_forwards_communicate, how, backend="ring", timeout_s=30):
         assert isinstance(outcome.error, MismatchError), outcome.text
         assert "after 1 forward without a backward" in str(outcome.error)
+
+
+def runs_two_backwards() -> None:
+    rank = default_group().rank()
+    model = wrapped()
+    for number in range(WHEN + 3):
+        loss = plain(model, number, rank)
+        loss.backward(retain_graph=True)
+        if rank == 1 and number == WHEN:
+            loss.backward()
+
+
+def test_a_second_backward_on_one_rank_is_an_error() -> None:
+    for outcome in run_outcomes(runs_two_backwards, backend="ring", timeout_s=30):
+        assert isinstance(outcome.error, MismatchError), outcome.text
+        assert "a second backward through one forward" in str(outcome.error)
 
 
 def evaluates_unequally(searches: bool) -> Any:
@@ -144,8 +186,9 @@ def evaluates_unequally(searches: bool) -> Any:
 
 
 def test_closures_that_ranks_evaluate_unequally_often_are_an_error() -> None:
-    errors = [outcome.error for outcome in run_outcomes(evaluates_unequally, True, backend="ring", timeout_s=30)]
-    assert all(isinstance(error, MismatchError) and "of the optimizer's closure" in str(error) for error in errors), errors
+    for outcome in run_outcomes(evaluates_unequally, True, backend="ring", timeout_s=30):
+        assert isinstance(outcome.error, MismatchError), outcome.text
+        assert "of the optimizer's closure" in str(outcome.error)
     even = run_ranks(evaluates_unequally, False, backend="ring", timeout_s=30)
     assert even[0] == even[1] > 8
 

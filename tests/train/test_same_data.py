@@ -17,7 +17,9 @@ pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built
 
 def asked(data: str, steps: int = 35, loss: str = "square", **options: Any) -> list[str]:
     rank = default_group().rank()
-    model = wrapped(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)), **options)
+    model = wrapped(
+        nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)), **options
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with logged("ringdp.divergence") as lines:
         for number in range(steps):

@@ -1,4 +1,4 @@
-"""Optimizers that apply gradients which nobody averaged are told of, once, with the reason; those of other programs are not."""
+"""Optimizers that apply gradients which were not averaged are told of, once, with the reason; others are not."""
 
 from __future__ import annotations
 

@@ -29,12 +29,19 @@ class BackwardState {
   // Whether a gradient that arrives now begins a step.
   bool synchronises(int task) const { return armed_ && task != quiet_task_; }
 
-  void begin() {
+  // `again`: see Forwards.
+  void begin(bool again) {
     active_ = true;
     ended_short_ = armed_ = demanded_ = false;
     ++step_;
+    forwards_.begin(again);
   }
   void end() { active_ = false; }
+  // As if it had never begun.
+  void abandon() {
+    active_ = false;
+    forwards_.abandon();
+  }
   // It ran to its end while gradients were missing, and stays active: the next forward says so.
   void end_short() { ended_short_ = true; }
   void reset() {

@@ -13,8 +13,9 @@ struct Forward {
   bool sync = true;
   double weight = 1;
   bool training = true;  // its module was in training mode
-  int64_t period = -1;   // of Forwards; -1: it is not counted
-  bool followed = false;
+  // Of Forwards; -1: it is not counted, or no backward has gone through it.
+  int64_t period = -1;
+  int64_t followed = -1;
 };
 
 class Forwards {
@@ -22,10 +23,17 @@ class Forwards {
   // `in_graph`: a backward can be seen to go through its outputs. Otherwise the next backward that goes through no output at all
   // is taken as that of one such forward.
   void count(Forward& forward, bool in_graph);
-  // A backward goes through its outputs.
-  void follow(Forward& forward);
-  // A backward that averages begins. `comparable`: all ranks that take part run the same forwards.
-  void begin(bool comparable);
+  // A backward goes through its outputs. True: one of an earlier step had done so.
+  bool follow(Forward& forward);
+  // A backward that averages begins, `again` through a forward of an earlier step.
+  void begin(bool again) {
+    again_ = again;
+    if (evaluating_) ++evaluations_;
+  }
+  // Whether all ranks that take part in it run the same forwards.
+  void set_comparable(bool comparable) { comparable_ = comparable; }
+  // An exception has ended the backward before anything was sent: no backward has gone through its forwards.
+  void abandon();
   // What was counted so far is over: the backward has ended, or its batch is repeated.
   void settle();
 
@@ -43,15 +51,18 @@ class Forwards {
 
  private:
   struct Counts {
-    int64_t open = 0;    // in a graph, and not followed
-    int64_t unseen = 0;  // not in a graph that is known
+    int64_t open = 0;      // in a graph, and not followed
+    int64_t followed = 0;  // the others
+    int64_t unseen = 0;    // not in a graph that is known
   };
   Counts& counts(bool training) { return counts_[training ? 1 : 0]; }
 
   Counts counts_[2];  // in evaluation mode, in training mode: one rank alone may evaluate with gradients
-  int64_t period_ = 0;
+  int64_t period_ = 0;   // grows where all of before is settled
+  int64_t attempt_ = 0;  // and also where a backward is abandoned
   bool training_ = true;  // of the forward whose backward is under way, or of the last one
   bool seen_ = false;     // that backward went through outputs
+  bool again_ = false;
   bool comparable_ = false;
   bool evaluating_ = false;
   int64_t evaluations_ = 0;

@@ -71,11 +71,11 @@ void Reducer::demand_sync() {
 void Reducer::backward_began(Forward& forward) {
   const Lock lock(mutex_);
   const double weight = forward.weight;
-  backward_.forwards().follow(forward);
+  const bool again = backward_.forwards().follow(forward);
   if (!layout_.watched() || !layout_.hooks.any_runs()) return;
   report_.backward_began();
   const bool averages = forward.sync || backward_.demanded();
-  if (averages && !backward_.active()) return begin(weight);
+  if (averages && !backward_.active()) return begin(weight, again);
   if (!averages) backward_.stay_quiet(get_current_graph_task_id());
   failure_.keeping_in(-1, "weights", [&] {
     backward_.active() ? layout_.weights.check_same(weight)
@@ -83,10 +83,10 @@ void Reducer::backward_began(Forward& forward) {
   });
 }
 
-void Reducer::begin(double weight) {
+void Reducer::begin(double weight, bool again) {
   guard_.throw_if_failed();
   layout_.allocate();
-  backward_.begin();
+  backward_.begin(again);
   times_.begin();
   report_.backward_began();
   layout_.overflow.begin_backward();
@@ -95,7 +95,7 @@ void Reducer::begin(double weight) {
   layout_.compression.begin_backward();
   join_.begin_backward();
   // Of a rank that has run out of input (join), or is new, the forwards are not those of the others.
-  backward_.forwards().begin(/*comparable=*/!join_.joining() && !layout_.group.first_unit());
+  backward_.forwards().set_comparable(!join_.joining() && !layout_.group.first_unit());
   arrivals_.begin(join_.joining() ? layout_.store.size() : layout_.plan.kept());
   join_.divide();
   failure_.keeping_in(-1, "weights",
@@ -120,7 +120,7 @@ void Reducer::gradient_arrived(std::size_t parameter) {
       if (!layout_.left_over.any()) layout_.left_over.note_traffic(layout_.group.bytes_sent());
       return layout_.left_over.note(parameter, /*under_no_sync=*/backward_.quiet(task));
     }
-    begin(layout_.weights.of_forward());
+    begin(layout_.weights.of_forward(), /*again=*/false);
   }
   filler_.arrived(parameter);
 }

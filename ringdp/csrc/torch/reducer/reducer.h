@@ -100,7 +100,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
 
  private:
   bool recomputing() const;
-  void begin(double weight);
+  void begin(double weight, bool again);
   void end_backward();
   void end_step(Lock lock, HookVerdicts& hooks);
 
