@@ -97,7 +97,9 @@ class WeightedModule:
     """
 
     reducer: Any
+    module: torch.nn.Module
     require_backward_grad_sync: bool
+    _join_config: Any
     _use_python_reducer: bool
     _weight: BatchWeight | None
 
@@ -125,7 +127,8 @@ class WeightedModule:
             return
         if self._use_python_reducer:
             raise InvalidStateError("RingDP's weight does not work in a compiled backward (compiled_autograd)")
-        self.reducer.announce_weight(self._weight.take(inputs, keywords), self.require_backward_grad_sync)
+        training = None if self._join_config.enable else self.module.training
+        self.reducer.announce_weight(self._weight.take(inputs, keywords), self.require_backward_grad_sync, training)
 
     def _shadow_weight(self) -> None:
         """On a rank that has run out of input (`Join`), in a forward of the others."""

@@ -129,13 +129,21 @@ class SentState(DistributedDataParallel):
         """All ranks have told each other what buffers they have."""
         self._agreed_layout = self._buffer_layout
 
+    def _forward_note(self) -> str:
+        """For the name of the buffers' broadcast, which all ranks compare: which forward it is of."""
+        # Where all ranks that take part run the same forwards; the reducer is not there while this is constructed.
+        compared = not (self._join_config.enable or self._repaired)
+        reducer: Any = self.__dict__.get("reducer") if compared else None
+        return "" if reducer is None else str(reducer.forward_note(self.module.training))
+
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         layout, changes = self._buffer_layout, _changes(self._agreed_layout, self._buffer_layout)
+        name = f"buffers{self._forward_note()}" + (f": {'; '.join(_shown(changes))}" if changes else "")
 
         def broadcast() -> None:
-            with named(f"buffers: {'; '.join(_shown(changes))}" if changes else "buffers"):
+            with named(name):
                 super(SentState, self)._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
         try:

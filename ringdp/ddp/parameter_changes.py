@@ -23,6 +23,7 @@ from ringdp.ddp.module_state import refuse_unusable
 from ringdp.ddp.optimizer_in_backward import has_optimizers
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.refusal import COMPARING_MODELS
+from ringdp.ddp.unaveraged import optimizers
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, RingError
 from ringdp.hooks.names import remember_names
 from ringdp.job.alike import raise_refusal, report_refusal
@@ -237,6 +238,7 @@ class ChangingModule(CompressedModule):
             parameters, names, [one.describe_use() for one in after], [one.sparse for one in after]
         )
         self._watched = after
+        optimizers.watch(self)
         self._reduced = ReducedGradients(self)
         named_now = self.module.named_parameters()
         self._module_parameters = [one for name, one in named_now if name not in self.parameters_to_ignore]

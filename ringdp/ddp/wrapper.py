@@ -36,6 +36,7 @@ from ringdp.ddp.bucket_layout import LayoutChoosingModule
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.mixin import GuardedModule
 from ringdp.ddp.divergence.options import GuardOptions
+from ringdp.ddp.divergence.same_data import SameData
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.exit_report import report_at_exit
 from ringdp.ddp.finalization import AutomaticFinalization
@@ -51,6 +52,7 @@ from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
 from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
+from ringdp.ddp.unaveraged import optimizers
 from ringdp.ddp.uneven_inputs import UnevenInputs
 from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.diagnosis.window import REPORT_FORM
@@ -204,6 +206,7 @@ class RingDP(
                 stacklevel=4,
             )
         self._before_forward: list[Callable[[], None]] = []
+        self._told_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
         self._repaired = False  # steps are made again after the loss of a rank
         self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
@@ -341,6 +344,8 @@ class RingDP(
         self._snapshot = _C.ModuleSnapshot(self.module)
         self._guard = self._guard_options.guard(self, starts_alike=self._broadcast_new)
         self._monitor.attached = self._guard if isinstance(self._guard, AttachedGuard) else None
+        self._monitor.gradients = None if self._guard_options.every == 0 else SameData()
+        optimizers.watch(self)
         if self._precision is not None:
             hook = reduction_hook(self, self._precision)
             if hook is not None:
@@ -424,7 +429,7 @@ class RingDP(
             if sync and self._snapshot.differs(self.module):
                 self._refuse_changes_of_this_forward()
             outputs = [output] if isinstance(output, torch.Tensor) else list(_find_tensors(output))
-            self.reducer.prepare_for_backward(outputs, sync)
+            self.reducer.prepare_for_backward(outputs, sync, self.module.training)
         self.require_forward_param_sync = sync and torch.is_grad_enabled()
         self._clear_grad_buffer()
         return output

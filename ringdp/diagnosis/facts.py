@@ -17,7 +17,8 @@ from typing import Any
 
 _PACKED = struct.Struct("<4d2qQi5d64s")
 FACTS_BYTES = 256  # room for them in csrc/torch/reducer/step_report.h
-ATTACHED_BYTES = 16  # at its end, for what travels with them
+ATTACHED_BYTES = 16  # at its end, for what travels with them; before that as many of a hash of the gradients
+assert _PACKED.size <= FACTS_BYTES - 2 * ATTACHED_BYTES
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _MANY_BYTES = 4 << 20  # more than buffers on the way hold

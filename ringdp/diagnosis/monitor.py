@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,13 @@ class Attached(Protocol):
         """By rank; zeros of one that gave none. In the backward after step `step`."""
 
 
+class Gradients(Protocol):
+    """What hears of a hash of each rank's gradients."""
+
+    def hear(self, rank: int, step: int, told: Sequence[bytes]) -> None:
+        """By rank, `ATTACHED_BYTES` of each, at rank `rank`. In the backward after step `step`."""
+
+
 class BucketLayout(Protocol):
     """Chooses buckets by what the ranks tell each other."""
 
@@ -74,6 +81,7 @@ class StepMonitor:
         self._view = 1 if self._view_of is None else self._view_of(group)
         self._traffic = _C.traffic
         self.attached: Attached | None = None
+        self.gradients: Gradients | None = None
         self.layout: BucketLayout | None = None
         self._messages: list[bytes] | None = None
         self._counters = FactCounters()
@@ -201,9 +209,12 @@ class StepMonitor:
         if messages is None:
             return
         self._messages = messages
+        rank = self._group.rank()
+        step = step_of(messages[rank])
         if self.attached is not None:
-            step = step_of(messages[self._group.rank()])
             self.attached.hear(step, [one[-ATTACHED_BYTES:] for one in messages])
+        if self.gradients is not None:
+            self.gradients.hear(rank, step, [one[-2 * ATTACHED_BYTES : -ATTACHED_BYTES] for one in messages])
         if self.layout is not None:
             self.layout.hear(messages)
 

@@ -17,7 +17,7 @@ FIELDS = (
 )
 """What a row has of a step, in seconds; csrc/torch/reducer/step_phases.h says what each is."""
 
-REPORT_FORM = 3
+REPORT_FORM = 4
 """Of what the ranks tell each other; another number whenever a field is added to it."""
 
 OWN = FIELDS[:4]

@@ -8,6 +8,7 @@
 #include "torch/reducer/arrival_tracker.h"
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_plan.h"
+#include "torch/reducer/forwards.h"
 #include "torch/reducer/messages.h"
 #include "torch/reducer/micro_batches.h"
 
@@ -294,14 +295,14 @@ CASE("a gradient begins a step after a forward that synchronises, and not in a b
   CHECK(backward.synchronises(6));
   backward.demand();
   CHECK(backward.due());
-  backward.begin();
+  backward.begin(/*again=*/false);
   CHECK(backward.active() && !backward.due() && !backward.demanded());
   CHECK_EQ(backward.step(), 1);
   backward.end_short();
   CHECK(backward.active() && backward.ended_short());
   backward.reset();
   CHECK(!backward.active());
-  backward.begin();
+  backward.begin(/*again=*/false);
   CHECK(!backward.ended_short());
   backward.end();
   CHECK(!backward.active());
@@ -344,6 +345,119 @@ CASE("where nothing weighs anything, gradients become zeros") {
   CHECK_EQ(MicroBatches::factor(batches.reference(), 5, 2), 0.0);
   CHECK(!MicroBatches::valid(-1) && !MicroBatches::valid(std::nan("")) && !MicroBatches::valid(INFINITY));
   CHECK(MicroBatches::valid(0));
+}
+
+// One step: forwards of which the last `followed` are gone through, and what the backward's name then ends in.
+std::string note_after(Forwards& forwards, int count, int followed, bool training = true) {
+  std::vector<Forward> made(static_cast<std::size_t>(count));
+  for (Forward& one : made) {
+    one.training = training;
+    forwards.count(one, /*in_graph=*/true);
+  }
+  for (int i = count - followed; i < count; ++i) forwards.follow(made[static_cast<std::size_t>(i)]);
+  forwards.begin(/*again=*/false);
+  forwards.set_comparable(true);
+  std::string note = forwards.note();
+  forwards.settle();
+  return note;
+}
+
+CASE("a forward without a backward is in the next backward's name, and in no later one's") {
+  Forwards forwards;
+  CHECK_EQ(note_after(forwards, 1, 1), "");
+  const std::string note = note_after(forwards, 2, 1);
+  CHECK(contains(note, "after 1 forward without a backward"));
+  CHECK(!Forwards::explain("all_reduce 'bucket 0: a" + note + "'").empty());
+  CHECK_EQ(note_after(forwards, 1, 1), "");
+  CHECK_EQ(note_after(forwards, 3, 3), "");  // one backward through several
+  CHECK(contains(note_after(forwards, 4, 1), "after 3 forwards"));
+  CHECK_EQ(Forwards::explain("all_reduce 'bucket 0: a'"), "");
+}
+
+CASE("a forward in evaluation mode counts where backwards go through such") {
+  Forwards forwards;
+  Forward evaluated;
+  evaluated.training = false;
+  forwards.count(evaluated, true);
+  CHECK_EQ(note_after(forwards, 1, 1), "");
+  CHECK(contains(note_after(forwards, 2, 1, /*training=*/false), "after 1 forward"));
+}
+
+CASE("of forwards whose outputs are not found, a backward is that of one") {
+  Forwards forwards;
+  Forward one;
+  const auto note = [&](int count) {
+    for (int i = 0; i < count; ++i) forwards.count(one, /*in_graph=*/false);
+    forwards.begin(false);
+    forwards.set_comparable(true);
+    std::string text = forwards.note();
+    forwards.settle();
+    return text;
+  };
+  CHECK_EQ(note(1), "");
+  CHECK(contains(note(2), "after 1 forward"));
+  CHECK_EQ(note(1), "");
+}
+
+CASE("a backward that was abandoned has gone through nothing, unless its batch is repeated") {
+  Forwards forwards;
+  const auto interrupted = [&](bool repeats) {
+    Forward first;
+    forwards.count(first, true);
+    forwards.follow(first);
+    forwards.begin(false);
+    if (repeats) forwards.settle();
+    forwards.abandon();
+    return note_after(forwards, 1, 1);
+  };
+  CHECK(contains(interrupted(false), "after 1 forward"));
+  CHECK_EQ(interrupted(true), "");
+  Forward same;  // whose backward is tried again
+  forwards.count(same, true);
+  forwards.follow(same);
+  forwards.begin(false);
+  forwards.abandon();
+  CHECK(!forwards.follow(same));
+  forwards.begin(false);
+  CHECK_EQ(forwards.note(), "");
+}
+
+CASE("a second backward through one forward is in its name") {
+  Forwards forwards;
+  forwards.set_comparable(true);
+  Forward one;
+  forwards.count(one, true);
+  CHECK(!forwards.follow(one));
+  CHECK(!forwards.follow(one));  // through another of its outputs
+  forwards.begin(false);
+  forwards.settle();
+  const bool again = forwards.follow(one);
+  CHECK(again);
+  forwards.begin(again);
+  CHECK(contains(forwards.note(), "second backward"));
+  CHECK(!Forwards::explain(forwards.note()).empty());
+}
+
+CASE("where ranks are not to be compared, there is no note") {
+  Forwards forwards;
+  Forward one;
+  forwards.count(one, true);
+  forwards.begin(false);
+  forwards.set_comparable(false);
+  CHECK_EQ(forwards.note(), "");
+}
+
+CASE("a closure's evaluations are counted from the second on") {
+  Forwards forwards;
+  forwards.begin_closure();
+  CHECK_EQ(note_after(forwards, 1, 1), "");
+  const std::string note = note_after(forwards, 1, 1);
+  CHECK(contains(note, "evaluation 2 of the optimizer's closure"));
+  CHECK(contains(Forwards::explain(note), "LBFGS"));
+  forwards.begin_closure();
+  CHECK_EQ(note_after(forwards, 1, 1), "");
+  forwards.end_closure();
+  CHECK_EQ(note_after(forwards, 1, 1), "");
 }
 
 }  // namespace

@@ -46,9 +46,13 @@ class DivergenceGuard:
         self._pending: tuple[BackgroundGather, int] | None = None
         self._first: int | None = 0  # the reducer's steps when counting began; None: at the next forward
         self._steps = self._looks = 0
+        self._local_steps = 0  # of optimizers, with gradients that were not averaged
+
+    def count_local_step(self) -> None:
+        self._local_steps += 1
 
     def look(self) -> None:
-        """In a forward, where a backward may have synchronised since the last one.
+        """Where a backward may have synchronised since the last time, or an optimizer stepped without.
 
         Raises:
             MismatchError: replicas differ, and that is to raise; names the first tensor, the ranks and the step.
@@ -61,7 +65,7 @@ class DivergenceGuard:
             self.start_again()
         if size == 1:
             return
-        done = wrapper.reducer.steps()
+        done = wrapper.reducer.steps() + self._local_steps
         if self._first is None:
             self._first = done
         steps = done - self._first

@@ -63,6 +63,20 @@ class GuardedModule:
         if self._guard_options.every is None and not averages_elements(hook):
             self._guard = self._monitor.attached = None
 
+    @property
+    def _guard_counts_local_steps(self) -> bool:
+        return isinstance(self._guard, DivergenceGuard)
+
+    def _stepped_alone(self) -> None:
+        """An optimizer has applied gradients that were not averaged: also where no forward comes, a guard looks.
+
+        One that nobody asked for only speaks with a backward that averages.
+        """
+        wrapper: Any = self
+        if isinstance(self._guard, DivergenceGuard) and not wrapper._join_config.enable:
+            self._guard.count_local_step()
+            self._guard.look()
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
         if self.__dict__.get("_repaired"):

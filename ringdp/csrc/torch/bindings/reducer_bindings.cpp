@@ -77,14 +77,15 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
 // and backward and without `sync`: that backward is to synchronise, even if its forward was told not to.
 // A backward in two halves (zero-bubble schedules) has no graph left in its second half, where the gradients of the
 // parameters come from autograd.grad, and nothing would be averaged.
-void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outputs, const std::optional<bool>& sync) {
+void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outputs, const std::optional<bool>& sync,
+                          const std::optional<bool>& training) {
   const auto in_graph = [](const at::Tensor& output) { return output.requires_grad(); };
   TORCH_CHECK(sync || outputs.empty() || std::any_of(outputs.begin(), outputs.end(), in_graph),
               "RingDP cannot average the gradients of a pipeline stage whose backward is split in two halves (inputs "
               "first, weights later): autograd does not report those of the weights. Use a schedule with whole "
               "backwards: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS.");
   if (!sync) reducer.demand_sync();
-  reducer.prepare_for_backward(outputs, sync.value_or(true));
+  reducer.prepare_for_backward(outputs, sync.value_or(true), training);
 }
 
 py::dict stats_as_dict(Reducer& reducer) {
@@ -305,6 +306,21 @@ void zero_gradients(Reducer& reducer) {
   layout->left_over.forget();
 }
 
+// (parameter of the module, under no_sync, changed since) of each, their bytes, and the bytes sent since the first one came; -1 where
+// that is not known.
+using Unaveraged = std::tuple<std::vector<std::tuple<std::size_t, bool, bool>>, std::size_t, int64_t>;
+Unaveraged unaveraged(Reducer& reducer) {
+  const auto layout = reducer.layout();
+  Unaveraged result{{}, 0, -1};
+  for (const LeftOverGradients::Parameter& one : layout->left_over.list()) {
+    std::get<0>(result).emplace_back(one.param_index, one.under_no_sync, one.changed);
+    std::get<1>(result) += one.bytes;
+  }
+  if (layout->group.ring(c10::kCPU) != nullptr)
+    std::get<2>(result) = static_cast<int64_t>(layout->group.bytes_sent() - layout->left_over.traffic());
+  return result;
+}
+
 void remove_hooks(Reducer& reducer) { reducer.layout()->hooks.remove(); }
 
 std::vector<BucketMembers> layout(Reducer& reducer) { return reducer.layout()->plan.buckets(); }
@@ -334,8 +350,8 @@ std::vector<std::size_t> arrivals(Reducer& reducer) { return reducer.arrivals()-
 std::string error(Reducer& reducer) { return reducer.guard()->thrown(); }
 
 // See GradientWeights.
-void announce_weight(Reducer& reducer, double weight, bool sync) {
-  reducer.between_steps()->announce_weight(weight, sync);
+void announce_weight(Reducer& reducer, double weight, bool sync, const std::optional<bool>& training) {
+  reducer.between_steps()->announce_weight(weight, sync, training);
 }
 
 double incoming_factor(Reducer& reducer) { return reducer.layout()->weights.factors().incoming; }
@@ -371,7 +387,8 @@ void bind_reducer(py::module_& module) {
       .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
            py::arg("sparse"), NoGil())
       .def("find", &find, py::arg("tensors"), NoGil())
-      .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(), NoGil())
+      .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(),
+           py::arg("training") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
       .def("register_builtin_comm_hook", &register_builtin_hook, py::arg("hook"), NoGil())
       .def("set_reductions", &set_reductions, py::arg("reductions"), py::arg("reduction_of"), py::arg("owner_offsets"),
@@ -391,13 +408,26 @@ void bind_reducer(py::module_& module) {
       .def("set_residuals", &set_residuals, py::arg("residuals"), NoGil())
       .def("bucket_rows", &rows_as_dicts)
       .def("shadow_with", &shadow_with, py::arg("ranks_with_input"), NoGil())
-      .def("announce_weight", &announce_weight, py::arg("weight"), py::arg("sync"), NoGil())
+      .def("announce_weight", &announce_weight, py::arg("weight"), py::arg("sync"), py::arg("training") = py::none(),
+           NoGil())
+      .def(
+          "forward_note",
+          [](Reducer& reducer, bool training) { return reducer.backward()->forwards().note_of(training); },
+          py::arg("training"), NoGil(), "What the name of an operation in a forward ends in; nearly always nothing.")
+      .def(
+          "begin_closure", [](Reducer& reducer) { reducer.backward()->forwards().begin_closure(); }, NoGil(),
+          "An optimizer evaluates a closure from now on, which may run several backwards.")
+      .def(
+          "end_closure", [](Reducer& reducer) { reducer.backward()->forwards().end_closure(); }, NoGil())
       .def(
           "repeat_batch", [](Reducer& reducer) { reducer.between_steps()->repeat_batch(); }, NoGil(),
           "The forwards up to the end of this step are of the batch whose forward has failed.")
       .def("incoming_factor", &incoming_factor, NoGil())
       .def("shadow_weight", &shadow_weight, NoGil())
       .def("zero_gradients", &zero_gradients, NoGil())
+      .def("has_unaveraged", &Reducer::any_left_over, "Whether a gradient stayed in some .grad that was not averaged.")
+      .def("unaveraged", &unaveraged, NoGil(),
+           "Each: (parameter, under no_sync, .grad changed since); then their bytes, and the bytes sent since, or -1.")
       .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
       .def("shadow_used_map", &shadow_used_map, NoGil())
       .def("layout", &layout, NoGil())

@@ -34,7 +34,8 @@ void BackwardEnd::wait_for_used_map() {
 
 void BackwardEnd::learn_used(const Missing& missing) {
   failure_.keeping_in(-1, "which parameters were used", [&] {
-    if (layout_.calls_back() && layout_.sends_used_map() && !layout_.repair.on()) used_.launch(/*with_input=*/true);
+    if (layout_.calls_back() && layout_.sends_used_map() && !layout_.repair.on())
+      used_.launch(/*with_input=*/true, backward_.forwards().note());
     used_.end_backward(layout_.store[layout_.plan.kept() - 1].marks, !missing.empty() || layout_.may_skip(),
                        backward_.step(), join_.joining());
   });

@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "torch/reducer/forwards.h"
+
 namespace ringdp {
 
 class BackwardState {
@@ -23,20 +25,29 @@ class BackwardState {
   bool due() const { return armed_ && (demanded_ || !due_.expired()); }
   // This backward leaves the gradients alone.
   void stay_quiet(int task) { quiet_task_ = task; }
+  bool quiet(int task) const { return task == quiet_task_; }
   // Whether a gradient that arrives now begins a step.
   bool synchronises(int task) const { return armed_ && task != quiet_task_; }
 
-  void begin() {
+  // `again`: see Forwards.
+  void begin(bool again) {
     active_ = true;
     ended_short_ = armed_ = demanded_ = false;
     ++step_;
+    forwards_.begin(again);
   }
   void end() { active_ = false; }
+  // As if it had never begun.
+  void abandon() {
+    active_ = false;
+    forwards_.abandon();
+  }
   // It ran to its end while gradients were missing, and stays active: the next forward says so.
   void end_short() { ended_short_ = true; }
   void reset() {
     active_ = armed_ = demanded_ = false;
     peer_report_.clear();
+    forwards_.settle();
   }
   // What came of telling the other ranks that it did not end.
   void set_peer_report(std::string report) { peer_report_ = std::move(report); }
@@ -45,6 +56,8 @@ class BackwardState {
   bool active() const { return active_; }
   bool ended_short() const { return ended_short_; }
   int64_t step() const { return step_; }  // counts the backwards that synchronise
+  Forwards& forwards() { return forwards_; }
+  const Forwards& forwards() const { return forwards_; }
 
  private:
   bool armed_ = false;
@@ -55,6 +68,7 @@ class BackwardState {
   int quiet_task_ = -1;
   int64_t step_ = 0;
   std::string peer_report_;
+  Forwards forwards_;
 };
 
 }  // namespace ringdp

@@ -6,7 +6,7 @@
 
 namespace ringdp {
 
-BetweenSteps::BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, const BackwardState& backward,
+BetweenSteps::BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, BackwardState& backward,
                            UsedMap& used, StepFailure& failure, StepGuard& guard, StepTimes& times)
     : layout_(layout),
       arrivals_(arrivals),
@@ -28,11 +28,12 @@ void BetweenSteps::follow_requires_grad() {
   if (failure_.keeping([&] { return layout_.follow_requires_grad(); })) note_other_parameters();
 }
 
-void BetweenSteps::announce_weight(double weight, bool sync) {
+void BetweenSteps::announce_weight(double weight, bool sync, std::optional<bool> training) {
   if (layout_.parameters.size() == 0) return;
   layout_.repair.follow_members();
   const bool discarded = layout_.weights.accumulated() && layout_.left_over.none();
-  const auto announce = [&] { layout_.weights.announce(weight, sync, discarded); };
+  const std::string note = training && !layout_.repair.on() ? backward_.forwards().note_of(*training) : std::string();
+  const auto announce = [&] { layout_.weights.announce(weight, sync, discarded, note); };
   sync ? failure_.keeping(announce) : announce();
 }
 
@@ -87,6 +88,7 @@ void BetweenSteps::set_static_graph() {
 void BetweenSteps::set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
   const bool compressed = !layout_.reductions.none();
   if (compressed) guard_.refuse_change_of_compression();
+  backward_.forwards().settle();
   layout_.set_group(std::move(group), average, names_compared);
   if (compressed) times_.count_kept(layout_.plan);
 }

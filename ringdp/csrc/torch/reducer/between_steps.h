@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
@@ -20,7 +21,7 @@ namespace ringdp {
 
 class BetweenSteps {
  public:
-  BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, const BackwardState& backward, UsedMap& used,
+  BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, BackwardState& backward, UsedMap& used,
                StepFailure& failure, StepGuard& guard, StepTimes& times);
 
   // ---- At a forward. True: the plan of the buckets is another one.
@@ -28,8 +29,12 @@ class BetweenSteps {
   bool follow_learned_order();
   bool set_caps(std::vector<std::size_t> caps_bytes);
   // Its batch weighs that much; see GradientWeights.
-  void announce_weight(double weight, bool sync);
-  void repeat_batch() { layout_.weights.repeat(); }
+  // `training`: the module's mode, where the ranks' forwards are to be compared.
+  void announce_weight(double weight, bool sync, std::optional<bool> training);
+  void repeat_batch() {
+    layout_.weights.repeat();
+    backward_.forwards().settle();
+  }
 
   // ---- By the program.
   // The module has other parameters from now on, on which the ranks have agreed. The caller sets reductions again. Returns the
@@ -50,7 +55,7 @@ class BetweenSteps {
 
   GradientLayout& layout_;
   ArrivalTracker& arrivals_;
-  const BackwardState& backward_;
+  BackwardState& backward_;
   UsedMap& used_;
   StepFailure& failure_;
   StepGuard& guard_;

@@ -39,7 +39,7 @@ void BucketFiller::arrived(std::size_t parameter) {
 void BucketFiller::write(std::size_t parameter, bool late) {
   const bool used = layout_.parameters.tensors()[parameter].grad().defined();
   arrivals_.note_used(parameter, used);
-  layout_.left_over.note(parameter, false);
+  layout_.left_over.averaged(parameter);
   if (layout_.local()) return layout_.store.multiply(parameter);  // with one rank .grad stays, but for micro-batches
   if (!used && layout_.plan.bucket_of(parameter) >= arrivals_.sending() && !late)
     return;  // the bucket may stay at home
@@ -58,15 +58,17 @@ void BucketFiller::launch(Bucket& bucket) {
     if (bucket.marks.defined()) used_.write(bucket.marks);
     if (arrivals_.sent() == 0) times_.note_first_launch();
     arrivals_.note_sent(bucket.index);  // also where it fails: the others have seen this rank's part of it, or its end
-    if (!layout_.repair.on() || layout_.repair.keep(bucket)) send(bucket);
+    report_.add_gradients(bucket);
+    if (!layout_.repair.on() || layout_.repair.keep(bucket)) send(bucket, backward_.forwards().note());
   });
 }
 
-void BucketFiller::send(Bucket& bucket) {
-  layout_.buckets.launch(bucket, backward_.step(), arrivals_.sending());
+// `note`: see Forwards. The first bucket's name carries it, and the map's, since a hook may reduce buckets elsewhere.
+void BucketFiller::send(Bucket& bucket, const std::string& note) {
+  layout_.buckets.launch(bucket, backward_.step(), arrivals_.sending(), bucket.index == 0 ? note : std::string());
   // A hook's callbacks may issue further operations, at a different time on every rank.
   const bool last = bucket.index + 1 == arrivals_.sending();
-  if (last && !layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);
+  if (last && !layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true, note);
 }
 
 void BucketFiller::send_again() {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "torch/reducer/arrival_tracker.h"
@@ -11,6 +12,7 @@
 #include "torch/reducer/gradient_layout.h"
 #include "torch/reducer/reducer_stats.h"
 #include "torch/reducer/step_failure.h"
+#include "torch/reducer/step_report.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
@@ -18,8 +20,14 @@ namespace ringdp {
 class BucketFiller {
  public:
   BucketFiller(GradientLayout& layout, ArrivalTracker& arrivals, const BackwardState& backward, UsedMap& used,
-               StepFailure& failure, StepTimes& times)
-      : layout_(layout), arrivals_(arrivals), backward_(backward), used_(used), failure_(failure), times_(times) {}
+               StepFailure& failure, StepTimes& times, StepReport& report)
+      : layout_(layout),
+        arrivals_(arrivals),
+        backward_(backward),
+        used_(used),
+        failure_(failure),
+        times_(times),
+        report_(report) {}
 
   // A backward begins: the parameters of which it is known that no gradient will come are ready.
   void begin();
@@ -38,7 +46,7 @@ class BucketFiller {
   void write(std::size_t parameter, bool late = false);
   void mark_ready(std::size_t parameter);
   void launch(Bucket& bucket);
-  void send(Bucket& bucket);
+  void send(Bucket& bucket, const std::string& note = {});
 
   GradientLayout& layout_;
   ArrivalTracker& arrivals_;
@@ -46,6 +54,7 @@ class BucketFiller {
   UsedMap& used_;
   StepFailure& failure_;
   StepTimes& times_;
+  StepReport& report_;
 };
 
 }  // namespace ringdp

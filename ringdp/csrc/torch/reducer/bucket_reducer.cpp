@@ -59,9 +59,9 @@ void BucketReducer::multiply(Bucket& bucket, const ReductionStrategy& strategy) 
   if (!later) bucket.factors.clear();
 }
 
-void BucketReducer::launch(Bucket& bucket, int64_t step, std::size_t bucket_count) {
+void BucketReducer::launch(Bucket& bucket, int64_t step, std::size_t bucket_count, const std::string& note) {
   ReductionStrategy& strategy = begin(bucket, bucket.buffer, step, /*shadowing=*/false);
-  const NamedScope scope(bucket.name);
+  const NamedScope scope(note.empty() ? bucket.name : bucket.name + note);
   bucket.times = {Clock::now(), std::make_shared<std::atomic<Clock::time_point>>()};
   announcer_.announce(bucket, bucket.buffer, strategy);
   strategy.launch(bucket, bucket_count);

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "torch/reducer/bucket.h"
@@ -37,8 +38,8 @@ class BucketReducer {
 
   // Whether `launch` reads the bucket's buffer and leaves it as it is, where the mean goes into memory of its own.
   bool leaves_input(const Bucket& bucket, bool weighted);
-  // Starts the bucket's operation, named after the bucket.
-  void launch(Bucket& bucket, int64_t step, std::size_t bucket_count);
+  // Starts the bucket's operation, named after the bucket; `note` ends the name.
+  void launch(Bucket& bucket, int64_t step, std::size_t bucket_count, const std::string& note);
   // Waits until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws the error of
   // the operation.
   void wait(Bucket& bucket);

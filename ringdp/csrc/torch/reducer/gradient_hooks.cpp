@@ -69,20 +69,18 @@ class AfterAccumulate final : public FunctionPostHook {
 
 class AtOutput final : public FunctionPreHook {
  public:
-  AtOutput(std::weak_ptr<GradientListener> listener, bool sync, double weight, std::shared_ptr<void> alive)
-      : listener_(std::move(listener)), sync_(sync), weight_(weight), alive_(std::move(alive)) {}
+  AtOutput(std::weak_ptr<GradientListener> listener, std::shared_ptr<Forward> forward)
+      : listener_(std::move(listener)), forward_(std::move(forward)) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    if (auto listener = listener_.lock()) listener->backward_began(sync_, weight_);
+    if (auto listener = listener_.lock()) listener->backward_began(*forward_);
     return gradients;
   }
   void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_backward(); }
 
  private:
   std::weak_ptr<GradientListener> listener_;  // a graph may outlive the wrapper
-  const bool sync_;
-  const double weight_;
-  const std::shared_ptr<void> alive_;  // by which the listener sees whether the graph still exists
+  const std::shared_ptr<Forward> forward_;     // by which the listener sees whether the graph still exists
 };
 
 }  // namespace
@@ -145,12 +143,11 @@ bool GradientHooks::shared(std::size_t parameter) const {
   return parameter < hooked_.size() && static_cast<const BeforeAccumulate*>(hooked_[parameter].before)->shared();
 }
 
-void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync,
-                   double weight, const std::shared_ptr<void>& alive) {
+void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,
+                   const std::shared_ptr<Forward>& forward) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined()) continue;
-    if (const auto& node = output.grad_fn())
-      node->add_pre_hook(std::make_unique<AtOutput>(listener, sync, weight, alive));
+    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<AtOutput>(listener, forward));
   }
 }
 

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "torch/reducer/forwards.h"
+
 namespace ringdp {
 
 class GradientListener {
@@ -24,8 +26,8 @@ class GradientListener {
   virtual at::Tensor take_gradient(std::size_t parameter, const at::Tensor& gradient) = 0;
   // After the gradient was put into .grad, by autograd or by take_gradient.
   virtual void gradient_arrived(std::size_t parameter) = 0;
-  // Backward reached an output of a forward; `sync` and `weight` as that forward said.
-  virtual void backward_began(bool sync, double weight) = 0;
+  // Backward reached an output of this forward.
+  virtual void backward_began(Forward& forward) = 0;
   // gradient_arrived threw this.
   virtual void hook_failed(const std::string& text) = 0;
 };
@@ -65,8 +67,8 @@ class GradientHooks {
 };
 
 // The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are. Their graph keeps
-// `alive`.
-void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs, bool sync,
-                   double weight, const std::shared_ptr<void>& alive);
+// `forward`.
+void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,
+                   const std::shared_ptr<Forward>& forward);
 
 }  // namespace ringdp

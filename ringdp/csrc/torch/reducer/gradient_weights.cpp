@@ -33,7 +33,7 @@ constexpr const char* kOrder =
 
 }  // namespace
 
-void GradientWeights::announce(double weight, bool sync, bool discarded) {
+void GradientWeights::announce(double weight, bool sync, bool discarded, const std::string& note) {
   if (discarded) done_.clear();
   if (!repeats_) announced_.reset();
   const bool sends = sync && !announced_ && !group_.first_unit();
@@ -46,7 +46,7 @@ void GradientWeights::announce(double weight, bool sync, bool discarded) {
   if (!sends) return;
   MicroBatches with_this = done_;
   with_this.add(weight);
-  announced_ = begin_exchange({with_this.total(), with_this.reference()});
+  announced_ = begin_exchange({with_this.total(), with_this.reference()}, note);
 }
 
 void GradientWeights::shadow() { finish(begin_exchange({})); }
@@ -128,7 +128,7 @@ double GradientWeights::factor_of_left_over() {
   return on_ ? finish(begin_exchange(done())).factors[static_cast<std::size_t>(group_.rank())] : 1;
 }
 
-GradientWeights::Exchange GradientWeights::begin_exchange(Share own) {
+GradientWeights::Exchange GradientWeights::begin_exchange(Share own, const std::string& note) {
   Exchange exchange;
   exchange.own = own;
   exchange.view = group_.view();
@@ -140,7 +140,7 @@ GradientWeights::Exchange GradientWeights::begin_exchange(Share own) {
   if (group_.ranks() == 1) return exchange;
   exchange.shares = exchange.shares.to(group_.control_device(parameters_.tensors().front()));
   std::vector<at::Tensor> tensors{exchange.shares};
-  const NamedScope scope("weights");
+  const NamedScope scope("weights" + note);
   exchange.work = group_.process_group()->allreduce(tensors);  // a sum: each row is one rank's and zeros
   return exchange;
 }

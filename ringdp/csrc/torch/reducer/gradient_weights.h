@@ -38,7 +38,7 @@ class GradientWeights {
   // ---- Forward.
   // The weight of this forward's backward. `sync`: that backward averages, and the ranks begin to tell each other what they have. A weight
   // that is negative or not finite is an error on all ranks. `discarded`: no .grad has anything of earlier backwards.
-  void announce(double weight, bool sync, bool discarded);
+  void announce(double weight, bool sync, bool discarded, const std::string& note = {});
   // The forwards up to the end of the step are of the batch whose forward has failed: what it announced stands.
   void repeat() {
     repeats_ = true;
@@ -84,7 +84,7 @@ class GradientWeights {
   };
 
   Share done() const { return {done_.total(), done_.reference()}; }
-  Exchange begin_exchange(Share own);
+  Exchange begin_exchange(Share own, const std::string& note = {});
   struct Known {  // by rank
     std::vector<double> factors;
     std::vector<double> totals;

@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
+
 namespace ringdp {
 
 using torch::autograd::get_current_graph_task_id;
@@ -39,19 +41,25 @@ bool Reducer::rebuild_buckets() {
   return between_steps_.follow_learned_order();
 }
 
-void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync) {
-  std::shared_ptr<void> due;
-  double weight;
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync, std::optional<bool> training) {
+  const auto forward = std::make_shared<Forward>();
   {
     const Lock lock(mutex_);
     if (!layout_.watched() || recomputing()) return;
     if (sync) guard_.throw_if_failed();
     layout_.allocate();
-    due = std::make_shared<int>();
-    if (sync) backward_.arm(due);
-    weight = layout_.weights.of_forward();
+    forward->sync = sync;
+    forward->weight = layout_.weights.of_forward();
+    if (sync) backward_.arm(forward);
+    if (sync && training) {
+      forward->training = *training;
+      const bool in_graph = std::any_of(outputs.begin(), outputs.end(), [](const at::Tensor& output) {
+        return output.defined() && output.requires_grad();
+      });
+      if (in_graph || outputs.empty()) backward_.forwards().count(*forward, in_graph);
+    }
   }
-  watch_outputs(shared_from_this(), outputs, sync, weight, due);
+  watch_outputs(shared_from_this(), outputs, forward);
 }
 
 void Reducer::demand_sync() {
@@ -64,12 +72,14 @@ void Reducer::demand_sync() {
 
 // ---- Backward.
 
-void Reducer::backward_began(bool sync, double weight) {
+void Reducer::backward_began(Forward& forward) {
   const Lock lock(mutex_);
+  const double weight = forward.weight;
+  const bool again = backward_.forwards().follow(forward);
   if (!layout_.watched() || !layout_.hooks.any_runs()) return;
   report_.backward_began();
-  const bool averages = sync || backward_.demanded();
-  if (averages && !backward_.active()) return begin(weight);
+  const bool averages = forward.sync || backward_.demanded();
+  if (averages && !backward_.active()) return begin(weight, again);
   if (!averages) backward_.stay_quiet(get_current_graph_task_id());
   failure_.keeping_in(-1, "weights", [&] {
     backward_.active() ? layout_.weights.check_same(weight)
@@ -77,10 +87,10 @@ void Reducer::backward_began(bool sync, double weight) {
   });
 }
 
-void Reducer::begin(double weight) {
+void Reducer::begin(double weight, bool again) {
   guard_.throw_if_failed();
   layout_.allocate();
-  backward_.begin();
+  backward_.begin(again);
   times_.begin();
   report_.backward_began();
   layout_.overflow.begin_backward();
@@ -88,6 +98,8 @@ void Reducer::begin(double weight) {
   layout_.repair.begin_step();
   layout_.compression.begin_backward();
   join_.begin_backward();
+  // Of a rank that has run out of input (join), or is new, the forwards are not those of the others.
+  backward_.forwards().set_comparable(!join_.joining() && !layout_.group.first_unit());
   arrivals_.begin(join_.joining() ? layout_.store.size() : layout_.plan.kept());
   join_.divide();
   failure_.keeping_in(-1, "weights",
@@ -107,12 +119,14 @@ void Reducer::begin(double weight) {
 void Reducer::gradient_arrived(std::size_t parameter) {
   const Lock lock(mutex_);
   if (!backward_.active()) {
-    if (!backward_.synchronises(get_current_graph_task_id())) {
+    const int task = get_current_graph_task_id();
+    if (!backward_.synchronises(task)) {
       report_.micro_batch_gradient();
       failure_.keeping_in(-1, "weights", [&] { layout_.weights.check_announced(layout_.parameters[parameter].name); });
-      return layout_.left_over.note(parameter, true);
+      if (!layout_.left_over.any()) layout_.left_over.note_traffic(layout_.group.bytes_sent());
+      return layout_.left_over.note(parameter, /*under_no_sync=*/backward_.quiet(task));
     }
-    begin(layout_.weights.of_forward());
+    begin(layout_.weights.of_forward(), /*again=*/false);
   }
   filler_.arrived(parameter);
 }
@@ -168,6 +182,7 @@ void Reducer::hand_out(Lock lock, HookVerdicts& hooks) {
   report_.finished(join_.joining());
   layout_.weights.end();
   backward_.end();
+  backward_.forwards().settle();
   end_step(std::move(lock), hooks);
 }
 

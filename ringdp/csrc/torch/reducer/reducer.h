@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
@@ -63,7 +64,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // Throws if the last backward did not finish. Plans anew if parameters were frozen or unfrozen since.
   void prepare_for_forward();
   bool rebuild_buckets();  // once, after the first backward: true
-  void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync);
+  // `training`: the module's mode, where the backward of this forward is to be compared between the ranks (see Forwards).
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync, std::optional<bool> training);
   // The next backward synchronises even if its forward ran with sync = false.
   void demand_sync();
   void check_finalized();
@@ -73,7 +75,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     return layout_.store.take(parameter, gradient);
   }
   void gradient_arrived(std::size_t parameter) override;
-  void backward_began(bool sync, double weight) override;
+  void backward_began(Forward& forward) override;
   void hook_failed(const std::string& text) override { guard()->note_thrown(text); }
   // The plain sum, for hooks that divide themselves; without the lock.
   FuturePointer sum(const c10d::GradBucket& bucket) { return layout_.buckets.sum(bucket); }
@@ -81,6 +83,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void called_in_backward();
   // On a rank that has run out of input (join): the collectives that follow the buckets.
   void shadow_end_of_backward();
+
+  // Some .grad has what was not averaged. Any thread, without the lock.
+  bool any_left_over() const { return layout_.left_over.any(); }
 
   // Forgets the backward under way, and the failure.
   void reset();
@@ -92,14 +97,14 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   Locked<JoinShadow> join() { return {Lock(mutex_), join_}; }
   Locked<StepGuard> guard() { return {Lock(mutex_), guard_}; }
   Locked<const ArrivalTracker> arrivals() { return {Lock(mutex_), arrivals_}; }
-  Locked<const BackwardState> backward() { return {Lock(mutex_), backward_}; }
+  Locked<BackwardState> backward() { return {Lock(mutex_), backward_}; }
   Locked<StepReport> report() { return {Lock(mutex_), report_}; }
 
  private:
   friend class StepUnit;
 
   bool recomputing() const;
-  void begin(double weight);
+  void begin(double weight, bool again);
   void end_backward();
   void wait_for_means(Lock& lock);
   void hand_out(Lock lock, HookVerdicts& hooks);
@@ -115,7 +120,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   StepGuard guard_{layout_, arrivals_, backward_, failure_};
   StepTimes times_;
   StepReport report_{layout_, times_, layout_.options.report_every};
-  BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_};
+  BucketFiller filler_{layout_, arrivals_, backward_, used_, failure_, times_, report_};
   BackwardEnd end_{layout_, arrivals_, backward_, used_, join_, failure_, times_, filler_};
   StepUnit unit_{*this};
   BetweenSteps between_steps_{layout_, arrivals_, backward_, used_, failure_, guard_, times_};

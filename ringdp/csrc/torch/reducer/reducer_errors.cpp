@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "python_errors.h"
+#include "torch/reducer/forwards.h"
 
 namespace ringdp {
 namespace {
@@ -23,7 +24,9 @@ void set_int_field(PyObject* exception, const char* field, int64_t value) {
   pybind11::gil_scoped_acquire gil;
   ErrorContext context = error.context();
   if (context.name.empty()) context.name = name;
-  set_python_error(Error(error.kind(), std::string(error.what()) + where, context));
+  const std::string text = error.what();
+  const std::string why = error.kind() == ErrorKind::kMismatch ? Forwards::explain(text) : std::string();
+  set_python_error(Error(error.kind(), text + where + why, context));
   python_error exception;
   exception.persist();
   set_int_field(exception.value, "bucket", bucket);
@@ -40,7 +43,8 @@ void add_bucket_note(python_error& error, const std::string& where, const std::s
   if (!exception || PyErr_GivenExceptionMatches(exception.ptr(), PyExc_RuntimeError) == 0) return;
   const bool ours = py::isinstance(exception, py::module_::import("ringdp.errors").attr("RingError"));
   if (ours && !exception.attr("bucket").is_none()) return;
-  exception.attr("args") = py::make_tuple(std::string(py::str(exception)) + where);
+  const std::string text = py::str(exception);
+  exception.attr("args") = py::make_tuple(text + where + Forwards::explain(text));
   error.build_message();
   if (!ours) return;
   if (exception.attr("name").is_none()) exception.attr("name") = name;

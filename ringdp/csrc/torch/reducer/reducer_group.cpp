@@ -8,6 +8,7 @@
 #include <chrono>
 #include <utility>
 
+#include "base/error.h"
 #include "base/naming.h"
 #include "torch/backend/process_group.h"
 #include "torch/reducer/reducer_errors.h"
@@ -52,6 +53,16 @@ bool ReducerGroup::first_unit() const {
 }
 
 void ReducerGroup::follow_view() { ranks_ = group_->getSize(); }
+
+uint64_t ReducerGroup::bytes_sent() const {
+  const ProcessGroupRing* on_cpu = ring(c10::kCPU);
+  if (on_cpu == nullptr) return 0;
+  try {
+    return on_cpu->group()->engine()->traffic().sent;
+  } catch (const Error&) {  // it has no members now
+    return 0;
+  }
+}
 
 ProcessGroupRing* ReducerGroup::ring(c10::DeviceType device) const { return ring_of(*group_, device); }
 

@@ -32,6 +32,8 @@ class ReducerGroup {
   bool first_unit() const;  // see ElasticGroup
   void follow_view();       // the members may have changed (elastic jobs)
   int ranks() const { return ranks_; }
+  // So far, by this rank to all ranks, of all groups of ring; 0 where another backend has the group.
+  uint64_t bytes_sent() const;
   // The group's ring for that kind of device; null where another backend has it.
   ProcessGroupRing* ring(c10::DeviceType device) const;
 

@@ -22,7 +22,7 @@ void StepGuard::throw_if_failed() const {
 void StepGuard::throw_if_unfinished(bool notify) {
   if (!backward_.active()) return;
   const bool forbidden = layout_.options.unused == UnusedParameters::kForbidden;
-  if (!arrivals_.static_graph() && !forbidden && arrivals_.sent() == 0) return backward_.end();
+  if (!arrivals_.static_graph() && !forbidden && arrivals_.sent() == 0) return backward_.abandon();
   const std::vector<std::string>& names = layout_.parameters.names();
   UnfinishedBackward unfinished;
   unfinished.missing = arrivals_.unfinished();

@@ -8,8 +8,10 @@
 #include <cstring>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/naming.h"
 #include "engine/elastic_group.h"
+#include "kernels/hash64.h"
 #include "torch/backend/process_group.h"
 #include "torch/backend/work.h"
 
@@ -17,6 +19,10 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kFirstSteps = 10;  // after so many the ranks hear of each other first
+
+// Of a bucket that are hashed.
+constexpr std::size_t kPieces = 8;
+constexpr std::size_t kPieceBytes = 128;
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(StepPhases::Clock::now().time_since_epoch()).count();
@@ -40,6 +46,21 @@ int StepReport::note_forward() {
   return answer;
 }
 
+void StepReport::add_gradients(const Bucket& bucket) {
+  const at::Tensor& gradients = bucket.gradients;
+  if (every_ == 0 || bucket.sparse || !gradients.defined() || !gradients.is_cpu() || !gradients.is_contiguous()) return;
+  const std::span<const std::byte> all(static_cast<const std::byte*>(gradients.const_data_ptr()), gradients.nbytes());
+  const std::size_t pieces = all.size() <= kPieces * kPieceBytes ? 1 : kPieces;
+  const std::size_t length = pieces == 1 ? all.size() : kPieceBytes;
+  for (std::size_t i = 0; i < pieces; ++i) {
+    const std::size_t offset = pieces == 1 ? 0 : (all.size() - length) / (pieces - 1) * i;
+    const auto piece = all.subspan(offset, length);
+    step_hash_ = hash_mix(step_hash_, hash64(piece, bucket.index));
+    some_gradient_ =
+        some_gradient_ || std::any_of(piece.begin(), piece.end(), [](std::byte one) { return one != std::byte{0}; });
+  }
+}
+
 void StepReport::backward_began() { phases_.backward_began(Clock::now(), RingWork::waited_ns()); }
 
 void StepReport::computed(Clock::time_point now) {
@@ -48,6 +69,8 @@ void StepReport::computed(Clock::time_point now) {
 
 void StepReport::finished(bool joining) {
   const ReducerStats& stats = times_.stats();
+  const uint64_t hash = std::exchange(step_hash_, 0);
+  const bool some_gradient = std::exchange(some_gradient_, false);
   last_ = phases_.finished(Clock::now(), RingWork::waited_ns(), RunDelay::of_this_thread());
   step_ended_ = true;
   if (stats.launched_ns > 0) last_[kOnItsWay] = static_cast<float>(stats.finished_ns - stats.launched_ns) * 1e-9F;
@@ -59,6 +82,7 @@ void StepReport::finished(bool joining) {
   if (layout_.group.first_unit()) return;
   if (rows_.size() == every_) rows_.erase(rows_.begin());
   rows_.push_back(last_);
+  if (some_gradient) gradients_ = {hash_mix(gradients_.hash, hash), gradients_.steps + 1};
   due_ = due(++steps_);
 }
 
@@ -71,6 +95,7 @@ bool StepReport::same_members() {
   steps_ = 0;
   due_ = false;
   rows_.clear();
+  forget_gradients();
   window_.reset();
   exchange_ = {};
   issued_before_ns_ = ended_before_ns_ = 0;
@@ -120,6 +145,7 @@ void StepReport::tell_if_due(bool joining) {
   const Bytes mine = packed(times_.stats().steps);
   facts_.clear();
   rows_.clear();
+  forget_gradients();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> sent{at::empty({static_cast<int64_t>(mine.size())}, at::kByte)};
   std::memcpy(sent[0].mutable_data_ptr(), mine.data(), mine.size());
@@ -144,6 +170,7 @@ StepReport::Bytes StepReport::packed(int64_t step) const {
   for (std::size_t i = 0; i < every_; ++i) append(bytes, i < rows_.size() ? rows_[i] : StepRow{});
   bytes.insert(bytes.end(), facts_.begin(), facts_.end());
   bytes.resize(5 * sizeof(int64_t) + every_ * sizeof(StepRow) + kFactsBytes);
+  std::memcpy(bytes.data() + bytes.size() - kAttachedBytes - sizeof gradients_, &gradients_, sizeof gradients_);
   return bytes;
 }
 

@@ -26,6 +26,7 @@ class StepReport {
   using Bytes = std::vector<uint8_t>;
 
   static constexpr std::size_t kFactsBytes = 256;  // of what Python adds
+  static constexpr std::size_t kAttachedBytes = 16;  // at its end, of the guard
   // Bits of `note_forward`'s answer.
   static constexpr int kStepEnded = 1;    // since the last one
   static constexpr int kFactsWanted = 2;  // the next backward tells the others
@@ -50,7 +51,12 @@ class StepReport {
   // The backward has ended and counted.
   void finished(bool joining);
 
-  // What Python adds to what is told next; at most kFactsBytes.
+  // A bucket with this rank's gradients is about to be sent. Some bytes of each are hashed, so that the ranks hear whether they all
+  // compute the same gradients.
+  void add_gradients(const Bucket& bucket);
+
+  // What Python adds to what is told next; at most kFactsBytes. The C++ side puts two uint64 before its last kAttachedBytes: a
+  // hash of the gradients of the steps that are told, and of how many steps; steps whose gradients were zeros are left out.
   void set_facts(const Bytes& facts);
   // By rank, what all ranks told last; once. Begins with five int64: the number of rows, the step, and of the rank's all-gather before
   // the times when it was issued and over, in ns of the steady clock (0: there was none), and the time of the last bucket's launch; then
@@ -70,6 +76,7 @@ class StepReport {
   bool due(std::size_t steps) const;
   void hear();
   bool same_members();
+  void forget_gradients() { gradients_ = {}; }
   Bytes packed(int64_t step) const;
 
   GradientLayout& layout_;
@@ -83,6 +90,13 @@ class StepReport {
   std::size_t steps_ = 0;        // with these members, but for those under Join
   bool step_ended_ = false;
   bool due_ = false;  // the next backward tells
+  struct Gradients {
+    uint64_t hash = 0;
+    uint64_t steps = 0;
+  };
+  Gradients gradients_;         // of the steps since the ranks told each other
+  uint64_t step_hash_ = 0;      // of the buckets that were sent in this backward
+  bool some_gradient_ = false;  // that is not zero
   Exchange exchange_;
   int64_t issued_before_ns_ = 0, ended_before_ns_ = 0;
   std::optional<std::vector<Bytes>> window_;

@@ -23,12 +23,12 @@ void UsedMap::write(const at::Tensor& marks) const {
   if (!lacking) marks.select(0, static_cast<int64_t>(parameters_.size())).zero_();
 }
 
-void UsedMap::launch(bool with_input) {
+void UsedMap::launch(bool with_input, const std::string& note) {
   std::vector<int32_t> used(parameters_.size() + 1, 0);
   for (std::size_t i = 0; with_input && i < parameters_.size(); ++i) (arrivals_.used(i) ? used[i] : used.back()) = 1;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   map_ = at::tensor(used, at::kInt).to(group_.control_device(parameters_.tensors().front()));
-  const NamedScope scope("which parameters were used");
+  const NamedScope scope("which parameters were used" + note);
   std::vector<at::Tensor> tensors{map_};
   work_ = group_.process_group()->allreduce(tensors);
 }

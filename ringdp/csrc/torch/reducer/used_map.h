@@ -35,8 +35,8 @@ class UsedMap {
   // This rank's part of the map, into a bucket's `marks` [parameters + 1]: 1 for parameters with gradient; the last element is 1
   // where one lacks a gradient.
   void write(const at::Tensor& marks) const;
-  // The same as an operation of its own. Without input this rank has used nothing and lacks nothing.
-  void launch(bool with_input);
+  // The same as an operation of its own, whose name ends in `note`. Without input this rank has used nothing and lacks nothing.
+  void launch(bool with_input, const std::string& note = {});
   // The last bucket has been reduced. `wanted`: somebody asks for the map; otherwise it is read only now and then, because
   // that waits for the device. `marks` are that bucket's, undefined where it has none.
   void end_backward(const at::Tensor& marks, bool wanted, int64_t step, bool joining);

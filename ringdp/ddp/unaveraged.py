@@ -1,0 +1,147 @@
+"""Looks at each optimizer's step whether it applies gradients of a RingDP that were not averaged over the ranks.
+
+The reducer knows of each gradient that stayed in ``.grad`` without being averaged: its backward ran under ``no_sync``,
+or went through no output of the wrapper's forward. Whether an optimizer applies it is seen by hooks on all optimizers
+of the process. In the steps of other programs they cost a look-up and a call that reads a number.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ringdp.compression.parameters import clean_name
+from ringdp.ddp.words import count
+
+_log = logging.getLogger("ringdp.parallel")
+_MOST_NAMES = 3
+
+
+class OptimizerWatch:
+    """The wrappers of this process, and which optimizer has parameters of which. Used by threads that train.
+
+    An entry of `_owners` is right as long as its key is: neither wrappers nor groups of parameters have changed.
+    """
+
+    def __init__(self) -> None:
+        self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._changes = 0
+        self._owners: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, tuple[Any, ...]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._registered = False
+
+    def watch(self, wrapper: Any) -> None:
+        """A new wrapper, or one whose parameters are others now."""
+        self._wrappers.add(wrapper)
+        self._changes += 1
+        if not self._registered:
+            self._registered = True
+            register_optimizer_step_pre_hook(self._before)
+            register_optimizer_step_post_hook(self._after)
+
+    def _before(self, _: torch.optim.Optimizer, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        if _closure(args, keywords) is None or torch.compiler.is_compiling():
+            return
+        for wrapper in self._owners_of(args[0]):
+            wrapper.reducer.begin_closure()
+
+    # After the step, since a closure runs backwards in it.
+    def _after(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        closure = _closure(args, keywords)
+        for wrapper in self._owners_of(optimizer):
+            if closure is not None:
+                wrapper.reducer.end_closure()
+            if wrapper.reducer.has_unaveraged():
+                look(wrapper, optimizer)
+
+    def _owners_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        groups = optimizer.param_groups
+        key = self._changes, len(groups), sum(len(group["params"]) for group in groups)
+        found = self._owners.get(optimizer)
+        if found is None or found[0] != key:
+            mine = _ids(optimizer)
+            owners = [one for one in list(self._wrappers) if not mine.isdisjoint(map(id, one.module.parameters()))]
+            found = self._owners[optimizer] = key, tuple(map(weakref.ref, owners))
+        return [wrapper for wrapper in (one() for one in found[1]) if wrapper is not None]
+
+
+optimizers = OptimizerWatch()
+
+
+def look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer` has stepped, and some gradient of the wrapper was not averaged."""
+    if wrapper.process_group.size() == 1 or wrapper._guard_options.every == 0:
+        return
+    if wrapper._told_unaveraged and not wrapper._guard_counts_local_steps:
+        return
+    left_over, nbytes, sent = wrapper.reducer.unaveraged()
+    mine = _ids(optimizer)
+    now = {clean_name(name): one for name, one in wrapper.module.named_parameters(remove_duplicate=False)}
+    applied = []
+    for index, under_no_sync, changed in left_over:
+        name = wrapper._watched[index].name
+        parameter = now.get(name)
+        if parameter is not None and parameter.grad is not None and id(parameter) in mine:
+            applied.append((name, parameter, under_no_sync, changed))
+    if not applied:
+        return
+    wrapper._stepped_alone()
+    # The program may have averaged them itself: then it has written them, and sent about as much.
+    by_hand = 4 * sent >= nbytes or sent < 0
+    told = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
+    if not told or wrapper._told_unaveraged:
+        return
+    wrapper._told_unaveraged = True
+    causes = [
+        _listed([name for name, _, under_no_sync, _ in told if under_no_sync], _UNDER_NO_SYNC),
+        _listed([name for name, _, under_no_sync, _ in told if not under_no_sync], _PAST_THE_WRAPPER),
+    ]
+    _log.warning(
+        "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks: %s. Where they"
+        " differ between ranks, the replicas drift apart. This appears once; guard_every=0 says that it is meant.",
+        wrapper.process_group.rank(),
+        type(optimizer).__name__,
+        type(wrapper.module).__name__,
+        "; and ".join(cause for cause in causes if cause),
+    )
+
+
+_UNDER_NO_SYNC = (
+    "whose last backward was under no_sync(): run the last micro-batch before each step outside of it, also the last"
+    " one of an epoch (ringdp.LocalSGD and ringdp.DiLoCo let ranks step alone and average parameters)"
+)
+_PAST_THE_WRAPPER = (
+    "whose last backward went through no output of the wrapper's forward: call the wrapper (model(x)), not the module"
+    " inside it (model.module(x), a method of model.module), and let each backward begin at its outputs"
+)
+
+
+def _listed(names: Sequence[str], cause: str) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"those of {count(len(names), 'parameter')} ({', '.join(names[:_MOST_NAMES])}{more}), {cause}"
+
+
+def _is_zero(gradient: Any) -> bool:
+    """As ``zero_grad(set_to_none=False)`` leaves it. False where that cannot be seen."""
+    if type(gradient) not in (torch.Tensor, torch.nn.Parameter) or gradient.layout != torch.strided:
+        return False
+    return not bool(gradient.any())
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _closure(args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Of `Optimizer.step`'s arguments, of which the first is the optimizer."""
+    return args[1] if len(args) > 1 else keywords.get("closure")
