@@ -55,6 +55,11 @@ def step(model: RingDP, micros: int = 1, skipped: int = -1) -> list[Tensor]:
     return [part.grad for part in model.parameters() if part.grad is not None]
 
 
+def of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def check(gradients: list[Tensor], mean: float, *, rtol: float = 0.0) -> None:
     assert [one.dtype for one in gradients] == [gradient for _, _, gradient in KINDS]
     for one in gradients:
@@ -120,14 +125,14 @@ def set_after_wrapping() -> None:
         for _ in range(2):
             model.zero_grad()
             model(torch.ones(1, 8, dtype=BF16)).sum().backward()
-            assert {part.grad.dtype for part in net.parameters()} == {dtype}
+            assert {of(part).dtype for part in net.parameters()} == {dtype}
     with model.no_sync():  # a gradient that was left over when its parameter is frozen
         model.zero_grad()
         net.bias.grad_dtype = F32
         model(torch.full((1, 8), 2.0 + dist.get_rank(), dtype=BF16)).sum().backward()
     net.bias.requires_grad_(False)
     model(torch.ones(1, 8, dtype=BF16)).sum().backward()
-    assert net.bias.grad.dtype == F32
+    assert of(net.bias).dtype == F32
 
 
 def set_in_a_step() -> None:
@@ -177,8 +182,8 @@ def sparse() -> None:
     for _ in range(2):
         model.zero_grad()
         (model(torch.tensor([1])) * (256 if dist.get_rank() == 0 else 1)).sum().backward()
-        assert net.weight.grad.dtype == F32
-        assert (net.weight.grad.to_dense()[1] == 128.5).all()
+        assert of(net.weight).dtype == F32
+        assert (of(net.weight).to_dense()[1] == 128.5).all()
 
 
 def test_sparse_gradients() -> None:

@@ -44,7 +44,8 @@ void BucketFiller::write(std::size_t parameter, bool late) {
   if (!used && layout_.plan.bucket_of(parameter) >= arrivals_.sending() && !late)
     return;  // the bucket may stay at home
   const std::size_t bucket = layout_.plan.bucket_of(parameter);
-  failure_.keeping_in(static_cast<int64_t>(bucket), layout_.store[bucket].name, [&] { layout_.store.write(parameter); });
+  failure_.keeping_in(static_cast<int64_t>(bucket), layout_.store[bucket].name,
+                      [&] { layout_.store.write(parameter); });
 }
 
 void BucketFiller::mark_ready(std::size_t parameter) {

@@ -200,7 +200,7 @@ at::Tensor BucketStore::take(std::size_t parameter, const at::Tensor& gradient) 
     slot.handed_out = false;
   }
   const bool has_place = (slot.view.defined() || slot.direct) && !slot.cast() && !owns_gradient(parameter);
-  if (!has_place || grad.defined() || !slot.parameter.requires_grad() || 
+  if (!has_place || grad.defined() || !slot.parameter.requires_grad() ||
       !plain_gradient(gradient, slot.parameter, slot.gradient_dtype))
     return gradient_times(gradient, factor);
   if (slot.direct) {
@@ -253,10 +253,8 @@ void BucketStore::write_direct(std::size_t parameter, Bucket& bucket) {
   Slot& slot = slots_[parameter];
   at::Tensor& grad = slot.parameter.mutable_grad();
   // What autograd has just made may lie on memory that the rest of the backward still reads.
-  const bool in_place =
-      grad.defined() && !hooks_.shared(parameter) && !(slot.fresh && memory_held_elsewhere(grad));
-  bucket.buffer = bucket.gradients =
-      in_place ? as_buffer(grad, slot.parameter, slot.gradient_dtype) : at::Tensor();
+  const bool in_place = grad.defined() && !hooks_.shared(parameter) && !(slot.fresh && memory_held_elsewhere(grad));
+  bucket.buffer = bucket.gradients = in_place ? as_buffer(grad, slot.parameter, slot.gradient_dtype) : at::Tensor();
   if (bucket.buffer.defined()) return;
   allocate_bucket(bucket, slot.parameter.device(), 0);
   slot.view = gradient_view(bucket, 0, slot.parameter);

@@ -71,11 +71,11 @@ class BucketStore {
     c10::ScalarType dtype = at::kFloat;           // its own when the buckets were planned
     c10::ScalarType gradient_dtype = at::kFloat;  // of .grad, then
     c10::ScalarType bucket_dtype = at::kFloat;
-    int new_in = -1;         // autograd's number of the last backward that found .grad to be None
-    bool fresh = false;      // .grad was None when the backward under way began
-    bool handed_out = false; // .grad has been the same since it was handed out
-    bool weighted = false;   // what is in the view was multiplied by the factors of the backward under way
-    bool copy_back = false;  // .grad stays as it is; the result is copied into it
+    int new_in = -1;          // autograd's number of the last backward that found .grad to be None
+    bool fresh = false;       // .grad was None when the backward under way began
+    bool handed_out = false;  // .grad has been the same since it was handed out
+    bool weighted = false;    // what is in the view was multiplied by the factors of the backward under way
+    bool copy_back = false;   // .grad stays as it is; the result is copied into it
 
     bool cast() const { return bucket_dtype != gradient_dtype; }
   };
