@@ -6,7 +6,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Those are for the ranks: they are kept until the launcher can pass them on, which torch's import delays by seconds.
+    # Those are for the ranks: kept until the launcher can pass them on, which torch's import delays by seconds.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     try:
         from ringdp.launcher.__main__ import main

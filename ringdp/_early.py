@@ -1,4 +1,4 @@
-"""What the launcher does before ringdp imports torch, which takes seconds: keeps signals that are meant for its ranks."""
+"""What the launcher does before ringdp imports torch, which takes seconds: keeps signals that are for its ranks."""
 
 from __future__ import annotations
 

@@ -26,6 +26,8 @@ CI = (
     "unit/test_compression_check.py::test_what_the_tests_use_keeps_its_promises",
     "fault/test_elastic_launch.py::test_a_rank_that_raises_while_its_buckets_are_in_flight_is_lost_to_the_others[shutdown",
     "fault/test_elastic_launch.py::test_a_rank_that_raises_while_its_buckets_are_in_flight_is_lost_to_the_others[destroy",
+    "fault/test_inheritance.py::test_what_a_rank_starts_disturbs_its_job_in_nothing",
+    "fault/test_launch_end.py::test_a_launcher_that_is_not_heard_of_any_more",
     "train/test_digits.py",
     "train/test_examples.py",
     "train/test_gradient_pool.py::test_switched_off_the_process_is_as_it_was[-",

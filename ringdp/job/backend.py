@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 
@@ -84,9 +85,9 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
 
 def _meeting_point(store: Any) -> str | None:
     """Where the store is, as in an init_method; None for one that is no TCPStore."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
+    if not isinstance(store, TCPStore):
         return None
     return f"tcp://{f'[{store.host}]' if ':' in store.host else store.host}:{store.port}"
 

@@ -1,8 +1,9 @@
-"""What a process inherits from a rank that has started it: an evaluation, a data server, a launcher of a job of its own.
+"""What a process inherits from a rank that has started it: an evaluation, a data server, a launcher of another job.
 
-A process that joins a job leaves a mark in its environment: its pid, and what the variables that belong to the job were.
-Whoever finds the mark of another process was started by it. A variable that has the same value still was inherited, and
-not set on purpose. A launcher leaves a mark without a pid, for what its ranks start before they join.
+A process that joins a job by `ringdp.init` leaves a mark in its environment: its pid, and what the variables were that
+belong to the job. A process that finds the mark of another one was started by it. A variable that still has the same
+value was inherited, and not set on purpose. A launcher leaves a mark without a pid, for what its ranks start before
+they join.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def init(
             ``cpu``. Where there are fewer GPUs than ranks, several ranks use one.
 
     Raises:
-        InvalidStateError: torch.distributed is initialised already; or a rank of a running job has started this process,
-            whose environment says it is that rank.
+        InvalidStateError: torch.distributed is initialised already; or a rank of a running job has started this
+            process, which would take that rank's place.
         InvalidArgumentError: the arguments or the environment do not say who this rank is or where to meet, a
             rank does not see the device it asks for, or NCCL was asked for and would refuse these ranks.
         RingTimeoutError: ranks did not come in time; the message names them.
@@ -235,9 +235,9 @@ def _refuse_second_call() -> None:
         return
     if _membership is not None and _membership.pid != os.getpid():
         raise InvalidStateError(
-            f"this process (pid {os.getpid()}) was forked by rank {dist.get_rank()} (pid {_membership.pid}) of a running"
-            f" job of {dist.get_world_size()}, so it cannot join that job, nor another: start a fresh process (subprocess,"
-            " or multiprocessing's start method spawn), without the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR,"
+            f"this process (pid {os.getpid()}) was forked by rank {dist.get_rank()} (pid {_membership.pid}) of a job of"
+            f" {dist.get_world_size()}, so it cannot join that job, nor another: start a fresh process (subprocess, or"
+            " multiprocessing's start method spawn), without the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR,"
             " MASTER_PORT)"
         )
     if _current_membership() is not None:

@@ -108,10 +108,9 @@ class PassedOn:
             return f"{name} came: the ranks get it when they run"
         parts = [f"{name} was passed on to {_ranks(reached)}"] if reached else [f"{name} came"]
         if without:
-            one = len(without) == 1
-            has, gets = ("has", "gets") if one else ("have", "get")
+            has, them, get = ("has", "it", "gets") if len(without) == 1 else ("have", "them", "get")
             parts.append(
-                f"{_ranks(without)} {has} no handler for it, which would end {'it' if one else 'them'}, and {gets} it with the first one"
+                f"{_ranks(without)} {has} no handler for it, so it would end {them}: {get} it with the first handler"
             )
         return "; ".join(parts)
 

@@ -154,8 +154,8 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, _only_wake)
         signal.signal(signal.SIGWINCH, self._on_resize)
         signal.signal(signal.SIGALRM, self._on_grace_over)
-        for number in _early.RANK_SIGNALS:
-            signal.signal(number, self._on_pass)
+        for for_ranks in _early.RANK_SIGNALS:
+            signal.signal(for_ranks, self._on_pass)
         for name in {"SIGINT", "SIGTERM", *self._arguments.signals}:
             number = getattr(signal, name, None)
             if number is None or (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):

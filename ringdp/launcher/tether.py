@@ -1,9 +1,10 @@
 """What ties the launcher on one host of several to the one that the user started: lines of JSON over its three streams.
 
 The user's launcher writes, the host's reads from its standard input: `Ask`, and when all hosts have answered, `Orders`;
-then ``{}`` every few seconds, and the number of a signal: to stop by, or to pass on to the ranks. The host's launcher answers on its standard error, in lines that
-begin with MARK: `Hello`, then ``{}`` every few seconds, too, and at the end `End`. The end of its input, or silence,
-ends everything on the host; the silence of a host is a lost connection to the user's launcher.
+then ``{}`` every few seconds, and the number of a signal: to stop by, or to pass on to the ranks. The host's launcher
+answers on its standard error, in lines that begin with MARK: `Hello`, then ``{}`` every few seconds, too, and at the
+end `End`. The end of its input, or silence, ends everything on the host; the silence of a host is a lost connection to
+the user's launcher.
 """
 
 from __future__ import annotations

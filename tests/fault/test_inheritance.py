@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ringdp
 from ringdp import config
 from ringdp.errors import InvalidStateError
 from ringdp.job import inheritance
 from tests.fault.launch_jobs import Job, script
 from tests.helpers import free_port
-from tests.train.harness import ring_is_built
+from tests.train.harness import ring_is_built, run_ranks
 
 PLACES = {
     "RINGDP_METRICS_DIR": "/outer",
@@ -83,90 +86,109 @@ def test_a_mark_that_cannot_be_read_is_none(text: str) -> None:
     assert inheritance.without_places(environ) == environ
 
 
-# Rank 0 of two trains, starts others as its argument says, and trains on. What they print is in the file `said`.
+# Rank 0 of two trains, starts others meanwhile, and trains on.
 PROGRAM = """
     import os, pathlib, subprocess, sys, torch, ringdp
-    ringdp.init(timeout=60)
+    ringdp.init(timeout=150)
     model = ringdp.RingDP(torch.nn.Linear(3, 1))
     def steps(count):
         for _ in range(count):
             model(torch.ones(2, 3)).sum().backward()
+    def start(name, *words, **variables):
+        log = open(f"{name}.said", "w")
+        words = words or (sys.executable, f"{name}.py")
+        return subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **variables})
     steps(3)
     if ringdp.rank() == 0:
-        environ = dict(os.environ, **dict(word.split("=") for word in sys.argv[2:]))
-        child = pathlib.Path(__file__).with_name(sys.argv[1])
-        words = [sys.executable] if child.suffix == ".py" else ["sh"]
-        done = subprocess.run([*words, child], capture_output=True, text=True, env=environ)
-        pathlib.Path("said").write_text(f"{done.returncode} {done.stdout} {done.stderr}")
+        launch = (sys.executable, "-m", "ringdp.launch", "-n", "2", "--log-dir", "inner", "job.py")
+        for child in (start("script"), start("job", *launch)):
+            child.wait()
     steps(3)
     ringdp.shutdown()
 """
 
-needs_ring = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
-
-
-def run(jobs: list[Job], folder: Path, child: str, *variables: str, name: str = "child.py") -> str:
-    """What the child said, of a job that has written six steps of its own."""
-    script(folder, child, name)
-    path = script(folder, PROGRAM)
-    job = Job(folder, "-n", "2", "--metrics-dir", folder / "metrics", path, name, *variables)
-    jobs.append(job)
-    assert job.wait(90) == 0, job.err
-    for rank in range(2):
-        lines = (folder / "metrics" / f"rank_{rank:05}.jsonl").read_text().splitlines()
-        assert sum("step" in json.loads(line) for line in lines) == 6
-    return (folder / "said").read_text()
-
-
-@needs_ring
-@pytest.mark.parametrize("call", ["ringdp.init(timeout=30)", "torch.distributed.init_process_group('ring')"])
-def test_init_in_a_process_that_a_rank_has_started(tmp_path: Path, jobs: list[Job], call: str) -> None:
-    said = run(jobs, tmp_path, f"import torch, ringdp; {call}")
-    assert "InvalidStateError" in said
-    assert "inside rank 0 (pid" in said
-
-
-@needs_ring
-def test_a_world_of_its_own_in_a_process_that_a_rank_has_started(tmp_path: Path, jobs: list[Job]) -> None:
-    text = """
-    import os, torch, ringdp
-    ringdp.init(timeout=30)
-    assert "RINGDP_METRICS_DIR" not in os.environ
-    ringdp.RingDP(torch.nn.Linear(3, 1))(torch.ones(2, 3)).sum().backward()
-    print("alone:", ringdp.world_size())
-    """
-    own = ("RANK=0", "WORLD_SIZE=1", f"MASTER_PORT={free_port()}")
-    assert "alone: 1" in run(jobs, tmp_path, text, *own)
-
-
-@needs_ring
-def test_a_job_inside_a_rank(tmp_path: Path, jobs: list[Job]) -> None:
-    """By the launcher; its ranks have no metrics, since nobody asked for any."""
-    text = """
-    import os, torch, ringdp
-    ringdp.init(timeout=30)
-    assert "RINGDP_METRICS_DIR" not in os.environ
-    ringdp.RingDP(torch.nn.Linear(3, 1))(torch.ones(2, 3)).sum().backward()
-    print("inner:", ringdp.world_size(), flush=True)
-    """
-    script(tmp_path, text, "inner.py")
-    inner = f"cd {tmp_path} && exec {sys.executable} -m ringdp.launch -n 2 --log-dir {tmp_path}/inner inner.py"
-    assert run(jobs, tmp_path, inner, name="child.sh").startswith("0 inner: 2")
-    assert list((tmp_path / "inner").glob("*/attempt_0/1/report.json"))
-
-
-@needs_ring
-def test_a_function_launched_inside_a_rank(tmp_path: Path, jobs: list[Job]) -> None:
-    text = """
+TRAIN = """
     import os, torch, ringdp
     def train():
         assert "RINGDP_METRICS_DIR" not in os.environ
         ringdp.RingDP(torch.nn.Linear(3, 1))(torch.ones(2, 3)).sum().backward()
         return ringdp.world_size()
-    if __name__ == "__main__":
-        print("launched:", ringdp.launch(train, nprocs=2))
-    """
-    assert "launched: [2, 2]" in run(jobs, tmp_path, text)
+"""
+ALONE = """
+    for call in (ringdp.init, lambda: torch.distributed.init_process_group("ring")):
+        try:
+            call()
+        except ringdp.errors.InvalidStateError as error:
+            print("refused:", error)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT="A_FREE_ONE")
+    ringdp.init()
+    print("ranks:", train())
+"""
+CHILDREN = {
+    "script": TRAIN + ALONE,
+    "job": TRAIN + "    ringdp.init(); print('ranks:', train(), flush=True)",
+}
+
+needs_ring = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+
+
+@needs_ring
+def test_what_a_rank_starts_disturbs_its_job_in_nothing(tmp_path: Path, jobs: list[Job]) -> None:
+    for name, text in CHILDREN.items():
+        script(tmp_path, text.replace("A_FREE_ONE", str(free_port())) if name == "script" else text, f"{name}.py")
+    path = script(tmp_path, PROGRAM, "outer.py")
+    job = Job(tmp_path, "-n", "2", "--metrics-dir", tmp_path / "metrics", path)
+    jobs.append(job)
+    assert job.wait(200) == 0, job.err
+    for rank in range(2):
+        lines = (tmp_path / "metrics" / f"rank_{rank:05}.jsonl").read_text().splitlines()
+        assert sum("step" in json.loads(line) for line in lines) == 6
+    said = {name: (tmp_path / f"{name}.said").read_text() for name in CHILDREN}
+    assert said["script"].count("refused: this process (pid") == 2, said["script"]
+    assert said["script"].count("inside rank 0 (pid") == 2
+    assert "ranks: 1\n" in said["script"], said["script"]
+    assert "ranks: 2\n" in said["job"], said["job"]
+    assert list((tmp_path / "inner").glob("*/attempt_0/1/report.json"))
+
+
+@needs_ring
+def test_a_rank_of_another_job_takes_no_place_of_the_one_around_it() -> None:
+    """One of `ringdp.launch` or torchrun inside a rank: they hand on their environment."""
+    [left] = run_ranks(_join_another_job, marked(os.getpid()), world_size=1, backend=None)
+    assert left == {"RINGDP_TIMELINE": "/mine"}
+
+
+def _join_another_job(environ: dict[str, str]) -> dict[str, str]:
+    os.environ.update(environ, RINGDP_TIMELINE="/mine")
+    ringdp.init(rank=0, world_size=1)
+    found = {name: value for name, value in os.environ.items() if name in PLACES}
+    ringdp.shutdown()
+    return found
+
+
+@needs_ring
+def test_a_process_that_a_rank_has_forked() -> None:
+    [said] = run_ranks(_init_in_a_fork, world_size=1, backend=None)
+    assert "was forked by rank 0 (pid" in said
+
+
+def _init_in_a_fork() -> str:
+    ringdp.init(rank=0, world_size=1, init_method="file:///not-used")
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_try_init, args=(theirs,))
+    child.start()
+    said = ours.recv() if ours.poll(30) else "nothing"
+    child.join()
+    ringdp.shutdown()
+    return str(said)
+
+
+def _try_init(pipe: Any) -> None:
+    try:
+        ringdp.init()
+    except InvalidStateError as error:
+        pipe.send(str(error))
 
 
 @needs_ring

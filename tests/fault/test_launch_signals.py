@@ -14,7 +14,8 @@ from tests.fault.launch_jobs import LAUNCH, Job, script, wait_until
 from tests.helpers import free_port
 from tests.train.harness import ring_is_built
 
-# "late": the handler is set when the file `set` is there. Ends when it has got the signal, or when the file `end` is there.
+# "late": the handler is set when the file `set` is there. Ends when it has got the signal, or when the file `end` is
+# there.
 PROGRAM = """
     import os, pathlib, signal, sys, time
     got = []
