@@ -247,9 +247,9 @@ def _watch_leash(orders: Orders, tell_nodes: list[Callable[[str], None]]) -> Non
     """
     while os.read(orders.leash_fd, 1):
         pass
-    processes.kill_all(lambda: processes.descendants(os.getpid()))
-    for tell in tell_nodes:
+    for tell in tell_nodes:  # before the agent sees that its ranks have ended
         tell(f"the launcher on host {socket.gethostname()} was killed")
+    processes.kill_all(lambda: processes.descendants(os.getpid()))
     if orders.own_secret and orders.secret_file is not None:
         secret.remove_secret(orders.secret_file)
     os._exit(1)

@@ -64,6 +64,12 @@ def by_rank(started: Sequence[Job]) -> dict[int, Job]:
     return {rank_of(job): job for job in started}
 
 
+def fails_within(job: Job, limit_s: float) -> None:
+    """The launcher says so in time. That its interpreter ends takes seconds more on a busy machine."""
+    wait_until(lambda: "ringrun: FAILED" in job.err, "the last words", limit_s)
+    assert job.wait() == 1
+
+
 def go(folder: Path) -> None:
     (folder / "go").touch()
 
@@ -84,8 +90,7 @@ def test_a_rank_fails_when_those_of_the_other_node_have_ended(
     time.sleep(1.0)
     assert nodes[0].process.poll() is None
     go(tmp_path)
-    assert nodes[0].seconds_to_end() < 5
-    assert nodes[0].process.returncode == 1
+    fails_within(nodes[0], 5)
     assert re.search(rf"ringrun: FAILED after .*: {said}.*; the ranks here had ended well\n", nodes[0].err), nodes[
         0
     ].err
@@ -117,8 +122,7 @@ def test_a_slow_node_is_waited_for_and_named(tmp_path: Path, jobs: list[Job]) ->
 def test_a_launcher_is_killed_at_the_end(tmp_path: Path, jobs: list[Job]) -> None:
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))
     os.kill(nodes[1].process.pid, signal.SIGKILL)
-    assert nodes[0].seconds_to_end() < 5
-    assert nodes[0].process.returncode == 1
+    fails_within(nodes[0], 5)
     assert re.search(r"FAILED after .*: the launcher on host \S+ was killed", nodes[0].err), nodes[0].err
 
 
@@ -127,8 +131,7 @@ def test_a_launcher_that_is_not_heard_of_any_more(tmp_path: Path, jobs: list[Job
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))
     for pid in (nodes[1].process.pid, *nodes[1].processes()):
         os.kill(pid, signal.SIGKILL)
-    assert nodes[0].seconds_to_end() < 15
-    assert nodes[0].process.returncode == 1
+    fails_within(nodes[0], 15)
     assert re.search(r"FAILED after .*: node 1 .*: nothing was heard of its launcher for 10 s", nodes[0].err)
 
 
@@ -137,8 +140,7 @@ def test_the_node_that_keeps_the_store_is_gone(tmp_path: Path, jobs: list[Job]) 
     wait_until(lambda: nodes[0].agent() > 0, "the agent")
     for pid in (nodes[0].process.pid, *nodes[0].processes()):
         os.kill(pid, signal.SIGKILL)
-    assert nodes[1].seconds_to_end() < 15
-    assert nodes[1].process.returncode == 1
+    fails_within(nodes[1], 15)
     assert "how it ended is not known" in nodes[1].err
 
 
@@ -147,8 +149,8 @@ def test_who_waits_can_be_stopped(tmp_path: Path, jobs: list[Job], number: signa
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))
     time.sleep(1.0)
     nodes[0].process.send_signal(number)
-    assert nodes[0].seconds_to_end() < 2
-    assert nodes[0].process.returncode == (-number if number == signal.SIGINT else 128 + number)
+    wait_until(lambda: "ringrun: stopped by" in nodes[0].err, "the last words", 2)
+    assert nodes[0].wait() == (-number if number == signal.SIGINT else 128 + number)
     assert nodes[1].process.poll() is None
     go(tmp_path)
     assert nodes[1].wait() == 0  # all ranks of the job have ended well
@@ -157,8 +159,7 @@ def test_who_waits_can_be_stopped(tmp_path: Path, jobs: list[Job], number: signa
 def test_who_is_stopped_while_others_wait_for_it_tells_them(tmp_path: Path, jobs: list[Job]) -> None:
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))
     nodes[1].process.send_signal(signal.SIGTERM)
-    assert nodes[0].seconds_to_end() < 5
-    assert nodes[0].process.returncode == 1
+    fails_within(nodes[0], 5)
     assert re.search(r"FAILED after .*: the launcher on host \S+ was stopped by SIGTERM", nodes[0].err), nodes[0].err
 
 
