@@ -209,8 +209,8 @@ def _what_cannot_be_pickled(what: str, values: Any) -> Iterator[None]:
         yield
     except _NOT_SAVED as error:
         raise InvalidArgumentError(
-            f"{what} holds something that torch.save cannot write{_place(what, values)}: keep to tensors, numbers, text and"
-            f" containers of them ({_reason(error)})"
+            f"{what} holds something that torch.save cannot write{_place(what, values)}: keep to tensors, numbers, text"
+            f" and containers of them ({_reason(error)})"
         ) from None
 
 

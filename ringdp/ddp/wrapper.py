@@ -371,7 +371,13 @@ class RingDP(
         none = dict.fromkeys(
             ("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor", "_layout_choice")
         )
-        lists: dict[str, Any] = {"_watched": [], "_never_reduced": (), "_never_averaged": (), "_plain_buffers": (), "_before_forward": []}
+        lists: dict[str, Any] = {
+            "_watched": [],
+            "_never_reduced": (),
+            "_never_averaged": (),
+            "_plain_buffers": (),
+            "_before_forward": [],
+        }
         state = super().__getstate__() | none | lists | {"_repeated_after": -1}
         state.pop("_devices", None)  # of other ranks, maybe
         return state

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringdp.diagnosis.records import OWN_NAMES, Record
+from ringdp.diagnosis.records import OWN_NAMES, Record, earlier
 from ringdp.errors import InvalidArgumentError
 
 _TAIL_BYTES = 64 * 1024
@@ -53,7 +54,8 @@ def rank_files(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise InvalidArgumentError(f"{folder} is not a folder: give the one of ringrun --metrics-dir")
-    return sorted(folder.glob("rank_*.jsonl"))
+    begun_anew = {file.with_suffix("") for file in folder.glob("rank_*.jsonl.1")}  # and may have no step since
+    return sorted({*folder.glob("rank_*.jsonl"), *begun_anew})
 
 
 def read_last(file: Path, most: int) -> list[Record]:
@@ -61,13 +63,16 @@ def read_last(file: Path, most: int) -> list[Record]:
 
     Of several models it is the first of those that have made one of the last steps.
     """
-    with open(file, "rb") as opened:
-        size = opened.seek(0, os.SEEK_END)
-        opened.seek(max(0, size - _TAIL_BYTES))
-        lines = opened.read().split(b"\n")
-    if size > _TAIL_BYTES:
-        lines = lines[1:]
-    found = [record for line in lines[:-1] if (record := _record(line)) is not None]
+    try:
+        lines = _last_lines(file)
+    except FileNotFoundError:
+        if not earlier(file).exists():
+            raise
+        lines = []
+    if len(lines) <= most:  # it has begun anew not long ago
+        with contextlib.suppress(FileNotFoundError):
+            lines = _last_lines(earlier(file)) + lines
+    found = [record for line in lines if (record := _record(line)) is not None]
     model = min((one["model"] for one in found[-most:]), default=0)
     records: list[Record] = []
     for record in found:
@@ -76,6 +81,15 @@ def read_last(file: Path, most: int) -> list[Record]:
                 records.clear()  # the job was started again
             records.append(record)
     return records[-most:]
+
+
+def _last_lines(file: Path) -> list[bytes]:
+    """Whole ones."""
+    with open(file, "rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - _TAIL_BYTES))
+        lines = opened.read().split(b"\n")
+    return lines[1 if size > _TAIL_BYTES else 0 : -1]
 
 
 def _record(line: bytes) -> Record | None:

@@ -211,18 +211,38 @@ class StepRecords:
 
 
 class JsonLines:
-    """A line of JSON for each record, in a file of this rank."""
+    """A line of JSON for each record, in a file of this rank.
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    A file that has `most_bytes` gets the name of `earlier`, and the one that had it is gone: a rank keeps at most twice
+    as much, and its last steps.
+    """
+
+    def __init__(self, folder: Path, rank: int, most_bytes: int = 128 << 20) -> None:
         self._path = folder / f"rank_{rank:05d}.jsonl"
+        self._most_bytes = most_bytes
+        self._cut = False  # the last line may be a part of one
 
     def describe(self) -> str:
         return str(self._path)
 
     def write(self, records: list[Record]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(one, allow_nan=True) + "\n" for one in records)
+        cut, self._cut = self._cut, True
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(one, allow_nan=True) + "\n" for one in records))
+            file.write("\n" + text if cut else text)
+            size = file.tell()
+        self._cut = False
+        if size >= self._most_bytes:
+            before = earlier(self._path)
+            if before.exists():
+                _log.info("metrics: %s is full again, the steps in %s are dropped", self._path, before)
+            os.replace(self._path, before)
+
+
+def earlier(file: Path) -> Path:
+    """Where the steps are that were in this metrics file before it began anew."""
+    return file.with_name(f"{file.name}.1")
 
 
 class TensorBoard:

@@ -19,11 +19,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
+from ringdp.job import arguments
 from ringdp.job import threads as compute_threads
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ Result = TypeVar("Result")
 _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGRTMAX - 9  # at which a rank writes its stacks, whatever it does
 _STACKS_S = 1.0  # for that
+_MOST_RANKS = 1 << 16
 _AFTER_FAILURE_S = 5.0  # what the other ranks get to end, so that their errors are seen too
 
 
@@ -71,12 +73,23 @@ def launch(
     Raises:
         RankError: a rank raised, died or took too long; the message has the traceback of each, the first failure first,
             and of a rank that took too long what its threads did; all ranks are ended.
-        InvalidArgumentError: nprocs below 1, or a start method that there is not.
+        InvalidArgumentError: nprocs below 1, a start method that there is not, or an argument of another type.
         InvalidStateError: the function can only be reached by forking, and this process has used CUDA or has called
             `ringdp.init`.
     """
+    nprocs = arguments.whole_number("nprocs", nprocs)
     if nprocs < 1:
         raise InvalidArgumentError(f"launch needs at least one rank, not nprocs={nprocs}")
+    if nprocs > _MOST_RANKS:
+        raise InvalidArgumentError(f"launch starts at most {_MOST_RANKS:,} ranks, not nprocs={nprocs}")
+    timeout = None if timeout is None else arguments.duration("timeout", timeout).total_seconds()
+    arguments.text_or_none("backend", backend)
+    if not callable(function):
+        raise InvalidArgumentError(f"launch needs a function to call, not {function!r}")
+    if isinstance(args, str | bytes) or not isinstance(args, Iterable):
+        raise InvalidArgumentError(f"args must be a list or tuple of the function's arguments, not {args!r}")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise InvalidArgumentError(f"kwargs must be a dict of the function's arguments by name, not {kwargs!r}")
     if start_method not in (None, "spawn", "fork"):
         raise InvalidArgumentError(f"start_method must be 'spawn' or 'fork', not {start_method!r}")
     method = start_method or ("spawn" if _can_be_imported(function) else "fork")

@@ -24,8 +24,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ringdp import config
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp.job import arguments, devices, elastic, job_store, launchers, threads
 from ringdp.job import backend as ring
-from ringdp.job import devices, elastic, job_store, launchers, threads
 from ringdp.job.backend_watchdog import watch_backends as _watch_backends
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -117,7 +117,9 @@ def init(
     global _membership, _generation
     _refuse_second_call()
     config.apply_log_level()
-    timeout = _as_timedelta(timeout)
+    timeout = arguments.duration("timeout", timeout)
+    arguments.text_or_none("backend", backend)
+    arguments.text_or_none("init_method", init_method)
     launch = None if init_method is not None and rank is not None else config.LaunchEnvironment.read()
     if launch is None and rank is None and (advice := launchers.forgotten()) is not None:
         warnings.warn(advice, stacklevel=2)
@@ -251,14 +253,6 @@ def _refuse_second_call() -> None:
     )
 
 
-def _as_timedelta(timeout: timedelta | float) -> timedelta:
-    if not isinstance(timeout, timedelta):
-        timeout = timedelta(seconds=timeout)
-    if timeout <= timedelta(0):
-        raise InvalidArgumentError(f"timeout must be above 0, not {timeout.total_seconds()} s")
-    return timeout
-
-
 def _place(
     launch: config.LaunchEnvironment | None, rank: int | None, world_size: int | None, init_method: str | None
 ) -> tuple[int, int, str | None]:
@@ -272,6 +266,7 @@ def _place(
         if init_method is not None:
             raise InvalidArgumentError(f"init_method={init_method} needs rank and world_size: no launcher gives them")
         return 0, 1, None
+    rank, world_size = arguments.whole_number("rank", rank), arguments.whole_number("world_size", world_size)
     if world_size < 1 or not 0 <= rank < world_size:
         raise InvalidArgumentError(f"rank {rank} of {world_size}: a rank lies between 0 and world_size - 1")
     if world_size == 1:

@@ -135,6 +135,9 @@ Start a training script on several ranks.
 Each run has a folder with all output of every rank: logs/<date>_<time>_<script>."""
 
 
+_MOST_RANKS = 1 << 16
+
+
 class _Version(argparse.Action):
     """--version; reads them when it is asked."""
 
@@ -278,6 +281,7 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
     args = parser.parse_args(argv)
     try:
         max_nodes = _most_nodes(args)
+        _check_program(args)
         _check_counts(args)
         placement = None if on_a_node else _placement(args, argv)
         views = _views(args)
@@ -350,14 +354,36 @@ def _most_nodes(args: argparse.Namespace) -> int:
     return most
 
 
+def _check_program(args: argparse.Namespace) -> None:
+    """A variable of the shell that is not set leaves an empty text, at which torch or the ranks would stumble."""
+    texts = {
+        "the name of the script" if not args.module else "the name of the module": args.training_script,
+        "--metrics-dir": args.metrics_dir,
+        "--hostfile": args.hostfile,
+        "--ssh": args.ssh,
+        "-x": next((one for one in args.variables if not one.partition("=")[0].strip()), None),
+    }
+    for what, text in texts.items():
+        if text is not None and not text.partition("=" if what == "-x" else "\n")[0].strip():
+            raise ValueError(f"{what} is empty: {text!r}")
+
+
 def _check_counts(args: argparse.Namespace) -> None:
     """Numbers that torchrun asserts, or divides by, only later."""
     try:
         ranks = int(args.nproc_per_node)
     except ValueError:
         ranks = 1  # a word: torchrun counts cores or devices
+        if not args.nproc_per_node.isalpha():
+            raise ValueError(
+                f"--nproc-per-node must be a number, or auto, cpu or gpu, got {args.nproc_per_node!r}"
+            ) from None
     if ranks < 1:
         raise ValueError(f"--nproc-per-node must be 1 or more, got {ranks}")
+    if ranks > _MOST_RANKS:
+        raise ValueError(f"--nproc-per-node must be at most {_MOST_RANKS:,}, got {ranks}")
+    if args.master_port is not None and not 0 <= args.master_port <= 65535:
+        raise ValueError(f"--master-port must be a port up to 65535, got {args.master_port}")
     if args.rdzv_timeout is not None and not args.rdzv_timeout > 0:
         raise ValueError(f"--rdzv-timeout must be more than 0 seconds, got {args.rdzv_timeout:g}")
     if args.max_restarts < 0:

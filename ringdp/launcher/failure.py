@@ -10,6 +10,7 @@ import re
 import signal
 from pathlib import Path
 
+from ringdp.launcher import disks
 from ringdp.launcher.filters import plain
 from ringdp.launcher.logs import RankLogs
 from ringdp.launcher.messages import RankFailure
@@ -69,6 +70,7 @@ class FailureReport:
         blame: whether it may be the cause.
         when_s: seconds since the epoch, as near to the failure as can be known.
         signal_words: what is known about the signal; empty for what is said of this signal in general.
+        disk: why its logs could not be written, which may be why it ended; or empty.
     """
 
     failure: RankFailure
@@ -79,6 +81,7 @@ class FailureReport:
     blame: Blame
     when_s: float
     signal_words: str = ""
+    disk: str = ""
 
     @property
     def raised(self) -> bool:
@@ -90,8 +93,9 @@ class FailureReport:
     def description(self) -> str:
         """What happened, to follow "rank 1 on host X"."""
         code = self.failure.exit_code
+        disk = f"; {self.disk}" if self.disk else ""
         if self.raised:
-            return f"raised {self.exception}"
+            return f"raised {self.exception}{disk}"
         if code < 0:
             try:
                 number = signal.Signals(-code)
@@ -100,7 +104,7 @@ class FailureReport:
             words = self.signal_words or SIGNAL_WORDS.get(number)
             said = f": {self.exception}" if self.exception else ""
             return f"was killed by {number.name}{f' ({words})' if words else ''}{said}"
-        return f"ended with exit code {code}"
+        return f"ended with exit code {code}{disk}"
 
     @property
     def in_short(self) -> str:
@@ -141,6 +145,12 @@ def examine(
             for report, by_kill in zip(reports, killed, strict=True)
         ]
     reports = _blame_who_was_lost_first(reports)
+    reports = [
+        dataclasses.replace(report, disk=disks.trouble(Path(report.logs.stdout).parents[2]))
+        if report.failure.exit_code > 0 and report.logs.stdout
+        else report
+        for report in reports
+    ]
     order = {failure.rank: index for index, failure in enumerate(failures)}
     return sorted(reports, key=lambda r: (r.blame, r.when_s, order[r.failure.rank]))
 

@@ -21,6 +21,7 @@ def failed(
     restarts: int,
     earlier: Sequence[str] = (),
     several_hosts: bool = False,
+    disks: Sequence[str] = (),
 ) -> list[str]:
     """The summary of a run in which ranks failed.
 
@@ -32,11 +33,13 @@ def failed(
         restarts: how often the ranks had been started again.
         earlier: why, for the last of those restarts; see `restarting`.
         several_hosts: the user may be on another one: the logs are told with this host's name.
+        disks: sentences about those that cannot be written.
     """
     first = reports[0]
     after = f"after {duration(seconds)}" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
     lines = [f"ringrun: FAILED {after}: rank {first.failure.rank} on host {host} {first.description}"]
-    tail = [line for line in first.tail if line.strip()][-(MAX_TAIL_LINES - len(earlier)) :]
+    lines += [f"  {sentence}" for sentence in disks]
+    tail = [line for line in first.tail if line.strip()][-max(1, MAX_TAIL_LINES - len(earlier) - len(disks)) :]
     if tail:
         lines.append(f"  last lines of rank {first.failure.rank}:")
         lines += [f"    | {line}" for line in tail]

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ringdp import _early
-from ringdp.launcher import agent, failure, messages, processes, secret, summary, tether
+from ringdp.launcher import agent, disks, failure, messages, processes, secret, summary, tether
 from ringdp.launcher.arguments import Arguments, Placement, parse
 from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
@@ -364,7 +364,7 @@ class Supervisor:
             steps = self._steps(told)
             self._lost |= self._left_early(told, steps)
             words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._lost_words())
-            self._last_words([words], steps=steps)
+            self._last_words([words, *(f"ringrun: {sentence}" for sentence in self._full_disks())], steps=steps)
             return 0
         first: failure.FailureReport | None = None
         if self._failed is not None and self._failed.failures:
@@ -378,6 +378,7 @@ class Supervisor:
                 restarts=self._started.attempt if self._started else 0,
                 earlier=self._verdicts,
                 several_hosts=self._arguments.several_hosts,
+                disks=[one for one in self._full_disks() if not first.disk or not one.startswith(first.disk)],
             )
         elif self._failed_elsewhere is not None:
             lines = summary.failed_elsewhere(self._failed_elsewhere.words, seconds=seconds, folder=folder)
@@ -388,8 +389,14 @@ class Supervisor:
                 host=host,
                 log=str(log) if folder and log.exists() and log.stat().st_size else None,
             )
+            lines += [f"  {sentence}" for sentence in self._full_disks()]
         self._last_words(lines, first)
         return 1
+
+    def _full_disks(self) -> list[str]:
+        """Of the run's folders: a sentence for each that cannot be written."""
+        kept = {"logs": self._folder.path, "metrics": self._arguments.torchrun.metrics_dir}
+        return disks.troubles(kept | {"dumps": os.environ.get("RINGDP_DUMP_DIR") or None})
 
     def _steps_by_rank(self) -> dict[int, int | None]:
         """What the ranks of this host have told of themselves at their end; None: not even that."""

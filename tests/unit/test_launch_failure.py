@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.launcher import summary
+from ringdp.launcher import disks, summary
 from ringdp.launcher.failure import examine, last_exception
 from ringdp.launcher.filters import plain
 from ringdp.launcher.logs import RankLogs
@@ -152,6 +153,33 @@ def test_stdout_is_quoted_where_stderr_is_empty(ranks: Ranks) -> None:
     summary = ranks.summary()
     assert summary[0].endswith("ended with exit code 3")
     assert "    | usage: train.py DATA" in summary
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (errno.ENOSPC, "is full (No space left on device)"),
+        (errno.EDQUOT, "is full: this user's quota is used up (Disk quota exceeded)"),
+        (errno.EROFS, "is read-only (Read-only file system)"),
+        (errno.EIO, "has errors (Input/output error)"),
+    ],
+)
+def test_a_disk_that_takes_no_logs_is_named(
+    ranks: Ranks, number: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.add(1, stdout="step 3\n")
+    assert "disk" not in ranks.summary()[0]
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        first, *_ = ranks.summary()
+        [metrics] = disks.troubles({"logs": None, "metrics": ranks.folder, "dumps": ranks.folder})
+    assert f"ended with exit code 1; the disk under {ranks.folder.parent} {words}" in first
+    assert metrics == f"the disk under {ranks.folder} {words}: metrics cannot be written there"
+    assert [one.name for one in ranks.folder.iterdir()] == ["0"]  # no probe is left
 
 
 def test_at_most_fifteen_lines_whatever_happens(ranks: Ranks) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -162,6 +163,26 @@ def test_bad_arguments() -> None:
         ringdp.launch(ringdp.rank, nprocs=0)
     with pytest.raises(InvalidArgumentError, match="'spawn' or 'fork', not 'forkserver'"):
         ringdp.launch(ringdp.rank, start_method="forkserver")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"nprocs": one} for one in ("2", "", None, True, 1.5, 2.0, -1, 10**12)),
+        *({"timeout": one} for one in ("2", True, 0, -1, float("nan"), 1e300)),
+        *({"args": one} for one in ("ab", 3)),
+        *({"kwargs": one} for one in ([1], "ab", {1: 2})),
+        *({"backend": one} for one in ("", 3)),
+        *({"start_method": one} for one in ("", 3, True)),
+        {"function": None},
+        {"function": "train"},
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_named(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        ringdp.launch(**{"function": ringdp.rank} | arguments)
+    assert next(iter(arguments)) in str(caught.value)
 
 
 def test_importing_the_module_of_that_name_leaves_the_function() -> None:

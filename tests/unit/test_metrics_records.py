@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
@@ -108,6 +109,35 @@ def test_the_reader_leaves_out_half_a_line_and_what_was_before_a_restart(tmp_pat
 
 def written(folder: Path, rank: int, *records: Any) -> None:
     (folder / f"rank_{rank:05d}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def test_a_file_begins_anew_and_the_readers_have_the_steps_before(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path, 0, most_bytes=5_000)
+    for step in range(1, 200):
+        sink.write([record(step)])
+        [state] = read(tmp_path)
+        assert state.last["step"] == step
+        assert state.steps == min(step, 20)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 11_000
+    assert {file.name for file in tmp_path.iterdir()} <= {"rank_00000.jsonl", "rank_00000.jsonl.1"}
+
+
+def test_a_line_that_was_cut_costs_no_other_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = JsonLines(tmp_path, 0)
+    sink.write([record(1)])
+    file = tmp_path / "rank_00000.jsonl"
+
+    def cut(*_: Any, **__: Any) -> None:
+        with file.open("ab") as opened:
+            opened.write(b'{"time": 12')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("builtins.open", cut)
+        with pytest.raises(OSError, match="No space left"):
+            sink.write([record(2)])
+    sink.write([record(3)])
+    assert [one["step"] for one in read_last(file, 10)] == [1, 3]
 
 
 def test_lines_that_are_not_records_are_left_out(tmp_path: Path) -> None:

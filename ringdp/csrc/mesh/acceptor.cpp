@@ -2,12 +2,13 @@
 
 #include <algorithm>
 
+#include "mesh/stranger_limit.h"
 #include "transport/striped.h"
 
 namespace ringdp {
 namespace {
 
-constexpr int kMaxStrangers = 64;   // connections that have not proved anything yet; one per rank in larger jobs
+constexpr int kMaxStrangers = 64;   // connections that have not proved anything yet; one per rank in larger jobs; see most_strangers
 constexpr int kMaxUnconfirmed = 4;  // of one rank: more are a replay of its hello
 
 bool is_stranger(const HandshakeAttempt& it) { return it.stage() == HandshakeAttempt::Stage::kAwaitHello; }
@@ -40,15 +41,18 @@ void Acceptor::step(std::span<const pollfd> polled, const MadeConnections& made)
 }
 
 void Acceptor::let_in(Fd socket, const SocketAddress& from, const MadeConnections& made) {
+  const int descriptor = socket.get();
   HandshakeAttempt& attempt = attempts_.emplace_back(std::move(socket), from);
   move_on(attempt, made);  // one of ours has spoken by now
   note_failure(attempt);
-  evict_strangers();
+  evict_strangers(descriptor);
 }
 
 // When the table is full the oldest attempt goes, not the newest: a rank of this job speaks at once, and dials again.
-void Acceptor::evict_strangers() {
-  if (std::count_if(attempts_.begin(), attempts_.end(), is_stranger) > std::max(kMaxStrangers, self_.world())) {
+void Acceptor::evict_strangers(int newest) {
+  auto strangers = static_cast<std::size_t>(std::count_if(attempts_.begin(), attempts_.end(), is_stranger));
+  const auto most = static_cast<std::size_t>(std::max(kMaxStrangers, self_.world()));
+  for (const std::size_t room = most_strangers(most, newest, strangers); strangers > room; --strangers) {
     HandshakeAttempt& oldest = *std::find_if(attempts_.begin(), attempts_.end(), is_stranger);
     oldest.fail("others waited");
     note_failure(oldest);

@@ -52,7 +52,7 @@ class Acceptor {
 
  private:
   void let_in(Fd socket, const SocketAddress& from, const MadeConnections& made);
-  void evict_strangers();
+  void evict_strangers(int newest);  // `newest`: the descriptor of the last one
   void move_on(HandshakeAttempt& attempt, const MadeConnections& made);
   void on_hello(HandshakeAttempt& attempt, const MadeConnections& made);
   void on_knock(const HandshakeFields& knock);

@@ -11,6 +11,7 @@
 #include "base/descriptor_passing.h"
 #include "base/error.h"
 #include "base/sha256.h"
+#include "mesh/stranger_limit.h"
 
 namespace ringdp {
 namespace {
@@ -97,13 +98,15 @@ std::vector<FdSocket::Client> FdSocket::serve() {
       if (short_of) accept_after_ = Clock::now() + kPauseForDescriptors;
       break;
     }
+    const int descriptor = socket.get();
     Stranger newcomer{std::move(socket), {}, Deadline::after_ms(kStrangerMs), false};
     attend(newcomer, clients);  // one of ours has spoken by now
     if (newcomer.gone) continue;
     strangers_.push_back(std::move(newcomer));
-    if (strangers_.size() <= kMaxStrangers) continue;
-    strangers_.pop_front();
-    ++turned_away_;
+    for (const std::size_t room = most_strangers(kMaxStrangers, descriptor, strangers_.size()); strangers_.size() > room;) {
+      strangers_.pop_front();
+      ++turned_away_;
+    }
   }
   return clients;
 }
