@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 
-#include "base/deadline.h"
 #include "base/fd.h"
 #include "engine/driver_role.h"
 #include "engine/failure_agreement.h"
@@ -32,8 +31,7 @@ class Connections {
   void add_stream(int peer, Fd socket);
   void not_healed(int peer, const std::string& why);
 
-  void wait_until_whole(Deadline deadline);  // no connection heals any more
-  uint64_t healed();                         // how often one has
+  uint64_t healed();  // how often one has been made again
 
  private:
   bool closed() const;

@@ -35,8 +35,7 @@ class Healing {
   void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);
   void give_up(int peer, const std::string& why);  // empty: its process has ended
 
-  bool any() const;         // a connection heals
-  uint64_t healed() const;  // how often one has
+  uint64_t healed() const;  // how often a connection has been made again
 
  private:
   struct Case {

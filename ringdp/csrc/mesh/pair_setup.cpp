@@ -42,6 +42,10 @@ int PairSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
   return wait_ms;
 }
 
+void PairSetup::watch_for_end(std::vector<pollfd>& polled) const {
+  if (!cut_ && !shares()) polled.push_back({tcp_.get(), POLLRDHUP, 0});
+}
+
 void PairSetup::reconnect(Fd tcp, std::vector<Fd> streams) {
   tcp_ = std::move(tcp);
   streams_ = std::move(streams);
