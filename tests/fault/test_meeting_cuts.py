@@ -1,4 +1,5 @@
-"""Connections between ranks that end while the ranks meet: they are made again, and nobody is called dead for it."""
+"""Connections between ranks that end while the ranks meet, and while they leave: they are made again, nobody is called dead for
+it, and the last step counts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from tests.contract.core_ranks import core
+from tests.contract.core_ranks import LIMITS, core
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -111,3 +112,42 @@ def test_the_ranks_meet_whatever_is_cut(size: int, transport: str) -> None:
 
 def test_pairs_of_several_connections() -> None:
     assert sum(meet(seed, 2, "tcp", streams=4) for seed in range(8)) > 4
+
+
+def leave(seed: int, size: int, steps: int) -> int:
+    """Each rank leaves when its own last sum is there, while connections are cut; how many were."""
+    store = core.MemoryStore()
+    with ThreadPoolExecutor(size) as pool:
+        options = {"transport": "tcp", "timeout_ms": 30_000, "table": dict.fromkeys(LIMITS, 0)}
+        runtimes = list(pool.map(lambda rank: core.Runtime(store, rank, size, **options), range(size)))
+        together = threading.Barrier(size)
+
+        def train(rank: int) -> None:
+            group = core.Group(runtimes[rank], "all", list(range(size)), timeout_ms=20_000)
+            together.wait()
+            for step in range(steps):
+                x = np.full(20_000, rank + step, np.float32)
+                group.all_reduce(x, "float32").wait()
+                assert (x == size * (size - 1) / 2 + size * step).all()
+            runtimes[rank].shut_down()
+
+        # What one's own process resets it has not read; the network does not do that.
+        cutter = Cutter(seed, 1000, 0.001, ("both", "writing", "reading"))
+        list(pool.map(train, range(size)))
+        return cutter.stop()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_last_step_counts_whatever_is_cut(size: int) -> None:
+    assert sum(leave(seed, size, 1 + seed % 4) for seed in range(20)) > 20
+
+
+def test_who_leaves_alone_does_not_wait_for_long() -> None:
+    """The others' engines answer its goodbye, whatever their programs do."""
+    store = core.MemoryStore()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: core.Runtime(store, rank, 2, transport="tcp"), range(2))
+        began = time.monotonic()
+        first.shut_down()
+        assert time.monotonic() - began < 1.0
+        second.shut_down()

@@ -1,5 +1,7 @@
 #include "engine/connections.h"
 
+#include <chrono>
+#include <thread>
 #include <utility>
 
 namespace ringdp {
@@ -57,6 +59,13 @@ void Connections::not_healed(int peer, const std::string& why) {
   role_.run([&] {
     if (!closed()) healing_.give_up(peer, why);
   });
+}
+
+void Connections::wait_until_whole(Deadline deadline) {
+  for (bool heals = true; heals && !deadline.expired();) {
+    role_.run([&] { heals = !closed() && healing_.any(); });
+    if (heals) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
 }
 
 uint64_t Connections::healed() {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "base/deadline.h"
 #include "base/fd.h"
 #include "engine/driver_role.h"
 #include "engine/failure_agreement.h"
@@ -31,7 +32,8 @@ class Connections {
   void add_stream(int peer, Fd socket);
   void not_healed(int peer, const std::string& why);
 
-  uint64_t healed();  // how often one has been made again
+  void wait_until_whole(Deadline deadline);  // no connection heals any more
+  uint64_t healed();                         // how often one has
 
  private:
   bool closed() const;

@@ -1,5 +1,6 @@
 #include "engine/healing.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace ringdp {
@@ -102,6 +103,13 @@ void Healing::give_up(int peer, const std::string& why) {
   }
   failures_.on_lost(peer, *error);
   failures_.report();
+}
+
+bool Healing::any() const {
+  role_.assert_held();
+  const auto links = links_.all();
+  return std::any_of(links.begin(), links.end(),
+                     [](const auto& link) { return link && link->usable() && link->healing(); });
 }
 
 uint64_t Healing::healed() const {

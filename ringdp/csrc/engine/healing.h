@@ -35,7 +35,8 @@ class Healing {
   void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);
   void give_up(int peer, const std::string& why);  // empty: its process has ended
 
-  uint64_t healed() const;  // how often a connection has been made again
+  bool any() const;         // a connection heals
+  uint64_t healed() const;  // how often one has
 
  private:
   struct Case {
