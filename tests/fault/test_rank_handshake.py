@@ -25,7 +25,7 @@ from tests.contract.core_ranks import core, value_in
 
 SECRET = b"s" * 32
 HANDSHAKE_BYTES = 128
-VERSION = 7  # of the protocol: docs/reference/wire_format.md
+VERSION = 8  # of the protocol: docs/reference/wire_format.md
 MAGIC = b"RINGDP\r\n"
 HELLO, REPLY, REFUSAL, CONFIRM = 1, 2, 3, 4
 STRANGER_S = 2.0  # what a connection that proves nothing is given
@@ -42,17 +42,19 @@ def message(
     receiver: int,
     secret: bytes = SECRET,
     transcript: bytes = b"",
+    nonce: bytes = b"",
     **changed: int,
 ) -> bytes:
-    values = {"version": VERSION, "epoch": 0, "world": 2, **changed}
+    values = {"version": VERSION, "epoch": 0, "world": 2, "number": 1, **changed}
     fields = (
         MAGIC
         + struct.pack("<II", values["version"], kind)
         + job
         + struct.pack("<IIIIII", values["epoch"], sender, receiver, values["world"], 0, 0)
-        + os.urandom(24)
+        + nonce
+        + os.urandom(24 - len(nonce))
     )
-    fields += bytes(96 - len(fields))
+    fields += bytes(88 - len(fields)) + struct.pack("<Q", values["number"])
     return fields + hmac.digest(secret, transcript + fields, "sha256")
 
 

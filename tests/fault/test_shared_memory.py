@@ -278,14 +278,21 @@ class Imitation:
         store = core.MemoryStore()
         self.first = pool.submit(core.Runtime, store, 0, 2, secret=SECRET, timeout_ms=timeout_ms)
         store.set("who/1", value_in(store, "who/0"))
-        address, port = record(store.get("at/0"))["addresses"].rsplit(":", 1)
-        job = bytes.fromhex(record(store.get("job"))["job"])
+        self.place = record(store.get("at/0"))["addresses"]
+        self.job = bytes.fromhex(record(store.get("job"))["job"])
+        self.nonce = os.urandom(8)
+        self.connect(1)
+        self.offer = self.receive(SHARED_BYTES)
+
+    def connect(self, number: int) -> None:
+        """As the pair's connection of that number."""
+        address, port = self.place.rsplit(":", 1)
         self.socket = socket.create_connection((address, int(port)), timeout=10.0)
-        hello = message(HELLO, job, sender=1, receiver=0)
+        hello = message(HELLO, self.job, sender=1, receiver=0, nonce=self.nonce, number=number)
         self.socket.sendall(hello)
         reply = self.receive(HANDSHAKE_BYTES)
-        self.socket.sendall(message(CONFIRM, job, sender=1, receiver=0, transcript=hello + reply))
-        self.offer = self.receive(SHARED_BYTES)
+        words = message(CONFIRM, self.job, sender=1, receiver=0, transcript=hello + reply, number=number)
+        self.socket.sendall(words)
 
     def receive(self, count: int) -> bytes:
         return self.socket.recv(count, socket.MSG_WAITALL)
@@ -323,21 +330,21 @@ def test_the_document_describes_the_set_up(pool: ThreadPoolExecutor) -> None:
     status = os.fstat(descriptors[0])
     assert (status.st_mode & 0o7777, status.st_size) == (0o600, 4096 + 2 * ring_bytes)
     assert not it.first.done()
-    it.socket.sendall(shared(ACCEPTED) + shared(READY))
-    assert it.receive(SHARED_BYTES)[:12] == shared(ALL_READY)[:12]
+    it.socket.close()  # it is not needed any more
+    door.sendall(shared(ACCEPTED) + shared(READY))
+    assert door.recv(SHARED_BYTES, socket.MSG_WAITALL)[:12] == shared(ALL_READY)[:12]
     first = it.first.result(timeout=10)
-    assert it.socket.recv(1) == b""  # what follows goes through the memory
     assert first.transports() == {1: "shm"}
     pool.submit(first.shut_down).result(timeout=10)
     ring = os.pread(descriptors[0], 64, 4096)
     assert (ring[:2], ring[2]) == (struct.pack("<H", 0x4452), 6), ring  # goodbye, in the first ring
     os.close(descriptors[0])
     door.close()
-    it.socket.close()
 
 
 @pytest.mark.parametrize("stage", ["offered", "at the door", "with the memory", "accepted", "ready"])
-def test_a_rank_that_dies_is_named_at_once(pool: ThreadPoolExecutor, stage: str) -> None:
+def test_a_connection_that_ends_is_no_death(pool: ThreadPoolExecutor, stage: str) -> None:
+    """Of a rank whose process lives: another one takes its place, and the set-up goes on where it was."""
     it = Imitation(pool)
     held: list[socket.socket] = []
     if stage in ("at the door", "with the memory", "accepted", "ready"):
@@ -347,23 +354,44 @@ def test_a_rank_that_dies_is_named_at_once(pool: ThreadPoolExecutor, stage: str)
         for descriptor in socket.recv_fds(held[0], SHARED_BYTES, 4)[1]:
             os.close(descriptor)
     if stage in ("accepted", "ready"):
-        it.socket.sendall(shared(ACCEPTED))
+        held[0].sendall(shared(ACCEPTED))
+    it.socket.close()
+    if stage in ("offered", "at the door", "with the memory"):
+        it.connect(2)
+        assert it.receive(SHARED_BYTES) == it.offer
+    held = held or [it.door()]
+    if stage in ("offered", "at the door"):
+        held[0].sendall(shared(TOKEN, token=it.offer[40:56]))
+        for descriptor in socket.recv_fds(held[0], SHARED_BYTES, 4)[1]:
+            os.close(descriptor)
+    if stage in ("offered", "at the door", "with the memory"):
+        held[0].sendall(shared(ACCEPTED))
+    assert not it.first.done()
     start = time.monotonic()
-    if stage == "ready":  # rank 0 then knows that all are
-        it.socket.sendall(shared(READY))
-        first = it.first.result(timeout=10)
-        for closed in (it.socket, *held):
-            closed.close()
-        group = core.Group(first, "all", [0, 1])
-        with pytest.raises(PeerLostError, match="lost rank 1"):
-            group.barrier().wait()
-        group.close()
-        pool.submit(first.shut_down).result(timeout=10)
-    else:
-        for closed in (it.socket, *held):
-            closed.close()
-        assert "died while the ranks met" in it.error(PeerLostError)
+    held[0].sendall(shared(READY))
+    first = it.first.result(timeout=10)
+    assert first.transports() == {1: "shm"}
+    held[0].close()  # now it leaves without a goodbye
+    group = core.Group(first, "all", [0, 1])
+    with pytest.raises(PeerLostError, match="lost rank 1"):
+        group.barrier().wait()
+    group.close()
+    pool.submit(first.shut_down).result(timeout=10)
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_rank_that_dies_with_the_memory_is_named_at_once(pool: ThreadPoolExecutor) -> None:
+    it = Imitation(pool)
+    door = it.door()
+    door.sendall(shared(TOKEN, token=it.offer[40:56]))
+    for descriptor in socket.recv_fds(door, SHARED_BYTES, 4)[1]:
+        os.close(descriptor)
+    door.sendall(shared(ACCEPTED))
+    start = time.monotonic()
+    door.close()  # no network is between them
+    assert "died while the ranks met" in it.error(PeerLostError)
     assert time.monotonic() - start < 1.0
+    it.socket.close()
 
 
 @pytest.mark.parametrize(

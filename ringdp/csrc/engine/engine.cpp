@@ -275,19 +275,47 @@ void Engine::set_farewell(const std::string& reason) {
   farewell_ = reason;
 }
 
+void Engine::say_bye() {
+  progress_.take_inbox();
+  std::string reason;
+  {
+    MutexLock lock(role_.mutex());
+    reason = farewell_;
+  }
+  Error failure(ErrorKind::kState, "rank " + std::to_string(rank()) + " shut down while operations were in flight");
+  failures_.leave(std::vector<GroupPtr>(groups_.busy()), failure, reason);
+  say_goodbye(links_, reason);
+}
+
+void Engine::take_leave() {
+  if (fork_generation() != generation_) return;
+  bool over = false;
+  role_.run([&] {
+    {
+      MutexLock lock(role_.mutex());
+      over = role_.closed();
+    }
+    if (over) return;
+    say_bye();
+  });
+  const int64_t heal_ms = options_.heal_connection ? options_.heal_ms : 0;
+  for (const auto since = Clock::now(); !over;) {
+    role_.run([&] {
+      links_.receive_all();
+      links_.send_all();
+      failures_.report();
+      over = parted(links_, since, heal_ms);
+    });
+    if (!over) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+}
+
 void Engine::shut_down() {
   if (fork_generation() != generation_) return;
   role_.run([this] {
-    progress_.take_inbox();
-    std::string reason;
-    {
-      MutexLock lock(role_.mutex());
-      reason = farewell_;
-    }
-    Error failure(ErrorKind::kState, "rank " + std::to_string(rank()) + " shut down while operations were in flight");
-    failures_.leave(std::vector<GroupPtr>(groups_.busy()), failure, reason);
+    say_bye();  // unless that was done; what was submitted meanwhile fails
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
-    say_goodbye(links_, reason, deadline);
+    end_connections(links_, deadline);
     while (copies_.under_way() && !deadline.expired()) {
       copies_.look();
       if (copies_.under_way()) std::this_thread::sleep_for(std::chrono::milliseconds(1));

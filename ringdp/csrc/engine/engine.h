@@ -93,7 +93,10 @@ class Engine {
   const OperationRecorder& recorder() const { return recorder_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
-  // Fails what is in flight, says goodbye to the peers, ends the communication thread's loop.
+  // Fails what is in flight and says goodbye to the peers; they have read it when this returns, or will not within a bound.
+  // Connections that break meanwhile had better be made again.
+  void take_leave();
+  // After that, or without: the connections end, and the communication thread's loop.
   void shut_down();
 
   Link::Traffic traffic() const { return links_.traffic(); }
@@ -104,6 +107,7 @@ class Engine {
   int world() const { return links_.peers().world(); }
 
  private:
+  void say_bye();  // by the driver
   LinkEvents link_events();
   void break_down(const std::string& why);  // driving has thrown: it cannot go on
 

@@ -11,8 +11,6 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kWholeMs = 1000;  // for a connection that heals, so that the goodbye can pass
-
 int cores() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
@@ -118,10 +116,8 @@ Runtime::~Runtime() {
 void Runtime::shut_down() {
   if (fork_generation() != generation_) return;
   ended_ = true;
-  if (late_) {
-    engine_->connections().wait_until_whole(Deadline::after_ms(kWholeMs));
-    late_->stop();
-  }
+  engine_->take_leave();
+  if (late_) late_->stop();  // until then what has broken is made again
   engine_->shut_down();
   engine_->completions().stop();
   engine_->notices().stop();

@@ -16,7 +16,7 @@ bool is_stranger(const HandshakeAttempt& it) { return it.stage() == HandshakeAtt
 }  // namespace
 
 Acceptor::Acceptor(HandshakeSelf self)
-    : self_(std::move(self)), problems_(self_.mine.world), large_(self_.mine.world) {}
+    : self_(std::move(self)), problems_(self_.mine.world), met_(self_.mine.world), large_(self_.mine.world) {}
 
 bool Acceptor::answers(int peer) const {
   return std::any_of(attempts_.begin(), attempts_.end(),
@@ -91,6 +91,7 @@ void Acceptor::on_hello(HandshakeAttempt& attempt, const MadeConnections& made) 
   const int peer = static_cast<int>(hello.from);
   if (hello.stream >= kMostStreams) return attempt.fail("no hello");
   if (hello.purpose == Purpose::kResume) {
+    met_[peer] = hello.met;
     resumptions_.push_back({peer, hello.number, hello.stream, attempt.take_socket()});
     return attempt.close();
   }
@@ -112,10 +113,9 @@ void Acceptor::on_hello(HandshakeAttempt& attempt, const MadeConnections& made) 
 void Acceptor::on_knock(const HandshakeFields& knock) {
   const int peer = static_cast<int>(knock.from);
   if (judge_hello(knock, self_.mine) != Refusal::kNone || peer >= self_.rank()) return;
-  if (knock.purpose == Purpose::kResume)
-    resumptions_.push_back({.peer = peer, .number = knock.number});
-  else
-    knocks_.push_back(peer);
+  if (knock.purpose != Purpose::kResume) return knocks_.push_back(peer);
+  met_[peer] = knock.met;
+  resumptions_.push_back({.peer = peer, .number = knock.number});
 }
 
 void Acceptor::refuse(HandshakeAttempt& attempt, Refusal verdict) {

@@ -46,6 +46,7 @@ class Acceptor {
   void collect(MadeConnections& made);                                     // hands over what is done
   void forget(int peer);
   void set_met(uint8_t met) { self_.mine.met = met; }
+  uint8_t met(int peer) const { return met_[peer]; }  // as it last said, in place of a connection that has broken
   std::vector<Resumption> take_resumptions() { return std::exchange(resumptions_, {}); }
   // Lower ranks that need a connection. A knock that was recorded and is sent again has no other effect.
   std::vector<int> take_knocks() { return std::exchange(knocks_, {}); }
@@ -63,6 +64,7 @@ class Acceptor {
   Door door_;
   HandshakeAttempts attempts_;
   std::vector<std::string> problems_;  // these are per peer
+  std::vector<uint8_t> met_;
   std::vector<std::string> large_;
   std::vector<Resumption> resumptions_;
   std::vector<int> knocks_;

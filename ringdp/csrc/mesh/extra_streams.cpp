@@ -56,6 +56,13 @@ std::vector<Fd> ExtraStreams::take(int peer) {
   return out;
 }
 
+std::vector<int> ExtraStreams::sockets(int peer) const {
+  std::vector<int> out;
+  for (const Stream& it : peers_[peer].others)
+    if (it.socket) out.push_back(it.socket.get());
+  return out;
+}
+
 std::optional<int> ExtraStreams::due(int peer, Clock::time_point now) {
   Peer& it = peers_[peer];
   for (std::size_t i = 0; it.dial && i < it.others.size(); ++i) {

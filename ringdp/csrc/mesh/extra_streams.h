@@ -40,6 +40,7 @@ class ExtraStreams {
   bool complete(int peer) const;
   void add(int peer, int stream, Fd socket);
   std::vector<Fd> take(int peer);
+  std::vector<int> sockets(int peer) const;  // that are made and not taken
   void forget(int peer) { peers_[peer] = {}; }
   void restart(int peer) { peers_[peer] = {.setting = peers_[peer].setting, .dial = {}, .others = {}}; }  // another first one
   int streams(int peer) const { return static_cast<int>(peers_[peer].others.size()) + 1; }

@@ -35,6 +35,9 @@ int32_t foreign_backend_number(std::string_view name);  // 0 for one without a n
 // `offset` of a ping that asks for the stacks of the peer's process, and of the pong that carries their text.
 inline constexpr uint64_t kWithStacks = 1;
 
+// The offset of a credit that answers a goodbye: its sender has read everything, and reads nothing more.
+inline constexpr uint64_t kByeHeard = 1;
+
 enum class FrameType : uint8_t {
   kData = 1,     // payload of a flow, in order; `offset` is its place in the flow
   kGrant = 2,    // receiver to sender: the flow may be sent up to `offset`

@@ -60,7 +60,7 @@ void Link::send_abort(uint64_t group, const AbortNotice& notice) {
 }
 
 void Link::send_bye(const std::string& reason) {
-  if (connected() && !departed()) sender_.say_bye(clean_text(reason, kReasonBytes));
+  if ((connected() || healing()) && !broken() && !departed()) sender_.say_bye(clean_text(reason, kReasonBytes));
 }
 
 void Link::send_ping(uint64_t group, uint64_t sequence, bool with_stacks) {

@@ -253,7 +253,9 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
   const int peer = connection_.peer().rank;
   switch (header.type) {
     case FrameType::kData:
+      break;
     case FrameType::kCredit:
+      if (header.offset == kByeHeard && sender_.said_bye()) connection_.depart();
       break;
     case FrameType::kGrant:
       flows_.on_grant(header);
@@ -265,6 +267,7 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
       events_.aborted(peer, header.group, AbortNotice::decode(payload));
       break;
     case FrameType::kBye:
+      sender_.answer_bye();
       connection_.depart();
       events_.departed(peer, clean_text(text_of(payload), kReasonBytes));
       break;

@@ -26,7 +26,7 @@ void LinkSender::opened(bool checksums) {
   check_ = FrameCheck(checksums && !connection_.direct());
   if (heals_ && !connection_.direct()) kept_.emplace();
   unsent_is_limited_ = false;
-  for (auto& [header, payload] : std::exchange(waiting_, {})) control(header, payload);
+  for (auto& [header, payload] : std::exchange(waiting_, {})) put(header, payload);
 }
 
 // What was staged is kept: for its operations it has left.
@@ -43,14 +43,15 @@ bool LinkSender::resumed(uint64_t taken) {
   heard_ = false;
   unsent_is_limited_ = false;
   window_.bulk_rate() = BulkRate();
-  control(FrameHeader::of(FrameType::kCredit, 0, 0));  // by which it hears that this rank reads
-  for (auto& [header, payload] : std::exchange(waiting_, {})) control(header, payload);
+  control(FrameHeader::of(FrameType::kCredit, 0, 0));  // by which it hears that this rank reads; by a goodbye, too
+  for (auto& [header, payload] : std::exchange(waiting_, {})) put(header, payload);
   return true;
 }
 
 void LinkSender::look_what_arrived() {
   // Otherwise the peer says what has, or may give up this channel before it has read from it.
-  if (!connection_.connected() || connection_.healing() || !heard_) return;
+  // The goodbye is the last: what lies at the peer's host unread may be lost, and this rank has left by then.
+  if (!connection_.connected() || connection_.healing() || !heard_ || said_bye_) return;
   const uint64_t lost = connection_.channel().undelivered();
   kept_->forget(stream_sent_ - std::min(stream_sent_, lost));
 }
@@ -97,10 +98,12 @@ bool LinkSender::has_outgoing() const {
 
 void LinkSender::control(FrameHeader header, const std::string& payload) {
   if (said_bye_) return;
-  if (!connection_.connected() || connection_.healing()) {
-    waiting_.emplace_back(header, payload);
-    return wish();
-  }
+  if (connection_.connected() && !connection_.healing()) return put(header, payload);
+  waiting_.emplace_back(header, payload);
+  wish();
+}
+
+void LinkSender::put(FrameHeader header, const std::string& payload) {
   header.length = static_cast<uint32_t>(payload.size());
   header.credit = consumed_reported_ = consumed_;
   std::size_t at = control_.size();
@@ -112,8 +115,21 @@ void LinkSender::control(FrameHeader header, const std::string& payload) {
 }
 
 void LinkSender::say_bye(const std::string& reason) {
+  if (said_bye_) return;
   control(FrameHeader::of(FrameType::kBye, 0, 0), reason);
   said_bye_ = true;
+}
+
+// Where something is half sent this waits for nothing: who leaves does not wait for long.
+void LinkSender::answer_bye() {
+  if (!connection_.connected() || connection_.direct() || connection_.healing()) return;
+  if (said_bye_ || frame_under_way() || (kept_ && kept_->rewound())) return;
+  FrameHeader header = FrameHeader::of(FrameType::kCredit, 0, 0, kByeHeard);
+  header.credit = consumed_;
+  std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head;
+  check_.write_head(header, {}, head.data());
+  const iovec piece{head.data(), check_.head_bytes()};
+  connection_.channel().send(std::span(&piece, 1));
 }
 
 bool LinkSender::may_talk() const { return control_.size() < kMaxTalkBytes; }

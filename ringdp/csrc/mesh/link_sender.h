@@ -56,7 +56,9 @@ class LinkSender {
   SendWindow& window() { return window_; }
 
   void control(FrameHeader header, const std::string& payload = {});
-  void say_bye(const std::string& reason);  // nothing is sent behind it
+  void say_bye(const std::string& reason);  // nothing is sent behind it; it is kept until the peer has heard it
+  bool said_bye() const { return said_bye_; }
+  void answer_bye();                        // the peer's has been read: now, or never
   bool may_talk() const;                    // questions and answers are not kept without bound
 
   // What the receiving half hears and does.
@@ -73,6 +75,7 @@ class LinkSender {
 
  private:
   void look_what_arrived();
+  void put(FrameHeader header, const std::string& payload);
   std::size_t pieces(std::array<iovec, 3>& out) const;  // of the frame under way what is not sent; how many there are
   bool stage_next();                                    // fills the outgoing frame; false if there is none
   bool frame_under_way() const { return head_sent_ < head_.size() || payload_sent_ < payload_.size() + padding_; }

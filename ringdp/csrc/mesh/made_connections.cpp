@@ -80,14 +80,22 @@ void MadeConnections::forget(int peer) {
 }
 
 void MadeConnections::poll_for(std::vector<pollfd>& polled) const {
-  for (const Peer& it : peers_)
-    if (it.watched) polled.push_back({it.socket.get(), POLLRDHUP, 0});
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    if (!peers_[peer].watched) continue;
+    polled.push_back({peers_[peer].socket.get(), POLLRDHUP, 0});
+    for (int socket : streams_.sockets(static_cast<int>(peer))) polled.push_back({socket, POLLRDHUP, 0});
+  }
 }
 
 void MadeConnections::watch(std::span<const pollfd> polled) {
   std::size_t index = 0;
-  for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-    if (peers_[peer].watched && polled[index++].revents != 0) note_end(static_cast<int>(peer));
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    if (!peers_[peer].watched) continue;
+    bool ended = false;  // one of several ends all
+    for (std::size_t left = 1 + streams_.sockets(static_cast<int>(peer)).size(); left > 0; --left)
+      ended |= polled[index++].revents != 0;
+    if (ended) note_end(static_cast<int>(peer));
+  }
 }
 
 void MadeConnections::lose(int peer) {

@@ -37,9 +37,18 @@ PairSetup::PairSetup(const Terms& terms, Fd tcp, std::vector<Fd> streams)
 int PairSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
   if (stage_ == Stage::kConnecting) wait_ms = std::min(wait_ms, kConnectAgainMs);
   if (stage_ == Stage::kAwaitMemory) wait_ms = deadline_.remaining_ms(wait_ms);
-  if (!cut_ && !shares()) polled.push_back({tcp_.get(), POLLIN, 0});
+  if (!cut_ && !shares()) {
+    polled.push_back({tcp_.get(), POLLIN, 0});
+    for (const Fd& it : streams_) polled.push_back({it.get(), POLLRDHUP, 0});
+  }
   if (unix_socket_ && stage_ != Stage::kConnecting) polled.push_back({unix_socket_.get(), POLLIN, 0});
   return wait_ms;
+}
+
+void PairSetup::watch_for_end(std::vector<pollfd>& polled) const {
+  if (cut_ || shares()) return;
+  polled.push_back({tcp_.get(), POLLRDHUP, 0});
+  for (const Fd& it : streams_) polled.push_back({it.get(), POLLRDHUP, 0});
 }
 
 void PairSetup::reconnect(Fd tcp, std::vector<Fd> streams) {

@@ -67,6 +67,9 @@ class PairSetup {
 
   // Appends what can be read; returns the longest that may be waited for it, given that it may be `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
+  // The same of a settled one that is not to be read yet: only that its connection over TCP ends, see `note_end`.
+  void watch_for_end(std::vector<pollfd>& polled) const;
+  void note_end() { end_tcp(); }
   // Something came at one of these descriptors. What a settled pair hears is for its owner.
   std::optional<SharedMessage> hear(int fd);
   void hand_out(FdSocket::Client client);          // the peer has come to this rank's FdSocket

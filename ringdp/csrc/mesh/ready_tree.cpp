@@ -34,8 +34,8 @@ bool ReadyTree::take_report(int peer, int64_t number) {
 }
 
 bool ReadyTree::take_all_ready(int peer, int64_t number) {
-  if (peer != parent_ || !reported_ || all_ready_) return false;
-  largest_ = number;
+  if (peer != parent_ || !reported_) return false;
+  if (!all_ready_) largest_ = number;
   all_ready_ = true;
   return true;
 }

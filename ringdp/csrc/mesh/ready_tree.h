@@ -24,7 +24,7 @@ class ReadyTree {
   // A child and all behind it are ready, `number` is their largest; false: the report was not expected. It may come again, over
   // another connection.
   bool take_report(int peer, int64_t number);
-  bool take_all_ready(int peer, int64_t number);  // the parent knows that all are; false: the same
+  bool take_all_ready(int peer, int64_t number);  // the parent knows that all are; false, and again: the same
 
   bool to_report() const;  // this rank and all behind it are ready, and the parent (rank 0: itself) does not know yet
   void note_reported();

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <iterator>
 #include <utility>
 
 #include "base/memory_limit.h"
@@ -80,8 +79,10 @@ std::vector<int> SharedSetup::take_cut() {
   return out;
 }
 
-void SharedSetup::note_all_ready(int64_t round_trip_us) {
-  if (pairs_[tree_.parent()].cut()) tree_.take_all_ready(tree_.parent(), round_trip_us);
+void SharedSetup::note_met(int peer, int64_t round_trip_us) {
+  if (!pairs_[peer].cut() || !tree_.is_neighbour(peer)) return;
+  said_[peer].to_it = said_[peer].by_it = true;
+  if (peer == tree_.parent()) tree_.take_all_ready(peer, round_trip_us);
 }
 
 PairSetup SharedSetup::pair_of(int peer, Fd socket, std::vector<Fd> streams) const {
@@ -120,8 +121,9 @@ std::vector<int> SharedSetup::settled_now() const {
 }
 
 bool SharedSetup::complete() const {
-  const auto heard = [this](int child) { return said_[child].to_it && said_[child].by_it && !pairs_[child].cut(); };
-  return tree_.all_ready() && settled() && std::all_of(tree_.children().begin(), tree_.children().end(), heard);
+  const auto heard = [this](int peer) { return said_[peer].to_it && said_[peer].by_it; };
+  return tree_.all_ready() && settled() && (tree_.parent() < 0 || heard(tree_.parent())) &&
+         std::all_of(tree_.children().begin(), tree_.children().end(), heard);
 }
 
 // Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end. What one says that
@@ -129,7 +131,6 @@ bool SharedSetup::complete() const {
 bool SharedSetup::waits_for(int peer) const {
   const PairSetup& pair = pairs_[peer];
   if (!pair.connected() || !pair.settled()) return pair.connected();
-  if (peer == tree_.parent()) return !tree_.all_ready();
   return tree_.is_neighbour(peer) && !(said_[peer].to_it && said_[peer].by_it && tree_.all_ready());
 }
 
@@ -142,14 +143,29 @@ std::vector<int> SharedSetup::awaited() const {
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer)
     if (!pairs_[peer].settled()) out.push_back(static_cast<int>(peer));
   if (out.empty() && tree_.all_ready() && !complete())
-    std::copy_if(tree_.children().begin(), tree_.children().end(), std::back_inserter(out),
-                 [this](int child) { return waits_for(child) || pairs_[child].cut(); });
+    for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer)
+      if (waits_for(peer)) out.push_back(peer);
   return out.empty() ? tree_.awaited() : out;
 }
 
+bool SharedSetup::watches(int peer) const {
+  return pairs_[peer].connected() && !tree_.all_ready() && !tree_.is_neighbour(peer);
+}
+
+int SharedSetup::poll_pairs(std::vector<pollfd>& polled, std::vector<int>& ranks, int wait_ms) const {
+  for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
+    if (waits_for(peer))
+      wait_ms = pairs_[peer].poll_for(polled, wait_ms);
+    else if (watches(peer))
+      pairs_[peer].watch_for_end(polled);
+    ranks.resize(polled.size(), peer);
+  }
+  return wait_ms;
+}
+
 int SharedSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
-  for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer)
-    if (waits_for(peer)) wait_ms = pairs_[peer].poll_for(polled, wait_ms);
+  std::vector<int> ranks;
+  wait_ms = poll_pairs(polled, ranks, wait_ms);
   if (fd_socket_) fd_socket_->poll_for(polled);
   return wait_ms;
 }
@@ -157,16 +173,15 @@ int SharedSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
 void SharedSetup::step(int wait_ms) {
   std::vector<pollfd> polled;
   std::vector<int> ranks;
-  for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer) {
-    if (!waits_for(peer)) continue;
-    wait_ms = pairs_[peer].poll_for(polled, wait_ms);
-    ranks.resize(polled.size(), peer);
-  }
+  wait_ms = poll_pairs(polled, ranks, wait_ms);
   if (fd_socket_) fd_socket_->poll_for(polled);
   if (!polled.empty()) poll(polled.data(), polled.size(), complete() ? 0 : wait_ms);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (polled[i].revents == 0) continue;
-    hear(ranks[i], polled[i].fd);
+    if (polled[i].events == POLLRDHUP)
+      pairs_[ranks[i]].note_end();
+    else
+      hear(ranks[i], polled[i].fd);
     note_trouble(pairs_[ranks[i]]);
   }
   if (fd_socket_)
@@ -189,10 +204,9 @@ void SharedSetup::hear(int peer, int fd) {
   if (trouble_ || !waits_for(peer)) return;
   auto message = pairs_[peer].hear(fd);
   if (!message) return;
-  const bool report = message->type == SharedType::kReady && tree_.take_report(peer, message->round_trip_us);
-  said_[peer].by_it |= report;
-  const bool expected =
-      report || (message->type == SharedType::kAllReady && tree_.take_all_ready(peer, message->round_trip_us));
+  const bool expected = (message->type == SharedType::kReady && tree_.take_report(peer, message->round_trip_us)) ||
+                        (message->type == SharedType::kAllReady && tree_.take_all_ready(peer, message->round_trip_us));
+  said_[peer].by_it |= expected;
   if (!expected) pairs_[peer].out_of_turn(*message);
 }
 
@@ -206,12 +220,12 @@ void SharedSetup::pass_on() {
   if (trouble_) return;
   const auto say = [this](int peer, SharedType type) {
     if (said_[peer].to_it || pairs_[peer].cut()) return;
-    said_[peer].to_it = true;
     pairs_[peer].say({.type = type, .round_trip_us = tree_.largest()});
+    said_[peer].to_it = !pairs_[peer].cut();
     note_trouble(pairs_[peer]);
   };
   if (tree_.to_report()) tree_.note_reported();
-  if (tree_.reported() && tree_.parent() >= 0 && !tree_.all_ready()) say(tree_.parent(), SharedType::kReady);
+  if (tree_.reported() && tree_.parent() >= 0) say(tree_.parent(), SharedType::kReady);
   if (!tree_.all_ready()) return;
   for (int child : tree_.children()) say(child, SharedType::kAllReady);
 }

@@ -56,7 +56,8 @@ class SharedSetup {
   void add(int peer, Fd socket, std::vector<Fd> streams = {});  // one that was connected later
   std::vector<int> take_cut();  // peers whose connections have ended since, and which need another one
   void reconnect(int peer, Fd socket, std::vector<Fd> streams = {});  // that; or one that was connected later
-  void note_all_ready(int64_t round_trip_us);  // the tree's parent says so elsewhere: its connection has ended
+  // That peer says elsewhere that all ranks are ready, and nothing more here: where its connection has ended.
+  void note_met(int peer, int64_t round_trip_us);
   void step(int wait_ms);
   // Appends what `step` would wait for; returns the longest that it may wait, given that it may wait `wait_ms`.
   int poll_for(std::vector<pollfd>& polled, int wait_ms) const;
@@ -88,11 +89,13 @@ class SharedSetup {
   void begin(int peer);
   struct Said {
     bool to_it = false;   // on its present connection: that this rank is ready, or that all are
-    bool by_it = false;   // that it is
+    bool by_it = false;   // the same
     bool is_cut = false;  // see take_cut
   };
 
   bool waits_for(int peer) const;  // for its part of the set-up, or of the tree
+  bool watches(int peer) const;    // it may not have got as far, and need another connection
+  int poll_pairs(std::vector<pollfd>& polled, std::vector<int>& ranks, int wait_ms) const;  // and whose they are
   void hear(int peer, int fd);
   void pass_on();  // what the tree of ready ranks has to tell
   bool lacks_required() const;

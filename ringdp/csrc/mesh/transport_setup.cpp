@@ -102,17 +102,18 @@ bool TransportSetup::step(Connector& connector) {
     sharing_->reconnect(it.peer, std::move(it.socket), std::move(it.more));
     std::erase(cut_, it.peer);
   }
-  const int parent = ReadyTree::parent_of(rank_);
-  if (parent >= 0 && connector.met(parent) != 0) sharing_->note_all_ready(round_trip_in(connector.met(parent)));
+  for (int peer : cut_)
+    if (const uint8_t met = connector.met(peer); met != 0) sharing_->note_met(peer, round_trip_in(met));
   sharing_->step(0);
   const std::vector<int> ended = sharing_->take_cut();
   for (int peer : ended) {
     connector.lose(peer);
     cut_.push_back(peer);
   }
-  // Its memory was ready before the end of its connection was seen.
+  // Its memory was ready before the end of its connection was seen; or it has met all, and has a channel that it makes again
+  // with this rank's.
   std::erase_if(cut_, [&](int peer) {
-    const bool needless = !sharing_->needs_connection(peer);
+    const bool needless = !sharing_->needs_connection(peer) || connector.met(peer) != 0;
     if (needless) connector.fix(peer);
     return needless;
   });

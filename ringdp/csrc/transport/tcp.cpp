@@ -83,6 +83,12 @@ class TcpChannel final : public Channel {
     for (;;) {
       ssize_t moved = recvmsg(fd_.get(), &message, MSG_DONTWAIT);
       if (moved > 0) return {IoStatus::kOk, static_cast<std::size_t>(moved), 0};
+      if (moved == 0 && !std::exchange(ended_, true)) {
+        // Where this side alone reads no more, the peer can send on: what comes from here on is not acknowledged, and what has
+        // come until now is read.
+        shutdown(fd_.get(), SHUT_RDWR);
+        continue;
+      }
       if (moved == 0) return {IoStatus::kClosed, 0, 0};
       if (errno == EINTR) continue;
       return failure(errno);
@@ -134,6 +140,7 @@ class TcpChannel final : public Channel {
   TcpWatch watch_{fd_.get()};
   std::string description_;
   bool within_host_ = false;
+  bool ended_ = false;  // there is nothing more to be received
 };
 
 }  // namespace
