@@ -223,7 +223,7 @@ class Supervisor:
             self._started = message
             self._lost.clear()
             self._console.lines("stderr", self._greeting(message))
-            self._display.start_attempt(message)
+            self._display.start_attempt(message, elastic=self._arguments.torchrun.elastic)
 
     def _note_restart(self, message: messages.Restarting) -> None:
         verdict = summary.restarting(
