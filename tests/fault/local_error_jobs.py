@@ -1,4 +1,4 @@
-"""What the ranks of test_local_error.py do: the descriptor by which one rank's core waits is closed by its own program."""
+"""What the ranks of test_local_error.py do: one rank's own program closes the descriptor by which its core waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ringdp
-from ringdp.errors import RingError, SystemResourceError
+from ringdp.errors import RingError
 from tests.fault.elastic_jobs import Net, Told, batch, hexadecimal, joined
 
 OUTLIVES_S = 4.0
@@ -61,7 +61,6 @@ def train(
                 told.extra |= {"error": type(error).__name__, "text": str(error)}
                 told.extra |= {"rank": error.rank, "peer": getattr(error, "peer", None)}
                 if place == victim:
-                    assert isinstance(error, SystemResourceError), error
                     time.sleep(OUTLIVES_S)
                 break
             told.seconds.append(time.monotonic() - began)

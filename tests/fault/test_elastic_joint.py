@@ -1,4 +1,4 @@
-"""One backward through several RingDPs of an elastic job is one unit: a lost rank's part is in all of them or in none."""
+"""One backward through several RingDPs of an elastic job is one unit: a lost rank's part is in all or in none."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def members_after(world: int, deaths: tuple[Death, ...]) -> list[tuple[int, ...]
             place
             for place in range(world)
             if not any(
-                death.place == place
-                and (death.step < step or (death.step == step and death.phase != PHASES[-1]))
+                death.place == place and (death.step < step or (death.step == step and death.phase != PHASES[-1]))
                 for death in deaths
             )
         )
