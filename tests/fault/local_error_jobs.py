@@ -64,7 +64,7 @@ def train(
                     time.sleep(OUTLIVES_S)
                 break
             told.seconds.append(time.monotonic() - began)
-            told.gradients.append(hexadecimal([one.grad for one in net.parameters()]))
+            told.gradients.append(hexadecimal([one.grad for one in net.parameters() if one.grad is not None]))
             optimizer.step()
             optimizer.zero_grad()
             told.parameters.append(hexadecimal(list(net.parameters())))

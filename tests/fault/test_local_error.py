@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_an_elastic_job_goes_on_without_the_rank(tmp_path: Path, transport: str,
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_all_ranks_of_another_job_name_the_rank(tmp_path: Path, transport: str) -> None:
-    named = {"elastic": False, "victim": 1, "transport": transport}
+    named: dict[str, Any] = {"elastic": False, "victim": 1, "transport": transport}
     told = run_ranks(jobs.train, str(tmp_path), STEPS, **named, world_size=3, backend=None)
     for place, one in enumerate(told):
         assert one.extra["error"] == "SystemResourceError", one.extra
