@@ -72,6 +72,10 @@ REPORT_EVERY = 20
 ELASTIC_MARK = "elastic"
 """The file beside a rank's report which says that the job can do without ranks that die from now on."""
 
+FIRST_MARK = "rank_0"
+"""The file beside a rank's report which says that this process has become rank 0 of an elastic job. It has the sizes of
+its standard output and error then, where these are files; else 0."""
+
 _CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import stat
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -149,4 +152,28 @@ def _changed(view: int, members: Sequence[int], lost: Sequence[str], cause: str,
     group = dist.group.WORLD
     if group in torchs._world.pg_group_ranks:
         torchs._world.pg_group_ranks[group] = {rank: rank for rank in range(len(members))}
+    if len(members) > 0 and group is not None and group.rank() == 0:
+        _tell_that_it_is_first()
     _log.debug("view %d: places %s; lost %s (%s)", view, list(members), list(lost), cause)
+
+
+def _tell_that_it_is_first() -> None:
+    """This process is rank 0 now: the launcher shows what it writes from here on."""
+    report = config.report_file()
+    if report is None:
+        return
+    sizes = []
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+            stream.flush()
+        size = 0
+        with contextlib.suppress(OSError):
+            found = os.fstat(descriptor)
+            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+        sizes.append(size)
+    mark = Path(report).with_name(config.FIRST_MARK)
+    with contextlib.suppress(OSError):
+        if not mark.exists():
+            made = mark.with_suffix(".tmp")
+            made.write_text(f"{sizes[0]} {sizes[1]}\n")
+            made.rename(mark)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from pathlib import Path
 
+from ringdp.config import FIRST_MARK
 from ringdp.launcher.console import Console
 from ringdp.launcher.filters import AllLines, Errors, Filter, Shown
 from ringdp.launcher.logs import RankLogs
@@ -17,16 +20,22 @@ class _Feed:
     """One stream of one rank on its way to the console.
 
     Attributes:
+        rank: whose, as it was at the start.
         source: where it comes from.
         stream: where it goes.
         filter: what becomes of it; without one it is shown as it is.
         noted: of what is shown as it is, takes note of the tracebacks, so that the same ones of other ranks are short.
     """
 
+    rank: int
     source: Source
     stream: Stream
     filter: Filter | None = None
     noted: Errors | None = None
+
+
+FIRST_PERIOD_S = 0.1
+"""Between two looks whether a process of an elastic job has become rank 0."""
 
 
 class Display:
@@ -39,6 +48,8 @@ class Display:
         self._terminals: dict[Stream, Terminal] = {}
         self._shown = Shown()
         self._stopping = False
+        self._others: list[RankLogs] = []  # that may become rank 0
+        self._looked_s = 0.0
 
     def open_terminals(self) -> dict[Stream, str]:
         """Make a pseudo-terminal for each of our streams that is a terminal; their paths.
@@ -57,10 +68,16 @@ class Display:
         """Readable when there is something to show; log files are always readable and not among them."""
         return [terminal.descriptor for terminal in set(self._terminals.values())]
 
-    def start_attempt(self, started: Started) -> None:
-        """Show the ranks of an attempt from now on."""
+    def start_attempt(self, started: Started, *, elastic: bool = False) -> None:
+        """Show the ranks of an attempt from now on.
+
+        Args:
+            elastic: when rank 0 is lost another process becomes rank 0.
+        """
         self._finish_feeds()
         self._shown.clear()
+        follows = elastic and self._views.follow_rank_0
+        self._others = [rank for rank in started.ranks if rank.rank != 0] if follows else []
         for rank in started.ranks:
             for stream in STREAMS:
                 view = self._views.of(
@@ -69,7 +86,7 @@ class Display:
                 log = rank.stdout if stream == "stdout" else rank.stderr
                 if view.mode is Mode.HIDDEN or (stream == "stderr" and rank.one_terminal):
                     continue
-                feed = _Feed(source=self._source(rank, stream, log), stream=stream)
+                feed = _Feed(rank=rank.rank, source=self._source(rank, stream, log), stream=stream)
                 if view.mode is Mode.RAW and (stream == "stderr" or rank.one_terminal):
                     feed.noted = Errors(rank_prefix(rank.rank), self._shown, log)
                 elif view.mode is Mode.LINES:
@@ -80,6 +97,9 @@ class Display:
 
     def show(self) -> None:
         """Show what has come."""
+        if self._others and time.monotonic() - self._looked_s >= FIRST_PERIOD_S:
+            self._looked_s = time.monotonic()
+            self._follow_rank_0()
         for feed in self._feeds:
             self._take(feed, feed.source.read(), ended=False)
 
@@ -94,9 +114,29 @@ class Display:
 
     def finish(self) -> None:
         """Show what is left; the ranks have ended."""
+        self._follow_rank_0()
         self._finish_feeds()
         for terminal, stream in {terminal: stream for stream, terminal in self._terminals.items()}.items():
             self._console.raw(stream, terminal.finish())
+
+    def _follow_rank_0(self) -> None:
+        """A process that has become rank 0 is shown as rank 0 is: what it has written since then."""
+        for rank in list(self._others):
+            try:
+                sizes = Path(rank.report_file).with_name(FIRST_MARK).read_text().split()
+            except OSError:
+                continue
+            self._others.remove(rank)
+            for feed in [feed for feed in self._feeds if feed.rank == rank.rank]:
+                self._take(feed, b"", ended=True)
+                self._feeds.remove(feed)
+            self._console.lines(
+                "stderr", [f"ringrun: rank {rank.rank} is rank 0 from now on, and the console shows its output"]
+            )
+            for stream, log, size in zip(STREAMS, (rank.stdout, rank.stderr), sizes, strict=True):
+                noted = Errors(rank_prefix(rank.rank), self._shown, log) if stream == "stderr" else None
+                source = LogFile(log, start=int(size))
+                self._feeds.append(_Feed(rank=rank.rank, source=source, stream=stream, noted=noted))
 
     def _source(self, rank: RankLogs, stream: Stream, log: str) -> Source:
         if stream in rank.terminals:

@@ -26,8 +26,13 @@ class Source(Protocol):
 class LogFile:
     """A log file that a rank writes, followed as it grows. The file need not be there yet."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, start: int = 0) -> None:
+        """
+        Args:
+            start: what stands before this byte is not read.
+        """
         self._path = path
+        self._start = start
         self._descriptor: int | None = None
 
     def read(self) -> bytes:
@@ -36,6 +41,7 @@ class LogFile:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return b""
+            os.lseek(self._descriptor, self._start, os.SEEK_SET)
         return os.read(self._descriptor, _READ_BYTES)
 
     def finish(self) -> bytes:

@@ -243,7 +243,7 @@ class Supervisor:
             self._lost.clear()
             self._passed_on.starting()
             self._console.lines("stderr", self._greeting(message))
-            self._display.start_attempt(message)
+            self._display.start_attempt(message, elastic=self._arguments.torchrun.elastic)
 
     def _note_restart(self, message: messages.Restarting) -> None:
         verdict = summary.restarting(

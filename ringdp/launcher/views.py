@@ -66,6 +66,11 @@ class Views:
             return View(mode=Mode.ERRORS, prefix=rank_prefix(rank))
         return View(mode=Mode.HIDDEN)
 
+    @property
+    def follow_rank_0(self) -> bool:
+        """Whether a process that becomes rank 0 of an elastic job is shown as rank 0 is."""
+        return self.console in ("errors", "rank0")
+
     def teed(self, *, local_rank: int, local_world_size: int, stream: Stream) -> bool:
         """Whether --tee names this stream."""
         return bool(to_map(self.tee, local_world_size)[local_rank] & (Std.OUT if stream == "stdout" else Std.ERR))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from tests.train.harness import run_outcomes, run_ranks
 STEPS = range(4)
 
 
-def live(folder: Path, world: int, deaths: tuple[Death, ...], **options: Any) -> dict[int, Told]:
+def live(
+    folder: Path, world: int, deaths: tuple[Death, ...], train: Callable[..., Told] = jobs.train, **options: Any
+) -> dict[int, Told]:
     """By place, what the ranks tell that live to the end. All others have died."""
-    outcomes = run_outcomes(jobs.train, str(folder), STEPS, deaths, world_size=world, backend=None, **options)
+    outcomes = run_outcomes(train, str(folder), STEPS, deaths, world_size=world, backend=None, **options)
     dead = {death.place: death.number for death in deaths if death.stop_s == 0}
     for outcome in outcomes:
         if outcome.rank in dead:
@@ -26,7 +29,9 @@ def live(folder: Path, world: int, deaths: tuple[Death, ...], **options: Any) ->
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in dead}
 
 
-def plain(folder: Path, members: list[tuple[int, ...]], **options: Any) -> tuple[list[str], list[str]]:
+def plain(
+    folder: Path, members: list[tuple[int, ...]], train: Callable[..., Told] = jobs.train, **options: Any
+) -> tuple[list[str], list[str]]:
     """The gradients and parameters of a job without elasticity, in which exactly these have made each step.
 
     A new job begins where the members change. Each of its ranks has what error feedback of the same place held.
@@ -39,7 +44,7 @@ def plain(folder: Path, members: list[tuple[int, ...]], **options: Any) -> tuple
         own = folder / f"plain{made[0]}"
         own.mkdir()
         told: list[Told] = run_ranks(
-            jobs.train,
+            train,
             str(own),
             range(made[0], made[-1] + 1),
             elastic=False,
@@ -52,7 +57,8 @@ def plain(folder: Path, members: list[tuple[int, ...]], **options: Any) -> tuple
         gradients += told[0].gradients
         parameters += told[0].parameters
         state = told[0].state
-        state["residuals"] = {place: one.state["residuals"] for place, one in zip(places, told, strict=True)}
+        for own_of_each in ("residuals", "left"):
+            state[own_of_each] = {place: one.state.get(own_of_each) for place, one in zip(places, told, strict=True)}
     return gradients, parameters
 
 

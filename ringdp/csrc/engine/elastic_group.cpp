@@ -286,8 +286,8 @@ void ElasticGroup::install(ViewChange change) {
   }
   if (installed_) installed_(now);
   before->close("left: its members have changed");
+  if (told) told(change);  // before the line is written: where it is shown may be about to change
   if (decision.replay || decision.again.empty()) write_log_line(/*made=*/false);
-  if (told) told(change);
 }
 
 void ElasticGroup::look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const {

@@ -102,9 +102,8 @@ BackwardUnit::Steps BackwardUnit::take_what_has_ended() {
 void BackwardUnit::forget_orphans() {
   std::erase_if(open_, [](const Open& it) { return !it.ended && it.alive.expired(); });
   std::erase_if(open_, [this](const Open& it) {
-    return it.ended && std::none_of(open_.begin(), open_.end(), [&](const Open& other) {
-             return !other.ended && other.with(it.task, it.thread);
-           });
+    return it.ended && std::none_of(open_.begin(), open_.end(),
+                                    [&](const Open& other) { return !other.ended && other.with(it.task, it.thread); });
   });
 }
 

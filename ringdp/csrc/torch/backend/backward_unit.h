@@ -23,12 +23,12 @@ class BackwardUnit : public std::enable_shared_from_this<BackwardUnit> {
    public:
     virtual ~Step() = default;
     virtual int64_t number() = 0;
-    virtual const char* also_lost() = 0;     // see UnitWords
-    virtual bool must_send_again() = 0;      // some of its buckets were not sent, or in a view that is over
-    virtual void send_again() = 0;           // all of them, as they were, to the present members
+    virtual const char* also_lost() = 0;        // see UnitWords
+    virtual bool must_send_again() = 0;         // some of its buckets were not sent, or in a view that is over
+    virtual void send_again() = 0;              // all of them, as they were, to the present members
     virtual std::vector<double> weights() = 0;  // see ElasticGroup::know_weights
-    virtual void wait() = 0;                 // until its buckets have their means
-    virtual void counts() = 0;               // hands the means out
+    virtual void wait() = 0;                    // until its buckets have their means
+    virtual void counts() = 0;                  // hands the means out
     // Called by an exception's handler: it does not count, and is not made again. Throws that exception with the step's number.
     [[noreturn]] virtual void stopped() = 0;
   };
@@ -47,7 +47,7 @@ class BackwardUnit : public std::enable_shared_from_this<BackwardUnit> {
  private:
   using Steps = std::vector<std::shared_ptr<Step>>;
   struct Open {
-    const void* id;             // the step's address; where a reducer was only called, that of `alive`
+    const void* id;  // the step's address; where a reducer was only called, that of `alive`
     bool is_step;
     std::weak_ptr<Step> step;
     std::weak_ptr<void> alive;  // expired: an exception has ended the backward

@@ -63,7 +63,7 @@ class StepRepair {
   const bool weighted_;
   std::shared_ptr<ElasticGroup> elastic_;   // the process group's; null: its members stay
   std::shared_ptr<BackwardUnit> backward_;  // the same
-  std::vector<Kept> kept_;                 // by bucket
+  std::vector<Kept> kept_;                  // by bucket
   uint64_t view_ = 0;
   bool withholds_ = false;
   bool withheld_ = false;

@@ -58,8 +58,7 @@ void StepUnit::stopped() {
   try {
     throw;
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kMembership)
-      reducer_.failure_.keeping_in(-1, "the end of the step", [] { throw; });
+    if (error.kind() != ErrorKind::kMembership) reducer_.failure_.keeping_in(-1, "the end of the step", [] { throw; });
   } catch (...) {  // what threw it has named the step
     reducer_.failure_.keeping([] { throw; });
   }
