@@ -729,9 +729,12 @@ def set_farewell(reason: str) -> None:
 def set_log_sink(sink: Callable[[int, str], object]) -> None:
     """Where log lines go, called with (level, text) and levels 0 to 3 for debug to error."""
 
-def set_stack_source(describe: Callable[[], str], signal: int, file: int, foreign: Sequence[str]) -> None:
-    """`describe()`: the stacks of all threads as text. `signal`, `file`: where faulthandler writes them (0:
-    nowhere). `foreign`: beginnings of paths that are not the user's.
+def set_stack_source(
+    describe: Callable[[], str], helper_threads: Callable[[], int], signal: int, file: int, foreign: Sequence[str]
+) -> None:
+    """`describe()`: the stacks of all threads as text. `helper_threads()`: how many run nothing of the
+    program. `signal`, `file`: where faulthandler writes them (0: nowhere). `foreign`: beginnings of paths
+    that are not the user's.
     """
 
 def shut_down_all() -> None:

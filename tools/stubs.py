@@ -52,6 +52,7 @@ TYPES: dict[str, dict[str, str]] = {
         "registered_transports": "list[dict[str, Any]]",
         "set_log_sink(sink)": SINK,
         "set_stack_source(describe)": "Callable[[], str]",
+        "set_stack_source(helper_threads)": "Callable[[], int]",
     },
     "_core": {
         "CallbackStore.__init__(find)": "Callable[[str], str | bytes | None]",

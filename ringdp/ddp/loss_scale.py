@@ -32,7 +32,11 @@ class LossScale:
         scale = self._scaler._get_scale_async() if self._scaler.is_enabled() else None
         if scale is None or scale.device.type != "cuda":
             return
-        memory = torch.empty((), dtype=scale.dtype, pin_memory=True, device="cpu") if self._copy is None else self._copy.memory
+        memory = (
+            torch.empty((), dtype=scale.dtype, pin_memory=True, device="cpu")
+            if self._copy is None
+            else self._copy.memory
+        )
         memory.copy_(scale, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(scale.device))

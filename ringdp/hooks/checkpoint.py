@@ -128,7 +128,11 @@ class Memory:
             return None
         held = saved.save(self._known[name][0], self.states.of(name))
         vectors = [value for path, value in held.items() if "/" not in path]
-        return torch.stack([it.norm() for it in vectors]).norm() if vectors else torch.zeros((), dtype=torch.float32, device="cpu")
+        return (
+            torch.stack([it.norm() for it in vectors]).norm()
+            if vectors
+            else torch.zeros((), dtype=torch.float32, device="cpu")
+        )
 
     def keep_only(self, names: Container[str]) -> None:
         """Forget all other parameters."""

@@ -171,7 +171,9 @@ def race(device: torch.device) -> bool:
     a few all-reduces of 16 MiB; one that fails loses.
     """
     tensor = torch.zeros(_RACE_BYTES // 4, device=device, dtype=torch.float32)
-    seconds = torch.tensor([_all_reduce_seconds(kind, tensor) for kind in ("cuda", "cpu")], dtype=torch.float64, device="cpu")
+    seconds = torch.tensor(
+        [_all_reduce_seconds(kind, tensor) for kind in ("cuda", "cpu")], dtype=torch.float64, device="cpu"
+    )
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     theirs, ours = seconds.tolist()
     if dist.get_rank() == 0:

@@ -118,8 +118,9 @@ def launch(
 def _started(ranks: Sequence[_Rank]) -> Iterator[None]:
     """The ranks run; at the end they are ended.
 
-    A thread that has computed nothing starts them. GNU OpenMP's threads belong to the one that began to compute with them, and
-    after a fork that one waits for ever for threads that are gone; the thread that forks is the child's main thread.
+    A thread that has computed nothing starts them. GNU OpenMP's threads belong to the one that began to compute with
+    them, and after a fork that one waits for ever for threads that are gone; the thread that forks is the child's main
+    thread.
     It stays because the kernel ends the ranks with the thread that started them (prctl(2), PR_SET_PDEATHSIG).
     """
     errors: list[BaseException] = []
@@ -175,7 +176,9 @@ class _Rank:
         self.started = False
 
     def start(self) -> None:
-        self.pipe, there = self._context.Pipe(duplex=False)  # now: a rank that is forked earlier would keep its end open
+        self.pipe, there = self._context.Pipe(
+            duplex=False
+        )  # now: a rank that is forked earlier would keep its end open
         self.process = self._context.Process(target=_serve, args=(there, *self._arguments))
         # Not daemonic: a rank may have data-loader workers. `end` and the end of the pipe see to it.
         with warnings.catch_warnings():  # that this process has threads
@@ -246,12 +249,10 @@ def _collect(ranks: Sequence[_Rank], deadline: float, function: Callable[..., An
     return [results[number] for number in range(len(ranks))]
 
 
-def _serve(
-    pipe: Any, rank: int, ranks: int, folder: str, stacks: str, timeout_s: float | None, call: _Call
-) -> None:
+def _serve(pipe: Any, rank: int, ranks: int, folder: str, stacks: str, timeout_s: float | None, call: _Call) -> None:
     """The process: join, call, tell."""
     _end_with_the_caller()
-    told = open(stacks, "w")  # faulthandler writes there for as long as the process lives
+    told = os.open(stacks, os.O_CREAT | os.O_WRONLY)  # faulthandler writes there for as long as the process lives
     faulthandler.register(_STACKS_SIGNAL, file=told, all_threads=True)
     failed_at = math.inf
     try:
@@ -262,7 +263,9 @@ def _serve(
         if not compute_threads.chosen_by_user():
             torch.set_num_threads(call.threads)
         limit = {} if timeout_s is None else {"timeout": timeout_s}
-        ringdp.init(call.backend, rank=rank, world_size=ranks, init_method=f"file://{folder}/store", device=call.device, **limit)
+        ringdp.init(
+            call.backend, rank=rank, world_size=ranks, init_method=f"file://{folder}/store", device=call.device, **limit
+        )
         try:
             result = call.function(*call.args, **call.kwargs)
             torch.distributed.barrier()  # no rank leaves while another still works with it

@@ -97,7 +97,9 @@ def optimizer_state(table: Table, update: Optimizer) -> dict[str, Any]:
                 groups.setdefault((field, it), []).append(name)
             else:
                 dtype, number = it
-                state[name]["numbers"][field] = torch.tensor(number, dtype=getattr(torch, dtype), device="cpu") if dtype else number
+                state[name]["numbers"][field] = (
+                    torch.tensor(number, dtype=getattr(torch, dtype), device="cpu") if dtype else number
+                )
     for (field, dtype), names in sorted(groups.items()):
         empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
         for device in sorted({str(table.keys[name].device) for name in names}):

@@ -154,7 +154,9 @@ def require_elementwise(kind: Callable[..., torch.optim.Optimizer], numbers: Map
             raise InvalidArgumentError(f"{name}: {key} must be a number, a text or a tuple of them, not {value!r}")
     generator = torch.Generator(device="cpu").manual_seed(0)
     half = 128
-    start, *gradients = (torch.randn(2 * half, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3))
+    start, *gradients = (
+        torch.randn(2 * half, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
+    )
     whole, halves = [start.clone()], [start[:half].clone(), start[half:].clone()]
     try:
         for tensors in (whole, halves):

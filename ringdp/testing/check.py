@@ -111,7 +111,9 @@ class _Bench:
         return Section(_NAME, (count,), 0, count, self.compressor, 1, self.device)
 
     def gaussian(self, count: int, seed: int = 0) -> Tensor:
-        return torch.randn(count, generator=torch.Generator(device="cpu").manual_seed(seed), dtype=torch.float32, device="cpu").to(self.device)
+        return torch.randn(
+            count, generator=torch.Generator(device="cpu").manual_seed(seed), dtype=torch.float32, device="cpu"
+        ).to(self.device)
 
     def gradients(self, ranks: int, steps: int, count: int = 3000) -> list[list[Tensor]]:
         shape = _shape(count) if self.talks else (count,)

@@ -91,7 +91,7 @@ def main(rank: int, world: int, way: str, folder: str) -> None:
 
 
 def call_in_two_groups(way: str, rank: int, first: dist.ProcessGroup, second: dist.ProcessGroup) -> None:
-    """Rank 0 waits in one group and the others in the other one, for a while: what is missing comes later, by another way."""
+    """Rank 0 waits in one group and the others in the other one: what is missing comes later, by another way."""
     for group in (first, second):
         dist.barrier(group=group)
     if rank == 0:

@@ -163,7 +163,9 @@ def test_a_group_that_several_threads_call_is_named_in_the_error(start: Start) -
     assert [process.wait(20) for process in ranks.processes] == [1, 1]
     for rank in (0, 1):
         error = next(line for line in ranks.log(rank).splitlines() if "MismatchError" in line)
-        assert re.search(r"several threads of rank \d call this group: the main thread \(last #\d\) and thread \d+", error)
+        assert re.search(
+            r"several threads of rank \d call this group: the main thread \(last #\d\) and thread \d+", error
+        )
 
 
 def test_a_rank_in_a_collective_of_another_group(start: Start) -> None:

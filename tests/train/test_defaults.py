@@ -40,7 +40,9 @@ def network() -> torch.nn.Sequential:
 def trained(steps: int = 4, **options: Any) -> list[torch.Tensor]:
     rank = dist.get_rank()
     net = network()
-    model = ringdp.RingDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) if options.pop("sync", False) else net, **options)
+    model = ringdp.RingDP(
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) if options.pop("sync", False) else net, **options
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(steps):
         optimizer.zero_grad()
@@ -66,7 +68,10 @@ def rounds(**options: Any) -> list[torch.Tensor]:
 def means() -> list[torch.Tensor]:
     rank = dist.get_rank()
     told = [ringdp.metrics.mean(0.1 + 0.2 * rank, weight=3.0), ringdp.metrics.mean(0.1 * rank)]
-    return [torch.tensor(told, dtype=torch.float64, device="cpu"), ringdp.metrics.mean(numbers(3, seed=rank), weight=rank + 1)]
+    return [
+        torch.tensor(told, dtype=torch.float64, device="cpu"),
+        ringdp.metrics.mean(numbers(3, seed=rank), weight=rank + 1),
+    ]
 
 
 def sampled() -> list[torch.Tensor]:
@@ -149,7 +154,9 @@ def differences(name: str) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", ["float64", "meta", *(pytest.param(it, marks=pytest.mark.ci) for it in ("bfloat16", "float16"))])
+@pytest.mark.parametrize(
+    "name", ["float64", "meta", *(pytest.param(it, marks=pytest.mark.ci) for it in ("bfloat16", "float16"))]
+)
 def test_the_same_bits_with_another_default(name: str) -> None:
     for wrong in run_ranks(differences, name, backend="ring"):
         assert wrong == {}

@@ -125,7 +125,9 @@ def test_the_error_has_the_rank_and_its_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["launch()", "thread = threading.Thread(target=launch)\nthread.start()\nthread.join()"], ids=["main", "thread"]
+    "call",
+    ["launch()", "thread = threading.Thread(target=launch)\nthread.start()\nthread.join()"],
+    ids=["main", "thread"],
 )
 def test_forked_ranks_compute_with_threads_where_the_caller_has_done_so(call: str) -> None:
     done = run(COMPUTED + call)

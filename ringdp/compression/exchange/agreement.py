@@ -95,7 +95,9 @@ def open_messages(plan: Plan, messages: Mapping[int, Tensor], rank: int) -> tupl
 def marks(plan: Plan, status: int, flags: list[int]) -> Tensor:
     """Status and the sections' flags in a form that can be added over the ranks: int32."""
     first = bool(status & FAILED) + _LOADED_IN_SUM * bool(status & LOADED)
-    return torch.tensor([first, *(flag & NOT_FINITE for flag in flags)], dtype=torch.int32, device="cpu").to(plan.device)
+    return torch.tensor([first, *(flag & NOT_FINITE for flag in flags)], dtype=torch.int32, device="cpu").to(
+        plan.device
+    )
 
 
 def read_marks(summed: Tensor) -> tuple[int, list[int]]:

@@ -133,7 +133,10 @@ def merge(codes: Sequence[Tensor], numel: int, divisor: float, lost: Tensor | No
 
         return _C.sparse_merge(list(codes), numel, divisor, lost, back)
     device = codes[0].device
-    total, there = torch.zeros(numel, device=device, dtype=torch.float32), torch.zeros(numel, dtype=torch.bool, device=device)
+    total, there = (
+        torch.zeros(numel, device=device, dtype=torch.float32),
+        torch.zeros(numel, dtype=torch.bool, device=device),
+    )
     finite = True
     for code in codes:
         index, values = _entries(code, numel)

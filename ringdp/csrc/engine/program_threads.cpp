@@ -77,8 +77,7 @@ std::string ProgramThreads::several(const GroupState& group) const {
   for (const CallingThread& caller : group.callers) {
     const std::string name = name_of(caller.thread);
     if (name.empty() || name.starts_with("pt_autograd") || name.starts_with("ringdp")) continue;
-    const std::string who =
-        caller.thread == ::getpid() ? "the main thread" : "thread " + std::to_string(caller.thread);
+    const std::string who = caller.thread == ::getpid() ? "the main thread" : "thread " + std::to_string(caller.thread);
     found.push_back(who + " (last #" + std::to_string(caller.last) + ")");
   }
   if (found.size() < 2) return "";

@@ -14,9 +14,9 @@ namespace ringdp {
 namespace {
 
 constexpr auto kLookPeriod = std::chrono::milliseconds(50);
-constexpr int64_t kAskMs = 1000;     // how often at most the peers are asked about an operation that does not move
-constexpr int64_t kDeadlockMs = 10'000;    // without notices, when a deadlock becomes an error
-constexpr int64_t kSilentMs = 1000;  // an engine that lives answers sooner, whatever its program does
+constexpr int64_t kAskMs = 1000;         // how often at most the peers are asked about an operation that does not move
+constexpr int64_t kDeadlockMs = 10'000;  // without notices, when a deadlock becomes an error
+constexpr int64_t kSilentMs = 1000;      // an engine that lives answers sooner, whatever its program does
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
 constexpr int64_t kStacksMs = 1500;        // for a rank to answer with its stacks; a notice waits for them that long
 constexpr std::size_t kMostStacks = 4;     // missing ranks that are asked for theirs
@@ -300,7 +300,8 @@ void StallMonitor::note_blocked(int asker, const GroupState& group, PeerState& s
 bool StallMonitor::find_deadlock(const GroupState& group, const InFlight& in_flight) {
   if (!in_order(in_flight.sequence()) || &in_flight != &group.active.front()) return false;
   for (const auto& [peer, answer] : in_flight.answers) {
-    if (!answer.state || answer.state->progress != PeerState::Progress::kNotCalled || !answer.state->needs_asker) continue;
+    if (!answer.state || answer.state->progress != PeerState::Progress::kNotCalled || !answer.state->needs_asker)
+      continue;
     const GroupPtr other = groups_.find(answer.state->blocked_group);
     if (!other || other->id == group.id || other->failing || groups_.failure_of(*other)) continue;
     if (groups_.called_upto(*other) >= answer.state->blocked_sequence) continue;
@@ -319,7 +320,8 @@ bool StallMonitor::find_deadlock(const GroupState& group, const InFlight& in_fli
     ErrorContext context;
     self.fill_self(context);
     its.fill_peer(context);
-    context.cause = "deadlock of two groups: " + (self.rank < its.rank ? own_step + ", and " + its_step : its_step + ", and " + own_step);
+    context.cause = "deadlock of two groups: " +
+                    (self.rank < its.rank ? own_step + ", and " + its_step : its_step + ", and " + own_step);
     context.advice =
         "all members of a group must make the same calls in the same order, also across groups: look for a collective "
         "that only some ranks call, as under 'if rank == 0'";
@@ -349,7 +351,8 @@ std::string StallMonitor::several_callers(uint64_t group_id) const {
   const std::string callers = threads_.several(*group);
   if (callers.empty()) return "";
   return "several threads of rank " + std::to_string(peers_.rank()) + " call this group: " + callers +
-         ", and their order is not the same on every rank unless the program sees to it; give each thread a group of its own";
+         ", and their order is not the same on every rank unless the program sees to it; give each thread a group of "
+         "its own";
 }
 
 // Follows the chain of ranks that wait for one another, as far as their answers go, to the ranks that have not come.

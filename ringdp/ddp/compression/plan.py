@@ -212,7 +212,9 @@ class ModelCompression:
         first step."""
         known = self.reducer.residuals()
         return {
-            index: known[index] if index in known else torch.zeros(one.parameter.numel(), dtype=torch.float32, device="cpu")
+            index: known[index]
+            if index in known
+            else torch.zeros(one.parameter.numel(), dtype=torch.float32, device="cpu")
             for index, one in enumerate(self.parameters)
             if self.in_core(index) and self._reductions[self._reduction_of[index]].feedback
         }

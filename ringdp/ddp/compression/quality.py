@@ -108,7 +108,9 @@ class QualityProbe:
         self.remove()
         compressed = self._compressed()
         exact = [
-            self._own[index].clone() if index in self._own else torch.zeros(p.numel(), device=p.device, dtype=torch.float32)
+            self._own[index].clone()
+            if index in self._own
+            else torch.zeros(p.numel(), device=p.device, dtype=torch.float32)
             for index, p in compressed
         ]
         mean = torch.cat(exact)

@@ -56,7 +56,9 @@ class Place:
         """The same of the reduction of all ranks' inputs; exact, but for an average."""
         index = torch.arange(begin, begin + count, device=self.device, dtype=torch.int64)
         every = torch.stack([(index + residue) % 3 for residue in range(3)])
-        times = torch.tensor([len(range(r, self.ranks, 3)) for r in range(3)], device=self.device, dtype=torch.int64).unsqueeze(1)
+        times = torch.tensor(
+            [len(range(r, self.ranks, 3)) for r in range(3)], device=self.device, dtype=torch.int64
+        ).unsqueeze(1)
         if self.operation in ("sum", "avg"):
             total = (every * times).sum(0)
             return (total.double() / self.ranks if self.operation == "avg" else total).to(self.dtype)

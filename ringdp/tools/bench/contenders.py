@@ -161,13 +161,17 @@ class _CompressedWork:
 
 
 def _normal(rank: int, count: int, device: torch.device) -> Tensor:
-    return torch.randn(count, generator=torch.Generator(device="cpu").manual_seed(SEED + rank), dtype=torch.float32, device="cpu").to(device)
+    return torch.randn(
+        count, generator=torch.Generator(device="cpu").manual_seed(SEED + rank), dtype=torch.float32, device="cpu"
+    ).to(device)
 
 
 def _same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
     """By the bits: the largest and the smallest of two sums of them agree on all ranks."""
     bits = x.view(torch.int32).long()
-    sums = torch.stack([bits.sum(), (bits * torch.arange(1, bits.numel() + 1, device=x.device, dtype=torch.int64)).sum()])
+    sums = torch.stack(
+        [bits.sum(), (bits * torch.arange(1, bits.numel() + 1, device=x.device, dtype=torch.int64)).sum()]
+    )
     least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)

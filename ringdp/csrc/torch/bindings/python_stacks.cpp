@@ -96,7 +96,8 @@ std::string without_the_lock(const Source& source, int64_t limit_ms) {
   return why + text;
 }
 
-void set_source(py::function describe, py::function helper_threads, int signal, int file, std::vector<std::string> foreign) {
+void set_source(py::function describe, py::function helper_threads, int signal, int file,
+                std::vector<std::string> foreign) {
   prepare_native_stack();
   set_helper_threads(helper_threads.release().ptr());  // never let go, either
   auto* source = new Source{std::move(describe), signal, file};
@@ -112,9 +113,10 @@ void set_source(py::function describe, py::function helper_threads, int signal, 
 }  // namespace
 
 void bind_python_stacks(py::module_& module) {
-  module.def("set_stack_source", &set_source, py::arg("describe"), py::arg("helper_threads"),
-             py::arg("signal"), py::arg("file"), py::arg("foreign"),
-             "`describe()`: the stacks of all threads as text. `helper_threads()`: how many run nothing of the program. `signal`, `file`: where faulthandler writes them (0: "
+  module.def("set_stack_source", &set_source, py::arg("describe"), py::arg("helper_threads"), py::arg("signal"),
+             py::arg("file"), py::arg("foreign"),
+             "`describe()`: the stacks of all threads as text. `helper_threads()`: how many run nothing of the "
+             "program. `signal`, `file`: where faulthandler writes them (0: "
              "nowhere). `foreign`: beginnings of paths that are not the user's.");
   module.def(
       "forget_stack_source",
