@@ -78,7 +78,7 @@ optimizers = OptimizerWatch()
 
 
 def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) -> None:
-    """`optimizer` has stepped, and some gradient of the wrapper was not averaged, unless one of `others` has done it."""
+    """`optimizer` has stepped, and some gradient of the wrapper was not averaged, unless by one of `others`."""
     if wrapper.process_group.size() == 1 or wrapper._guard_options.every == 0:
         return
     if wrapper._told_unaveraged and not wrapper._guard_counts_local_steps:
@@ -112,7 +112,7 @@ def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) 
 
 
 def _left_over(wrapper: Any) -> list[tuple[str, torch.nn.Parameter, bool, bool]]:
-    """Name, parameter, whether under ``no_sync``, and whether its gradient was written since; as the module has them."""
+    """Name, parameter, whether under ``no_sync``, and whether its gradient was written since."""
     now = {clean_name(name): one for name, one in wrapper.module.named_parameters(remove_duplicate=False)}
     found = []
     for index, under_no_sync, changed in wrapper.reducer.unaveraged()[0]:
