@@ -56,11 +56,12 @@ class OptimizerWatch:
         if torch.compiler.is_compiling():
             return
         closure = _closure(args, keywords)
-        for wrapper in self._owners_of(optimizer):
+        owners = self._owners_of(optimizer)
+        for wrapper in owners:
             if closure is not None:
                 wrapper.reducer.end_closure()
             if wrapper.reducer.has_unaveraged():
-                look(wrapper, optimizer)
+                look(wrapper, optimizer, [other for other in owners if other is not wrapper])
 
     def _owners_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         groups = optimizer.param_groups
@@ -76,25 +77,21 @@ class OptimizerWatch:
 optimizers = OptimizerWatch()
 
 
-def look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer` has stepped, and some gradient of the wrapper was not averaged."""
+def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) -> None:
+    """`optimizer` has stepped, and some gradient of the wrapper was not averaged, unless by one of `others`."""
     if wrapper.process_group.size() == 1 or wrapper._guard_options.every == 0:
         return
     if wrapper._told_unaveraged and not wrapper._guard_counts_local_steps:
         return
-    left_over, nbytes, sent = wrapper.reducer.unaveraged()
     mine = _ids(optimizer)
-    now = {clean_name(name): one for name, one in wrapper.module.named_parameters(remove_duplicate=False)}
-    applied = []
-    for index, under_no_sync, changed in left_over:
-        name = wrapper._watched[index].name
-        parameter = now.get(name)
-        if parameter is not None and parameter.grad is not None and id(parameter) in mine:
-            applied.append((name, parameter, under_no_sync, changed))
+    for other in others:
+        mine -= {id(one) for one in other.module.parameters()} - {id(one[1]) for one in _left_over(other)}
+    applied = [one for one in _left_over(wrapper) if id(one[1]) in mine]
     if not applied:
         return
     wrapper._stepped_alone()
     # The program may have averaged them itself: then it has written them, and sent about as much.
+    _, nbytes, sent = wrapper.reducer.unaveraged()
     by_hand = 4 * sent >= nbytes or sent < 0
     told = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
     if not told or wrapper._told_unaveraged:
@@ -112,6 +109,18 @@ def look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
         type(wrapper.module).__name__,
         "; and ".join(cause for cause in causes if cause),
     )
+
+
+def _left_over(wrapper: Any) -> list[tuple[str, torch.nn.Parameter, bool, bool]]:
+    """Name, parameter, whether under ``no_sync``, and whether its gradient was written since."""
+    now = {clean_name(name): one for name, one in wrapper.module.named_parameters(remove_duplicate=False)}
+    found = []
+    for index, under_no_sync, changed in wrapper.reducer.unaveraged()[0]:
+        name = wrapper._watched[index].name
+        parameter = now.get(name)
+        if parameter is not None and parameter.grad is not None:
+            found.append((name, parameter, under_no_sync, changed))
+    return found
 
 
 _UNDER_NO_SYNC = (

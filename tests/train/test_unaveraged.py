@@ -158,3 +158,21 @@ def test_only_what_an_optimizer_steps_counts() -> None:
     for lines in run_ranks(two_wrappers, backend="ring", timeout_s=30):
         assert len(lines) == 1
         assert "bias" in lines[0]
+
+
+def tied() -> list[str]:
+    """A parameter of two wrappers, of which every other step uses one alone."""
+    rank = default_group().rank()
+    shared = nn.Linear(8, 8)
+    first, second = wrapped(nn.Sequential(shared, nn.Linear(8, 4))), wrapped(nn.Sequential(shared, nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD([*first.parameters(), *second.module[1].parameters()], lr=0.1)
+    with logged("ringdp.parallel") as lines:
+        for number in range(4):
+            plain((first, second)[number % 2], number, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return lines
+
+
+def test_a_gradient_that_another_wrapper_has_averaged_is_no_reason() -> None:
+    assert run_ranks(tied, backend="ring", timeout_s=30) == [[], []]

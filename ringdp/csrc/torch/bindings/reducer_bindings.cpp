@@ -306,8 +306,8 @@ void zero_gradients(Reducer& reducer) {
   layout->left_over.forget();
 }
 
-// (parameter of the module, under no_sync, changed since) of each, their bytes, and the bytes sent since the first one came; -1 where
-// that is not known.
+// (parameter of the module, under no_sync, changed since) of each, their bytes, and the bytes sent since the first one
+// came; -1 where that is not known.
 using Unaveraged = std::tuple<std::vector<std::tuple<std::size_t, bool, bool>>, std::size_t, int64_t>;
 Unaveraged unaveraged(Reducer& reducer) {
   const auto layout = reducer.layout();

@@ -6,8 +6,8 @@
 
 namespace ringdp {
 
-BetweenSteps::BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, BackwardState& backward,
-                           UsedMap& used, StepFailure& failure, StepGuard& guard, StepTimes& times)
+BetweenSteps::BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, BackwardState& backward, UsedMap& used,
+                           StepFailure& failure, StepGuard& guard, StepTimes& times)
     : layout_(layout),
       arrivals_(arrivals),
       backward_(backward),

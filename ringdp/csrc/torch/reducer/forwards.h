@@ -57,9 +57,9 @@ class Forwards {
   };
   Counts& counts(bool training) { return counts_[training ? 1 : 0]; }
 
-  Counts counts_[2];  // in evaluation mode, in training mode: one rank alone may evaluate with gradients
-  int64_t period_ = 0;   // grows where all of before is settled
-  int64_t attempt_ = 0;  // and also where a backward is abandoned
+  Counts counts_[2];      // in evaluation mode, in training mode: one rank alone may evaluate with gradients
+  int64_t period_ = 0;    // grows where all of before is settled
+  int64_t attempt_ = 0;   // and also where a backward is abandoned
   bool training_ = true;  // of the forward whose backward is under way, or of the last one
   bool seen_ = false;     // that backward went through outputs
   bool again_ = false;

@@ -80,7 +80,7 @@ class AtOutput final : public FunctionPreHook {
 
  private:
   std::weak_ptr<GradientListener> listener_;  // a graph may outlive the wrapper
-  const std::shared_ptr<Forward> forward_;     // by which the listener sees whether the graph still exists
+  const std::shared_ptr<Forward> forward_;    // by which the listener sees whether the graph still exists
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// LeftOverGradients: which parameters have a gradient in .grad that was not averaged (no_sync, a backward past the wrapper), and its
-// mean where none of the backwards to come will average it.
+// LeftOverGradients: which parameters have a gradient in .grad that was not averaged (no_sync, a backward past the
+// wrapper), and its mean where none of the backwards to come will average it.
 // Owned by the GradientLayout, used under the Reducer's lock.
 #pragma once
 

@@ -25,7 +25,7 @@ class StepReport {
   using Clock = StepPhases::Clock;
   using Bytes = std::vector<uint8_t>;
 
-  static constexpr std::size_t kFactsBytes = 256;  // of what Python adds
+  static constexpr std::size_t kFactsBytes = 256;    // of what Python adds
   static constexpr std::size_t kAttachedBytes = 16;  // at its end, of the guard
   // Bits of `note_forward`'s answer.
   static constexpr int kStepEnded = 1;    // since the last one
@@ -51,8 +51,8 @@ class StepReport {
   // The backward has ended and counted.
   void finished(bool joining);
 
-  // A bucket with this rank's gradients is about to be sent. Some bytes of each are hashed, so that the ranks hear whether they all
-  // compute the same gradients.
+  // A bucket with this rank's gradients is about to be sent. Some bytes of each are hashed, so that the ranks hear whether
+  // they all compute the same gradients.
   void add_gradients(const Bucket& bucket);
 
   // What Python adds to what is told next; at most kFactsBytes. The C++ side puts two uint64 before its last kAttachedBytes: a
