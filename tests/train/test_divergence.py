@@ -201,7 +201,10 @@ def uneven_backwards_of_equal_replicas() -> str:
 @pytest.mark.parametrize("backend", backends())
 def test_a_backward_too_many_is_found_where_replicas_are_still_equal(backend: str) -> None:
     for text in run_ranks(uneven_backwards_of_equal_replicas, world_size=2, backend=backend, timeout_s=50):
-        assert "the ranks' steps differ; rank 1 has run 9 backwards in 8 steps that began with a forward" in text
+        if backend == "ring":  # compares the operations' names, and finds it in that step
+            assert "a second backward through one forward" in text
+        else:
+            assert "the ranks' steps differ; rank 1 has run 9 backwards in 8 steps that began with a forward" in text
 
 
 class WithBuffers(nn.Module):
