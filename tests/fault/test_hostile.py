@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -41,6 +42,7 @@ STRANGERS = 10_000
 AT_ONCE = 500
 HELD = 200  # that are still there when rank 1 comes
 DROPPED_S = 2.0
+FEW = 48  # descriptors that a rank has left
 OLD_EPOCH = 6  # which of the words below
 
 pytestmark = pytest.mark.timeout(120)
@@ -128,6 +130,32 @@ def besieged(spec: RankSpec, outcome: Outcome) -> None:
     outcome.text = json.dumps({"before": before, "after": resources(), "lines": lines.times})
 
 
+def narrow(spec: RankSpec, outcome: Outcome) -> None:
+    """With few descriptors; tells how many of them the program can still have beside the strangers."""
+    folder = Path(spec.variables["FOLDER"])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + FEW, limits[1]))
+    had: list[int] = []
+
+    def program() -> None:
+        wait_until((folder / "held").exists, "the strangers", 60)
+        with contextlib.suppress(OSError):
+            while True:
+                had.append(os.open(os.devnull, os.O_RDONLY))
+        for descriptor in had:
+            os.close(descriptor)
+        (folder / "go").touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        counted = pool.submit(program)
+        try:
+            pending(spec, outcome)
+        finally:
+            counted.result(60)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    outcome.text = str(len(had))
+
+
 def late(spec: RankSpec, outcome: Outcome) -> None:
     """Introduces itself, so that rank 0 listens, and comes when it is told to."""
     store, folder = open_store(spec), Path(spec.variables["FOLDER"])
@@ -183,6 +211,24 @@ def test_ten_thousand_strangers(server: RankServer, tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", int(port)))
 
 
+def test_idle_strangers_leave_the_program_its_descriptors(server: RankServer, tmp_path: Path) -> None:
+    variables = {"FOLDER": str(tmp_path)}
+    method = f"file://{tmp_path}/store"
+    bodies = [f"{HERE}:narrow", f"{HERE}:late"]
+    server.start([RankSpec(r, 2, variables=variables, method=method, body=bodies[r]) for r in range(2)], tmp_path)
+    wait_until((tmp_path / "where").exists, "rank 0 to listen")
+    port, _ = (tmp_path / "where").read_text().split()
+    with contextlib.ExitStack() as held:
+        for _ in range(HELD):
+            held.enter_context(socket.create_connection(("127.0.0.1", int(port))))
+        (tmp_path / "held").touch()
+        first, second = server.finish()
+    assert second.error == "", second.text
+    assert first.error == "", first.text
+    assert second.seconds < 5.0
+    assert int(first.text) > FEW / 2
+
+
 def test_a_second_process_of_a_rank_is_refused_by_the_rank_it_calls() -> None:
     store = core.MemoryStore()
     with ThreadPoolExecutor(1) as pool:
@@ -213,6 +259,24 @@ def test_a_second_process_of_a_rank_is_refused_by_the_rank_it_calls() -> None:
             store.set("trouble", "by=2\npeer=2\nkind=3\nstory=rank 2 has had enough\n")
             with pytest.raises(HandshakeError, match="rank 0 cannot join: rank 2 has had enough"):
                 first.result(timeout=10)
+
+
+def test_idle_strangers_leave_the_program_its_descriptors(server: RankServer, tmp_path: Path) -> None:
+    variables = {"FOLDER": str(tmp_path)}
+    method = f"file://{tmp_path}/store"
+    bodies = [f"{HERE}:narrow", f"{HERE}:late"]
+    server.start([RankSpec(r, 2, variables=variables, method=method, body=bodies[r]) for r in range(2)], tmp_path)
+    wait_until((tmp_path / "where").exists, "rank 0 to listen")
+    port, _ = (tmp_path / "where").read_text().split()
+    with contextlib.ExitStack() as held:
+        for _ in range(HELD):
+            held.enter_context(socket.create_connection(("127.0.0.1", int(port))))
+        (tmp_path / "held").touch()
+        first, second = server.finish()
+    assert second.error == "", second.text
+    assert first.error == "", first.text
+    assert second.seconds < 5.0
+    assert int(first.text) > FEW / 2
 
 
 def test_a_second_process_of_a_rank_is_refused_by_the_store(server: RankServer, tmp_path: Path) -> None:

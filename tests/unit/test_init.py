@@ -183,7 +183,6 @@ def test_who_and_where_need_init(name: str) -> None:
         ({"rank": "0", "world_size": 1}, "rank must be a whole number, not rank='0'"),
         ({"rank": 0, "world_size": 1.5}, "world_size must be a whole number"),
         ({"rank": True, "world_size": 2}, "rank must be a whole number"),
-        ({"backend": ""}, "backend must be a text"),
         ({"init_method": ""}, "init_method must be a text"),
         ({"timeout": timedelta(seconds=-1)}, "timeout must be above 0"),
         ({"device": "meta"}, "device must be cpu or cuda"),
