@@ -232,7 +232,8 @@ void Engine::break_down(const std::string& why) {
   progress_.take_inbox();
   failures_.forget_queued();
   failures_.end_by(groups_.all(), error);
-  say_goodbye(links_, error.what(), Deadline::after_ms(kGoodbyeMs));
+  say_goodbye(links_, error.what());
+  end_connections(links_, Deadline::after_ms(kGoodbyeMs));
   links_.close();
   failures_.forget_queued();
 }
