@@ -735,9 +735,9 @@ def set_log_sink(sink: Callable[[int, str], object]) -> None:
 def set_stack_source(
     describe: Callable[[], str], helper_threads: Callable[[], int], signal: int, file: int, foreign: Sequence[str]
 ) -> None:
-    """`describe()`: the stacks of all threads as text. `helper_threads()`: how many run nothing of the
-    program. `signal`, `file`: where faulthandler writes them (0: nowhere). `foreign`: beginnings of paths
-    that are not the user's.
+    """`describe()`: the stacks of all threads as text. `helper_threads()`: how many run nothing of the program.
+    `signal`, `file`: where faulthandler writes them (0: nowhere). `foreign`: beginnings of paths that are not
+    the user's.
     """
 
 def shut_down_all() -> None:

@@ -1,5 +1,5 @@
-"""Connections between ranks that end while the ranks meet, and while they leave: they are made again, nobody is called dead for
-it, and the last step counts."""
+"""Connections between ranks that end while the ranks meet, and while they leave: they are made again, nobody is called
+dead for it, and the last step counts."""
 
 from __future__ import annotations
 

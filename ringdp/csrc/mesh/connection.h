@@ -57,8 +57,10 @@ class Connection {
   void interrupt();               // and what was there is closed
   void open(std::unique_ptr<Channel> channel, bool late);
 
-  void close();                        // for good: it is broken, the descriptor goes
-  void depart() { departed_ = true; }  // the peer said goodbye, or heard this rank's, or will never come: nothing is read or sent any more
+  void close();  // for good: it is broken, the descriptor goes
+  void depart() {
+    departed_ = true;
+  }  // the peer said goodbye, or heard this rank's, or will never come: nothing is read or sent any more
 
   // From now on a peer whose host is gone is an error within about that time, if `check_host` is called now and then.
   void watch_host(int64_t silence_ms);

@@ -49,7 +49,9 @@ class Connector {
   void fix(int peer);     // there is a channel to it: nothing takes the place of its connection here any more
   // All ranks have met, those of the start are connected; in the handshakes of a peer that does not know it yet it finds that.
   void note_met(int64_t round_trip_us);
-  uint8_t met(int peer) const { return std::max(dialler_.met(peer), acceptor_.met(peer)); }  // what that peer has said, see HandshakeFields
+  uint8_t met(int peer) const {
+    return std::max(dialler_.met(peer), acceptor_.met(peer));
+  }  // what that peer has said, see HandshakeFields
   bool checking(int peer) const { return dialler_.checks(peer); }
 
   // Waits until something happens, there or at the descriptors of `also`, at most that long, and deals with it.

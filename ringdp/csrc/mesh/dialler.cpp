@@ -100,7 +100,8 @@ void Dialler::on_proven(HandshakeAttempt& attempt, const MadeConnections& made) 
   met_[facts.peer] = facts.met;
   const bool first = facts.stream == 0;
   const bool late = first && facts.number != numbers_[facts.peer];
-  if (late || (facts.met != 0 && self_.mine.met == 0)) return attempt.fail("");  // it has a channel to this rank already
+  if (late || (facts.met != 0 && self_.mine.met == 0))
+    return attempt.fail("");  // it has a channel to this rank already
   const auto is_made = [&](const HandshakeAttempt& it) {
     return it.facts().peer == facts.peer && it.facts().stream == 0 && it.stage() == HandshakeAttempt::Stage::kDone;
   };

@@ -54,7 +54,7 @@ class Dialler {
   void dial(HandshakeAttempt::Facts facts, MadeConnections& made);
 
   HandshakeSelf self_;
-  std::vector<Aim> aims_;  // these are per peer
+  std::vector<Aim> aims_;          // these are per peer
   std::vector<uint64_t> numbers_;  // of the connection that is dialled now, or next
   std::vector<uint8_t> met_;
   std::vector<Route> routes_;

@@ -42,7 +42,9 @@ class ExtraStreams {
   std::vector<Fd> take(int peer);
   std::vector<int> sockets(int peer) const;  // that are made and not taken
   void forget(int peer) { peers_[peer] = {}; }
-  void restart(int peer) { peers_[peer] = {.setting = peers_[peer].setting, .dial = {}, .others = {}}; }  // another first one
+  void restart(int peer) {
+    peers_[peer] = {.setting = peers_[peer].setting, .dial = {}, .others = {}};
+  }  // another first one
   int streams(int peer) const { return static_cast<int>(peers_[peer].others.size()) + 1; }
 
   // The one to dial now, and where; it counts as begun.

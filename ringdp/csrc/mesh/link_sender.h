@@ -58,8 +58,8 @@ class LinkSender {
   void control(FrameHeader header, const std::string& payload = {});
   void say_bye(const std::string& reason);  // nothing is sent behind it; it is kept until the peer has heard it
   bool said_bye() const { return said_bye_; }
-  void answer_bye();                        // the peer's has been read: now, or never
-  bool may_talk() const;                    // questions and answers are not kept without bound
+  void answer_bye();      // the peer's has been read: now, or never
+  bool may_talk() const;  // questions and answers are not kept without bound
 
   // What the receiving half hears and does.
   bool grant(const FrameHeader& header);  // false: there is no such flow

@@ -37,7 +37,8 @@ bool MadeConnections::same_process(int peer, const Nonce& nonce) const {
 void MadeConnections::collect(HandshakeAttempts& attempts) {
   for (HandshakeAttempt& it : attempts) {
     const HandshakeAttempt::Facts& facts = it.facts();
-    if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream > 0 || !wanting(facts.peer, facts.number)) continue;
+    if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream > 0 || !wanting(facts.peer, facts.number))
+      continue;
     Peer& peer = peers_[facts.peer];
     if (joined(facts.peer)) streams_.restart(facts.peer);
     peer.joined = peer.watched = true;

@@ -53,7 +53,7 @@ class MadeConnections {
   void fix(int peer);                         // a channel was made of it: no other takes its place here
 
   void poll_for(std::vector<pollfd>& polled) const;
-  void watch(std::span<const pollfd> polled);  // which begins with those of `poll_for`
+  void watch(std::span<const pollfd> polled);                          // which begins with those of `poll_for`
   std::vector<int> take_ended() { return std::exchange(ended_, {}); }  // without a reason
   const std::optional<Lost>& lost() const { return lost_; }
   void tell(const GivenUp& why);  // the peers whose connections were not taken

@@ -142,8 +142,7 @@ void PairSetup::connect() {
 void PairSetup::on_memory(const SharedMessage& reply) {
   Fd memory = unix_reader_.take_descriptor();
   if (reply.type == SharedType::kRefused) return refuse(reply.reason);
-  if (reply.type != SharedType::kMemory)
-    return refuse(rank_text(terms_.peer) + " answered something else than memory");
+  if (reply.type != SharedType::kMemory) return refuse(rank_text(terms_.peer) + " answered something else than memory");
   if (!memory) return fail("the memory's descriptor did not come through (ulimit -n, or a security module?)");
   std::string problem;
   memory_ = PairMemory::map(memory, offer_.ring_bytes, problem);

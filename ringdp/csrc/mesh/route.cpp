@@ -82,7 +82,8 @@ Route::Verdict Route::verdict(Clock::time_point now) const {
   if (std::all_of(tries_.begin(), tries_.end(), final)) return Verdict::kUnreachable;  // also without any
   if (std::any_of(tries_.begin(), tries_.end(), answered)) return Verdict::kOpen;
   milliseconds took = std::chrono::duration_cast<milliseconds>(now - begin_.value_or(now));
-  if (took >= (was_connected_ ? kRefusedAgain : kRefusedAfter) && std::all_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
+  if (took >= (was_connected_ ? kRefusedAgain : kRefusedAfter) && std::all_of(tries_.begin(), tries_.end(), refused))
+    return Verdict::kRefused;
   if (took >= kRefusedPartly && std::any_of(tries_.begin(), tries_.end(), refused)) return Verdict::kRefused;
   const bool ended = std::any_of(tries_.begin(), tries_.end(), [](const Try& it) { return it.ended; });
   return took >= (ended ? kEndedAfter : kUnreachableAfter) ? Verdict::kUnreachable : Verdict::kOpen;

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "mesh/introductions.h"
 #include "mesh/connector.h"
+#include "mesh/introductions.h"
 #include "mesh/rendezvous.h"
 #include "mesh/rendezvous_trouble.h"
 #include "mesh/rendezvous_wait.h"
@@ -57,7 +57,7 @@ class TransportSetup {
   std::string congestion_problem_;
   std::map<std::size_t, std::vector<int>> with_streams_;  // ranks, by how many
   std::vector<int> cut_;                                  // peers with whom another connection is made
-  std::optional<StoreLost> store_lost_;  // after all were connected
+  std::optional<StoreLost> store_lost_;                   // after all were connected
 };
 
 }  // namespace ringdp
