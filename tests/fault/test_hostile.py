@@ -261,24 +261,6 @@ def test_a_second_process_of_a_rank_is_refused_by_the_rank_it_calls() -> None:
                 first.result(timeout=10)
 
 
-def test_idle_strangers_leave_the_program_its_descriptors(server: RankServer, tmp_path: Path) -> None:
-    variables = {"FOLDER": str(tmp_path)}
-    method = f"file://{tmp_path}/store"
-    bodies = [f"{HERE}:narrow", f"{HERE}:late"]
-    server.start([RankSpec(r, 2, variables=variables, method=method, body=bodies[r]) for r in range(2)], tmp_path)
-    wait_until((tmp_path / "where").exists, "rank 0 to listen")
-    port, _ = (tmp_path / "where").read_text().split()
-    with contextlib.ExitStack() as held:
-        for _ in range(HELD):
-            held.enter_context(socket.create_connection(("127.0.0.1", int(port))))
-        (tmp_path / "held").touch()
-        first, second = server.finish()
-    assert second.error == "", second.text
-    assert first.error == "", first.text
-    assert second.seconds < 5.0
-    assert int(first.text) > FEW / 2
-
-
 def test_a_second_process_of_a_rank_is_refused_by_the_store(server: RankServer, tmp_path: Path) -> None:
     variables = {"FOLDER": str(tmp_path)}
     ranks = [RankSpec(1, 2, variables=variables, method=f"file://{tmp_path}/store", body=f"{MEETING}:pending")] * 2

@@ -103,7 +103,8 @@ std::vector<FdSocket::Client> FdSocket::serve() {
     attend(newcomer, clients);  // one of ours has spoken by now
     if (newcomer.gone) continue;
     strangers_.push_back(std::move(newcomer));
-    for (const std::size_t room = most_strangers(kMaxStrangers, descriptor, strangers_.size()); strangers_.size() > room;) {
+    for (const std::size_t room = most_strangers(kMaxStrangers, descriptor, strangers_.size());
+         strangers_.size() > room;) {
       strangers_.pop_front();
       ++turned_away_;
     }
