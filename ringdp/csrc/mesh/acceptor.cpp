@@ -8,8 +8,8 @@
 namespace ringdp {
 namespace {
 
-constexpr int kMaxStrangers =
-    64;  // connections that have not proved anything yet; one per rank in larger jobs; see most_strangers
+// Connections that have not proved anything yet; one per rank in larger jobs, fewer where descriptors are few.
+constexpr int kMaxStrangers = 64;
 constexpr int kMaxUnconfirmed = 4;  // of one rank: more are a replay of its hello
 
 bool is_stranger(const HandshakeAttempt& it) { return it.stage() == HandshakeAttempt::Stage::kAwaitHello; }
