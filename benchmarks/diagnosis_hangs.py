@@ -30,7 +30,7 @@ WORDS = {
 
 
 def run_case(cause: str, slow: int) -> dict[str, Any]:
-    """The first notice, and the paragraph of `explain`. Raises RanksFailed."""
+    """The first notice, or the error instead of it, and the paragraph of `explain`. Raises RanksFailed."""
     with tempfile.TemporaryDirectory(prefix="ringdp-diagnosis-") as folder:
         dumps = Path(folder, "dumps")
         settings = json.dumps({"cause": cause, "folder": folder, "slow": slow})
@@ -54,12 +54,14 @@ def run_case(cause: str, slow: int) -> dict[str, Any]:
                     running.append(start([sys.executable, RANK, settings], env=env | place, stdout=log, stderr=log))
             began, notice = time.monotonic(), ""
             while not notice:
-                if time.monotonic() - began > _PATIENCE_S or any(one.poll() is not None for one in running):
+                ended = any(one.poll() is not None for one in running)
+                lines = logs[0].read_text().splitlines()
+                notice = next((line for line in lines if "has waited" in line or "MismatchError: deadlock" in line), "")
+                if not notice and (ended or time.monotonic() - began > _PATIENCE_S):
                     raise RanksFailed(f"{cause}: no notice; rank 0 said: {logs[0].read_text()}")
                 time.sleep(0.1)
-                notice = next((line for line in logs[0].read_text().splitlines() if "has waited" in line), "")
             time.sleep(_STANDS_S)
-            _tool("dump", str(dumps))
+            _tool("dump", str(dumps))  # after an error the ranks have done so themselves
             return {"notice": notice, "text": _tool("explain", str(dumps)).split("\n\n")[0].replace("\n", " ")}
         finally:
             stop_all(running)

@@ -339,11 +339,12 @@ CASE("a peer's state survives the wire, and a mutilated one is refused") {
     CHECK_THROWS(ErrorKind::kHandshake, PeerState::decode(std::as_bytes(std::span(raw.data(), length))));
 }
 
-// Rank 0 waits in one group for the others, which wait in another one for rank 0. `program_threads`: of each rank.
+// Rank 0 waits in one group for the others, which wait in another one for rank 0. `program_threads`: of each rank; 0: they
+// are not counted.
 void cross(int world, int program_threads, int64_t timeout_ms, ErrorKind expected) {
   EngineOptions options;
   options.stall_notice_ms = 200;
-  note_program_threads(program_threads);
+  if (program_threads > 0) options.check_interrupt = [=] { note_program_threads({program_threads, Clock::now()}); };
   auto body = [&](Rank& self) {
     GroupHandle other(self.runtime, "other", everybody(self.world), timeout_ms, kAlwaysRing);
     GroupHandle& mine = self.rank == 0 ? *self.group : other;
@@ -365,7 +366,6 @@ void cross(int world, int program_threads, int64_t timeout_ms, ErrorKind expecte
     }
   };
   run_job(world, kAlwaysRing, body, timeout_ms, options);
-  note_program_threads(-1);
 }
 
 CASE("ranks that wait for each other in two groups are a mismatch soon, where no thread is left to call") {
@@ -374,9 +374,10 @@ CASE("ranks that wait for each other in two groups are a mismatch soon, where no
   CHECK(Clock::now() - begin < std::chrono::seconds(10));
 }
 
-CASE("where another thread of the program may still call, or their number is not known, they wait for the timeout") {
+CASE("where another thread of the program may still call, or they were not counted since, they wait for the timeout") {
   cross(2, 2, 900, ErrorKind::kTimeout);
-  cross(2, -1, 900, ErrorKind::kTimeout);
+  note_program_threads({1, Clock::now()});  // before they wait: they may have started others since then
+  cross(2, 0, 900, ErrorKind::kTimeout);
 }
 
 CASE("texts from the network are valid UTF-8 of bounded length") {

@@ -17,6 +17,7 @@ from tests.train.harness import run_ranks
 need("ringdp._C", "ringdp's extension, built with `make build`,")
 
 import ringdp  # noqa: E402
+from ringdp import kvstore  # noqa: E402
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 METHODS = ("int8", "int4", "nf4", "fp16", "topk", "powersgd", "randomk", "sign", "signsgd", "qsgd", "terngrad")
@@ -49,6 +50,27 @@ def trained(steps: int = 4, **options: Any) -> list[torch.Tensor]:
         model(numbers((8, 24)[rank], 32, seed=100 + 10 * step + rank)).square().mean().backward()
         optimizer.step()
     model.report()
+    return [p.detach() for p in net.parameters()]
+
+
+def chosen() -> list[torch.Tensor]:
+    trained(STEPS, compression="auto")
+    return []  # which methods follows from times
+
+
+def hooked() -> list[torch.Tensor]:
+    net = network()
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    model.register_comm_hook(None, ringdp.hooks.fp16_hook)
+    model(numbers(8, 32, seed=dist.get_rank())).square().mean().backward()
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def stored() -> list[torch.Tensor]:
+    net = network()
+    trainer = kvstore.Trainer(net, torch.optim.SGD, {"lr": 0.1})
+    net(numbers(8, 32, seed=dist.get_rank())).square().mean().backward()
+    trainer.step(2)
     return [p.detach() for p in net.parameters()]
 
 
@@ -111,6 +133,9 @@ TRIALS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "sampler": sampled,
     "checkpoint": checkpointed,
     "embedding": embedded,
+    "auto": chosen,
+    "hook": hooked,
+    "kvstore": stored,
 }
 
 

@@ -1,7 +1,6 @@
 #include "base/process_stacks.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <mutex>
 #include <sstream>
@@ -21,7 +20,8 @@ std::mutex collecting;  // this guards the next two
 std::string collected;
 std::chrono::steady_clock::time_point collected_at{};
 
-std::atomic<int> threads_of_program{-1};
+std::mutex count_mutex;
+ProgramThreadCount last_count;  // by that mutex
 
 StackSource current_source() {
   std::lock_guard lock(source_mutex);
@@ -61,9 +61,15 @@ std::string call_site_text(int32_t number) {
   return now.call_site && number >= 0 ? now.call_site(number) : "";
 }
 
-void note_program_threads(int count) { threads_of_program.store(count, std::memory_order_relaxed); }
+void note_program_threads(const ProgramThreadCount& counted) {
+  std::lock_guard lock(count_mutex);
+  if (counted.at >= last_count.at) last_count = counted;
+}
 
-int program_threads() { return threads_of_program.load(std::memory_order_relaxed); }
+ProgramThreadCount program_threads() {
+  std::lock_guard lock(count_mutex);
+  return last_count;
+}
 
 std::string frame_of_script(const std::string& stacks) {
   const std::vector<std::string> foreign = current_source().foreign;

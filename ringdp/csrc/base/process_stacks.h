@@ -3,6 +3,7 @@
 // Python's needs.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -26,9 +27,13 @@ void set_stack_source(StackSource source);  // empty functions: none, as at the 
 std::string process_stacks(int64_t limit_ms = 500);
 std::string call_site_text(int32_t number);  // empty where it is not known
 
-// How many threads run code of the program, as its interpreter last counted them; -1: not known. Any thread.
-void note_program_threads(int count);
-int program_threads();
+// How many threads run code of the program, and when the interpreter last began to count them; -1: it never has. Any thread.
+struct ProgramThreadCount {
+  int count = -1;
+  std::chrono::steady_clock::time_point at{};
+};
+void note_program_threads(const ProgramThreadCount& counted);
+ProgramThreadCount program_threads();
 
 // "train.py:88 in load_batch": of `stacks` the innermost frame that is the user's; where none is, the innermost; or empty.
 std::string frame_of_script(const std::string& stacks);

@@ -49,7 +49,7 @@ void ProgramThreads::note_call(GroupState& group, uint64_t sequence) {
 ProgramThreads::Waiting::Waiting(ProgramThreads& threads, MutexLock& lock, const Work& work)
     : threads_(threads), lock_(lock) {
   threads_.role_.mutex().assert_held();
-  threads_.waits_.push_back({this_thread(), work.group(), in_order(work.sequence())});
+  threads_.waits_.push_back({this_thread(), work.group(), in_order(work.sequence()), Clock::now()});
 }
 
 ProgramThreads::Waiting::~Waiting() {
@@ -63,12 +63,15 @@ ProgramThreads::Waiting::~Waiting() {
 
 uint64_t ProgramThreads::blocked_in() const {
   role_.mutex().assert_held();
+  if (waits_.empty()) return 0;
+  const ProgramThreadCount counted = program_threads();
   std::set<pid_t> waiting;
   for (const Wait& wait : waits_) {
-    if (!wait.in_order || wait.group != waits_.front().group) return 0;
+    // Those that were counted since then, and wait still, have started no other thread.
+    if (!wait.in_order || wait.group != waits_.front().group || counted.at <= wait.began) return 0;
     waiting.insert(wait.thread);
   }
-  return waiting.empty() || program_threads() != static_cast<int>(waiting.size()) ? 0 : waits_.front().group;
+  return counted.count == static_cast<int>(waiting.size()) ? waits_.front().group : 0;
 }
 
 std::string ProgramThreads::several(const GroupState& group) const {

@@ -38,7 +38,7 @@ class ProgramThreads {
   };
 
   // The group for whose collectives all threads of the program wait; 0: one of them does something else, or waits for another
-  // group or for a message, or it is not known how many there are. What callbacks issue is matched apart from the rest of a
+  // group or for a message, or they were not counted since the last of them began to wait. What callbacks issue is matched apart from the rest of a
   // group, so theirs is never the call that is missing.
   uint64_t blocked_in() const;
 
@@ -51,6 +51,7 @@ class ProgramThreads {
     pid_t thread;
     uint64_t group;
     bool in_order;  // for a collective, not for a message or inside a callback
+    Clock::time_point began;
   };
 
   DriverRole& role_;

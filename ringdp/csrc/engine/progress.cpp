@@ -16,6 +16,7 @@ constexpr int kUsedYields = 4;                             // in a row: no passi
 constexpr auto kCrowdedPeriod = std::chrono::milliseconds(2);
 constexpr auto kLongYield = std::chrono::milliseconds(1);  // a program that computes
 constexpr auto kLongCrowdedPeriod = std::chrono::milliseconds(50);
+constexpr auto kBusyCheckPeriod = std::chrono::milliseconds(1000);  // at signals, where events keep coming
 constexpr int kSleepMs = 100;  // a sleeping driver looks at deadlines and signals this often
 
 }  // namespace
@@ -278,8 +279,9 @@ void Progress::sleep(const Work* until, Deadline deadline) {
   links_.after_sleep();
   links_.serve(events);
   failures_.report();
-  if (!events.empty() || until == nullptr || !options_.check_interrupt) return;
-  if (const auto now = Clock::now(); now - interrupt_check_ >= std::chrono::milliseconds(kSleepMs)) {
+  if (until == nullptr || !options_.check_interrupt) return;
+  const auto period = events.empty() ? std::chrono::milliseconds(kSleepMs) : kBusyCheckPeriod;
+  if (const auto now = Clock::now(); now - interrupt_check_ >= period) {
     interrupt_check_ = now;
     options_.check_interrupt();
   }

@@ -182,7 +182,8 @@ std::optional<SharedMessage> PairSetup::hear_tcp() {
   }
   const auto message = given_up_or(tcp_reader_.message());
   if (!message) return std::nullopt;
-  const bool offered = message->type == SharedType::kOffer && message->token == offer_.token;
+  const bool offered = terms_.peer < terms_.self && negotiates_ && stage_ != Stage::kAwaitOffer &&
+                       message->type == SharedType::kOffer && message->token == offer_.token;
   const bool refused = message->type == SharedType::kRefused && negotiates_ && settled() && !memory_;
   if (offered || refused) return std::nullopt;  // it was said before, on a connection that has ended
   if (settled()) return message;

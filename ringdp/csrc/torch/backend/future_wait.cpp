@@ -20,17 +20,18 @@ struct Completion {
 PyObject* helper_threads = nullptr;  // by Python's lock
 
 // With Python's lock, by which threads begin and end.
-int count_program_threads() {
+ProgramThreadCount count_program_threads() {
+  const auto at = std::chrono::steady_clock::now();
   int threads = 0;
   for (PyThreadState* it = PyInterpreterState_ThreadHead(PyInterpreterState_Get()); it != nullptr;
        it = PyThreadState_Next(it))
     ++threads;
-  if (threads == 1 || helper_threads == nullptr) return threads;
+  if (threads == 1 || helper_threads == nullptr) return {threads, at};
   PyObject* helpers = PyObject_CallNoArgs(helper_threads);
   const long count = helpers != nullptr ? PyLong_AsLong(helpers) : 0;
   if (PyErr_Occurred() != nullptr) PyErr_Clear();
   Py_XDECREF(helpers);
-  return threads - static_cast<int>(count);
+  return {threads - static_cast<int>(count), at};
 }
 
 }  // namespace
