@@ -475,7 +475,7 @@ def test_another_user_is_told_apart(pool: ThreadPoolExecutor) -> None:
     """Even with the token: it would have to come from the job itself."""
     if os.geteuid() != 0:
         pytest.skip("needs root to be another user")
-    it = Imitation(pool)
+    it = Imitation(pool, timeout_ms=5000)
     code = (
         "import os, socket, sys\n"
         "os.setuid(65534)\n"
@@ -489,7 +489,7 @@ def test_another_user_is_told_apart(pool: ThreadPoolExecutor) -> None:
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=20, check=False)
     assert done.stdout.startswith("0 rank 1 runs as another user than rank 0 (65534 and 0"), done
     it.socket.close()
-    it.error(PeerLostError)
+    it.error(RingTimeoutError)  # its process lives, and may connect again
 
 
 # Processes.

@@ -605,7 +605,9 @@ def normal_by_default(case: str) -> list[str]:
     with logged(*LOG) as lines:
         for number in range(130):
             if case == "one rank looks" and rank == 0:
+                model.eval()
                 model(batch(0, number))  # records gradients, and has no backward
+                model.train()
             if case == "one rank looks":
                 dist.barrier()
             if case == "micro-batches" and rank == 1:

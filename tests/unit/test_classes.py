@@ -12,7 +12,15 @@ CSRC = Path(__file__).resolve().parents[2] / "ringdp" / "csrc"
 FOLDERS = ("torch/reducer", "engine", "mesh", "membership")
 MOST_METHODS = 25
 # Of these, one idea needs more.
-MORE_METHODS = {"BucketStore": 30, "FailureAgreement": 30, "Reducer": 30}
+MORE_METHODS = {
+    "BucketStore": 30,
+    "Engine": 30,
+    "FailureAgreement": 30,
+    "LinkSender": 30,
+    "PairSetup": 35,
+    "Reducer": 30,
+    "SharedSetup": 30,
+}
 
 CLASS = re.compile(r"\b(?:class|struct)\s+(?:\[\[\w+\]\]\s*)?(\w+)\s*(?:final\s*)?(?::[^:{;][^{;]*)?\{")
 NOISE = re.compile(

@@ -515,7 +515,7 @@ def test_importing_torch_alone_registers_ring(installed: str) -> None:
         import sys, torch
         assert torch.distributed.Backend.RING == "ring"
         loaded = {name for name in sys.modules if name.startswith("ringdp.")}
-        assert loaded == {"ringdp._autoload", "ringdp._moved", "ringdp.errors", "ringdp.job", "ringdp.job.backend"}
+        assert loaded == {"ringdp._autoload", "ringdp._early", "ringdp._moved", "ringdp.errors", "ringdp.job", "ringdp.job.backend"}
         """,
         PYTHONPATH=installed,
     )

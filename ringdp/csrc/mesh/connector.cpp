@@ -110,7 +110,13 @@ std::optional<Connector::Trouble> Connector::trouble() const {
       return large_trouble(peer);
     if (verdict == Route::Verdict::kOpen || answers) continue;
     if (peer > self_.rank() && verdict != Route::Verdict::kRefused) continue;  // it need not be reached from here
-    return Trouble{.peer = peer, .refused = verdict == Route::Verdict::kRefused, .text = route.text(now), .also = {}};
+    const bool refused = verdict == Route::Verdict::kRefused;
+    if (refused && route.was_connected())
+      return Trouble{.peer = peer,
+                     .lost = true,
+                     .text = "its connection ended, and nothing listens there any more: tried " + route.text(now),
+                     .also = {}};
+    return Trouble{.peer = peer, .refused = refused, .text = route.text(now), .also = {}};
   }
   return std::nullopt;
 }

@@ -34,6 +34,7 @@ class Route {
   void failed(std::size_t index, const std::string& why, bool refused, bool final, Clock::time_point now);
   void restart(Clock::time_point now);
   void again(Clock::time_point now);  // the peer was connected, and that has ended: it listened at one of these
+  bool was_connected() const { return was_connected_; }
 
   Verdict verdict(Clock::time_point now) const;
   std::string text(Clock::time_point now) const;  // "10.0.0.1:29600 (Connection refused), …"

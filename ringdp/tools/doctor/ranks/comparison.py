@@ -24,7 +24,15 @@ MUST_AGREE = {
 }
 """Ranks that differ in these do not meet, or would not do the same; with what to do about it."""
 
-OF_A_RANK = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "RINGDP_HOST_ID", "RINGDP_SITE", "RINGDP_ADVERTISE")
+OF_A_RANK = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "RINGDP_HOST_ID",
+    "RINGDP_SITE",
+    "RINGDP_ADVERTISE",
+    "RINGDP_RANK_PROCESS",
+)
 """Settings that may differ between ranks or hosts by their nature."""
 
 
