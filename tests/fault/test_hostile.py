@@ -136,9 +136,10 @@ def narrow(spec: RankSpec, outcome: Outcome) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free: list[int] = []
 
+    limit = len(os.listdir("/proc/self/fd")) + FEW
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+
     def program() -> None:
-        limit = len(os.listdir("/proc/self/fd")) + FEW
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
         wait_until((folder / "held").exists, "the strangers", 60)
         for _ in range(100):
             try:
