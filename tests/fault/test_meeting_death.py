@@ -148,7 +148,7 @@ def expect_named(outcomes: list[Outcome], folder: Path, dead: int, host: str, *,
     survivors = [it for rank, it in enumerate(outcomes) if rank != dead]
     assert outcomes[dead].error == "died"
     for it in survivors:
-        assert it.error == by, it
+        assert it.error == by, it.text
         assert it.at - float(died_at) < BOUND_S, it.text
         assert f"rank {dead} (host {host}, pid {pid})" in it.text
         assert it.peer == dead or (by == "HandshakeError" and it.peer is not None)

@@ -27,8 +27,10 @@ void Dialler::set_route(int peer, Candidates candidates, bool probe) {
   const auto now = Clock::now();
   const bool lower = peer < self_.rank();
   const auto begin = lower ? now : now + kProbeAfter;
+  const bool ended = routes_[peer].was_connected();  // it had dialled this rank before its addresses were known here
   routes_[peer] = Route(std::move(candidates), begin);
-  if (lower || probe) probe_from_[peer] = begin;
+  if (ended) routes_[peer].again(now);
+  if (lower || probe) probe_from_[peer] = ended ? Clock::time_point::min() : begin;
 }
 
 void Dialler::want(int peer) {
