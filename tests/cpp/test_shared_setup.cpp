@@ -298,7 +298,8 @@ CASE("whichever connections end, and whenever: others take their place, and all 
       auto sockets = connected(world);
       Ranks ranks;
       for (int rank = 0; rank < world; ++rank) {
-        for (int higher = rank + 1; higher < world; ++higher) wires[{rank, higher}] = Fd(dup(sockets[rank][higher].get()));
+        for (int higher = rank + 1; higher < world; ++higher)
+          wires[{rank, higher}] = Fd(dup(sockets[rank][higher].get()));
         SharedSetup::Plan plan = plan_for(world, rank);
         if (!memory) plan.transports.assign(world, kNothingToSetUp);
         plan.round_trip_us = rank == 1 ? 64 : 0;
@@ -318,7 +319,8 @@ CASE("whichever connections end, and whenever: others take their place, and all 
       while (!all_complete(ranks)) {
         REQUIRE(!limit.expired());
         if (cuts > 0 && draw(3) == 0) {
-          shutdown(std::next(wires.begin(), draw(static_cast<int>(wires.size())))->second.get(), draw(2) == 0 ? SHUT_RDWR : SHUT_WR);
+          shutdown(std::next(wires.begin(), draw(static_cast<int>(wires.size())))->second.get(),
+                   draw(2) == 0 ? SHUT_RDWR : SHUT_WR);
           --cuts;
         }
         const int rank = draw(world);
