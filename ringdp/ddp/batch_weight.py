@@ -97,7 +97,7 @@ class WeightedModule:
     """
 
     reducer: Any
-    module: torch.nn.Module
+    module: Any
     require_backward_grad_sync: bool
     _join_config: Any
     _use_python_reducer: bool

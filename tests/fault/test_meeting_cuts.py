@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
+from typing import Any
 import pytest
 
 from tests.contract.core_ranks import LIMITS, core
@@ -83,7 +84,12 @@ class Cutter:
 def meet(seed: int, size: int, transport: str, streams: int = 0, full_mesh_ranks: int = 16) -> int:
     """One meeting of ranks that are threads here, and a sum after it; how many connections were cut in it."""
     store = core.MemoryStore()
-    options = {"transport": transport, "streams": streams, "full_mesh_ranks": full_mesh_ranks, "timeout_ms": 30_000}
+    options: dict[str, Any] = {
+        "transport": transport,
+        "streams": streams,
+        "full_mesh_ranks": full_mesh_ranks,
+        "timeout_ms": 30_000,
+    }
     draw = random.Random(seed)
     cutter = Cutter(seed, draw.randint(1, 12), draw.choice([0.0001, 0.0005, 0.002]))
     with ThreadPoolExecutor(size) as pool:
@@ -118,7 +124,7 @@ def leave(seed: int, size: int, steps: int) -> int:
     """Each rank leaves when its own last sum is there, while connections are cut; how many were."""
     store = core.MemoryStore()
     with ThreadPoolExecutor(size) as pool:
-        options = {"transport": "tcp", "timeout_ms": 30_000, "table": dict.fromkeys(LIMITS, 0)}
+        options: dict[str, Any] = {"transport": "tcp", "timeout_ms": 30_000, "table": dict.fromkeys(LIMITS, 0)}
         runtimes = list(pool.map(lambda rank: core.Runtime(store, rank, size, **options), range(size)))
         together = threading.Barrier(size)
 

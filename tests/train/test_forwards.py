@@ -198,7 +198,8 @@ def test_closures_that_ranks_evaluate_unequally_often_are_an_error() -> None:
 
 def legal(how: str) -> list[Tensor]:
     rank = default_group().rank()
-    model = wrapped(**({"find_unused_parameters": True} if how == "unused" else {}))
+    options: dict[str, Any] = {"find_unused_parameters": True} if how == "unused" else {}
+    model = wrapped(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(6):
         step(how, model, number, rank)
