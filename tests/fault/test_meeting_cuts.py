@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
-from typing import Any
 import pytest
 
 from tests.contract.core_ranks import LIMITS, core

@@ -41,13 +41,14 @@ def plain(model: Any, number: int, rank: int) -> Tensor:
 
 def skips(how: str) -> None:
     rank = default_group().rank()
-    options: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "compression": {"compression": "int8"},
         "weight": {"weight": "samples"},
         "unused": {"find_unused_parameters": True},
         "static": {"static_graph": True},
         "copies": {"gradient_as_bucket_view": False},
-    }.get(how, {})
+    }
+    options = choices.get(how, {})
     module: nn.Module = nn.Linear(512, 4) if how == "compression" else nn.Linear(8, 4)
     if how == "raises":
         module = AfterOutput()
