@@ -183,6 +183,7 @@ def evaluates_unequally(searches: bool) -> Any:
             return loss
 
         optimizer.step(closure)
+    plain(model, 4, rank).backward()  # what a rank that evaluates once more in the last step meets
     return evaluations
 
 
