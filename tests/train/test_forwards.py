@@ -164,7 +164,7 @@ def test_a_second_backward_on_one_rank_is_an_error() -> None:
 
 
 def evaluates_unequally(searches: bool) -> Any:
-    """LBFGS with the loss of each rank alone, or with the mean."""
+    """LBFGS with a loss that grows on rank 1 alone, whose line search then goes on for longer; or with the mean."""
     rank = default_group().rank()
     model = wrapped(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=12, line_search_fn="strong_wolfe")
@@ -177,13 +177,13 @@ def evaluates_unequally(searches: bool) -> Any:
             optimizer.zero_grad()
             loss = (1 + 40 * rank) * plain(model, number, rank)
             loss.backward()
-            if not searches:
-                loss = loss.detach()
-                dist.all_reduce(loss)
+            loss = loss.detach()
+            if searches:
+                return loss + 1000 * rank * evaluations
+            dist.all_reduce(loss)
             return loss
 
         optimizer.step(closure)
-    plain(model, 4, rank).backward()  # what a rank that evaluates once more in the last step meets
     return evaluations
 
 

@@ -91,7 +91,7 @@ class GroupState {
   const std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
   const std::string name;
   std::atomic<bool> outlives_losses{false};  // see Engine; any thread
-  std::vector<CallingThread> callers;        // ProgramThreads': by the mutex of the role
+  std::vector<CallingThread> callers;        // ProgramThreads', the latest: by the mutex of the role
 
   bool failing = false;            // a failure is pending: nothing starts or ends any more
   std::set<int> reported_by;       // ranks that reported a failure of it

@@ -14,6 +14,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kNamedThreads = 4;
+constexpr std::size_t kKeptThreads = 16;  // of a group: a program may start a thread for each call
 
 pid_t this_thread() {
   thread_local pid_t number = 0;
@@ -43,7 +44,13 @@ void ProgramThreads::note_call(GroupState& group, uint64_t sequence) {
       caller.last = sequence;
       return;
     }
-  group.callers.push_back({thread, sequence});
+  if (group.callers.size() < kKeptThreads) {
+    group.callers.push_back({thread, sequence});
+    return;
+  }
+  *std::min_element(group.callers.begin(), group.callers.end(), [](const CallingThread& a, const CallingThread& b) {
+    return a.last < b.last;
+  }) = {thread, sequence};
 }
 
 ProgramThreads::Waiting::Waiting(ProgramThreads& threads, MutexLock& lock, const Work& work)

@@ -38,8 +38,8 @@ class ProgramThreads {
   };
 
   // The group for whose collectives all threads of the program wait; 0: one of them does something else, or waits for another
-  // group or for a message, or they were not counted since the last of them began to wait. What callbacks issue is matched apart from the rest of a
-  // group, so theirs is never the call that is missing.
+  // group or for a message, or they were not counted since the last of them began to wait. What callbacks issue is matched
+  // apart from the rest of a group, so theirs is never the call that is missing.
   uint64_t blocked_in() const;
 
   // "the main thread (last #4) and thread 4711 (last #5)": which threads call the group's collectives; empty where it is one
