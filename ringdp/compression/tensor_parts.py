@@ -209,13 +209,13 @@ def _plain(tensor: Tensor) -> Tensor:
             start = plain.storage_offset() * plain.element_size()
             memory = torch.empty(0, dtype=torch.uint8, device=plain.device)
             return memory.set_(plain.untyped_storage(), start, (plain.nbytes,), (1,))
-        if plain.is_floating_point() or plain.is_complex() or plain.dtype in _UNSIGNED:
+        if plain.is_floating_point() or plain.is_complex() or plain.dtype in _COPIED_AS_THEY_ARE:
             return plain
     raise _LeftAlone(f"it is not contiguous, and {_dtype(plain)} is sent as bytes")
 
 
 _OVERLAPS = 1
-_UNSIGNED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+_COPIED_AS_THEY_ARE = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
 
 
 def _form(tensor: Tensor) -> str:

@@ -132,11 +132,21 @@ def _hash(value: str) -> int:
     return zlib.crc32(value.encode(errors="surrogateescape"))
 
 
+def stat_fields(pid: int) -> list[bytes]:
+    """Of /proc/PID/stat what stands behind the name: the state, the parent's pid, and so on, as in proc(5).
+
+    Raises:
+        OSError: there is no such process.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The name, in parentheses, may hold blanks and parentheses itself.
+        return file.read().rpartition(b")")[2].split()
+
+
 def _start_of(pid: int) -> str:
     """When a process began, in clock ticks; empty where there is none, or where it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        fields = stat_fields(pid)
     except OSError:
         return ""
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -12,7 +12,7 @@ import signal
 import stat
 from collections.abc import Collection
 
-from ringdp.launcher import processes
+from ringdp.job.inheritance import stat_fields
 
 _SERVERS = ("sshd", "dropbear", "tinysshd")  # beginnings of the names of processes
 
@@ -80,7 +80,7 @@ def _closed(descriptors: Collection[int]) -> set[int]:
 
 def _parent(pid: int) -> int | None:
     with contextlib.suppress(OSError):
-        return int(processes.stat_fields(pid)[1])
+        return int(stat_fields(pid)[1])
     return None
 
 

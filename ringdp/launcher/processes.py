@@ -14,6 +14,8 @@ import signal
 import time
 from collections.abc import Callable, Collection
 
+from ringdp.job.inheritance import stat_fields
+
 SAME_PRESS_S = 0.25
 """timeout(1), srun and others send a signal to the process and to its group: two so close are one."""
 
@@ -30,17 +32,6 @@ def become_subreaper() -> None:
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
-
-
-def stat_fields(pid: int) -> list[bytes]:
-    """Of /proc/PID/stat what stands behind the name: the state, the parent's pid, and so on, as in proc(5).
-
-    Raises:
-        OSError: there is no such process.
-    """
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        # The name, in parentheses, may hold blanks and parentheses itself.
-        return file.read().rpartition(b")")[2].split()
 
 
 def descendants(root: int, *, without: Collection[int] = ()) -> list[int]:

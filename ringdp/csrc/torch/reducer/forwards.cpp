@@ -73,21 +73,17 @@ std::string Forwards::explain(const std::string& text) {
   if (text.find(kLeftOut) != std::string::npos)
     out +=
         ". A rank with more forwards without a backward has left out the backward of a batch (its loss was not finite, "
-        "or "
-        "`continue`): its backwards met those of other steps. Leave a batch out on all ranks alike, or let its "
-        "backward "
-        "run and give it no weight (RingDP(weight=\"call\") and set_weight(0)). A forward that is to have no backward "
-        "belongs under torch.no_grad(), no_sync() or eval()";
+        "or `continue`): its backwards met those of other steps. Leave a batch out on all ranks alike, or let its "
+        "backward run and give it no weight (RingDP(weight=\"call\") and set_weight(0)). A forward that is to have no "
+        "backward belongs under torch.no_grad(), no_sync() or eval()";
   if (text.find(kAgain) != std::string::npos)
     out +=
         ". A rank with a second backward through one forward runs more of them than the others, and meets those of "
-        "other steps: "
-        "run as many backwards on all ranks";
+        "other steps: run as many backwards on all ranks";
   if (text.find(kEvaluation) != std::string::npos)
     out +=
         ". The ranks' optimizers evaluate their closures unequally often: a closure that a line search looks at "
-        "(LBFGS) has "
-        "to return the same loss on all ranks, the mean of theirs";
+        "(LBFGS) has to return the same loss on all ranks, the mean of theirs";
   return out;
 }
 
