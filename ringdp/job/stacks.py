@@ -56,8 +56,8 @@ def _begins_in(thread: threading.Thread) -> str:
     """The module of its class, or of the function that a plain thread runs."""
     module = type(thread).__module__
     if module == "threading":
-        module = getattr(getattr(thread, "_target", None), "__module__", None) or ""
-    return module
+        module = getattr(getattr(thread, "_target", None), "__module__", None)
+    return module if isinstance(module, str) else ""
 
 
 def foreign_paths() -> list[str]:

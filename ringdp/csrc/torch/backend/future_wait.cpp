@@ -19,7 +19,7 @@ struct Completion {
 
 PyObject* helper_threads = nullptr;  // by Python's lock
 
-// With Python's lock, by which threads begin and end.
+// With Python's lock, by which threads begin and end. Throws what a signal's handler raises in the call: that is the program's.
 ProgramThreadCount count_program_threads() {
   const auto at = std::chrono::steady_clock::now();
   int threads = 0;
@@ -28,9 +28,10 @@ ProgramThreadCount count_program_threads() {
     ++threads;
   if (threads == 1 || helper_threads == nullptr) return {threads, at};
   PyObject* helpers = PyObject_CallNoArgs(helper_threads);
-  const long count = helpers != nullptr ? PyLong_AsLong(helpers) : 0;
-  if (PyErr_Occurred() != nullptr) PyErr_Clear();
-  Py_XDECREF(helpers);
+  if (helpers == nullptr) throw pybind11::error_already_set();
+  const long count = PyLong_AsLong(helpers);
+  Py_DECREF(helpers);
+  if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
   return {threads - static_cast<int>(count), at};
 }
 
@@ -41,8 +42,8 @@ void set_helper_threads(PyObject* count) { helper_threads = count; }
 void check_python_signals() {
   if (Py_IsInitialized() == 0) return;
   pybind11::gil_scoped_acquire gil;
-  note_program_threads(count_program_threads());
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  note_program_threads(count_program_threads());
 }
 
 bool wait_until_complete(c10::ivalue::Future& future, std::chrono::milliseconds limit,
