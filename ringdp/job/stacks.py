@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 from types import FrameType
+from typing import Any
 
 _SIGNAL_BELOW_LAST = 8  # SIGRTMAX minus so much, at which faulthandler writes stacks without Python's lock
 _MOST_FRAMES = 40  # of a thread
@@ -54,7 +55,7 @@ def helper_threads() -> int:
 
 def _begins_in(thread: threading.Thread) -> str:
     """The module of its class, or of the function that a plain thread runs."""
-    module = type(thread).__module__
+    module: Any = type(thread).__module__
     if module == "threading":
         module = getattr(getattr(thread, "_target", None), "__module__", None)
     return module if isinstance(module, str) else ""

@@ -112,7 +112,11 @@ def meet(seed: int, size: int, transport: str, streams: int = 0, full_mesh_ranks
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 def test_the_ranks_meet_whatever_is_cut(size: int, transport: str) -> None:
-    cuts = sum(meet(100 * size + seed, size, transport) for seed in range(12))
+    cuts = 0
+    for seed in range(100):  # at least twelve meetings, and more where two ranks meet faster than connections are cut
+        cuts += meet(100 * size + seed, size, transport)
+        if seed >= 11 and cuts > 6:
+            break
     assert cuts > 6
 
 
