@@ -25,11 +25,13 @@ HandshakeFields fields(Random& random, HandshakeType type, uint32_t from, uint32
   out.from = from;
   out.to = to;
   out.world = kWorld;
+  out.number = 1;  // the first connection of the two
+  out.met = random.one_in(4) ? static_cast<uint8_t>(random.below(256)) : 0;
   auto nonce = random.bytes(out.nonce.size());
   std::copy(nonce.begin(), nonce.end(), out.nonce.begin());
   if (!random.one_in(4)) return out;
   auto number = [&] { return static_cast<uint32_t>(random.odd_number()); };
-  switch (random.below(7)) {
+  switch (random.below(8)) {
     case 0:
       out.version = number();
       break;
@@ -47,6 +49,9 @@ HandshakeFields fields(Random& random, HandshakeType type, uint32_t from, uint32
       break;
     case 5:
       out.type = static_cast<HandshakeType>(number());
+      break;
+    case 6:
+      out.number = random.odd_number();
       break;
     default:
       out.refusal = static_cast<Refusal>(number());

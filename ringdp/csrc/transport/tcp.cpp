@@ -84,10 +84,8 @@ class TcpChannel final : public Channel {
       ssize_t moved = recvmsg(fd_.get(), &message, MSG_DONTWAIT);
       if (moved > 0) return {IoStatus::kOk, static_cast<std::size_t>(moved), 0};
       if (moved == 0 && !std::exchange(ended_, true)) {
-        // Where this side alone reads no more, the peer can send on: what comes from here on is not acknowledged, and what has
-        // come until now is read.
-        shutdown(fd_.get(), SHUT_RDWR);
-        continue;
+        if (!ended_by_peer()) shutdown(fd_.get(), SHUT_RDWR);
+        continue;  // what came until now is read
       }
       if (moved == 0) return {IoStatus::kClosed, 0, 0};
       if (errno == EINTR) continue;
@@ -131,6 +129,14 @@ class TcpChannel final : public Channel {
   std::string describe() const override { return description_; }
 
  private:
+  // False: only this side reads no more (somebody shut it down). The peer could send on, and its host would count that as arrived.
+  bool ended_by_peer() const {
+    tcp_info info{};
+    socklen_t length = sizeof(info);
+    if (getsockopt(fd_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return false;
+    return info.tcpi_state != TCP_ESTABLISHED && info.tcpi_state != TCP_FIN_WAIT1 && info.tcpi_state != TCP_FIN_WAIT2;
+  }
+
   static IoResult failure(int error_number) {
     if (error_number == EAGAIN || error_number == EWOULDBLOCK) return {IoStatus::kWouldBlock, 0, 0};
     return {IoStatus::kBroken, 0, error_number};
