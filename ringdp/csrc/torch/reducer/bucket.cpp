@@ -97,13 +97,16 @@ bool held_elsewhere(const at::Tensor& tensor) {
   return used_elsewhere(tensor.use_count(), tensor.unsafeGetTensorImpl()->pyobj_slot());
 }
 
+bool other_tensors_on_memory(const at::Tensor& tensor, std::size_t tensors) {
+  const at::Storage& storage = tensor.storage();
+  return used_elsewhere(storage.use_count(), storage.unsafeGetStorageImpl()->pyobj_slot(), tensors);
+}
+
 // torch does not let memory be resized that a NumPy array or another process has.
 bool memory_held_elsewhere(const at::Tensor& tensor, std::size_t tensors) {
   if (tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.unsafeGetTensorImpl()->is_python_dispatch())
     return false;
-  const at::Storage& storage = tensor.storage();
-  return !storage.resizable() ||
-         used_elsewhere(storage.use_count(), storage.unsafeGetStorageImpl()->pyobj_slot(), tensors);
+  return !tensor.storage().resizable() || other_tensors_on_memory(tensor, tensors);
 }
 
 void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count) {

@@ -105,6 +105,9 @@ at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter, c1
 // Whether the tensor has references beside this one. Its Python object, if there is one, counts only if Python uses it.
 bool held_elsewhere(const at::Tensor& tensor);
 
+// Whether more than `tensors` tensors use the memory of one that has plain memory.
+bool other_tensors_on_memory(const at::Tensor& tensor, std::size_t tensors);
+
 // Whether more than `tensors` tensors use its memory, or a NumPy array, or another process. False for a tensor without
 // memory of its own (sparse, DTensor).
 bool memory_held_elsewhere(const at::Tensor& tensor, std::size_t tensors = 1);

@@ -163,6 +163,10 @@ void BucketStore::drop() {
 // A bucket of idle parameters gets its memory when one of them has a gradient after all.
 void BucketStore::give_memory(Bucket& bucket) {
   if (bucket.sparse || bucket.direct || bucket.buffer.defined()) return;
+  renew_memory(bucket);
+}
+
+void BucketStore::renew_memory(Bucket& bucket) {
   allocate_bucket(bucket, slots_[bucket.members.front()].parameter.device(),
                   bucket.carries_marks ? slots_.size() + 1 : 0);
   for (std::size_t position = 0; position < bucket.members.size(); ++position) {
@@ -188,6 +192,24 @@ void BucketStore::begin_backward() {
     if (none) slot.handed_out = false;
     slot.copy_back = slot.weighted = false;
   }
+  leave_kept_memory();
+}
+
+void BucketStore::leave_kept_memory() {
+  for (Bucket& bucket : buckets_)
+    if (kept_from_before(bucket)) renew_memory(bucket);
+}
+
+// The program has let go of a .grad that was a part of the bucket, and has that tensor still, or others on the memory.
+bool BucketStore::kept_from_before(const Bucket& bucket) const {
+  if (own_gradients_ || bucket.sparse || bucket.direct || !bucket.buffer.defined()) return false;
+  const auto let_go = [&](std::size_t member) { return !slots_[member].parameter.grad().is_same(slots_[member].view); };
+  const auto kept = [&](std::size_t member) { return let_go(member) && held_elsewhere(slots_[member].view); };
+  if (std::any_of(bucket.members.begin(), bucket.members.end(), kept)) return true;
+  const std::size_t least = 1 + (bucket.marks.defined() ? 2 : 0) + bucket.members.size();
+  return bucket.buffer.storage().use_count() > least &&
+         std::any_of(bucket.members.begin(), bucket.members.end(), let_go) &&
+         other_tensors_on_memory(bucket.buffer, own_tensors(bucket));
 }
 
 at::Tensor BucketStore::take(std::size_t parameter, const at::Tensor& gradient) {

@@ -80,7 +80,10 @@ void Reducer::backward_began(Forward& forward) {
   report_.backward_began();
   const bool averages = forward.sync || backward_.demanded();
   if (averages && !backward_.active()) return begin(weight, again);
-  if (!averages) backward_.stay_quiet(get_current_graph_task_id());
+  if (!averages && !backward_.quiet(get_current_graph_task_id())) {
+    if (!backward_.active()) layout_.store.leave_kept_memory();
+    backward_.stay_quiet(get_current_graph_task_id());
+  }
   failure_.keeping_in(-1, "weights", [&] {
     backward_.active() ? layout_.weights.check_same(weight)
                        : layout_.weights.accumulate(get_current_graph_task_id(), weight);
