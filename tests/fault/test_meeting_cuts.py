@@ -1,5 +1,5 @@
-"""Connections between ranks that end while the ranks meet, and while they leave: they are made again, nobody is called
-dead for it, and the last step counts."""
+"""Connections between ranks that end while the ranks meet, run, and leave: they are made again, nobody is called dead for
+it, and each step counts."""
 
 from __future__ import annotations
 
@@ -150,6 +150,33 @@ def leave(seed: int, size: int, steps: int) -> int:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_last_step_counts_whatever_is_cut(size: int) -> None:
     assert sum(leave(seed, size, 1 + seed % 4) for seed in range(20)) > 20
+
+
+def add_up_codes(seed: int, size: int, how: str) -> int:
+    """Sums of codes, each of which a rank sends from memory that it uses again at once; how many connections were cut."""
+    store = core.MemoryStore()
+    with ThreadPoolExecutor(size) as pool:
+        runtimes = list(
+            pool.map(lambda rank: core.Runtime(store, rank, size, transport="tcp", timeout_ms=30_000), range(size))
+        )
+        cutter = Cutter(seed, 1000, 0.003, (how,))
+
+        def train(rank: int) -> None:
+            group = core.Group(runtimes[rank], "all", list(range(size)), timeout_ms=20_000)
+            for step in range(12):
+                x = np.full(400_000, rank + step, np.float32)
+                group.all_reduce_compressed([x], [0], "int8")[0].wait()
+                assert np.allclose(x, (size - 1) / 2 + step, rtol=0.02)
+
+        list(pool.map(train, range(size)))
+        cuts = cutter.stop()
+        list(pool.map(lambda it: it.shut_down(), runtimes))
+    return cuts
+
+
+@pytest.mark.parametrize("how", ["both", "writing", "reading"])
+def test_a_sum_of_codes_goes_on_whatever_is_cut(how: str) -> None:
+    assert sum(add_up_codes(seed, 4, how) for seed in range(3)) > 20
 
 
 def test_who_leaves_alone_does_not_wait_for_long() -> None:

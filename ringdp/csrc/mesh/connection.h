@@ -26,9 +26,14 @@ struct PeerInfo {
 };
 
 // The connection has ended without a goodbye: the peer may have died, or the network have failed it.
-class ConnectionBroken final : public Error {
+class ConnectionBroken : public Error {
  public:
   using Error::Error;
+};
+// It takes nothing more of this side's; what the peer sends may still come.
+class SendingBroken final : public ConnectionBroken {
+ public:
+  explicit SendingBroken(const ConnectionBroken& how) : ConnectionBroken(how) {}
 };
 
 class Connection {

@@ -16,6 +16,11 @@ bool has_more(const Channel& channel) {
 
 }  // namespace
 
+void LinkRepair::stop_sending() {
+  hold();
+  connection_.channel().close_send();
+}
+
 void LinkRepair::drain() {
   while (connection_.connected() && connection_.usable() && has_more(connection_.channel())) {
     connection_.channel().noticed();  // it may only have room

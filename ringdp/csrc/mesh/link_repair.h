@@ -25,6 +25,7 @@ class LinkRepair {
     return on_ && connection_.usable() && (connection_.connected() || connection_.healing()) && !connection_.direct();
   }
   void hold() { connection_.hold(); }  // nothing is sent on this channel any more, nor forgotten
+  void stop_sending();                 // nothing can be: the peer hears the end, what it still sends is read
   void drain();                        // takes in what has come on it; throws ConnectionBroken where it had ended
   void interrupt();                    // the channel goes
   uint64_t frames_taken() const { return receiver_.frames(); }

@@ -56,7 +56,6 @@ class TcpChannel final : public Channel {
   explicit TcpChannel(Fd socket) : fd_(std::move(socket)) {
     send_at_once(fd_.get());
     description_ = "tcp " + connection_text(fd_.get());
-    within_host_ = end_of(fd_.get(), getsockname).ip() == SocketAddress::far_end_of(fd_.get()).ip();
   }
 
   IoResult send(std::span<const iovec> pieces) override {
@@ -93,14 +92,10 @@ class TcpChannel final : public Channel {
     }
   }
 
-  // What a host has acknowledged its process can read, also from a connection that has broken since. Within a host, what was
-  // sent lies at the other end, if that is there.
+  // What a host has acknowledged its process can read, also from a connection that has broken since.
   std::size_t undelivered() override {
-    pollfd ended{fd_.get(), POLLRDHUP, 0};
-    const bool at_once = within_host_ && poll(&ended, 1, 0) == 0;
     int bytes = 0;
-    if (ioctl(fd_.get(), at_once ? SIOCOUTQNSD : SIOCOUTQ, &bytes) != 0) return SIZE_MAX;
-    return static_cast<std::size_t>(bytes);
+    return ioctl(fd_.get(), SIOCOUTQ, &bytes) != 0 ? SIZE_MAX : static_cast<std::size_t>(bytes);
   }
   // tcp(7): SIOCOUTQ is what is not acknowledged yet. A close with unread input resets the connection and drops that.
   bool drained() override {
@@ -145,7 +140,6 @@ class TcpChannel final : public Channel {
   Fd fd_;
   TcpWatch watch_{fd_.get()};
   std::string description_;
-  bool within_host_ = false;
   bool ended_ = false;  // there is nothing more to be received
 };
 
