@@ -1,5 +1,5 @@
-"""Connections between ranks that end while the ranks meet, run, and leave: they are made again, nobody is called dead for
-it, and each step counts."""
+"""Connections between ranks that end while the ranks meet, run, and leave: they are made again, nobody is called dead
+for it, and each step counts."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_last_step_counts_whatever_is_cut(size: int) -> None:
 
 
 def add_up_codes(seed: int, size: int, how: str) -> int:
-    """Sums of codes, each of which a rank sends from memory that it uses again at once; how many connections were cut."""
+    """Sums of codes, which a rank sends from memory that it uses again at once; how many connections were cut."""
     store = core.MemoryStore()
     with ThreadPoolExecutor(size) as pool:
         runtimes = list(

@@ -1,5 +1,5 @@
-"""A program that keeps a .grad's memory and only zeroes it: what it has taken there shows the mean of each backward. Once it
-has let the .grad go, what it has taken stays as it was.
+"""A program that keeps a .grad's memory and only zeroes it: what it has taken there shows the mean of each backward.
+Once it has let the .grad go, what it has taken stays as it was.
 
 Programs are drawn from a seed; what each gradient's mean is, is computed by hand.
 """
