@@ -1,21 +1,34 @@
 #!/usr/bin/env bash
-# Builds ringdp and runs everything that needs a GPU, in one call of at most ten minutes, on a machine without network whose
-# Python has torch with CUDA:   bash benchmarks/gpu_check.sh [PYTHON]
-# Without a GPU it builds, says that there is none, and runs a few tests on the CPU. What it prints also goes to
-# $OUT/gpu_check.txt where OUT names a folder; docs/lab/gpu_check.txt is what it printed last. Exit code 0 only if every
-# part passed. MINUTES=9 is what all parts together may take; ARCHITECTURES="9.0" compiles kernels for another GPU than
-# this one.
+# Builds ringdp and runs what needs a GPU, on a machine without network whose Python has torch with CUDA. Three calls of at most
+# nine minutes each, in this order; what finds most comes first:
+#   bash benchmarks/gpu_check.sh right [PYTHON]    kernels, staging, codes, training: right or wrong
+#   bash benchmarks/gpu_check.sh nccl [PYTHON]     NCCL with one rank, and with two on one GPU
+#   bash benchmarks/gpu_check.sh speed [PYTHON]    kernels, staging and steps against copies and DDP, with JSON of every figure
+# A build that was made elsewhere for this Python and torch (ringdp's *.so and _build_info.py in .gpu/) is used if it can be
+# imported. Without a GPU it builds, says that there is none, and runs a few tests on the CPU. What it prints also goes to
+# $OUT/gpu_check_<call>.txt where OUT names a folder, line by line, so that a call that is cut short loses nothing. Exit code 0
+# only if every part passed. MINUTES=9 is what all parts together may take; ARCHITECTURES="9.0" compiles kernels for another GPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-python=${1:-python3}
-if [ -n "${OUT:-}" ] && [ -z "${GPU_CHECK_LOGGED:-}" ]; then
-  mkdir -p "$OUT"
-  GPU_CHECK_LOGGED=1 bash "$0" "$@" 2>&1 | tee "$OUT/gpu_check.txt"
+call=${1:-}
+python=${2:-python3}
+case $call in
+  right | nccl | speed) ;;
+  *)
+    echo "gpu_check: say which call: right, nccl or speed" >&2
+    exit 2
+    ;;
+esac
+out=${OUT:-$(mktemp -d)}
+if [ -z "${GPU_CHECK_LOGGED:-}" ]; then
+  mkdir -p "$out"
+  GPU_CHECK_LOGGED=1 OUT=$out bash "$0" "$@" 2>&1 | tee "$out/gpu_check_$call.txt"
   exit "${PIPESTATUS[0]}"
 fi
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 end=$((SECONDS + ${MINUTES:-9} * 60))
+tests=("$python" -m pytest -v --tb=short -rfE --durations=8 -p no:cacheprovider)
 summary=()
 failed=0
 
@@ -28,10 +41,10 @@ part() {  # part NAME SECONDS COMMAND…: run it, no longer than that nor than w
   if [ "$limit" -lt 5 ]; then
     summary+=("$(printf '%-52s %6s  not run: no time left' "$name" "")")
     failed=1
-    return
+    return 1
   fi
   echo "== $name (at most $limit s)"
-  timeout --kill-after=5 "$limit" "$@" 2>&1
+  timeout -s INT --kill-after=20 "$limit" "$@" 2>&1  # pytest ends with its summary at SIGINT
   status=$?
   case $status in
     0) words=passed ;;
@@ -40,10 +53,19 @@ part() {  # part NAME SECONDS COMMAND…: run it, no longer than that nor than w
   esac
   [ $status -eq 0 ] || failed=1
   summary+=("$(printf '%-52s %4d s  %s' "$name" $((SECONDS - begin)) "$words")")
+  return $status
 }
 
-skip() {  # skip NAME REASON
-  summary+=("$(printf '%-52s %6s  skipped: %s' "$1" "" "$2")")
+finish() {
+  echo
+  echo "== summary of $call"
+  printf '%s\n' "${summary[@]}"
+  if [ $failed -ne 0 ]; then
+    echo "gpu_check $call: FAILED"
+    exit 1
+  fi
+  echo "gpu_check $call: every part passed"
+  exit 0
 }
 
 echo "== machine"
@@ -52,38 +74,62 @@ git log -1 --format='commit %h %s' 2>/dev/null || true
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo "no GPU: nvidia-smi finds none"
 nvcc --version 2>/dev/null | tail -n 2 || true
 "$python" -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__, "CUDA", torch.version.cuda, "GPU", torch.cuda.is_available())'
-echo "$(nproc) cores"
+echo "$(nproc --all) cores"
 
 gpu=no
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && gpu=yes
-if [ $gpu = yes ]; then  # kernels for this GPU alone: those for all of torch's take minutes
-  export TORCH_CUDA_ARCH_LIST=${ARCHITECTURES:-$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')}
+carried=no
+if [ -d .gpu ]; then
+  cp .gpu/*.so .gpu/_build_info.py ringdp/
+  if "$python" -c 'from ringdp import _C; assert _C.cuda_kernels()'; then
+    carried=yes
+    echo "the build in .gpu is used"
+  else
+    rm -f ringdp/_*.so ringdp/_build_info.py
+  fi
 fi
-part "build" 300 make build PYTHON="$python"
-if [ $gpu = yes ]; then
-  part "kernels are there" 30 "$python" -c 'import torch, ringdp._build_info as info; from ringdp import _C; print("CUDA", info.CUDA); assert _C.cuda_kernels()'
-  part "tests on the GPU" 200 "$python" -m pytest -q tests/gpu
-  part "kernels: bandwidth, threshold select" 70 "$python" benchmarks/gpu_kernels.py
-  part "staging: two ranks on the GPU, 25 MiB" 60 "$python" benchmarks/staging.py
-  part "step, host time, AMP passes against DDP" 110 "$python" benchmarks/gpu_step.py --rounds 5
-  part "digits on one GPU, gradients by NCCL" 60 "$python" launch.py --nproc-per-node 1 examples/digits.py --device cuda
-  part "digits on two ranks that share the GPU" 60 "$python" launch.py --nproc-per-node 2 examples/digits.py --device cuda
-else
+if [ $carried = no ]; then
+  if [ $gpu = yes ]; then  # kernels for this GPU alone: those for all of torch's take minutes
+    export TORCH_CUDA_ARCH_LIST=${ARCHITECTURES:-$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')}
+  fi
+  part "build" 300 "$python" tools/environment.py || {
+    tail -n 60 build/build.log
+    finish
+  }
+fi
+if [ $gpu = no ]; then
   echo
   echo "torch sees no CUDA device: what needs one is skipped"
-  for name in "tests on the GPU" "kernels: bandwidth, threshold select" "staging: two ranks on the GPU, 25 MiB" \
-    "step, host time, AMP passes against DDP" "digits on one GPU, gradients by NCCL" "digits on two ranks that share the GPU"; do
-    skip "$name" "torch sees no CUDA device"
-  done
+  summary+=("$(printf '%-52s %6s  skipped: torch sees no CUDA device' "what '$call' runs on a GPU" "")")
   part "tests on the CPU" 120 "$python" -m pytest -q tests/unit/test_devices.py tests/unit/test_cuda_toolkit.py tests/gpu
   part "digits on two ranks, CPU" 60 "$python" launch.py --nproc-per-node 2 examples/digits.py
+  finish
 fi
+part "kernels are there" 30 "$python" -c 'import torch, ringdp._build_info as info; from ringdp import _C; print("CUDA", info.CUDA); assert _C.cuda_kernels()' || finish
 
-echo
-echo "== summary"
-printf '%s\n' "${summary[@]}"
-if [ $failed -ne 0 ]; then
-  echo "gpu_check: FAILED"
-  exit 1
-fi
-echo "gpu_check: every part passed"
+case $call in
+  right)
+    if command -v compute-sanitizer >/dev/null; then
+      part "kernels under compute-sanitizer" 60 compute-sanitizer --error-exitcode 9 \
+        "$python" benchmarks/gpu_kernels.py --elements 4099 --rounds 1 --codecs int8,int4,int6
+    fi
+    part "tests: kernels, in four processes" 130 "${tests[@]}" -n 4 --dist load tests/gpu/test_kernels.py
+    part "tests: ring and codes" 110 "${tests[@]}" tests/gpu/test_ring_gpu.py tests/gpu/test_codes_gpu.py
+    part "tests: training and init" 120 "${tests[@]}" tests/gpu/test_training_gpu.py tests/gpu/test_init_gpu.py
+    part "digits in an elastic job, two ranks" 60 env RINGDP_CUDA=ring "$python" launch.py --elastic --nproc-per-node 2 examples/digits.py --device cuda
+    part "digits on two ranks that share the GPU" 60 "$python" launch.py --nproc-per-node 2 examples/digits.py --device cuda
+    part "tests: GPU and CPU ranks in one job" 60 "${tests[@]}" tests/gpu/test_mixed_job_gpu.py
+    ;;
+  nccl)
+    part "tests: one rank that reduces its buckets" 90 env RINGDP_REDUCE_ALONE=1 "${tests[@]}" tests/gpu/test_training_gpu.py -k 'nccl or NCCL'
+    part "tests: two ranks over NCCL on one GPU" 150 "${tests[@]}" tests/gpu/test_nccl_pair.py
+    part "digits on one GPU, buckets by NCCL" 60 env RINGDP_REDUCE_ALONE=1 "$python" launch.py --nproc-per-node 1 examples/digits.py --device cuda
+    part "digits on one GPU" 60 "$python" launch.py --nproc-per-node 1 examples/digits.py --device cuda
+    ;;
+  speed)
+    part "kernels: bandwidth, threshold select" 90 "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
+    part "staging: two ranks on the GPU" 80 "$python" benchmarks/staging.py --json "$out/staging.json"
+    part "step, host time, AMP passes against DDP" 200 env RINGDP_REDUCE_ALONE=1 "$python" benchmarks/gpu_step.py --rounds 5 --json "$out/step.json"
+    ;;
+esac
+finish

@@ -236,6 +236,7 @@ class Reducer:
         gradient_pool: bool = False,
         weighted: bool = False,
         report_every: int = 0,
+        alone: bool = False,
     ) -> None: ...
     def _autograd_hook(self, index: int) -> None: ...
     def _check_reducer_finalized(self) -> None: ...
@@ -633,6 +634,9 @@ def has_device_codec(device_type: str) -> bool:
 def hold_staged_copies(still: bool) -> None:
     """For tests: while true, no copy of stage_cpu_tensors gets done."""
 
+def host_codec() -> int:
+    """For tests: the address of the DeviceCodec of the CPU."""
+
 def in_gradient_pool(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory comes from the pool for gradients."""
 
@@ -787,6 +791,9 @@ def spread_bags(
 
 def stage_cpu_tensors(seed: int | None) -> None:
     """For tests: treat CPU tensors as if they were on a device whose copies are late and out of order."""
+
+def stand_in_for_cuda_codec(address: int) -> None:
+    """For tests: CUDA tensors' codes are made by the DeviceCodec at that address."""
 
 def sum_bags(rows: torch.Tensor, which: torch.Tensor, begins: torch.Tensor | None, mean: bool) -> torch.Tensor:
     """[bags, dim]: the sums, or means, of rows `which` (int32), from begins[b] (int64) on; None: bags of one."""

@@ -49,6 +49,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",
+    "RINGDP_REDUCE_ALONE": "1: one rank alone sends its buckets, too (to try NCCL on one GPU); 0: it does not",
     "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
     "RINGDP_DUMP_DIR": "folder for dumps of operations and stacks of stalled ranks (ringrun sets it); empty: none",
     "RINGDP_METRICS_DIR": "folder in which each rank writes a line of JSON for each step (ringrun --metrics-dir)",
@@ -357,6 +358,15 @@ def gradient_pool(environ: Mapping[str, str] | None = None) -> bool:
         InvalidArgumentError: it is neither 0 nor 1.
     """
     return _switch("RINGDP_GRADIENT_POOL", environ, default=True)
+
+
+def reduce_alone(environ: Mapping[str, str] | None = None) -> bool:
+    """RINGDP_REDUCE_ALONE: whether one rank by itself reduces its buckets; False where it is not set.
+
+    Raises:
+        InvalidArgumentError: it is neither 0 nor 1.
+    """
+    return _switch("RINGDP_REDUCE_ALONE", environ, default=False)
 
 
 def elastic(environ: Mapping[str, str] | None = None) -> bool:

@@ -329,6 +329,7 @@ class RingDP(
             weighted=self._weight is not None,
             gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
             report_every=report_every(),
+            alone=config.reduce_alone(),
         )
         self._monitor = StepMonitor(self.reducer, self.process_group)
         self._choose_layout_if_asked()

@@ -262,15 +262,16 @@ def hands_exceptions() -> bool:
     return True
 
 
-def asynchronous() -> list[str]:
+def asynchronous(ends_in_wait: bool = True) -> list[str]:
     rank, world = me()
     total = world * (world + 1) / 2
     xs = [filled(rank + 1, size) for size in (1, 100, 300_000, 7)]
     works = [dist.all_reduce(x, async_op=True) for x in xs]
     for work in reversed(works):  # in any order
         assert work.wait() is True
-        assert work.is_completed()
-        assert work.is_success()
+        if ends_in_wait:  # on a device it orders a stream
+            assert work.is_completed()
+            assert work.is_success()
         if hands_exceptions():
             assert work.exception() is None
     assert all(bool((x == total).all()) for x in xs)

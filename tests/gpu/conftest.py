@@ -15,7 +15,7 @@ def missing() -> str | None:
         return f"torch {torch.__version__} sees no GPU"
     from ringdp import _C
 
-    return None if _C.cuda_kernels() else "this build of ringdp has no CUDA kernels"
+    return None if _C.has_device_codec("cuda") else "this build of ringdp has no CUDA kernels"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -53,7 +53,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
                                       const std::optional<bool>& find_unused, bool average, bool own_gradients,
                                       bool skip_unused, bool names_compared, bool graph_shows_unused,
                                       const std::optional<at::ScalarType>& reduce_dtype, bool host_control,
-                                      bool gradient_pool, bool weighted, std::size_t report_every) {
+                                      bool gradient_pool, bool weighted, std::size_t report_every, bool alone) {
   std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
   ReducerOptions options;
   options.caps_bytes = std::move(caps_bytes);
@@ -67,6 +67,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   options.weighted = weighted;
   options.gradient_pool = gradient_pool;
   options.report_every = report_every;
+  options.alone = alone;
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
   if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
@@ -380,7 +381,7 @@ void bind_reducer(py::module_& module) {
            py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
            py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
            py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false, py::arg("gradient_pool") = false,
-           py::arg("weighted") = false, py::arg("report_every") = 0)
+           py::arg("weighted") = false, py::arg("report_every") = 0, py::arg("alone") = false)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("called_in_backward", &Reducer::called_in_backward, NoGil(),
            "A forward that is repeated inside a backward begins: checkpointing does that.")

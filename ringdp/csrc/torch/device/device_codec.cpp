@@ -1,6 +1,7 @@
 #include "torch/device/device_codec.h"
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "codec/codec.h"
@@ -78,12 +79,18 @@ class HostCodec final : public DeviceCodec {
   }
 };
 
+std::atomic<const DeviceCodec*> stand_in{nullptr};
+
 }  // namespace
+
+void stand_in_for_cuda_codec(const DeviceCodec* codec) { stand_in.store(codec); }
 
 const DeviceCodec* device_codec(c10::DeviceType device) {
   static const HostCodec host;
   if (device == c10::DeviceType::CPU) return &host;
-  return device == c10::DeviceType::CUDA ? cuda_codec() : nullptr;
+  if (device != c10::DeviceType::CUDA) return nullptr;
+  const DeviceCodec* other = stand_in.load();
+  return other != nullptr ? other : cuda_codec();
 }
 
 }  // namespace ringdp

@@ -20,9 +20,9 @@ ReductionStrategy& BucketReducer::strategy_of(const Bucket& bucket) {
   return exact_;
 }
 
-// A codec's gradients are multiplied in place, and residuals are added there.
+// A codec's gradients are multiplied in place, and residuals are added there; a device's memory goes through the host.
 bool BucketReducer::leaves_input(const Bucket& bucket, bool weighted) {
-  if (bucket.sparse || hook_.hook_of(bucket) != nullptr) return false;
+  if (bucket.sparse || !bucket.buffer.is_cpu() || hook_.hook_of(bucket) != nullptr) return false;
   const ReductionStrategy& strategy = strategy_of(bucket);
   return &strategy == &exact_ || (&strategy == &codec_ && !weighted && !compression_.exchanges_codes());
 }

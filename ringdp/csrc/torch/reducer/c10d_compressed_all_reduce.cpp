@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -32,9 +34,19 @@ std::shared_ptr<Engine> engine_of(c10d::ProcessGroup& group) {
   return nullptr;
 }
 
+// Two of each device by turns: one computes while the other waits for the network. No more, because torch's allocator keeps
+// the blocks of each stream for that stream.
 c10::Stream stream_for(const at::Tensor& buffer) {
-  if (buffer.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, buffer.device());
-  return c10::impl::VirtualGuardImpl(buffer.device().type()).getStreamFromGlobalPool(buffer.device());
+  const c10::Device device = buffer.device();
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
+  static std::mutex mutex;
+  static auto& streams = *new std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::vector<c10::Stream>>();
+  const std::lock_guard lock(mutex);
+  std::vector<c10::Stream>& mine = streams[{device.type(), device.index()}];
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  while (mine.size() < 2) mine.push_back(guard.getStreamFromGlobalPool(device));
+  std::swap(mine[0], mine[1]);
+  return mine[0];
 }
 
 // While it lives, this operation's stream is the current one, ordered after the work already queued on the one before.
@@ -220,7 +232,12 @@ void C10dCompressedAllReduce::end(std::exception_ptr error) {
     issued_ = true;
     issued_changed_.notify_all();
   }
-  const OnStream on_stream(stream_, call_.buffer.device());  // which the Work's future then stands for
+  std::optional<OnStream> on_stream;  // which the Work's future then stands for
+  try {
+    if (!error) on_stream.emplace(stream_, call_.buffer.device());
+  } catch (...) {
+    error = std::current_exception();  // of the device
+  }
   // Released before the end is reported: a thread of the backend must not drop the last reference to it.
   collectives_.clear();
   backend_.reset();

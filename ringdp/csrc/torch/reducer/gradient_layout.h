@@ -39,6 +39,7 @@ struct ReducerOptions {
   bool names_compared = false;     // see ReducerGroup
   bool weighted = false;           // see GradientWeights
   std::size_t report_every = 0;    // see StepReport
+  bool alone = false;              // one rank reduces its buckets, too: for tests and benchmarks of what carries them
   std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
 };
 
@@ -64,7 +65,7 @@ class GradientLayout {
   StepRepair repair;
 
   // Nothing is sent, and gradients lie where autograd leaves them.
-  bool local() const { return group.ranks() == 1 && !buckets.has_hook() && !repair.on(); }
+  bool local() const { return group.ranks() == 1 && !options.alone && !buckets.has_hook() && !repair.on(); }
   // Gradients are reported, and there are some.
   bool watched() const { return hooks.attached() && parameters.size() > 0; }
   // Buckets get their memory at the first forward that needs it, not at construction: a hook may still be registered, and

@@ -1,0 +1,123 @@
+"""Two ranks over NCCL on one GPU: NCCL takes them for two hosts, each by its NCCL_HOSTID, and connects them by sockets.
+
+For right and wrong, not for speed: the kernels of the two take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp.ddp.wrapper import RingDP
+from ringdp.errors import MismatchError, PeerLostError
+from tests.gpu.test_training_gpu import SHAPES
+from tests.train.given_gradients import Formula, Given, noise
+from tests.train.harness import run_outcomes, run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not dist.is_nccl_available(), reason="torch has no NCCL")]
+
+NCCL = "cpu:ring,cuda:nccl"
+STEPS = 3
+NAMED_WITHIN_S = 2.0
+BY_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def as_two_hosts() -> int:
+    """Before the first collective, at which NCCL reads it; the rank."""
+    rank = dist.get_rank()
+    os.environ.update(BY_SOCKETS, NCCL_HOSTID=f"host-of-rank-{rank}")
+    torch.cuda.set_device(0)
+    return rank
+
+
+def model_of(compression: str | None) -> RingDP:
+    return RingDP(Given(SHAPES).cuda(), compression=compression)
+
+
+def given(rank: int, step: int) -> dict[str, Tensor]:
+    return {name: one.cuda() for name, one in noise(SHAPES, rank, step).items()}
+
+
+def gradients_of(compression: str | None) -> list[list[Tensor]]:
+    rank = as_two_hosts()
+    model = model_of(compression)
+    seen = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(given(rank, step)).backward()
+        seen.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    return seen
+
+
+def test_exact_means() -> None:
+    told = run_ranks(gradients_of, None, backend=NCCL)
+    for step in range(STEPS):
+        every = [noise(SHAPES, rank, step) for rank in range(2)]
+        for number, name in enumerate(SHAPES):
+            mean = (every[0][name] + every[1][name]) / 2
+            for seen in told:
+                torch.testing.assert_close(seen[step][number], mean, rtol=1e-6, atol=1e-6)
+            assert torch.equal(told[0][step][number], told[1][step][number])
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_compressed_means_have_the_bits_of_the_formula(codec: str) -> None:
+    told = run_ranks(gradients_of, codec, backend=NCCL)
+    formula = Formula(codec, 2, feedback=codec == "int4")
+    for step in range(STEPS):
+        every = [noise(SHAPES, rank, step) for rank in range(2)]
+        for number, name in enumerate(SHAPES):
+            if every[0][name].numel() < 1024:
+                continue  # small ones go exactly
+            wanted = formula.mean(name, [one[name] for one in every]).view(SHAPES[name])
+            for rank, seen in enumerate(told):
+                assert torch.equal(seen[step][number], wanted), f"step {step}, {name}, rank {rank}"
+
+
+def step_of(model: RingDP, shapes: dict[str, tuple[int, ...]], rank: int, step: int) -> None:
+    model({name: one.cuda() for name, one in noise(shapes, rank, step).items()}).backward()
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def die_in_a_step() -> float:
+    rank = as_two_hosts()
+    model = model_of(None)
+    step_of(model, SHAPES, rank, 0)
+    if rank == 1:
+        parameter = next(model.parameters())
+        parameter.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    began = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        step_of(model, SHAPES, rank, 1)
+    assert caught.value.peer == 1
+    return time.monotonic() - began
+
+
+def test_a_rank_that_is_killed_in_a_step_is_named() -> None:
+    alive, dead = run_outcomes(die_in_a_step, backend=NCCL)
+    assert dead.text is not None
+    assert alive.text is None, alive.text
+    assert alive.value < NAMED_WITHIN_S
+
+
+def build_and_step(shapes: dict[str, tuple[int, ...]], rank: int) -> None:
+    step_of(RingDP(Given(shapes).cuda()), shapes, rank, 0)
+
+
+def disagree() -> str:
+    rank = as_two_hosts()
+    shapes = dict(SHAPES) if rank == 0 else {name: (*shape[:-1], shape[-1] + 1) for name, shape in SHAPES.items()}
+    with pytest.raises(MismatchError) as caught:
+        build_and_step(shapes, rank)
+    return str(caught.value)
+
+
+def test_other_shapes_are_an_error_on_both() -> None:
+    assert all("weight" in text for text in run_ranks(disagree, backend=NCCL))
