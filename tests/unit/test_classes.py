@@ -13,7 +13,7 @@ FOLDERS = ("torch/reducer", "engine", "mesh", "membership")
 MOST_METHODS = 25
 # Of these, one idea needs more.
 MORE_METHODS = {
-    "BucketStore": 30,
+    "BucketStore": 35,
     "Engine": 30,
     "FailureAgreement": 30,
     "LinkSender": 30,

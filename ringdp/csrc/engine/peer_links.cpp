@@ -79,24 +79,18 @@ bool PeerLinks::guarded(int peer, const std::function<bool(Link&)>& action) {
     bool moved = action(link);
     if (link.departed() && link.connected()) watch_.remove(link.channel());
     return moved;
-  } catch (const SendingBroken& error) {
-    if (!link.repair().possible()) return lose(peer, error);
-    link.repair().stop_sending();
-    events_.broken(peer, error);
-    return true;
   } catch (const ConnectionBroken& error) {
-    if (!link.repair().possible()) return lose(peer, error);
-    interrupt(peer);
+    if (!link.repair().possible()) {
+      events_.lost(peer, error);
+      return true;
+    }
+    error.still_read() ? link.repair().stop_sending() : interrupt(peer);
     events_.broken(peer, error);
     return true;
   } catch (const Error& error) {
-    return lose(peer, error);
+    events_.lost(peer, error);
+    return true;
   }
-}
-
-bool PeerLinks::lose(int peer, const Error& error) {
-  events_.lost(peer, error);
-  return true;
 }
 
 bool PeerLinks::pump() {

@@ -85,7 +85,6 @@ class PeerLinks {
 
  private:
   std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on
-  bool lose(int peer, const Error& error);                                     // true
 
   const PeerTable peers_;
   const DriverRole& role_;

@@ -26,14 +26,20 @@ struct PeerInfo {
 };
 
 // The connection has ended without a goodbye: the peer may have died, or the network have failed it.
-class ConnectionBroken : public Error {
+class ConnectionBroken final : public Error {
  public:
   using Error::Error;
-};
-// It takes nothing more of this side's; what the peer sends may still come.
-class SendingBroken final : public ConnectionBroken {
- public:
-  explicit SendingBroken(const ConnectionBroken& how) : ConnectionBroken(how) {}
+
+  // It takes nothing more of this side's; what the peer sends may still come.
+  bool still_read() const { return still_read_; }
+  ConnectionBroken for_sending() const {
+    ConnectionBroken it = *this;
+    it.still_read_ = true;
+    return it;
+  }
+
+ private:
+  bool still_read_ = false;
 };
 
 class Connection {

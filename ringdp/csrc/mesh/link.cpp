@@ -82,7 +82,7 @@ void Link::on_send_failed(int error_number) {
   try {
     receiver_.on_closed(error_number);
   } catch (const ConnectionBroken& error) {
-    throw SendingBroken(error);
+    throw error.for_sending();
   }
 }
 
