@@ -292,20 +292,26 @@ def memory_of_its_own() -> None:
 
 
 def part_of_its_bucket(value: bool | None) -> None:
-    """The default: a kept .grad keeps its values, what was made of it shows the next step's."""
+    """The default. What was made of a .grad shows the next step's as long as it is only zeroed; let go, it stays."""
     model = RingDP(linear(0)) if value is None else RingDP(linear(0), gradient_as_bucket_view=value)
-    model(inputs(0, dist.get_rank())).sum().backward()
-    grad = model.module.weight.grad
-    assert grad is not None
+
+    def step(number: int) -> torch.Tensor:
+        model(inputs(number, dist.get_rank())).sum().backward()
+        assert model.module.weight.grad is not None
+        return model.module.weight.grad
+
+    grad = step(0)
     assert grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
     seen = grad.detach()
     before = seen.clone()
+    model.zero_grad(set_to_none=False)
+    assert not torch.equal(step(1), before)
+    torch.testing.assert_close(seen, grad, rtol=0, atol=0)
+    before = seen.clone()
     del grad
     model.zero_grad()
-    model(inputs(1, dist.get_rank())).sum().backward()
-    assert not torch.equal(seen, before)
-    assert model.module.weight.grad is not None
-    torch.testing.assert_close(seen, model.module.weight.grad, rtol=0, atol=0)
+    assert not torch.equal(step(2), before)
+    torch.testing.assert_close(seen, before, rtol=0, atol=0)
 
 
 def test_memory_of_gradients(backend: str) -> None:
