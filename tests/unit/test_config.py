@@ -115,6 +115,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     read_elsewhere = {"RINGDP_CUDA", "RINGDP_LOG_LEVEL", "RINGDP_GRADIENT_POOL", "RINGDP_REPORT_FILE"}
     read_elsewhere |= {
         "RINGDP_REPORT_EVERY",
+        "RINGDP_REDUCE_ALONE",
         "RINGDP_METRICS_DIR",
         "RINGDP_TENSORBOARD",
         "RINGDP_TIMELINE",
