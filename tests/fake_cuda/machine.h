@@ -1,8 +1,9 @@
 // Machine: what a CUDA device that is not there does: its streams and its memory.
-// A stream is a queue of tasks. One thread works the streams off, in an order drawn from a seed and with pauses; or lazily,
-// which is as late as can be: only what the host asks for, and what that waits for. A block of memory has two addresses: the
-// tensor's, which ends the process that reads there, and a twin at which tasks reach it. A block that is given back is the next
-// one of its size on its stream, as by CUDA's caching allocator, so that who uses it too long is found.
+// A stream is a queue of tasks. One thread works the streams off, in an order drawn from a seed and with pauses; or
+// lazily, which is as late as can be: only what the host asks for, and what that waits for. A block of memory has two
+// addresses: the tensor's, which ends the process that reads there, and a twin at which tasks reach it. A block that is
+// given back is the next one of its size on its stream, as by CUDA's caching allocator, so that who uses it too long is
+// found.
 // One for each process, never destroyed; any thread. A process that has used it must not fork.
 #pragma once
 
@@ -56,8 +57,8 @@ class Machine {
   // The host waits for the device inside an operator: an error while that is forbidden.
   void note_wait() const;
   void forbid_waits(bool forbidden) { waits_forbidden_.store(forbidden); }
-  // From now on each call of the host on streams fails, as after an assert in a kernel.
-  void fail() { failed_.store(true); }
+  // While true each record of an event fails, as after an assert in a kernel.
+  void fail(bool failed) { failed_.store(failed); }
   void throw_if_failed() const;
 
   // ---- Memory

@@ -13,7 +13,7 @@ PYBIND11_MODULE(fake_cuda, module) {
   module.def("set_order", [](uint64_t seed, int longest_us) { Machine::here().set_order(seed, longest_us); });
   module.def("synchronize", [] { Machine::here().wait_for_all(); }, no_gil);
   module.def("forbid_waits", [](bool forbidden) { Machine::here().forbid_waits(forbidden); });
-  module.def("fail", [] { Machine::here().fail(); });
+  module.def("fail", [](bool failed) { Machine::here().fail(failed); });
   module.def("rest", [](int64_t us) {
     Machine::here().queue_rest(fake_cuda::current_stream(), std::chrono::microseconds(us));
   });
