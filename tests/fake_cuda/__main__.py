@@ -17,6 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "fake_cuda"
+RINGDP_HEADERS = ("torch/device/device_codec.h", "cuda/kernels.h")
 SOURCES = sorted(HERE.glob("*.cpp"))
 TESTS = ["tests/fake_cuda", *(f"tests/gpu/test_{name}_gpu.py" for name in ("ring", "codes", "training", "init"))]
 # What the device has not: NCCL, graphs, the profiler.
@@ -25,16 +26,20 @@ NOT_THERE = "not nccl and not captur and not synchronises_the_device and not sha
 
 def build() -> Path:
     """The compiled module, for the torch of this Python."""
+    import torch
     from torch.utils import cpp_extension
 
+    folder = BUILD / torch.__version__
+
+    csrc = ROOT / "ringdp" / "csrc"
     compiler = shlex.split(os.environ.get("CXX") or "c++")
-    include = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(ROOT / "ringdp" / "csrc")]
-    flags = ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-MMD"]
-    BUILD.mkdir(parents=True, exist_ok=True)
-    newest_header = max(path.stat().st_mtime for path in [*HERE.glob("*.h"), ROOT / "ringdp/csrc/cuda/kernels.h"])
+    include = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(csrc)]
+    flags = ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall"]
+    folder.mkdir(parents=True, exist_ok=True)
+    newest_header = max(path.stat().st_mtime for path in [*HERE.glob("*.h"), *map(csrc.joinpath, RINGDP_HEADERS)])
 
     def compiled(source: Path) -> Path:
-        target = BUILD / f"{source.stem}.o"
+        target = folder / f"{source.stem}.o"
         if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
             where = [part for path in include for part in ("-isystem" if "torch" in path else "-I", path)]
             subprocess.run([*compiler, *flags, *where, "-c", str(source), "-o", str(target)], check=True)
@@ -42,7 +47,7 @@ def build() -> Path:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, SOURCES))
-    module = BUILD / "fake_cuda.so"
+    module = folder / "fake_cuda.so"
     if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         names = ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]

@@ -1,6 +1,6 @@
-// Operators on tensors of the fake device. What an operator returns is made at once, in the shape that its Meta kernel gives;
-// its CPU kernel runs on the bare addresses when the stream gets there. Where the shape depends on the numbers the host waits,
-// as it does on a GPU.
+// Operators on tensors of the fake device. What an operator returns is made at once, in the shape that its Meta kernel
+// gives; its CPU kernel runs on the bare addresses when the stream gets there. Where the shape depends on the numbers
+// the host waits, as it does on a GPU.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import MismatchError, PeerLostError
-from tests.gpu.test_training_gpu import SHAPES
-from tests.train.given_gradients import Formula, Given, noise
+from tests.gpu.test_training_gpu import NCCL, SHAPES, check_against_the_formula, gradients_of
+from tests.train.given_gradients import Given, noise
 from tests.train.harness import run_outcomes, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not dist.is_nccl_available(), reason="torch has no NCCL")]
 
-NCCL = "cpu:ring,cuda:nccl"
-STEPS = 3
 NAMED_WITHIN_S = 2.0
 BY_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -36,28 +34,14 @@ def as_two_hosts() -> int:
     return rank
 
 
-def model_of(compression: str | None) -> RingDP:
-    return RingDP(Given(SHAPES).cuda(), compression=compression)
-
-
-def given(rank: int, step: int) -> dict[str, Tensor]:
-    return {name: one.cuda() for name, one in noise(SHAPES, rank, step).items()}
-
-
-def gradients_of(compression: str | None) -> list[list[Tensor]]:
-    rank = as_two_hosts()
-    model = model_of(compression)
-    seen = []
-    for step in range(STEPS):
-        model.zero_grad()
-        model(given(rank, step)).backward()
-        seen.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
-    return seen
+def gradients_over_nccl(compression: str | None) -> list[list[Tensor]]:
+    as_two_hosts()
+    return gradients_of(["cuda", "cuda"], compression)
 
 
 def test_exact_means() -> None:
-    told = run_ranks(gradients_of, None, backend=NCCL)
-    for step in range(STEPS):
+    told = run_ranks(gradients_over_nccl, None, backend=NCCL)
+    for step in range(len(told[0])):
         every = [noise(SHAPES, rank, step) for rank in range(2)]
         for number, name in enumerate(SHAPES):
             mean = (every[0][name] + every[1][name]) / 2
@@ -68,16 +52,7 @@ def test_exact_means() -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_compressed_means_have_the_bits_of_the_formula(codec: str) -> None:
-    told = run_ranks(gradients_of, codec, backend=NCCL)
-    formula = Formula(codec, 2, feedback=codec == "int4")
-    for step in range(STEPS):
-        every = [noise(SHAPES, rank, step) for rank in range(2)]
-        for number, name in enumerate(SHAPES):
-            if every[0][name].numel() < 1024:
-                continue  # small ones go exactly
-            wanted = formula.mean(name, [one[name] for one in every]).view(SHAPES[name])
-            for rank, seen in enumerate(told):
-                assert torch.equal(seen[step][number], wanted), f"step {step}, {name}, rank {rank}"
+    check_against_the_formula(run_ranks(gradients_over_nccl, codec, backend=NCCL), codec)
 
 
 def step_of(model: RingDP, shapes: dict[str, tuple[int, ...]], rank: int, step: int) -> None:
@@ -88,7 +63,7 @@ def step_of(model: RingDP, shapes: dict[str, tuple[int, ...]], rank: int, step: 
 
 def die_in_a_step() -> float:
     rank = as_two_hosts()
-    model = model_of(None)
+    model = RingDP(Given(SHAPES).cuda())
     step_of(model, SHAPES, rank, 0)
     if rank == 1:
         parameter = next(model.parameters())

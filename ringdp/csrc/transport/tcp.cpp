@@ -124,7 +124,8 @@ class TcpChannel final : public Channel {
   std::string describe() const override { return description_; }
 
  private:
-  // False: only this side reads no more (somebody shut it down). The peer could send on, and its host would count that as arrived.
+  // False: only this side reads no more (somebody shut it down). The peer could send on, and its host would count that
+  // as arrived.
   bool ended_by_peer() const {
     tcp_info info{};
     socklen_t length = sizeof(info);

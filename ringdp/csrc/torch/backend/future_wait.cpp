@@ -19,7 +19,8 @@ struct Completion {
 
 PyObject* helper_threads = nullptr;  // by Python's lock
 
-// With Python's lock, by which threads begin and end. Throws what a signal's handler raises in the call: that is the program's.
+// With Python's lock, by which threads begin and end. Throws what a signal's handler raises in the call: that is the
+// program's.
 ProgramThreadCount count_program_threads() {
   const auto at = std::chrono::steady_clock::now();
   int threads = 0;

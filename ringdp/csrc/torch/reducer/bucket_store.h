@@ -3,8 +3,8 @@
 // becomes the part itself, so there is no copy back. A large gradient is a bucket by itself, reduced where autograd left it.
 // .grad keeps memory of its own where the options ask for it, where another wrapper reduces the same parameter, where the
 // bucket has another dtype, in a graph of its own, and where the program has other tensors on that memory: as long as the
-// program only zeroes a .grad, all tensors on its memory show the mean. What the program keeps of a .grad that it has let go
-// keeps its memory and its values: the bucket gets other memory.
+// program only zeroes a .grad, all tensors on its memory show the mean. What the program keeps of a .grad that it has
+// let go keeps its memory and its values: the bucket gets other memory.
 // Owned by the Reducer, used under its lock; but for `take`, which reads and writes only what belongs to its parameter and
 // which the threads that run backward call without it, before they report that parameter.
 #pragma once
@@ -52,8 +52,8 @@ class BucketStore {
   // Zeros of what is sent of a bucket; `hooked`: as a hook gets it.
   at::Tensor zeros(std::size_t index, bool hooked);
 
-  // Before a backward writes, also one that averages nothing. Of a bucket of which the program keeps what it has let go, the
-  // memory is that program's; each .grad that it has not let go stays where it is.
+  // Before a backward writes, also one that averages nothing: a bucket of which the program keeps what it has let go
+  // gets other memory. Each .grad that it has not let go stays where it is.
   void leave_kept_memory();
   void begin_backward();  // that averages
   // Before autograd adds `gradient` to .grad. Returns what it is to add; undefined: nothing, it is in the bucket already.

@@ -34,8 +34,8 @@ std::shared_ptr<Engine> engine_of(c10d::ProcessGroup& group) {
   return nullptr;
 }
 
-// Two of each device by turns: one computes while the other waits for the network. No more, because torch's allocator keeps
-// the blocks of each stream for that stream.
+// Two of each device by turns: one computes while the other waits for the network. No more, because torch's allocator
+// keeps the blocks of each stream for that stream.
 c10::Stream stream_for(const at::Tensor& buffer) {
   const c10::Device device = buffer.device();
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
