@@ -127,7 +127,7 @@ def break_in_backward(compression: str | None) -> float:
     fails = threading.Timer(BUSY_S / 2, device.fail, [True])
 
     def keep_busy(_: Tensor) -> None:
-        torch.cuda._sleep(int(BUSY_S * CYCLES_PER_S))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(BUSY_S * CYCLES_PER_S))
         fails.start()
 
     layers[0].weight.register_hook(keep_busy)
