@@ -22,6 +22,9 @@ SOURCES = sorted(HERE.glob("*.cpp"))
 TESTS = ["tests/fake_cuda", *(f"tests/gpu/test_{name}_gpu.py" for name in ("ring", "codes", "training", "init"))]
 # What the device has not: NCCL, graphs, the profiler.
 NOT_THERE = "not nccl and not captur and not synchronises_the_device and not share_them"
+# Written for the CPU, and run with all tensors on the device (everything.py).
+TRAINING = ["tests/train/test_parallel_gradients.py", "tests/train/test_parallel_unused.py"]
+TRAINING += ["tests/train/test_parallel_freezing.py", "tests/train/test_forwards.py"]
 
 
 def build() -> Path:
@@ -55,25 +58,28 @@ def build() -> Path:
     return module
 
 
+def variables_of(module: Path, order: str, root: Path = ROOT) -> dict[str, str]:
+    """The environment of a Python that has the device and takes ringdp from `root`."""
+    path = os.pathsep.join([str(HERE / "site"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"FAKE_CUDA": str(module), "FAKE_CUDA_ORDER": order, "RINGDP_CUDA": "ring", "PYTHONPATH": path}
+
+
+def run(arguments: list[str], variables: dict[str, str]) -> int:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False).returncode
+
+
 def main(arguments: list[str]) -> int:
     module = build()
     seed = os.environ.get("SEED") or str(random.SystemRandom().randrange(1 << 32))
     status = 0
     for order in ("lazy", seed):
         print(f"== the fake device, {order if order == 'lazy' else f'SEED={order}'}", flush=True)
-        variables = {"FAKE_CUDA": str(module), "FAKE_CUDA_ORDER": order, "RINGDP_CUDA": "ring"}
-        path = os.pathsep.join([str(HERE / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            *(arguments or [*TESTS, "-q", "-k", NOT_THERE]),
-        ]
-        status |= subprocess.run(
-            command, cwd=ROOT, env=os.environ | variables | {"PYTHONPATH": path}, check=False
-        ).returncode
+        variables = variables_of(module, order)
+        status |= run(arguments or [*TESTS, "-q", "-k", NOT_THERE], variables)
+        if not arguments:
+            everything = {"RINGDP_TEST_DEVICE": "fake", "RINGDP_TEST_BACKENDS": "ring"}
+            status |= run([*TRAINING, "-q"], variables | everything)
     return status
 
 

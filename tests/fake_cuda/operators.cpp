@@ -275,14 +275,15 @@ const Tensor& resize(const Tensor& self, IntArrayRef size, std::optional<at::Mem
   return self;
 }
 
-// Between pinned memory and the device late; pageable memory is taken at once, and waited for on the way back.
+// Between pinned memory and the device late; pageable memory is taken at once, and waited for on the way back. Pinned
+// memory that its tensor gives back meanwhile stays until the copy has come, as with torch's allocator.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
   const Tensor from = source.expand(self.sizes());
   const Tensor& host = self.is_cuda() ? from : self;
   const bool late = host.is_cuda() || (non_blocking && is_pinned(host.storage().data()));
   const Tensor taken = late || !self.is_cuda() ? on_cpu(from) : from.clone();
-  queue([to = on_cpu(self), taken]() mutable { to.copy_(taken); });
+  queue([to = on_cpu(self), taken, pinned = host.storage()]() mutable { to.copy_(taken); });
   if (!late && !self.is_cuda()) {
     Machine::here().note_wait();
     Machine::here().wait_for_stream(current_stream());

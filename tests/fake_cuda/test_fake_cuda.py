@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif("FAKE_CUDA" not in os.environ, reason="make test
 
 STEPS = 6
 KEPT_IN = 2
+OVERFLOWS_IN = 4
 ENDS_WITHIN_S = 20.0
 BUSY_S = 1.0
 CYCLES_PER_S = 2_000_000_000
@@ -66,9 +68,8 @@ def train(place: str, options: dict[str, Any]) -> str:
     """The weights after some steps, and gradients that were kept: one hash of the bits of all."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = RingDP(
-        Branches(torch.Stream(device="cuda") if place == "cuda" else None).to(place), bucket_cap_mb=0.02, **options
-    )
+    side = torch.Stream(device="cuda") if place == "cuda" else None
+    model = RingDP(Branches(side).to(place), **({"bucket_cap_mb": 0.02} | options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     kept: list[Tensor] = []
     with on_a_stream_of_the_users(place):
@@ -78,10 +79,12 @@ def train(place: str, options: dict[str, Any]) -> str:
             if step % 3 == 1:
                 with model.no_sync():
                     model(torch.randn(8, 64, generator=numbers).to(place)).square().mean().backward()
-            model(torch.randn(8, 64, generator=numbers).to(place, non_blocking=True)).square().mean().backward()
+            loss = model(torch.randn(8, 64, generator=numbers).to(place, non_blocking=True)).square().mean()
+            (loss * (math.inf if step == OVERFLOWS_IN and dist.get_rank() == 1 else 1)).backward()
             if step == KEPT_IN:
                 kept = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            optimizer.step()
+            if step != OVERFLOWS_IN:  # what compression left out of the step before is sent in the next one
+                optimizer.step()
     if place == "cuda":
         torch.cuda.synchronize()
     return digest([*model.parameters(), *kept])
@@ -91,6 +94,8 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"compression": "int8"},
     {"compression": "int4"},
+    {"bucket_cap_mb": 1},  # one bucket, which several streams write
+    {"bucket_cap_mb": 1, "compression": "int8"},
     {"gradient_as_bucket_view": False},
     {"reproducible": True},
 ]

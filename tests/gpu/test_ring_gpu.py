@@ -125,6 +125,30 @@ def freed_at_once() -> None:
     assert all(bool((one == -1).all()) for one in spoilers)
 
 
+def flattened_and_freed() -> None:
+    """Of input whose strides are not those of a flat buffer the library makes a copy, which nobody else holds."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = torch.full((1000, COUNT // 1000), float(rank + 1), device="cuda")
+    parts = [torch.zeros(COUNT // 1000, 1000, device="cuda") for _ in range(world)]
+    torch.cuda._sleep(BUSY_CYCLES)
+    work = dist.all_gather(parts, mine.t(), async_op=True)
+    spoilers = [torch.full((COUNT,), -1.0, device="cuda") for _ in range(4)]
+    work.wait()
+    assert all(bool((part == r + 1).all()) for r, part in enumerate(parts))
+    assert all(bool((one == -1).all()) for one in spoilers)
+
+
+def two_on_the_same_memory() -> None:
+    """Without a wait between, the second takes what the first gives, as it would on one stream."""
+    world = dist.get_world_size()
+    for count in (1000, COUNT):
+        x = torch.ones(count, device="cuda")
+        works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        assert bool((x == world**3).all())
+
+
 def chained() -> None:
     """What a future's callback computes is ordered after the result, on streams."""
     world = dist.get_world_size()
@@ -134,7 +158,11 @@ def chained() -> None:
     assert bool((future.wait() == 2 * world).all())
 
 
-@pytest.mark.parametrize("case", [on_other_streams, freed_at_once, chained], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [on_other_streams, freed_at_once, flattened_and_freed, two_on_the_same_memory, chained],
+    ids=lambda case: case.__name__,
+)
 def test_streams_and_memory(case: Callable[[], None]) -> None:
     run_ranks(case, world_size=2, backend="ring")
 

@@ -249,7 +249,7 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
         try:
             # What a function sets in the environment is not there for the next one.
             with mock.patch.dict(os.environ), _process_group(backend, store, rank, world_size):
-                function = _find(module, name)
+                function = _placed(_find(module, name))
                 outcome = Outcome(rank, value=function(*args, **kwargs))
         except BaseException as error:
             outcome = Outcome(rank, error=_picklable(error), text=traceback.format_exc())
@@ -279,6 +279,14 @@ def _find(module: str, name: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
+    if os.environ.get("RINGDP_TEST_DEVICE") != "fake":
+        return function
+    from tests.fake_cuda.everything import on_the_device
+
+    return on_the_device(function)
 
 
 def _picklable(error: BaseException) -> BaseException:

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "mesh/record.h"
+#include "torch/backend/python_warnings.h"
 
 namespace ringdp {
 namespace {
@@ -62,7 +63,7 @@ void BackwardUnit::called_in_backward(const Step& step) {
       auto alive = std::make_shared<int>();
       open_.push_back({alive.get(), false, {}, alive, task, std::this_thread::get_id()});
       torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this(), alive] {
-        if (const auto unit = self.lock()) unit->release(alive.get());
+        if (const auto unit = self.lock()) with_python_warnings([&] { unit->release(alive.get()); });
       });
     }
   }

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "torch/backend/python_warnings.h"
+
 namespace ringdp {
 
 using torch::autograd::get_current_graph_task_id;
@@ -114,7 +116,7 @@ void Reducer::begin(double weight, bool again) {
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = weak_from_this(), alive, pool = layout_.pool.during_backward()] {
-        if (auto reducer = self.lock()) reducer->end_backward();
+        if (auto reducer = self.lock()) with_python_warnings([&] { reducer->end_backward(); });
       });
   filler_.begin();
 }
