@@ -5,6 +5,7 @@
 
 #include "codec.h"
 #include "fake.h"
+#include "nccl.h"
 
 PYBIND11_MODULE(fake_cuda, module) {
   using fake_cuda::Machine;
@@ -19,4 +20,5 @@ PYBIND11_MODULE(fake_cuda, module) {
   });
   module.def("known", [] { return at::hasCUDA(); }, "Whether torch asked for its hooks after they were there.");
   module.def("codec_over", &fake_cuda::codec_over);
+  fake_cuda::bind_nccl(module);
 }
