@@ -230,17 +230,20 @@ void* Machine::allocate(std::size_t bytes, StreamId stream) {
   const std::size_t rounded = (bytes + kGrainBytes - 1) / kGrainBytes * kGrainBytes;
   const std::lock_guard lock(memory_mutex_);
   map();
-  std::vector<void*>& spare = free_[{stream, rounded}];
+  auto spare = free_.lower_bound({stream, rounded});
   void* block = nullptr;
-  if (spare.empty()) {
+  std::size_t size = rounded;
+  if (spare == free_.end() || spare->first.first != stream) {
     TORCH_CHECK(used_ + rounded <= kMemoryBytes, "fake CUDA: out of memory");
     block = base_ + used_;
     used_ += rounded;
   } else {
-    block = spare.back();
-    spare.pop_back();
+    size = spare->first.second;
+    block = spare->second.back();
+    spare->second.pop_back();
+    if (spare->second.empty()) free_.erase(spare);
   }
-  blocks_[block] = {rounded, stream, {}};
+  blocks_[block] = {size, stream, {}};
   return block;
 }
 

@@ -3,8 +3,8 @@
 // lazily, which is as late as can be: only what the host asks for, and what that waits for. A task that waits for other
 // processes runs on a thread of its own, so that it holds up its stream and no other. A block of memory has two
 // addresses: the tensor's, which ends the process that reads there, and a twin at which tasks reach it. A block that is
-// given back is the next one of its size on its stream, as by CUDA's caching allocator, so that who uses it too long is
-// found.
+// given back is the next one of its size or less on its stream, as by CUDA's caching allocator, so that who uses it too
+// long is found.
 // One for each process, never destroyed; any thread. A process that has used it must not fork.
 #pragma once
 
