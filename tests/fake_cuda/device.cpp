@@ -2,12 +2,12 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "fake.h"
 

@@ -106,9 +106,8 @@ void Exchange::connect(c10d::Store& store, std::chrono::milliseconds timeout) {
     const std::vector<uint8_t> theirs = store.get(key);
     const auto [to, bytes] = address_of(std::string(theirs.begin(), theirs.end()));
     const int made = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    wait_until([&, to = to, bytes = bytes] {
-      return ::connect(made, reinterpret_cast<const sockaddr*>(&to), bytes) == 0;
-    });
+    wait_until(
+        [&, to = to, bytes = bytes] { return ::connect(made, reinterpret_cast<const sockaddr*>(&to), bytes) == 0; });
     write_all(made, &rank_, sizeof rank_);
     links_[static_cast<std::size_t>(peer)].socket = made;
   }

@@ -45,7 +45,7 @@ class Machine {
   // ---- Streams
   void queue(StreamId stream, std::function<void()> work);
   void queue_apart(StreamId stream, std::function<void()> work);  // it may wait for other processes
-  void queue_wait(StreamId stream, MarkPointer mark);  // what is queued behind it does not run before
+  void queue_wait(StreamId stream, MarkPointer mark);             // what is queued behind it does not run before
   void queue_rest(StreamId stream, std::chrono::microseconds time);
   MarkPointer record(StreamId stream);
   bool reached(const MarkPointer& mark);

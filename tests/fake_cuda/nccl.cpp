@@ -11,7 +11,6 @@
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
 #include <cstdio>
@@ -20,6 +19,7 @@
 #include <list>
 #include <memory>
 #include <numeric>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 
 #include "exchange.h"
@@ -62,10 +62,17 @@ std::string describe(const char* name, const Tensors& tensors) {
 
 void reduce_into(Tensor& sum, const Tensor& next, c10d::ReduceOp op) {
   switch (op) {
-    case c10d::ReduceOp::PRODUCT: sum.mul_(next); break;
-    case c10d::ReduceOp::MIN: sum.copy_(at::minimum(sum, next)); break;
-    case c10d::ReduceOp::MAX: sum.copy_(at::maximum(sum, next)); break;
-    default: sum.add_(next);
+    case c10d::ReduceOp::PRODUCT:
+      sum.mul_(next);
+      break;
+    case c10d::ReduceOp::MIN:
+      sum.copy_(at::minimum(sum, next));
+      break;
+    case c10d::ReduceOp::MAX:
+      sum.copy_(at::maximum(sum, next));
+      break;
+    default:
+      sum.add_(next);
   }
 }
 
@@ -236,9 +243,9 @@ class Nccl final : public c10d::Backend {
   WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                               const c10d::AllgatherOptions& options) override {
     for (std::size_t i = 0; i < inputs.size(); ++i)
-      TORCH_CHECK_VALUE(outputs.at(i).numel() == inputs[i].numel() * getSize() &&
-                            outputs[i].scalar_type() == inputs[i].scalar_type(),
-                        "output tensor must have the type of the input and world_size times its size");
+      TORCH_CHECK_VALUE(
+          outputs.at(i).numel() == inputs[i].numel() * getSize() && outputs[i].scalar_type() == inputs[i].scalar_type(),
+          "output tensor must have the type of the input and world_size times its size");
     const auto take = [](const auto& from, const Tensors& results) {
       for (std::size_t i = 0; i < results.size(); ++i)
         for (std::size_t rank = 0; rank < from.size(); ++rank)
@@ -251,8 +258,10 @@ class Nccl final : public c10d::Backend {
   WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ReduceScatterOptions& options) override {
     check_op(options.reduceOp);
-    const auto take = [op = options.reduceOp, rank = static_cast<std::size_t>(getRank())](
-                          const auto& from, const Tensors& results) { results[0].copy_(reduced(column(from, rank), op)); };
+    const auto take = [op = options.reduceOp, rank = static_cast<std::size_t>(getRank())](const auto& from,
+                                                                                          const Tensors& results) {
+      results[0].copy_(reduced(column(from, rank), op));
+    };
     return collective(OpType::REDUCE_SCATTER, options.asyncOp, describe("reduce_scatter", inputs.at(0)), inputs[0],
                       outputs, take);
   }
@@ -329,8 +338,7 @@ class Nccl final : public c10d::Backend {
   // By rows, for each rank.
   Tensors split(const Tensor& tensor, const std::vector<int64_t>& sizes) const {
     if (!sizes.empty()) return tensor.split_with_sizes(sizes);
-    TORCH_CHECK_VALUE(tensor.size(0) % getSize() == 0,
-                      "Tensor's dim 0 does not divide equally across group size");
+    TORCH_CHECK_VALUE(tensor.size(0) % getSize() == 0, "Tensor's dim 0 does not divide equally across group size");
     return tensor.split(std::max<int64_t>(tensor.size(0) / getSize(), 1));
   }
 
@@ -374,26 +382,26 @@ class Nccl final : public c10d::Backend {
       end_process_later(why);
     };
     const c10::ScalarType type_of_results = (results.empty() ? given : results).at(0).scalar_type();
-    Machine::here().queue_apart(stream, [=, exchange = exchange_, timeout = options_->timeout, from = flats(given),
-                                         to = flats(results)] {
-      Exchange::Part mine{what, {}};
-      for (const Tensor& one : from) {
-        const auto* first = static_cast<const std::byte*>(one.const_data_ptr());
-        mine.buffers.emplace_back(first, first + one.nbytes());
-      }
-      std::vector<Exchange::Part> all = exchange->swap(round, std::move(mine), timeout, late);
-      FromAll rows;
-      for (Exchange::Part& part : all) {
-        Tensors& row = rows.emplace_back();
-        for (std::size_t i = 0; i < part.buffers.size(); ++i) {
-          const auto dtype = i < from.size() ? from[i].scalar_type() : type_of_results;
-          const auto count = static_cast<int64_t>(part.buffers[i].size() / c10::elementSize(dtype));
-          row.push_back(at::from_blob(part.buffers[i].data(), {count}, at::TensorOptions().dtype(dtype)));
-        }
-      }
-      if (!rows.empty()) take(rows, to);
-      shelf->over = true;
-    });
+    Machine::here().queue_apart(
+        stream, [=, exchange = exchange_, timeout = options_->timeout, from = flats(given), to = flats(results)] {
+          Exchange::Part mine{what, {}};
+          for (const Tensor& one : from) {
+            const auto* first = static_cast<const std::byte*>(one.const_data_ptr());
+            mine.buffers.emplace_back(first, first + one.nbytes());
+          }
+          std::vector<Exchange::Part> all = exchange->swap(round, std::move(mine), timeout, late);
+          FromAll rows;
+          for (Exchange::Part& part : all) {
+            Tensors& row = rows.emplace_back();
+            for (std::size_t i = 0; i < part.buffers.size(); ++i) {
+              const auto dtype = i < from.size() ? from[i].scalar_type() : type_of_results;
+              const auto count = static_cast<int64_t>(part.buffers[i].size() / c10::elementSize(dtype));
+              row.push_back(at::from_blob(part.buffers[i].data(), {count}, at::TensorOptions().dtype(dtype)));
+            }
+          }
+          if (!rows.empty()) take(rows, to);
+          shelf->over = true;
+        });
     last_ = Machine::here().record(stream);
     exchange_->expect(round, last_);
     work->queued(last_, c10::Stream(c10::Stream::UNSAFE, kDevice, stream), exchange_);

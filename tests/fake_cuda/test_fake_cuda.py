@@ -63,14 +63,20 @@ def on_a_stream_of_the_users(place: str) -> Iterator[None]:
         yield
 
 
+def accumulators(module: Branches) -> list[Any]:
+    """Of the first branch's parameters: while they live, those gradients arrive on the branch's stream."""
+    with torch.cuda.stream(module.side):  # type: ignore[arg-type]
+        views: list[Any] = [parameter.expand_as(parameter) for parameter in module.first.parameters()]
+    return [view.grad_fn.next_functions[0][0] for view in views]
+
+
 def train(place: str, options: dict[str, Any]) -> str:
     """The weights after some steps, and gradients that were kept: one hash of the bits of all."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = RingDP(
-        Branches(torch.Stream(device="cuda") if place == "cuda" else None).to(place),
-        **{"bucket_cap_mb": 0.02, **options},
-    )
+    module = Branches(torch.Stream(device="cuda") if place == "cuda" else None).to(place)
+    _nodes = accumulators(module)
+    model = RingDP(module, **{"bucket_cap_mb": 0.02, **options})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     kept: list[Tensor] = []
     with on_a_stream_of_the_users(place):

@@ -145,6 +145,12 @@ def test_an_abort_frees_the_device_that_waits_for_a_dead_rank(compression: str |
     assert DIES_AFTER_S / 2 < alive.value < DIES_AFTER_S + NAMED_WITHIN_S
 
 
+def step_often(model: RingDP, gradients: dict[str, Tensor]) -> None:
+    """Until announcements must have been answered; the host does not wait for the device."""
+    for _ in range(4):
+        model(gradients).backward()
+
+
 def come_too_late() -> tuple[float, int | None]:
     """Rank 1 stays away from a step, and is killed in the end: torch's watchdog ends it a while after a timeout."""
     rank = as_two_hosts()
@@ -158,9 +164,7 @@ def come_too_late() -> tuple[float, int | None]:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(RingTimeoutError) as caught:
-        for _ in range(3):
-            model(gradients).backward()
-            torch.cuda.synchronize()
+        step_often(model, gradients)
     [watchdog] = watchdogs(group)
     wait_until(lambda: watchdog.aborted, "the abort of NCCL")
     return time.monotonic() - began, caught.value.peer
@@ -173,6 +177,24 @@ def test_a_rank_that_does_not_come_is_a_timeout() -> None:
     seconds, peer = punctual.value
     assert peer == 1
     assert TIMEOUT_S / 2 < seconds < TIMEOUT_S + NAMED_WITHIN_S
+
+
+def other_buckets() -> str:
+    """Nobody has compared the models; NCCL would wait for ever, or add up what does not belong together."""
+    rank = as_two_hosts()
+    shapes = {f"{name}_of_{rank}": shape for name, shape in SHAPES.items()}
+    model = RingDP(Given(shapes).cuda(), init_sync=False)
+    gradients = {name: one.cuda() for name, one in noise(shapes, rank, 0).items()}
+    with pytest.raises(MismatchError) as caught:
+        step_often(model, gradients)
+    return str(caught.value)
+
+
+def test_other_buckets_are_an_error_on_both() -> None:
+    for text in run_ranks(other_buckets, backend=NCCL):
+        assert "by nccl" in text
+        assert "of_0" in text
+        assert "of_1" in text
 
 
 def build_and_step(shapes: dict[str, tuple[int, ...]], rank: int) -> None:
