@@ -19,9 +19,10 @@ ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "fake_cuda"
 RINGDP_HEADERS = ("torch/device/device_codec.h", "cuda/kernels.h")
 SOURCES = sorted(HERE.glob("*.cpp"))
-TESTS = ["tests/fake_cuda", *(f"tests/gpu/test_{name}_gpu.py" for name in ("ring", "codes", "training", "init"))]
-# What the device has not: NCCL, graphs, the profiler.
-NOT_THERE = "not nccl and not captur and not synchronises_the_device and not share_them"
+GPU_TESTS = ("ring_gpu", "codes_gpu", "training_gpu", "init_gpu", "mixed_job_gpu", "nccl_pair")
+TESTS = ["tests/fake_cuda", *(f"tests/gpu/test_{name}.py" for name in GPU_TESTS)]
+# What the device has not: graphs, the profiler.
+NOT_THERE = "not captur and not synchronises_the_device and not waits_for_nothing"
 # Written for the CPU, and run with all tensors on the device (everything.py).
 TRAINING = ["tests/train/test_parallel_gradients.py", "tests/train/test_parallel_unused.py"]
 TRAINING += ["tests/train/test_parallel_freezing.py", "tests/train/test_forwards.py"]
@@ -61,7 +62,7 @@ def build() -> Path:
 def variables_of(module: Path, order: str, root: Path = ROOT) -> dict[str, str]:
     """The environment of a Python that has the device and takes ringdp from `root`."""
     path = os.pathsep.join([str(HERE / "site"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"FAKE_CUDA": str(module), "FAKE_CUDA_ORDER": order, "RINGDP_CUDA": "ring", "PYTHONPATH": path}
+    return {"FAKE_CUDA": str(module), "FAKE_CUDA_ORDER": order, "RINGDP_REDUCE_ALONE": "1", "PYTHONPATH": path}
 
 
 def run(arguments: list[str], variables: dict[str, str]) -> int:

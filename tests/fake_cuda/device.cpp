@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "fake.h"
 
@@ -88,8 +89,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device, int) const override { return as_stream(Machine::here().next_stream()); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return as_stream(exchange_stream(stream.id())); }
   bool queryStream(const c10::Stream& stream) const override { return Machine::here().idle(stream.id()); }
-  void synchronizeStream(const c10::Stream& stream) const override { Machine::here().wait_for_stream(stream.id()); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { Machine::here().wait_for_all(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    Machine::here().note_wait();
+    Machine::here().wait_for_stream(stream.id());
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    Machine::here().note_wait();
+    Machine::here().wait_for_all();
+  }
   bool isStreamCapturing(const c10::Stream&) const override { return false; }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     if (memory.get() != nullptr) Machine::here().note_use(memory.get(), stream.id());
@@ -142,6 +149,16 @@ using at::CUDAHooksArgs;
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+
+// torch's DDP wants one for its log.
+class Timer final : public c10d::Timer {
+ public:
+  explicit Timer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+using c10d::RegistererTimerRegistry;
+using c10d::TimerRegistry;
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, Timer)
 
 }  // namespace
 

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,10 @@ def speak_of(device: ModuleType) -> None:
 
     cuda.stream = stream
     torch.backends.cuda.is_built = lambda: True
+    c10d: Any = torch.distributed.distributed_c10d
+    c10d.ProcessGroupNCCL = device.ProcessGroupNCCL
+    c10d._NCCL_AVAILABLE = True
+    c10d.default_pg_nccl_timeout = timedelta(minutes=10)
 
 
 class WithCodecs(importlib.abc.MetaPathFinder, importlib.abc.Loader):

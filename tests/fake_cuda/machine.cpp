@@ -20,6 +20,18 @@ constexpr int kKernelFailed = 77;
 
 thread_local StreamId stream_of_thread = 0;
 
+void run_kernel(const std::function<void()>& work) {
+  const at::AutoDispatchBelowAutograd below_autograd;
+  const c10::InferenceMode inference(true);
+  const c10::AutoGradMode no_grad(false);
+  try {
+    work();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "fake CUDA: a kernel failed: %s\n", error.what());
+    _exit(kKernelFailed);
+  }
+}
+
 }  // namespace
 
 StreamId current_stream() { return stream_of_thread; }
@@ -44,6 +56,10 @@ void Machine::add(StreamId stream, Task task) {
 }
 
 void Machine::queue(StreamId stream, std::function<void()> work) { add(stream, {.run = std::move(work)}); }
+
+void Machine::queue_apart(StreamId stream, std::function<void()> work) {
+  add(stream, {.run = std::move(work), .apart = true});
+}
 
 void Machine::queue_wait(StreamId stream, MarkPointer mark) { add(stream, {.waits = std::move(mark)}); }
 
@@ -127,7 +143,7 @@ std::vector<StreamId> Machine::ready(bool& resting) {
   std::vector<StreamId> found;
   const std::set<StreamId> asked_for = lazy_ ? wanted() : std::set<StreamId>();
   for (auto& [stream, tasks] : queues_) {
-    if (tasks.empty() || (lazy_ && !asked_for.contains(stream))) continue;
+    if (tasks.empty() || busy_.contains(stream) || (lazy_ && !asked_for.contains(stream))) continue;
     Task& head = tasks.front();
     if (head.waits && !head.waits->reached) continue;
     if (head.rest.count() > 0) {
@@ -143,10 +159,28 @@ std::vector<StreamId> Machine::ready(bool& resting) {
   return found;
 }
 
+void Machine::begin(StreamId stream, Task task) {
+  if (!task.apart) {
+    if (task.run) run_kernel(task.run);
+    task.run = nullptr;
+    return finish(stream, task);
+  }
+  std::thread([this, stream, task = std::move(task)]() mutable {
+    run_kernel(task.run);
+    task.run = nullptr;
+    finish(stream, task);
+  }).detach();
+}
+
+void Machine::finish(StreamId stream, const Task& task) {
+  const std::lock_guard lock(mutex_);
+  if (task.reaches) task.reaches->reached = true;
+  if (task.apart) busy_.erase(stream);
+  --pending_[stream];
+  changed_.notify_all();
+}
+
 void Machine::run() {
-  const at::AutoDispatchBelowAutograd below_autograd;
-  const c10::InferenceMode inference(true);
-  const c10::AutoGradMode no_grad(false);
   std::unique_lock lock(mutex_);
   for (;;) {
     bool resting = false;
@@ -165,18 +199,10 @@ void Machine::run() {
     const StreamId stream = streams[random_() % streams.size()];
     Task task = std::move(queues_[stream].front());
     queues_[stream].pop_front();
+    if (task.apart) busy_.insert(stream);
     lock.unlock();
-    try {
-      if (task.run) task.run();
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "fake CUDA: a kernel failed: %s\n", error.what());
-      _exit(kKernelFailed);
-    }
-    task.run = nullptr;
+    begin(stream, std::move(task));
     lock.lock();
-    if (task.reaches) task.reaches->reached = true;
-    --pending_[stream];
-    changed_.notify_all();
   }
 }
 
@@ -204,17 +230,20 @@ void* Machine::allocate(std::size_t bytes, StreamId stream) {
   const std::size_t rounded = (bytes + kGrainBytes - 1) / kGrainBytes * kGrainBytes;
   const std::lock_guard lock(memory_mutex_);
   map();
-  std::vector<void*>& spare = free_[{stream, rounded}];
+  auto spare = free_.lower_bound({stream, rounded});
   void* block = nullptr;
-  if (spare.empty()) {
+  std::size_t size = rounded;
+  if (spare == free_.end() || spare->first.first != stream) {
     TORCH_CHECK(used_ + rounded <= kMemoryBytes, "fake CUDA: out of memory");
     block = base_ + used_;
     used_ += rounded;
   } else {
-    block = spare.back();
-    spare.pop_back();
+    size = spare->first.second;
+    block = spare->second.back();
+    spare->second.pop_back();
+    if (spare->second.empty()) free_.erase(spare);
   }
-  blocks_[block] = {rounded, stream, {}};
+  blocks_[block] = {size, stream, {}};
   return block;
 }
 

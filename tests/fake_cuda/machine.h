@@ -1,9 +1,10 @@
 // Machine: what a CUDA device that is not there does: its streams and its memory.
 // A stream is a queue of tasks. One thread works the streams off, in an order drawn from a seed and with pauses; or
-// lazily, which is as late as can be: only what the host asks for, and what that waits for. A block of memory has two
+// lazily, which is as late as can be: only what the host asks for, and what that waits for. A task that waits for other
+// processes runs on a thread of its own, so that it holds up its stream and no other. A block of memory has two
 // addresses: the tensor's, which ends the process that reads there, and a twin at which tasks reach it. A block that is
-// given back is the next one of its size on its stream, as by CUDA's caching allocator, so that who uses it too long is
-// found.
+// given back is the next one of its size or less on its stream, as by CUDA's caching allocator, so that who uses it too
+// long is found.
 // One for each process, never destroyed; any thread. A process that has used it must not fork.
 #pragma once
 
@@ -43,7 +44,8 @@ class Machine {
 
   // ---- Streams
   void queue(StreamId stream, std::function<void()> work);
-  void queue_wait(StreamId stream, MarkPointer mark);  // what is queued behind it does not run before
+  void queue_apart(StreamId stream, std::function<void()> work);  // it may wait for other processes
+  void queue_wait(StreamId stream, MarkPointer mark);             // what is queued behind it does not run before
   void queue_rest(StreamId stream, std::chrono::microseconds time);
   MarkPointer record(StreamId stream);
   bool reached(const MarkPointer& mark);
@@ -75,6 +77,7 @@ class Machine {
   using Clock = std::chrono::steady_clock;
   struct Task {
     std::function<void()> run;
+    bool apart = false;
     MarkPointer waits, reaches;
     Clock::duration rest{};
     Clock::time_point rests_until{};
@@ -90,6 +93,8 @@ class Machine {
   void map();
   void give_back(void* block, const Block& what);
   void run();
+  void begin(StreamId stream, Task task);
+  void finish(StreamId stream, const Task& task);
   std::set<StreamId> wanted();
   std::vector<StreamId> ready(bool& resting);
 
@@ -97,6 +102,7 @@ class Machine {
   std::condition_variable changed_;
   std::map<StreamId, std::deque<Task>> queues_;
   std::map<StreamId, std::size_t> pending_;
+  std::set<StreamId> busy_;  // with a task that runs apart
   std::mt19937_64 random_{1};
   int longest_us_ = 0;
   bool lazy_ = true;

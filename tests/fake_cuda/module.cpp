@@ -3,25 +3,9 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
-
 #include "codec.h"
 #include "fake.h"
-
-namespace {
-
-// torch's own DDP asks for one of its model's device. It measures nothing here.
-class NoTimer : public c10d::Timer {
- public:
-  explicit NoTimer(c10::Device) {}
-  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
-};
-
-}  // namespace
-
-namespace c10d {
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::NoTimer);
-}  // namespace c10d
+#include "nccl.h"
 
 PYBIND11_MODULE(fake_cuda, module) {
   using fake_cuda::Machine;
@@ -36,4 +20,5 @@ PYBIND11_MODULE(fake_cuda, module) {
   });
   module.def("known", [] { return at::hasCUDA(); }, "Whether torch asked for its hooks after they were there.");
   module.def("codec_over", &fake_cuda::codec_over);
+  fake_cuda::bind_nccl(module);
 }

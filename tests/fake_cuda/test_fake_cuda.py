@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ringdp.ddp.wrapper import RingDP
 from tests.fault.elastic_jobs import joined
-from tests.gpu.test_training_gpu import digest
+from tests.gpu.test_training_gpu import NCCL, digest
 from tests.train.harness import run_ranks
 
 pytestmark = pytest.mark.skipif("FAKE_CUDA" not in os.environ, reason="make test-fake-gpu runs it")
@@ -64,12 +65,20 @@ def on_a_stream_of_the_users(place: str) -> Iterator[None]:
         yield
 
 
+def accumulators(module: Branches) -> list[Any]:
+    """Of the first branch's parameters: while they live, those gradients arrive on the branch's stream."""
+    with torch.cuda.stream(module.side):  # type: ignore[arg-type]
+        views: list[Any] = [parameter.expand_as(parameter) for parameter in module.first.parameters()]
+    return [view.grad_fn.next_functions[0][0] for view in views]
+
+
 def train(place: str, options: dict[str, Any]) -> str:
     """The weights after some steps, and gradients that were kept: one hash of the bits of all."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    side = torch.Stream(device="cuda") if place == "cuda" else None
-    model = RingDP(Branches(side).to(place), **({"bucket_cap_mb": 0.02} | options))
+    module = Branches(torch.Stream(device="cuda") if place == "cuda" else None).to(place)
+    _nodes = accumulators(module)
+    model = RingDP(module, **{"bucket_cap_mb": 0.02, **options})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     kept: list[Tensor] = []
     with on_a_stream_of_the_users(place):
@@ -94,17 +103,70 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"compression": "int8"},
     {"compression": "int4"},
-    {"bucket_cap_mb": 1},  # one bucket, which several streams write
-    {"bucket_cap_mb": 1, "compression": "int8"},
     {"gradient_as_bucket_view": False},
-    {"reproducible": True},
+    {"bucket_cap_mb": 25},  # gradients of both streams in one bucket
+    {"bucket_cap_mb": 25, "compression": "int8"},
 ]
+# A compressor of operations of torch; and what NCCL cannot, whose order of summation is its own.
+OVER = [(options, [NCCL, "ring"]) for options in [*OPTIONS, {"compression": "topk"}]]
+OVER.append(({"reproducible": True}, ["ring"]))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_training_has_the_bits_of_the_cpu(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options, backends", OVER, ids=str)
+def test_training_has_the_bits_of_the_cpu(options: dict[str, Any], backends: list[str]) -> None:
     expected = run_ranks(train, "cpu", options, backend="ring")
-    assert run_ranks(train, "cuda", options, backend="ring") == expected
+    for backend in backends:
+        assert run_ranks(train, "cuda", options, backend=backend) == expected, backend
+
+
+def step_without_a_wait(compression: str | None) -> None:
+    """The host waits for the device nowhere, once the order of the gradients is known."""
+    model = RingDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda(), compression=compression)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(8, 64, device="cuda")
+    for step in range(5):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compression", [None, "int8", "int4"])
+def test_the_host_does_not_wait_in_a_step_over_nccl(compression: str | None) -> None:
+    run_ranks(step_without_a_wait, compression, backend=NCCL)
+
+
+class Interrupted(Exception):
+    """Of the program, in a backward."""
+
+
+def let_go_in_backward(compression: str | None) -> bool:
+    """The wrapper goes while its buckets are under way: what takes their memory next keeps its values."""
+    model = RingDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda(), compression=compression)
+    for _ in range(2):
+        model(torch.ones(8, 64, device="cuda")).square().mean().backward()
+    torch.cuda.synchronize()
+
+    def interrupt(_: Tensor) -> None:
+        raise Interrupted
+
+    model.module[0].weight.register_hook(interrupt)
+    with pytest.raises(Interrupted):
+        model(torch.ones(8, 64, device="cuda")).square().mean().backward()
+    del model
+    gc.collect()
+    fresh = [torch.zeros(64 * 64 * count, device="cuda") for count in (1, 1, 1, 1, 2, 2, 4)]
+    torch.cuda.synchronize()
+    return not any(one.any().item() for one in fresh)
+
+
+@pytest.mark.parametrize("compression", [None, "int8"])
+@pytest.mark.parametrize("backend", ["ring", NCCL])
+def test_memory_that_is_let_go_of_in_backward_is_not_written_to(backend: str, compression: str | None) -> None:
+    assert run_ranks(let_go_in_backward, compression, backend=backend) == [True, True]
 
 
 def train_elastic(folder: str, place: str, options: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ JOB = [sys.executable, "tests/gpu/mixed_job.py", "cuda"]
 
 
 def run(*command: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100
     )
@@ -30,8 +31,9 @@ def all_four_agree(output: str) -> None:
         assert f"rank {rank} on {device}: same bits on 4 ranks" in output, output
 
 
-def test_on_one_host() -> None:
-    all_four_agree(run(sys.executable, "launch.py", "--nproc-per-node", "4", *JOB[1:]))
+def test_on_one_host(tmp_path: Path) -> None:
+    launcher = [sys.executable, "launch.py", "--nproc-per-node", "4", "--console", "all", "--log-dir", str(tmp_path)]
+    all_four_agree(run(*launcher, *JOB[1:]))
 
 
 def test_on_two_hosts_that_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
