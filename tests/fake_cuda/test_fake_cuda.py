@@ -91,6 +91,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"compression": "int8"},
     {"compression": "int4"},
+    {"compression": "topk"},
     {"gradient_as_bucket_view": False},
     {"reproducible": True},
 ]
