@@ -7,7 +7,7 @@
 Bytes moved are those a kernel has to read and write: float32 elements, residuals, codes. Results are compared with the
 CPU's codecs and with torch before anything is timed. Every round runs each kernel once between two CUDA events, first
 the copy (4 bytes read and 4 written an element); medians. A ratio is the median of those to the same round's copy; that
-of select is torch.topk's time for as many elements over ours, with and without the histogram that finds a threshold.
+of select is torch.topk's time for as many elements over ours.
 """
 
 from __future__ import annotations
@@ -115,8 +115,6 @@ def codec_cases(kernels: Any, codec: str, x: Any) -> Iterator[Case]:
     decoded = kernels.codec_decompress(codec, wanted, n)
     expect(torch.equal(out.cpu(), decoded), f"{codec}, decode")
     expect(torch.equal(feedback[0][1].cpu(), x.cpu() - decoded), f"{codec}, residual")
-    kernels.cuda_decode_add(codec, [out], [code])
-    expect(torch.equal(out.cpu(), decoded + decoded), f"{codec}, decode and add")
     sources = torch.zeros(RANKS, stride, dtype=torch.uint8, device=x.device)
     sources[:, :size] = code
     kernels.cuda_reduce_codes(codec, [x], [sources], [folded], 0, float(RANKS))
@@ -129,7 +127,6 @@ def codec_cases(kernels: Any, codec: str, x: Any) -> Iterator[Case]:
         codec, "encode+feedback", 3 * floats + size, lambda: kernels.cuda_encode(codec, [x], codes, feedback), AIM
     )
     yield Case(codec, "decode", floats + size, lambda: kernels.cuda_decode_set(codec, [out], codes), AIM)
-    yield Case(codec, "decode+add", 2 * floats + size, lambda: kernels.cuda_decode_add(codec, [out], codes), AIM)
     yield Case(
         codec,
         f"fold of {RANKS}",
@@ -147,21 +144,14 @@ def codec_cases(kernels: Any, codec: str, x: Any) -> Iterator[Case]:
 
 
 def other_cases(kernels: Any, x: Any) -> Iterator[Case]:
-    """Looking for infinities, unscaling, the histogram."""
+    """Looking for infinities."""
     import torch
 
     n = x.numel()
     found = torch.zeros(1, dtype=torch.int32, device=x.device)
-    found_inf, one = torch.zeros(1, device=x.device), torch.ones(1, device=x.device)
-    histogram = torch.zeros(2048, dtype=torch.int32, device=x.device)
-    kernels.cuda_magnitude_histogram(x, histogram)
-    bins = torch.bincount((x.view(torch.int32) & 0x7FFFFFFF) >> 20, minlength=2048)
-    expect(torch.equal(histogram.long(), bins), "histogram")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         values, size, name = x.to(dtype), dtype.itemsize, str(dtype).removeprefix("torch.")
         yield Case(name, "find", size * n, partial(kernels.cuda_find_non_finite, values, found))
-        yield Case(name, "unscale", 2 * size * n, partial(kernels.cuda_unscale, values, one, 1.0, found_inf))
-    yield Case("float32", "histogram", 4 * n, lambda: kernels.cuda_magnitude_histogram(x, histogram))
 
 
 def select_cases(kernels: Any, x: Any) -> Iterator[Case]:
@@ -171,27 +161,17 @@ def select_cases(kernels: Any, x: Any) -> Iterator[Case]:
     n = x.numel()
     k = max(1, int(n * SELECTED))
     magnitude = x.abs()
-    threshold = magnitude.topk(k).values[-1:].clone()
+    threshold = float(magnitude.topk(k).values[-1])
     wanted = (magnitude >= threshold).nonzero().flatten()
-    index = torch.empty(wanted.numel(), dtype=torch.int32, device=x.device)
-    value = torch.empty(wanted.numel(), device=x.device)
-    selected = torch.zeros(1, dtype=torch.int32, device=x.device)
-    scratch = torch.empty(kernels.cuda_select_scratch_bytes(n), dtype=torch.uint8, device=x.device)
-    histogram = torch.zeros(2048, dtype=torch.int32, device=x.device)
 
-    def select() -> None:
-        kernels.cuda_select(x, threshold, index, value, selected, scratch)
+    def select() -> tuple[Any, Any, Any]:
+        return kernels.cuda_select(x, threshold, wanted.numel())
 
-    def with_histogram() -> None:
-        kernels.cuda_magnitude_histogram(x, histogram)
-        select()
-
-    select()
+    index, value, selected = select()
     right = int(selected) == wanted.numel() and torch.equal(index.long(), wanted) and torch.equal(value, x[wanted])
     expect(right, "select")
-    moved = 4 * n + 2 * scratch.numel() + 12 * wanted.numel()
+    moved = 4 * n + 2 * (n // 8) + 12 * wanted.numel()
     yield Case("float32", "select 1 %", moved, select, SELECT_AIM)
-    yield Case("float32", "histogram, select 1 %", moved + 4 * n, with_histogram)
     yield Case("float32", "torch.topk 1 %", 4 * n, lambda: torch.topk(magnitude, k))
 
 

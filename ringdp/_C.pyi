@@ -533,11 +533,6 @@ def create_reconfigurable_process_group(
 def cuda_commit(which: Sequence[torch.Tensor], non_finite: torch.Tensor | None = None) -> None:
     """which[i] = 1 - which[i] (int32 [1]), unless non_finite."""
 
-def cuda_decode_add(
-    codec: str, outs: Sequence[torch.Tensor], codes: Sequence[torch.Tensor], non_finite: torch.Tensor | None = None
-) -> None:
-    """outs[i] += decode(codes[i]). Raises ValueError."""
-
 def cuda_decode_set(
     codec: str, outs: Sequence[torch.Tensor], codes: Sequence[torch.Tensor], non_finite: torch.Tensor | None = None
 ) -> None:
@@ -561,9 +556,6 @@ def cuda_find_non_finite(values: torch.Tensor, found: torch.Tensor) -> None:
 def cuda_kernels() -> bool:
     """Whether this build has kernels for CUDA devices."""
 
-def cuda_magnitude_histogram(x: torch.Tensor, histogram: torch.Tensor) -> None:
-    """Adds to histogram (int32 [2048]) how many |x| have which upper 11 bits behind the sign."""
-
 def cuda_reduce_codes(
     codec: str,
     xs: Sequence[torch.Tensor],
@@ -579,21 +571,10 @@ def cuda_reduce_codes(
     sources[i]: uint8 [ranks, bytes of a code or more]. Raises ValueError.
     """
 
-def cuda_select(
-    x: torch.Tensor,
-    threshold: torch.Tensor,
-    index: torch.Tensor,
-    value: torch.Tensor,
-    selected: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:
-    """Elements with |x| >= threshold (float32 [1]), in order: index (int32) and value (float32), as many as fit;
-    selected (int32 [1]): how many there are. scratch: uint8 [cuda_select_scratch_bytes(x.numel())].
+def cuda_select(x: torch.Tensor, threshold: float, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Elements with |x| >= threshold (and NaNs), in order: index (int32 [capacity]) and value (float32
+    [capacity]) of as many as fit; selected (int32 [1]): how many there are. Raises ValueError.
     """
-
-def cuda_select_scratch_bytes(count: int) -> int: ...
-def cuda_unscale(x: torch.Tensor, inverse_scale: torch.Tensor, divisor: float, found_inf: torch.Tensor) -> None:
-    """x = x * inverse_scale / divisor in place; found_inf (float32 [1]) becomes 1 where x was not finite."""
 
 def decode_rows(code: torch.Tensor, out: torch.Tensor, wire: str) -> None:
     """Put encoded rows into `out`, float32 or float64 [rows, dim]."""
@@ -633,9 +614,6 @@ def has_device_codec(device_type: str) -> bool:
 
 def hold_staged_copies(still: bool) -> None:
     """For tests: while true, no copy of stage_cpu_tensors gets done."""
-
-def host_codec() -> int:
-    """For tests: the address of the DeviceCodec of the CPU."""
 
 def in_gradient_pool(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory comes from the pool for gradients."""
@@ -791,9 +769,6 @@ def spread_bags(
 
 def stage_cpu_tensors(seed: int | None) -> None:
     """For tests: treat CPU tensors as if they were on a device whose copies are late and out of order."""
-
-def stand_in_for_cuda_codec(address: int) -> None:
-    """For tests: CUDA tensors' codes are made by the DeviceCodec at that address."""
 
 def sum_bags(rows: torch.Tensor, which: torch.Tensor, begins: torch.Tensor | None, mean: bool) -> torch.Tensor:
     """[bags, dim]: the sums, or means, of rows `which` (int32), from begins[b] (int64) on; None: bags of one."""

@@ -2,7 +2,8 @@
 
 Bucket k goes to thread k modulo the number of threads, and a thread takes one bucket at a time: every group sees the
 same operations in the same order on all ranks, whatever the threads' timing. (Operations that callbacks issue on the
-caller's group would not keep an order on gloo.) While one thread waits for the wire, the other encodes.
+caller's group would not keep an order on gloo.) While one thread waits for the wire, the other encodes. Each thread has
+a stream of its own on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CommThreads:
         self._device = device
         self._threads: list[_CommThread] = []
         for number, own in enumerate(sibling_groups(group, device, count, purpose="compression")):
-            thread = _CommThread(number, own)
+            thread = _CommThread(number, own, device)
             weakref.finalize(self, thread.end).atexit = False
             self._threads.append(thread)
         _alive.add(self)
@@ -51,11 +52,21 @@ class CommThreads:
         atexit.register(_end_all)  # after the groups', and so before them
 
     def submit(self, number: int, job: Job) -> torch.futures.Future[Tensor]:
-        """Complete with what `job` returns, or fail with what it raises."""
+        """Complete with what `job` returns, or fail with what it raises.
+
+        On a GPU the job is ordered after what is queued on the caller's current stream.
+        """
         thread = self._threads[number % len(self._threads)]
         promise = Promise(self._device)
         future = promise.future
-        thread.do(promise, lambda: job(thread.group))
+        called = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+        def run() -> Tensor:
+            if called is not None:
+                called.wait()  # the thread's stream does
+            return job(thread.group)
+
+        thread.do(promise, run)
         return future
 
     def close(self) -> None:
@@ -71,12 +82,15 @@ class CommThreads:
 
 
 class _CommThread:
-    """A thread, its queue, and the group that it alone uses."""
+    """A thread, its queue, and the group and stream that it alone uses."""
 
-    def __init__(self, number: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._jobs = _Jobs()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=f"ringdp hook {number}", daemon=True)
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs, stream), name=f"ringdp hook {number}", daemon=True
+        )
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -103,9 +117,10 @@ class _CommThread:
 
     def cut_off(self) -> None:
         """What the thread waits for fails. A thread that comes back from C++ into a Python that has ended aborts."""
-        backend = self.group._get_backend(self.group._device_types[0])
+        device = self.group._device_types[0]
+        backend = self.group._get_backend(device)
         with contextlib.suppress(Exception):  # not every backend can
-            if backend_of(self.group, "cpu") == BACKEND:
+            if backend_of(self.group, device.type) == BACKEND:
                 say_farewell()
                 backend.shutdown()
             else:
@@ -143,16 +158,17 @@ class _Jobs:
                     job[0].fail(self._error)
 
 
-def _work(jobs: _Jobs) -> None:
-    while (job := jobs.get()) is not None:
-        promise, make = job
-        try:
-            promise.keep(make)
-        except BaseException as error:  # of the promise itself: memory may have run out
-            jobs.close(error)
-            promise.fail(error)
-            return
-        del job, promise, make  # hold the bucket
+def _work(jobs: _Jobs, stream: torch.cuda.Stream | None) -> None:
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        while (job := jobs.get()) is not None:
+            promise, make = job
+            try:
+                promise.keep(make)
+            except BaseException as error:  # of the promise itself: memory may have run out
+                jobs.close(error)
+                promise.fail(error)
+                return
+            del job, promise, make  # hold the bucket
 
 
 _alive: weakref.WeakSet[CommThreads] = weakref.WeakSet()

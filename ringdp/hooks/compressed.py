@@ -21,14 +21,16 @@ from ringdp.hooks.exchange_runner import CodecSections, run_exchange
 from ringdp.hooks.futures import Promise, after
 from ringdp.hooks.parameters import Parameters
 from ringdp.hooks.rules import HookRules
+from ringdp.job.backend import BACKEND, backend_of
 
 
 class CompressedHook:
     """A communication hook that averages buckets through compressors: ``hook(bucket) -> Future[Tensor]``.
 
-    Encoding, exchange and decoding run beside backward, on the threads of `CommThreads`; on CUDA on a stream of their
-    own. All ranks end with the same bits. All ranks see an infinity or NaN in one rank's gradient in that step, and the
-    states of compressors and error feedback then stay as they were before.
+    Encoding, exchange and decoding run beside backward, on the threads of `CommThreads`; over NCCL, where no operation
+    blocks the host, within the call, on a stream of their own. All ranks end with the same bits. All ranks see an
+    infinity or NaN in one rank's gradient in that step, and the states of compressors and error feedback then stay as
+    they were before.
 
     Args:
         choose: the compressor of a parameter, given its name and itself; None is exact.
@@ -122,7 +124,7 @@ class CompressedHook:
                 self._note(buffer)
             return buffer
 
-        if buffer.is_cuda:
+        if buffer.is_cuda and backend_of(self.group, "cuda") != BACKEND:
             return self._on_a_stream(buffer, lambda: average(self.group))
         if self._comm_threads is None:
             self._comm_threads = CommThreads(self.group, buffer.device)

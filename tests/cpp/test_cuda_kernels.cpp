@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "at_once.h"
 #include "codec/codec.h"
 #include "cuda/kernels.h"
-#include "cuda_runtime.h"
 #include "guarded.h"
 #include "kernels/elements.h"
 #include "testing.h"
@@ -179,30 +179,27 @@ CASE("encode gives the bits of the reference, with and without feedback, all run
   });
 }
 
-CASE("decode gives the bits of the reference, set and added") {
+CASE("decode gives the bits of the reference") {
   std::mt19937 random(2);
   for_every_codec([&](CodecId id, const Codec& codec) {
-    for (const bool add : {false, true}) {
-      std::vector<Data> wanted;
-      std::vector<Guarded<float>> out;
-      std::vector<Guarded<std::byte>> codes;
-      std::vector<cuda::DecodeRun> runs;
-      for (const Offsets& at : kOffsets)
-        for (const std::size_t n : kSizes) {
-          const Data x = mixture(n, random, n % 2 == 0);
-          Code code = code_of(codec.encoded_bytes(n));
-          codec.compress(code.data(), x.data(), n);
-          Data& result = wanted.emplace_back(mixture(n, random, n % 4 == 0));
-          codes.emplace_back(code, at.code);
-          runs.push_back({out.emplace_back(result, at.floats).data(), codes.back().data(), n});
-          (add ? codec.decode_add : codec.decode_set)(result.data(), code.data(), n);
-        }
-      (add ? cuda::decode_add : cuda::decode_set)(id, runs, nullptr, nullptr);
-      for (std::size_t i = 0; i < runs.size(); ++i) {
-        const std::string here = where(codec, runs[i].count, kOffsets[i / std::size(kSizes)]) + (add ? ", added" : "");
-        CHECK_MSG(out[i].holds(wanted[i]), here);
-        CHECK_MSG(out[i].intact() && codes[i].intact(), here + ": beside it");
+    std::vector<Data> wanted;
+    std::vector<Guarded<float>> out;
+    std::vector<Guarded<std::byte>> codes;
+    std::vector<cuda::DecodeRun> runs;
+    for (const Offsets& at : kOffsets)
+      for (const std::size_t n : kSizes) {
+        const Data x = mixture(n, random, n % 2 == 0);
+        Code code = code_of(codec.encoded_bytes(n));
+        codec.compress(code.data(), x.data(), n);
+        codes.emplace_back(code, at.code);
+        runs.push_back({out.emplace_back(n, at.floats).data(), codes.back().data(), n});
+        codec.decode_set(wanted.emplace_back(n).data(), code.data(), n);
       }
+    cuda::decode_set(id, runs, nullptr, nullptr);
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      const std::string here = where(codec, runs[i].count, kOffsets[i / std::size(kSizes)]);
+      CHECK_MSG(out[i].holds(wanted[i]), here);
+      CHECK_MSG(out[i].intact() && codes[i].intact(), here + ": beside it");
     }
   });
 }
@@ -349,38 +346,6 @@ CASE("what is not finite is found, wherever it is, and nothing else") {
   CHECK_THROWS(ErrorKind::kValue, cuda::find_non_finite(nullptr, 0, DType::kInt32, nullptr, nullptr));
 }
 
-template <class Bits, class Value, class Widen, class Narrow>
-void unscale_everything(DType dtype, Widen&& widen, Narrow&& narrow) {
-  std::mt19937 random(6);
-  const float inverse = 1.0f / 3.0f;
-  for (const std::size_t n : {0, 1, 5, 9, 4100, 9000})
-    for (const std::size_t offset : {0, 1, 3})
-      for (const float divisor : {1.0f, 3.0f})
-        for (const bool finite : {true, false}) {
-          std::vector<Bits> values, wanted;
-          for (std::size_t i = 0; i < n; ++i) {
-            const Value v = static_cast<Value>(std::normal_distribution<float>()(random)) / 7;
-            values.push_back(narrow(!finite && i == n / 2 ? Value(-kInfinite) : v));
-            const Value scaled = widen(values.back()) * inverse;
-            wanted.push_back(narrow(divisor == 1 ? scaled : scaled / static_cast<Value>(divisor)));
-          }
-          Guarded<Bits> x(values, offset);
-          float found = 0;
-          cuda::unscale(x.data(), n, dtype, &inverse, divisor, &found, nullptr);
-          CHECK_MSG(x.holds(wanted) && x.intact(), std::string(dtype_name(dtype)) + ", " + std::to_string(n));
-          CHECK_EQ(found, finite || n == 0 ? 0.0f : 1.0f);
-        }
-}
-
-CASE("unscale multiplies, divides and rounds once") {
-  using kernels::Bfloat16;
-  using kernels::Float16;
-  unscale_everything<uint16_t, float>(DType::kFloat16, Float16::widen, Float16::narrow);
-  unscale_everything<uint16_t, float>(DType::kBfloat16, Bfloat16::widen, Bfloat16::narrow);
-  unscale_everything<float, float>(DType::kFloat32, [](float x) { return x; }, [](float x) { return x; });
-  unscale_everything<double, double>(DType::kFloat64, [](double x) { return x; }, [](double x) { return x; });
-}
-
 CASE("select finds in ascending order all that is large enough") {
   std::mt19937 random(7);
   for (const std::size_t n : {0, 1, 31, 33, 8191, 8192, 8193, 20000})
@@ -400,26 +365,13 @@ CASE("select finds in ascending order all that is large enough") {
           Guarded<float> x(values, n % 4), value(wanted.size());
           Guarded<uint32_t> places(index.size()), selected(1);
           Guarded<uint32_t> scratch(cuda::select_scratch_bytes(n) / sizeof(uint32_t));
-          cuda::select(x.data(), n, &threshold, places.data(), value.data(), index.size(), selected.data(),
+          cuda::select(x.data(), n, threshold, places.data(), value.data(), index.size(), selected.data(),
                        scratch.data(), nullptr);
           const std::string here = std::to_string(n) + " elements, threshold " + std::to_string(threshold);
           CHECK_MSG(selected[0] == found && places.holds(index) && value.holds(wanted), here);
           CHECK_MSG(x.intact() && value.intact() && places.intact() && selected.intact() && scratch.intact(), here);
           CHECK_MSG(cuda::select_scratch_bytes(n) <= n / 8 + n / 2048 + 4 * 257, here);
         }
-}
-
-CASE("the histogram counts every magnitude once") {
-  std::mt19937 random(8);
-  for (const std::size_t n : {0, 1, 255, 2048, 2049, 40000}) {
-    const Data values = mixture(n, random, false);
-    std::vector<uint32_t> wanted(2048, 5);
-    for (const float v : values) ++wanted[(bits_as<uint32_t>(v) & 0x7fffffffu) >> 20];
-    Guarded<float> x(values, n % 4);
-    Guarded<uint32_t> histogram(std::vector<uint32_t>(2048, 5), 0);
-    cuda::magnitude_histogram(x.data(), n, histogram.data(), nullptr);
-    CHECK_MSG(histogram.holds(wanted) && histogram.intact() && x.intact(), std::to_string(n));
-  }
 }
 
 CASE("commit changes sides, unless something was not finite") {

@@ -1,25 +1,37 @@
 """Builds the fake device and runs tests on it: python -m tests.fake_cuda [PYTEST ARGUMENTS]
 
+ringdp's compiled module is linked anew of what `make build` left and of what it has for CUDA, the kernels too, compiled
+with the emulation of tests/cpp.
+
 Twice: lazily, which finds a wait that is missing, and in an order drawn from a seed (SEED=…; printed).
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import shlex
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "fake_cuda"
-RINGDP_HEADERS = ("torch/device/device_codec.h", "cuda/kernels.h")
-SOURCES = sorted(HERE.glob("*.cpp"))
-GPU_TESTS = ("ring_gpu", "codes_gpu", "training_gpu", "init_gpu", "mixed_job_gpu", "nccl_pair")
+CSRC = ROOT / "ringdp" / "csrc"
+EMULATION = ROOT / "tests" / "cpp" / "emulated_cuda"
+DEVICE_SOURCES = sorted(HERE.glob("*.cpp"))
+PRODUCT_SOURCES = [
+    *sorted((CSRC / "cuda").glob("*.cu")),
+    *sorted((CSRC / "torch" / "device" / "cuda").glob("*.cpp")),
+    *sorted((HERE / "product").glob("*.cpp")),
+    EMULATION / "device.cpp",
+]
+GPU_TESTS = ("kernels", "ring_gpu", "codes_gpu", "sparse_gpu", "training_gpu", "init_gpu", "mixed_job_gpu", "nccl_pair")
 TESTS = ["tests/fake_cuda", *(f"tests/gpu/test_{name}.py" for name in GPU_TESTS)]
 # What the device has not: graphs, the profiler.
 NOT_THERE = "not captur and not synchronises_the_device and not waits_for_nothing"
@@ -28,41 +40,69 @@ TRAINING = ["tests/train/test_parallel_gradients.py", "tests/train/test_parallel
 TRAINING += ["tests/train/test_parallel_freezing.py", "tests/train/test_forwards.py"]
 
 
-def build() -> Path:
-    """The compiled module, for the torch of this Python."""
+def build() -> tuple[Path, Path]:
+    """For this Python's torch: the module of the device, and ringdp's with its part for CUDA compiled for it."""
     import torch
     from torch.utils import cpp_extension
 
     folder = BUILD / torch.__version__
-
-    csrc = ROOT / "ringdp" / "csrc"
     compiler = shlex.split(os.environ.get("CXX") or "c++")
-    include = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(csrc)]
-    flags = ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall"]
-    folder.mkdir(parents=True, exist_ok=True)
-    newest_header = max(path.stat().st_mtime for path in [*HERE.glob("*.h"), *map(csrc.joinpath, RINGDP_HEADERS)])
+    theirs = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    ours = [HERE / "product", EMULATION, HERE, CSRC]  # the first has files in place of torch's
+    include = [word for path in theirs for word in ("-isystem", path)] + [f"-I{path}" for path in ours]
+    flags = ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-ffp-contract=off", "-MMD", "-MP"]
 
     def compiled(source: Path) -> Path:
-        target = folder / f"{source.stem}.o"
-        if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
-            where = [part for path in include for part in ("-isystem" if "torch" in path else "-I", path)]
-            subprocess.run([*compiler, *flags, *where, "-c", str(source), "-o", str(target)], check=True)
+        target = folder / source.relative_to(ROOT).with_suffix(".o")
+        if is_stale(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            hidden = [] if source.parent == HERE else ["-fvisibility=hidden"]
+            words = [*compiler, *flags, *hidden, *include, "-x", "c++", "-c", str(source), "-o", str(target)]
+            subprocess.run(words, check=True)
         return target
 
+    def linked(name: str, objects: Sequence[Path]) -> Path:
+        module = folder / name
+        if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
+            libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+            names = ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", "-lrt"]
+            subprocess.run([*compiler, "-shared", *map(str, objects), *libraries, *names, "-o", module], check=True)
+        return module
+
+    # The largest, the kernels, first.
+    sources = sorted([*DEVICE_SOURCES, *PRODUCT_SOURCES], key=lambda path: path.suffix != ".cu")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, SOURCES))
-    module = folder / "fake_cuda.so"
-    if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
-        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-        names = ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
-        subprocess.run([*compiler, "-shared", *map(str, objects), *libraries, *names, "-o", str(module)], check=True)
-    return module
+        objects = dict(zip(sources, pool.map(compiled, sources), strict=True))
+    device = linked("fake_cuda.so", [objects[source] for source in DEVICE_SOURCES])
+    return device, linked("_C.so", [*without_cuda(), *(objects[source] for source in PRODUCT_SOURCES)])
 
 
-def variables_of(module: Path, order: str, root: Path = ROOT) -> dict[str, str]:
-    """The environment of a Python that has the device and takes ringdp from `root`."""
-    path = os.pathsep.join([str(HERE / "site"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"FAKE_CUDA": str(module), "FAKE_CUDA_ORDER": order, "RINGDP_REDUCE_ALONE": "1", "PYTHONPATH": path}
+def is_stale(target: Path) -> bool:
+    """Whether a file that the object was compiled of is newer than it."""
+    listed = target.with_suffix(".d")
+    if not target.exists() or not listed.exists():
+        return True
+    made = target.stat().st_mtime
+    of = [__file__, *listed.read_text().partition(":")[2].replace("\\\n", " ").replace(":", " ").split()]
+    return any(not Path(path).exists() or Path(path).stat().st_mtime > made for path in of)
+
+
+def without_cuda() -> list[Path]:
+    """What ringdp._C is linked of (tools/extension_build.py), but for what stands there where there is no CUDA."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import extension_build
+
+    folder = ROOT / extension_build.BUILD_FOLDER / "ringdp._C"
+    sources, core, *_ = ast.literal_eval((folder / "inputs").read_text())
+    absent = {*extension_build.sources("torch/device/no_cuda", "cuda")}
+    return [*(folder / Path(source).with_suffix(".o") for source in sources if source not in absent), *map(Path, core)]
+
+
+def variables_of(device: Path, product: Path, order: str) -> dict[str, str]:
+    """The environment of a Python that has the device and takes ringdp from this checkout."""
+    path = os.pathsep.join([str(HERE / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    modules = {"FAKE_CUDA": str(device), "FAKE_CUDA_RINGDP": str(product)}
+    return {**modules, "FAKE_CUDA_ORDER": order, "RINGDP_REDUCE_ALONE": "1", "PYTHONPATH": path}
 
 
 def run(arguments: list[str], variables: dict[str, str]) -> int:
@@ -71,12 +111,12 @@ def run(arguments: list[str], variables: dict[str, str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    module = build()
+    device, product = build()
     seed = os.environ.get("SEED") or str(random.SystemRandom().randrange(1 << 32))
     status = 0
     for order in ("lazy", seed):
         print(f"== the fake device, {order if order == 'lazy' else f'SEED={order}'}", flush=True)
-        variables = variables_of(module, order)
+        variables = variables_of(device, product, order)
         status |= run(arguments or [*TESTS, "-q", "-k", NOT_THERE], variables)
         if not arguments:
             everything = {"RINGDP_TEST_DEVICE": "fake", "RINGDP_TEST_BACKENDS": "ring"}

@@ -1,6 +1,7 @@
 """Gives a CPU-only torch the device of this folder, and has torch.cuda speak of it. Imported before torch.
 
-Environment: FAKE_CUDA, the path of the compiled module; FAKE_CUDA_ORDER, ``lazy`` or a seed (pauses of up to 300 us).
+Environment: FAKE_CUDA and FAKE_CUDA_RINGDP, the paths of its module and of ringdp's for it; FAKE_CUDA_ORDER, ``lazy``
+or a seed (pauses of up to 300 us).
 """
 
 from __future__ import annotations
@@ -102,31 +103,15 @@ def speak_of(device: ModuleType) -> None:
     c10d.default_pg_nccl_timeout = timedelta(minutes=10)
 
 
-class WithCodecs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """ringdp's compiled module gets the codecs of the fake device as soon as it is imported."""
-
-    def __init__(self, device: ModuleType) -> None:
-        self._device = device
-        self._loader: Any = None
+class ForThisDevice(importlib.abc.MetaPathFinder):
+    """ringdp's compiled module is the one that is built for the fake device."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, _: ModuleType | None = None) -> Any:
         if fullname != "ringdp._C":
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is None:
-            return None
-        self._loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: Any) -> ModuleType | None:
-        found: ModuleType | None = self._loader.create_module(spec)
-        return found
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        module.stand_in_for_cuda_codec(self._device.codec_over(module.host_codec()))
+        return importlib.util.spec_from_file_location(fullname, os.environ["FAKE_CUDA_RINGDP"])
 
 
 _device = load_before_torch()
 speak_of(_device)
-sys.meta_path.insert(0, WithCodecs(_device))
+sys.meta_path.insert(0, ForThisDevice())

@@ -119,7 +119,7 @@ void Machine::set_order(uint64_t seed, int longest_us) {
 
 void Machine::note_wait() const { TORCH_CHECK(!waits_forbidden_.load(), "called a synchronizing CUDA operation"); }
 
-void Machine::throw_if_failed() const { TORCH_CHECK(!failed_.load(), "CUDA error: device-side assert triggered"); }
+void Machine::throw_if_failed() const { TORCH_CHECK(!has_failed(), "CUDA error: device-side assert triggered"); }
 
 // Lazily: the streams of which the host awaits something, and those that these wait for.
 std::set<StreamId> Machine::wanted() {
@@ -224,6 +224,11 @@ void Machine::map() {
   base_ = map_with(PROT_NONE);
   twin_ = map_with(PROT_READ | PROT_WRITE);
   close(file);
+}
+
+uintptr_t Machine::mapped(uintptr_t number) const {
+  const auto base = reinterpret_cast<uintptr_t>(base_);
+  return base_ != nullptr && number - base < kMemoryBytes ? number - base + reinterpret_cast<uintptr_t>(twin_) : number;
 }
 
 void* Machine::allocate(std::size_t bytes, StreamId stream) {

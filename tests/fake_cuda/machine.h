@@ -59,8 +59,9 @@ class Machine {
   // The host waits for the device inside an operator: an error while that is forbidden.
   void note_wait() const;
   void forbid_waits(bool forbidden) { waits_forbidden_.store(forbidden); }
-  // While true each record of an event fails, as after an assert in a kernel.
+  // While true each record of an event and each launch fails, as after an assert in a kernel.
   void fail(bool failed) { failed_.store(failed); }
+  bool has_failed() const { return failed_.load(); }
   void throw_if_failed() const;
 
   // ---- Memory
@@ -72,6 +73,9 @@ class Machine {
     if (address == nullptr) return nullptr;
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(address) + static_cast<uintptr_t>(twin_ - base_));
   }
+
+  // The same of an address in that memory; any other number stays what it is.
+  uintptr_t mapped(uintptr_t number) const;
 
  private:
   using Clock = std::chrono::steady_clock;

@@ -3,7 +3,6 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "codec.h"
 #include "fake.h"
 #include "nccl.h"
 
@@ -19,6 +18,5 @@ PYBIND11_MODULE(fake_cuda, module) {
     Machine::here().queue_rest(fake_cuda::current_stream(), std::chrono::microseconds(us));
   });
   module.def("known", [] { return at::hasCUDA(); }, "Whether torch asked for its hooks after they were there.");
-  module.def("codec_over", &fake_cuda::codec_over);
   fake_cuda::bind_nccl(module);
 }

@@ -103,6 +103,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"compression": "int8"},
     {"compression": "int4"},
+    {"compression": "topk"},
     {"gradient_as_bucket_view": False},
     {"bucket_cap_mb": 25},  # gradients of both streams in one bucket
     {"bucket_cap_mb": 25, "compression": "int8"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,7 +16,10 @@ from tests.registries import CODECS  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-COUNTS = (1, 255, 4097, 1_000_003, 25_000_000)
+# On the device of tests/fake_cuda one thread runs what thousands run elsewhere.
+FAKE = "FAKE_CUDA" in os.environ
+COUNTS = (1, 255, 4097, 30_011) if FAKE else (1, 255, 4097, 1_000_003, 25_000_000)
+MILLIONS = 30_011 if FAKE else 3_000_001
 FACTOR = 8.0
 
 
@@ -72,18 +76,13 @@ def test_codes_are_those_of_the_cpu(codec: str, finite: bool) -> None:
             assert same_bits(code, wanted), (count, offset)
             assert bool(seen) or finite
             _C.cuda_decode_set(codec, [out], [code])
-            decoded = _C.codec_decompress(codec, wanted, count)
-            assert same_bits(out, decoded), (count, offset)
-            base = mixture(count, count + 1)
-            total = at(offset, base)
-            _C.cuda_decode_add(codec, [total], [code])
-            assert same_bits(total.nan_to_num(nan=7.0), (base + decoded).nan_to_num(nan=7.0)), (count, offset)
+            assert same_bits(out, _C.codec_decompress(codec, wanted, count)), (count, offset)
 
 
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("codec", CODECS)
 def test_residuals_are_those_of_the_cpu(codec: str, finite: bool) -> None:
-    counts = (*COUNTS[:-1], 3_000_000)
+    counts = (*COUNTS[:-1], MILLIONS)
     xs = [mixture(count, count, finite=finite) for count in counts]
     old = [mixture(count, count + 1) for count in counts]
     both = [[at(i % 3, torch.zeros(count)), at(i % 3, torch.zeros(count))] for i, count in enumerate(counts)]
@@ -106,7 +105,7 @@ def test_residuals_are_those_of_the_cpu(codec: str, finite: bool) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_fold_is_a_sum_in_order_of_rank(codec: str, own: int) -> None:
     ranks = 4
-    for count in (65, 100_001, 5_000_000):
+    for count in (65, 20_001 if FAKE else 100_001, MILLIONS):
         parts = [mixture(count, 10 * count + rank) for rank in range(ranks)]
         stride = (_C.codec_bytes(codec, count) + 15) // 16 * 16
         sources = torch.zeros(ranks, stride, dtype=torch.uint8)
@@ -127,50 +126,30 @@ def test_a_fold_is_a_sum_in_order_of_rank(codec: str, own: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_what_is_not_finite_is_found_and_gradients_are_unscaled(dtype: Any) -> None:
-    for count in (1, 4097, 3_000_001):
-        values = torch.randn(count).to(dtype)
-        found, found_inf, inverse = flag(), flag(torch.float32), torch.tensor([1 / 3], device="cuda")
-        x = at(3, values)
+def test_what_is_not_finite_is_found(dtype: Any) -> None:
+    for count in (1, 4097, MILLIONS):
+        found, x = flag(), at(3, torch.randn(count).to(dtype))
         _C.cuda_find_non_finite(x, found)
-        _C.cuda_unscale(x, inverse, 2.0, found_inf)
-        computed = values if dtype == torch.float64 else values.float()
-        assert torch.equal(x.cpu(), (computed * inverse.cpu() / 2.0).to(dtype))
-        assert (int(found), float(found_inf)) == (0, 0.0)
+        assert int(found) == 0
         x[count // 2] = -torch.inf
         _C.cuda_find_non_finite(x, found)
-        _C.cuda_unscale(x, inverse, 1.0, found_inf)
-        assert (int(found), float(found_inf)) == (1, 1.0)
-
-
-def select(x: Any, threshold: Any, room: int) -> tuple[Any, Any, int]:
-    index, value = torch.empty(room, dtype=torch.int32, device="cuda"), torch.empty(room, device="cuda")
-    selected, scratch = flag(), torch.empty(_C.cuda_select_scratch_bytes(x.numel()), dtype=torch.uint8, device="cuda")
-    _C.cuda_select(x, threshold, index, value, selected, scratch)
-    return index, value, int(selected)
+        assert int(found) == 1
 
 
 def test_select_finds_in_ascending_order_all_that_is_large_enough() -> None:
-    for count in (1, 8193, 25_000_000):
+    for count in (1, 8193, COUNTS[-1]):
         x = torch.randn(count, device="cuda")
         for threshold in (0.0, 2.576, 10.0):
             wanted = (x.abs() >= threshold).nonzero().flatten()
-            index, value, selected = select(x, torch.tensor([threshold], device="cuda"), wanted.numel())
-            assert selected == wanted.numel()
-            assert torch.equal(index.long(), wanted)
-            assert torch.equal(value, x[wanted])
-
-
-def test_the_histogram_finds_a_threshold_for_the_largest() -> None:
-    x = torch.randn(25_000_000, device="cuda")
-    histogram = torch.zeros(2048, dtype=torch.int32, device="cuda")
-    _C.cuda_magnitude_histogram(x, histogram)
-    bins = (x.view(torch.int32) & 0x7FFFFFFF) >> 20
-    assert torch.equal(histogram.long(), torch.bincount(bins, minlength=2048))
+            for capacity in (wanted.numel(), wanted.numel() // 2):
+                index, value, selected = _C.cuda_select(x, threshold, capacity)
+                assert int(selected) == wanted.numel()
+                assert torch.equal(index.long(), wanted[:capacity])
+                assert torch.equal(value, x[wanted[:capacity]])
 
 
 def test_kernels_run_on_the_stream_that_is_current() -> None:
-    x, stream = torch.randn(10_000_000), torch.cuda.Stream()
+    x, stream = torch.randn(MILLIONS), torch.cuda.Stream()
     code = code_like("int8", x.numel())
     there = x.pin_memory()
     torch.cuda.synchronize()
@@ -187,7 +166,7 @@ REFUSED: list[tuple[str, Callable[[], None], str]] = [
     ("device", lambda: _C.cuda_encode("int8", [torch.ones(1)], [code_like("int8", 1)]), "x is Float on cpu"),
     ("bytes", lambda: _C.cuda_encode("int8", [torch.ones(2).cuda()], [code_like("int8", 1)]), "5 elements, not 6"),
     ("lists", lambda: _C.cuda_decode_set("int8", [torch.ones(1).cuda()], []), "lists of 1 and of 0"),
-    ("codec", lambda: _C.cuda_encode("int5", [], []), "no codec 'int5'"),
+    ("codec", lambda: _C.cuda_encode("int3", [], []), "no codec 'int3'"),
 ]
 
 

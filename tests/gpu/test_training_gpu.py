@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 import pytest
@@ -220,3 +221,32 @@ def trains_from_another_stream() -> None:
 @pytest.mark.parametrize("backend, ranks", [(NCCL, 1), ("ring", 2)])
 def test_a_stream_of_the_users(backend: str, ranks: int) -> None:
     run_ranks(trains_from_another_stream, world_size=ranks, backend=backend)
+
+
+# --- a compressor in Python
+
+LATE_S = 1.5
+
+
+def reaches_the_first_layer(late_s: float) -> tuple[float, list[Tensor]]:
+    """How long backward took to the first layer's gradient, while the last rank had not begun; the mean gradients."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(128, 128) for _ in range(4)]
+    model = RingDP(nn.Sequential(*layers).to(DEVICE), compression="topk", bucket_cap_mb=0.05)
+    reached: list[float] = []
+    layers[0].weight.register_hook(lambda _: reached.append(time.perf_counter()))
+    for _ in range(2):  # then the buckets are planned, and the threads are there
+        model(torch.ones(8, 128, device=DEVICE)).sum().backward()
+    dist.barrier()
+    loss = model(torch.full((8, 128), 1.0 + dist.get_rank(), device=DEVICE)).sum()
+    if dist.get_rank() + 1 == dist.get_world_size():
+        time.sleep(late_s)
+    begun = time.perf_counter()
+    loss.backward()
+    return reached[-1] - begun, [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_compressor_in_python_does_not_hold_up_backward() -> None:
+    (took_s, ours), (_, theirs) = run_ranks(reaches_the_first_layer, LATE_S, world_size=2, backend="ring")
+    assert took_s < LATE_S / 2
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

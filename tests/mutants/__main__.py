@@ -6,6 +6,8 @@ which have to fail; before, without any fault, they have to pass. Exit code 1 if
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +16,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.fake_cuda.__main__ import NOT_THERE, build, variables_of
+from tests.fake_cuda.__main__ import NOT_THERE
 from tests.mutants.faults import ALL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,9 +79,17 @@ def copy_checkout(mutants: dict[int, Mutant]) -> None:
 
 def environment(mutant: Mutant | None, number: int = -1) -> dict[str, str]:
     variables = {"RINGDP_MUTANT": str(number), "PYTHONPATH": str(COPY)}
-    if mutant is not None and mutant.device:
-        variables |= variables_of(build(), "lazy", COPY)
-    return os.environ | variables
+    return os.environ | variables | (device() if mutant is not None and mutant.device else {})
+
+
+@functools.cache
+def device() -> dict[str, str]:
+    """The environment of the fake device, built of the copy."""
+    asks = "import json; from tests.fake_cuda.__main__ import build, variables_of; "
+    asks += "print(json.dumps(variables_of(*build(), 'lazy')))"
+    said = subprocess.run([sys.executable, "-c", asks], cwd=COPY, capture_output=True, text=True, check=True)
+    told: dict[str, str] = json.loads(said.stdout.splitlines()[-1])
+    return told
 
 
 def passes(tests: Iterable[str], variables: dict[str, str], device: bool) -> tuple[bool, str]:

@@ -19,7 +19,7 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_kernels.py
 def test_tensors_on_the_cpu_are_refused_in_words() -> None:
     code = torch.empty(_C.codec_bytes("int8", 4), dtype=torch.uint8)
     words = r"x is Float on cpu; it must be Float, contiguous, on a CUDA device"
-    for call in (_C.cuda_encode, _C.cuda_decode_set, _C.cuda_decode_add):
+    for call in (_C.cuda_encode, _C.cuda_decode_set):
         with pytest.raises(ringdp.InvalidArgumentError, match=words if call is _C.cuda_encode else "on a CUDA device"):
             call("int8", [torch.ones(4)], [code])
     with pytest.raises(ringdp.InvalidArgumentError, match="values is Float on cpu"):
@@ -30,7 +30,7 @@ def test_a_build_without_kernels_says_so() -> None:
     if _C.cuda_kernels():
         pytest.skip("this build has CUDA kernels")
     with pytest.raises(ringdp.InvalidStateError, match="no CUDA kernels: build it where torch has CUDA and nvcc"):
-        _C.cuda_select_scratch_bytes(1)
+        _C.cuda_select(torch.ones(1), 0.5, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

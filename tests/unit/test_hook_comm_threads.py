@@ -43,7 +43,7 @@ def raises(error: BaseException) -> Any:
 
 @pytest.fixture
 def thread() -> Any:
-    made = comm_threads._CommThread(0, Group())  # type: ignore[arg-type]
+    made = comm_threads._CommThread(0, Group(), CPU)  # type: ignore[arg-type]
     yield made
     made.end()
     assert made.ends_within(5)
@@ -103,5 +103,5 @@ def test_a_thread_that_cannot_start_is_an_error_that_says_what_to_do(monkeypatch
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(SystemResourceError, match=r"no thread can be started.*ulimit -u") as caught:
-        comm_threads._CommThread(0, Group())  # type: ignore[arg-type]
+        comm_threads._CommThread(0, Group(), CPU)  # type: ignore[arg-type]
     assert caught.value.rank == 3

@@ -1,4 +1,5 @@
-"""Sparse codes: the bytes of csrc/codec/sparse.h, by the core on the CPU and by torch operations elsewhere.
+"""Sparse codes: the bytes of csrc/codec/sparse.h, by the core on the CPU and by torch operations elsewhere; on
+GPUs a kernel selects.
 
 A header of 16 bytes (kind, entries, float32 scale, zero); then a byte for each block of 256 elements, how many entries
 it has, a byte for each entry, its place in the block, and its value / scale as float16; or, where that is shorter, a
@@ -43,7 +44,26 @@ def select(
 
         return _C.sparse_select(x, residual, factor, threshold, most, left, equals)
     v = x if residual is None else x + factor * residual
-    least = max(threshold, LEAST_THRESHOLD)
+    index, values, found, finite = _large(v, max(threshold, LEAST_THRESHOLD), most, equals)
+    code, sent = _code(index, values, x.numel(), finite=finite)
+    left = None
+    if residual is not None:
+        left = v * (1.0 / factor)
+        left[index] = (values - sent) * (1.0 / factor)
+    return code, left, found
+
+
+def _large(v: Tensor, least: float, most: int, equals: int | None) -> tuple[Tensor, Tensor, int, bool]:
+    """Places and values of what `select` encodes; how many are large in all, and whether these are finite."""
+    if equals is None and native.has_kernels(v):
+        from ringdp import _C
+
+        index, values, selected = _C.cuda_select(v, least, min(most, v.numel()))
+        found = int(selected)
+        index, values = index[:found].long(), values[:found]
+        # Where not all of them fit, an infinity or a NaN may be among the others; it is large in any case.
+        finite = bool((values if found <= most else v).isfinite().all())
+        return index, values, found, finite
     large = (v.abs() < least).logical_not_()
     index = large.nonzero().view(-1)
     found = index.numel()
@@ -51,12 +71,7 @@ def select(
         equal = v[index].abs() == least
         index = index[equal.logical_not() | (equal.cumsum(0) <= equals)]
     index = index[:most]
-    code, sent = _code(index, v[index], x.numel(), finite=bool(v[large].isfinite().all()))
-    left = None
-    if residual is not None:
-        left = v * (1.0 / factor)
-        left[index] = (v[index] - sent) * (1.0 / factor)
-    return code, left, found
+    return index, v[index], found, bool(v[large].isfinite().all())
 
 
 def threshold_for(x: Tensor, residual: Tensor | None, factor: float, wanted: int) -> float:

@@ -18,15 +18,10 @@ bool available() { return false; }
 
 void encode(CodecId, std::span<const EncodeRun>, float, int32_t*, Stream) { refuse(); }
 void decode_set(CodecId, std::span<const DecodeRun>, int32_t*, Stream) { refuse(); }
-void decode_add(CodecId, std::span<const DecodeRun>, int32_t*, Stream) { refuse(); }
 void reduce_codes(CodecId, std::span<const ReduceRun>, int, int, float, float, int32_t*, Stream) { refuse(); }
 void find_non_finite(const void*, std::size_t, DType, int32_t*, Stream) { refuse(); }
-void unscale(void*, std::size_t, DType, const float*, float, float*, Stream) { refuse(); }
 std::size_t select_scratch_bytes(std::size_t) { refuse(); }
-void select(const float*, std::size_t, const float*, uint32_t*, float*, std::size_t, uint32_t*, void*, Stream) {
-  refuse();
-}
-void magnitude_histogram(const float*, std::size_t, uint32_t*, Stream) { refuse(); }
+void select(const float*, std::size_t, float, uint32_t*, float*, std::size_t, uint32_t*, void*, Stream) { refuse(); }
 void commit(std::span<int32_t* const>, const int32_t*, Stream) { refuse(); }
 
 }  // namespace ringdp::cuda

@@ -1,4 +1,4 @@
-// decode_set and decode_add: read codes (and sums), write elements.
+// decode_set: reads codes, writes elements.
 #include "cuda/codes.cuh"
 #include "cuda/runs.cuh"
 
@@ -13,7 +13,7 @@ struct DecodePart {
 
 constexpr int kDecodeSteps = 4;
 
-template <class Codes, bool kAdd>
+template <class Codes>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const __grid_constant__ RunTable<DecodePart> table, int32_t* non_finite) {
   const uint32_t which = table.run_of(blockIdx.x);
@@ -24,48 +24,33 @@ __global__ void __launch_bounds__(kThreads)
   bool finite = true;
   for_steps<kDecodeSteps>(part, count, it.access, [&]<Access kAccess, int kAtOnce>(std::size_t begin) {
     typename Codes::Code code[kAtOnce];
-    [[maybe_unused]] float sum[kAdd ? kAtOnce : 1][kShare];
 #pragma unroll
-    for (int s = 0; s < kAtOnce; ++s) {
+    for (int s = 0; s < kAtOnce; ++s)
       code[s] = Codes::template load<kAccess>(it.run.code, begin + s * kStep, count, part.lane);
-      if constexpr (kAdd) load_share<Codes::kGroup, kAccess>(sum[s], it.run.out, begin + s * kStep, count, part.lane);
-    }
 #pragma unroll
     for (int s = 0; s < kAtOnce; ++s) {
       const std::size_t at = begin + s * kStep;
       float values[kShare];
       Codes::decode_marked(values, code[s]);
       if (asked) finite &= Codes::decodes_finite(code[s], values, at, count, part.lane);
-      if constexpr (kAdd)
-#pragma unroll
-        for (int i = 0; i < kShare; ++i) values[i] = kernels::Sum::apply(sum[s][i], values[i]);
       store_share<Codes::kGroup, kAccess>(it.run.out, values, at, count, part.lane);
     }
   });
   if (!finite) *non_finite = 1;
 }
 
-template <bool kAdd>
-void decode_all(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream) {
+}  // namespace
+
+void decode_set(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream) {
   with_codes(codec, [&]<class Codes>(Codes) {
     RunTables<DecodePart> tables(kTile<kDecodeSteps>);
     const auto start = [&](const RunTable<DecodePart>& table, uint32_t tiles) {
-      launch("decode", stream, tiles, decode_kernel<Codes, kAdd>, table, non_finite);
+      launch("decode", stream, tiles, decode_kernel<Codes>, table, non_finite);
     };
     for (const DecodeRun& run : runs)
       tables.add({run, run.count, access_of<Codes>({run.out}, {run.code}, run.count)}, start);
     tables.flush(start);
   });
-}
-
-}  // namespace
-
-void decode_set(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream) {
-  decode_all<false>(codec, runs, non_finite, stream);
-}
-
-void decode_add(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream) {
-  decode_all<true>(codec, runs, non_finite, stream);
 }
 
 }  // namespace ringdp::cuda

@@ -9,7 +9,7 @@ template <class Numbers>
 __global__ void __launch_bounds__(kThreads)
     find_kernel(const typename Numbers::Bits* values, Flat flat, int32_t* found) {
   bool finite = true;
-  for_flat<false, typename Numbers::Packed>(values, flat, [&](auto bits) { finite &= Numbers::finite(bits); });
+  for_flat<typename Numbers::Packed>(values, flat, [&](auto bits) { finite &= Numbers::finite(bits); });
   if (!finite) *found = 1;
 }
 

@@ -1,4 +1,4 @@
-// One flat array, read (and written) 16 bytes at a time between a head and a tail that are not aligned to that. Device code,
+// One flat array, read 16 bytes at a time between a head and a tail that are not aligned to that. Device code,
 // called by all threads of a block.
 #pragma once
 
@@ -29,14 +29,14 @@ inline Flat flat(const void* begin, std::size_t count, std::size_t element_bytes
 }
 
 // Calls body with all elements in the vectors of this block of threads, as Packed (one element or several), and with each
-// element before and after the vectors. With kWrite body's results are written back.
-template <bool kWrite, class Packed, class Element, class Body>
-__device__ inline void for_flat(Element* begin, const Flat& flat, Body&& body) {
+// element before and after the vectors.
+template <class Packed, class Element, class Body>
+__device__ inline void for_flat(const Element* begin, const Flat& flat, Body&& body) {
   constexpr unsigned kElements = sizeof(uint4) / sizeof(Element);
   struct alignas(sizeof(uint4)) Vector {
     Packed values[sizeof(uint4) / sizeof(Packed)];
   };
-  auto* vectors = reinterpret_cast<std::conditional_t<kWrite, Vector, const Vector>*>(begin + flat.head);
+  const auto* vectors = reinterpret_cast<const Vector*>(begin + flat.head);
   const std::size_t at = static_cast<std::size_t>(blockIdx.x) * kVectorTile + threadIdx.x;
   Vector loaded[kVectors];
 #pragma unroll
@@ -46,16 +46,12 @@ __device__ inline void for_flat(Element* begin, const Flat& flat, Body&& body) {
   for (int i = 0; i < kVectors; ++i) {
     if (at + i * kThreads >= flat.vectors) continue;
 #pragma unroll
-    for (Packed& value : loaded[i].values) body(value);
-    if constexpr (kWrite) vectors[at + i * kThreads] = loaded[i];
+    for (const Packed& value : loaded[i].values) body(value);
   }
   if (blockIdx.x != 0) return;
   const std::size_t after = flat.head + flat.vectors * kElements;
   const std::size_t one = threadIdx.x < flat.head ? threadIdx.x : after + (threadIdx.x - flat.head);
-  if (one >= flat.count) return;
-  std::remove_const_t<Element> element = begin[one];
-  body(element);
-  if constexpr (kWrite) begin[one] = element;
+  if (one < flat.count) body(begin[one]);
 }
 
 }  // namespace ringdp::cuda

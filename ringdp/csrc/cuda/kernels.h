@@ -54,26 +54,18 @@ struct ReduceRun {
 // are aligned to 16 and a code's plane of codes to its unit (codes of casts to 8; others, behind the scales, to 4).
 void encode(CodecId codec, std::span<const EncodeRun> runs, float loss_scale, int32_t* non_finite, Stream stream);
 void decode_set(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream);
-void decode_add(CodecId codec, std::span<const DecodeRun> runs, int32_t* non_finite, Stream stream);
 void reduce_codes(CodecId codec, std::span<const ReduceRun> runs, int sources, int own, float divisor, float loss_scale,
                   int32_t* non_finite, Stream stream);
 
 // Sets *found to 1 where one of them is an infinity or a NaN. `dtype`: float16, bfloat16, float32 or float64.
 void find_non_finite(const void* values, std::size_t count, DType dtype, int32_t* found, Stream stream);
-// x = (x · *inverse_scale) / divisor in place, in float32 (float64 in its own type), half types rounded once at the end;
-// *found_inf (a float) becomes 1 where x was not finite, as torch's _amp_foreach_non_finite_check_and_unscale_ does it.
-void unscale(void* x, std::size_t count, DType dtype, const float* inverse_scale, float divisor, float* found_inf,
-             Stream stream);
 
-// Elements but those with |x| < *threshold (so NaNs are in), in ascending order of index: index[i], value[i]. *selected becomes how many
-// there are in all; those beyond `capacity` are left out. `scratch`: select_scratch_bytes(count) bytes (about count / 8), aligned to 4. At most
-// 2^32 - 1 elements.
+// Elements but those with |x| < threshold (so NaNs are in), in ascending order of index: index[i], value[i]. *selected becomes
+// how many there are in all; those beyond `capacity` are left out. `scratch`: select_scratch_bytes(count) bytes (about count
+// / 8), aligned to 4. At most 2^32 - 1 elements.
 std::size_t select_scratch_bytes(std::size_t count);
-void select(const float* x, std::size_t count, const float* threshold, uint32_t* index, float* value,
-            std::size_t capacity, uint32_t* selected, void* scratch, Stream stream);
-// How many elements' magnitudes fall into each of 2048 bins by their top bits (sign dropped: 8 bits of exponent, 3 of
-// mantissa); histogram[2048] is added to. By it a threshold for the k largest is found without sorting.
-void magnitude_histogram(const float* x, std::size_t count, uint32_t* histogram, Stream stream);
+void select(const float* x, std::size_t count, float threshold, uint32_t* index, float* value, std::size_t capacity,
+            uint32_t* selected, void* scratch, Stream stream);
 
 // *which = 1 - *which for each of them, unless *non_finite (which may be null): publishes the residuals written last.
 void commit(std::span<int32_t* const> which, const int32_t* non_finite, Stream stream);

@@ -1,4 +1,4 @@
-// The element types of gradients, for kernels that look at any of them: bits, and how to compute with them.
+// The element types of gradients, for kernels that look at any of them.
 // Constants and device functions; any thread.
 #pragma once
 
@@ -10,8 +10,7 @@ namespace ringdp::cuda {
 template <class T>
 struct Number {
   using Bits = typename kernels::Exponent<T>::Bits;
-  using Packed = std::conditional_t<sizeof(Bits) == 2, uint32_t, Bits>;        // what is tested at once
-  using Value = std::conditional_t<std::is_same_v<T, double>, double, float>;  // what is computed in
+  using Packed = std::conditional_t<sizeof(Bits) == 2, uint32_t, Bits>;  // what is tested at once
 
   template <class Some>
   static __device__ bool finite(Some bits) {
@@ -19,19 +18,6 @@ struct Number {
       return non_finite_pair<T>(bits) == 0;
     else
       return (kernels::carry_of_non_finite<T>(bits) & kernels::kSignBit<T>) == 0;
-  }
-  // Some NaN of a NaN.
-  static __device__ Value value(Bits bits) {
-    if constexpr (sizeof(Bits) == 2)
-      return widen_number<T>(bits);
-    else
-      return bits_as<Value>(bits);
-  }
-  static __device__ Bits bits(Value value) {
-    if constexpr (sizeof(Bits) == 2)
-      return narrow_number<T>(value);
-    else
-      return bits_as<Bits>(value);
   }
 };
 

@@ -44,11 +44,10 @@ __device__ inline uint32_t sum_of_warps_before(uint32_t of_warp, uint32_t* total
 }
 
 __global__ void __launch_bounds__(kThreads)
-    mark_kernel(const float* x, std::size_t count, const float* threshold, uint32_t* counts, uint32_t* words) {
+    mark_kernel(const float* x, std::size_t count, float least, uint32_t* counts, uint32_t* words) {
   const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::size_t begin = static_cast<std::size_t>(blockIdx.x) * kTile + warp * kWarpElements;
   const unsigned here = begin >= count ? 0 : static_cast<unsigned>(min(count - begin, std::size_t{kWarpElements}));
-  const float least = *threshold;
   uint32_t word = 0;
 #pragma unroll
   for (unsigned first = 0; first < kWordsPerWarp; first += kAtOnce) {
@@ -112,8 +111,8 @@ std::size_t select_scratch_bytes(std::size_t count) {
   return tiles_of(count, kTile) * (1 + kThreads) * sizeof(uint32_t);
 }
 
-void select(const float* x, std::size_t count, const float* threshold, uint32_t* index, float* value,
-            std::size_t capacity, uint32_t* selected, void* scratch, Stream stream) {
+void select(const float* x, std::size_t count, float threshold, uint32_t* index, float* value, std::size_t capacity,
+            uint32_t* selected, void* scratch, Stream stream) {
   if (count > UINT32_MAX)
     throw Error(ErrorKind::kValue, "cuda: select: " + std::to_string(count) + " elements; an index has 32 bits");
   const std::size_t tiles = tiles_of(count, kTile);

@@ -1,7 +1,9 @@
-// As much of CUDA as ringdp/csrc/cuda uses, on the CPU: the kernels are compiled as C++ with this folder in front of the
+// As much of CUDA as ringdp/csrc uses, on the CPU: the kernels are compiled as C++ with this folder in front of the
 // toolkit's, and their index arithmetic, tails, shuffles and barriers run in every test. Blocks run one after the other, the
-// threads of a block as fibers that change hands where they meet (device.cpp). What it cannot show: races between blocks,
-// speed, and the bits of NaNs that the device's arithmetic makes. One thread only.
+// threads of a block as fibers that change hands where they meet (device.cpp). When a kernel runs, and where it finds the
+// memory of the device, is up to who links this: at_once.cpp for the tests beside it, tests/fake_cuda for its streams.
+// What it cannot show: races between blocks, speed, and the bits of NaNs that the device's arithmetic makes. All kernels
+// of a process run on one thread.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #define __global__
@@ -43,9 +47,13 @@ namespace emulated {
 inline constexpr unsigned kWarp = 32;
 inline constexpr std::size_t kParameterBytes = 4096;
 
-inline bool fail_next_launch = false;
-inline std::size_t launches = 0;
+// ---- Of who links this
+// Has `kernel` run once for each thread, by run_grid, now or when the stream gets there. Not cudaSuccess: it will not.
+int launch(void* stream, unsigned blocks, unsigned threads, std::function<void()> kernel);
+// Makes addresses of the device's memory, in words of eight bytes, those at which kernels reach it.
+void map_addresses(uint64_t* words, std::size_t count);
 
+// ---- device.cpp
 // Runs body once for each thread of each block. Throws std::logic_error where threads wait for others in vain.
 void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& body);
 
@@ -58,6 +66,14 @@ void meet_block();
 
 template <class... Parameters>
 constexpr std::size_t bytes_of = (sizeof(Parameters) + ... + std::size_t{0});
+
+template <class Parameter>
+void map_addresses_of(Parameter& parameter) {
+  static_assert(std::is_trivially_copyable_v<Parameter>);
+  constexpr std::size_t kBytes = sizeof(Parameter);
+  if constexpr (alignof(Parameter) >= alignof(uint64_t))  // others have no addresses in them
+    map_addresses(reinterpret_cast<uint64_t*>(&parameter), kBytes / sizeof(uint64_t));
+}
 
 }  // namespace emulated
 
@@ -76,15 +92,25 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
   static_assert(emulated::bytes_of<Parameters...> <= emulated::kParameterBytes);
-  if (std::exchange(emulated::fail_next_launch, false)) return 1;
-  ++emulated::launches;
-  emulated::run_grid(config->gridDim.x, config->blockDim.x, [&] { kernel(arguments...); });
-  return cudaSuccess;
+  std::tuple<Parameters...> copies(arguments...);
+  std::apply([](auto&... each) { (emulated::map_addresses_of(each), ...); }, copies);
+  return emulated::launch(config->stream, config->gridDim.x, config->blockDim.x,
+                          [kernel, copies] { std::apply(kernel, copies); });
 }
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaErrorEmulated"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "asked for by a test"; }
+
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  return std::swap(*mode, current), cudaSuccess;
+}
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 1, cudaSuccess; }
 

@@ -216,13 +216,6 @@ void bind_compression(py::module_& module) {
       "has_device_codec", [](const std::string& type) { return device_codec(c10::Device(type).type()) != nullptr; },
       py::arg("device_type"), "Whether the core's codecs can be used on that kind of device.");
   module.def(
-      "host_codec", [] { return reinterpret_cast<uintptr_t>(device_codec(c10::DeviceType::CPU)); },
-      "For tests: the address of the DeviceCodec of the CPU.");
-  module.def(
-      "stand_in_for_cuda_codec",
-      [](uintptr_t address) { stand_in_for_cuda_codec(reinterpret_cast<const DeviceCodec*>(address)); },
-      py::arg("address"), "For tests: CUDA tensors' codes are made by the DeviceCodec at that address.");
-  module.def(
       "codec_bytes",
       [](const std::string& name, std::size_t numel) { return codec(codec_by_name(name)).encoded_bytes(numel); },
       py::arg("codec"), py::arg("numel"), "Bytes of the code of `numel` elements.");

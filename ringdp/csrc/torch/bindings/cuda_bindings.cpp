@@ -1,6 +1,8 @@
-// The CUDA kernels for Python, over tensors of one device: for tests and benchmarks. They run on the device's current stream;
-// nothing waits for them. In a build without kernels `cuda_kernels` says so and the others raise.
+// The CUDA kernels for Python, over tensors of one device: `cuda_select` for compression/methods/sparse.py, the others for
+// tests and benchmarks. They run on the device's current stream; nothing waits for them. In a build without kernels
+// `cuda_kernels` says so and the others raise.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
@@ -107,8 +109,7 @@ void encode(const std::string& codec, const Tensors& xs, const Tensors& codes,
   arguments.run([&](cuda::Stream stream) { cuda::encode(it.id, runs, loss_scale, flag, stream); });
 }
 
-template <auto kDecode>
-void decode(const std::string& codec, const Tensors& outs, const Tensors& codes, const MaybeTensor& non_finite) {
+void decode_set(const std::string& codec, const Tensors& outs, const Tensors& codes, const MaybeTensor& non_finite) {
   const Codec& it = ringdp::codec(codec_by_name(codec));
   require_lengths(outs.size(), {codes.size()});
   Arguments arguments;
@@ -119,7 +120,7 @@ void decode(const std::string& codec, const Tensors& outs, const Tensors& codes,
                     arguments.take<std::byte>(codes[i], at::kByte, "the code", it.encoded_bytes(count)), count});
   }
   auto* flag = arguments.take_one<int32_t>(non_finite, at::kInt, "non_finite");
-  arguments.run([&](cuda::Stream stream) { kDecode(it.id, runs, flag, stream); });
+  arguments.run([&](cuda::Stream stream) { cuda::decode_set(it.id, runs, flag, stream); });
 }
 
 void reduce_codes(const std::string& codec, const Tensors& xs, const Tensors& sources, const Tensors& codes, int own,
@@ -157,38 +158,19 @@ void find_non_finite(const Tensor& values, const Tensor& found) {
   arguments.run([&](cuda::Stream stream) { cuda::find_non_finite(first, numel_of(values), dtype, flag, stream); });
 }
 
-void unscale(const Tensor& x, const Tensor& inverse_scale, float divisor, const Tensor& found_inf) {
+std::tuple<Tensor, Tensor, Tensor> select(const Tensor& x, float threshold, int64_t capacity) {
+  const auto scratch_bytes = static_cast<int64_t>(cuda::select_scratch_bytes(numel_of(x)));
   Arguments arguments;
-  void* first = arguments.take<void>(x, x.scalar_type(), "x");
-  auto* inverse = arguments.take<float>(inverse_scale, at::kFloat, "inverse_scale", 1);
-  auto* found = arguments.take<float>(found_inf, at::kFloat, "found_inf", 1);
-  const DType dtype = dtype_of_gradient(x);
-  arguments.run(
-      [&](cuda::Stream stream) { cuda::unscale(first, numel_of(x), dtype, inverse, divisor, found, stream); });
-}
-
-void select(const Tensor& x, const Tensor& threshold, const Tensor& index, const Tensor& value, const Tensor& selected,
-            const Tensor& scratch) {
-  Arguments arguments;
-  auto* elements = arguments.take<float>(x, at::kFloat, "x");
-  auto* least = arguments.take<float>(threshold, at::kFloat, "threshold", 1);
-  auto* places = arguments.take<uint32_t>(index, at::kInt, "index");
-  auto* values = arguments.take<float>(value, at::kFloat, "value", numel_of(index));
-  auto* number = arguments.take<uint32_t>(selected, at::kInt, "selected", 1);
-  auto* room = arguments.take<void>(scratch, at::kByte, "scratch");
-  if (numel_of(scratch) < cuda::select_scratch_bytes(numel_of(x)))
-    refuse_kernel_call("scratch has " + std::to_string(scratch.numel()) + " bytes; select_scratch_bytes says " +
-                       std::to_string(cuda::select_scratch_bytes(numel_of(x))));
+  const auto* elements = arguments.take<float>(x, at::kFloat, "x");
+  const auto room = [&](int64_t numel, at::ScalarType type) { return at::empty({numel}, x.options().dtype(type)); };
+  Tensor index = room(capacity, at::kInt), value = room(capacity, at::kFloat), selected = room(1, at::kInt);
+  const Tensor scratch = room(scratch_bytes, at::kByte);
   arguments.run([&](cuda::Stream stream) {
-    cuda::select(elements, numel_of(x), least, places, values, numel_of(index), number, room, stream);
+    cuda::select(elements, numel_of(x), threshold, static_cast<uint32_t*>(index.data_ptr()),
+                 value.mutable_data_ptr<float>(), numel_of(index), static_cast<uint32_t*>(selected.data_ptr()),
+                 scratch.mutable_data_ptr(), stream);
   });
-}
-
-void magnitude_histogram(const Tensor& x, const Tensor& histogram) {
-  Arguments arguments;
-  auto* elements = arguments.take<float>(x, at::kFloat, "x");
-  auto* bins = arguments.take<uint32_t>(histogram, at::kInt, "histogram", 2048);
-  arguments.run([&](cuda::Stream stream) { cuda::magnitude_histogram(elements, numel_of(x), bins, stream); });
+  return {index, value, selected};
 }
 
 void commit(const Tensors& which, const MaybeTensor& non_finite) {
@@ -208,10 +190,8 @@ void bind_cuda_kernels(py::module_& module) {
              py::arg("non_finite") = py::none(),
              "codes[i] (uint8) = encode(xs[i] (float32)); feedback[i]: (residual, residual, which of them counts) or\n"
              "None; non_finite (int32 [1]) becomes 1 where a block is not finite. Raises ValueError.");
-  module.def("cuda_decode_set", &decode<cuda::decode_set>, py::arg("codec"), py::arg("outs"), py::arg("codes"),
+  module.def("cuda_decode_set", &decode_set, py::arg("codec"), py::arg("outs"), py::arg("codes"),
              py::arg("non_finite") = py::none(), "outs[i] = decode(codes[i]). Raises ValueError.");
-  module.def("cuda_decode_add", &decode<cuda::decode_add>, py::arg("codec"), py::arg("outs"), py::arg("codes"),
-             py::arg("non_finite") = py::none(), "outs[i] += decode(codes[i]). Raises ValueError.");
   module.def("cuda_reduce_codes", &reduce_codes, py::arg("codec"), py::arg("xs"), py::arg("sources"), py::arg("codes"),
              py::arg("own"), py::arg("divisor"), py::arg("feedback") = std::vector<MaybeFeedback>(),
              py::arg("loss_scale") = 1.0F, py::arg("non_finite") = py::none(),
@@ -219,16 +199,9 @@ void bind_cuda_kernels(py::module_& module) {
              "sources[i]: uint8 [ranks, bytes of a code or more]. Raises ValueError.");
   module.def("cuda_find_non_finite", &find_non_finite, py::arg("values"), py::arg("found"),
              "found (int32 [1]) becomes 1 where a value is infinite or NaN. Raises ValueError.");
-  module.def("cuda_unscale", &unscale, py::arg("x"), py::arg("inverse_scale"), py::arg("divisor"), py::arg("found_inf"),
-             "x = x * inverse_scale / divisor in place; found_inf (float32 [1]) becomes 1 where x was not finite.");
-  module.def("cuda_select_scratch_bytes", &cuda::select_scratch_bytes, py::arg("count"));
-  module.def(
-      "cuda_select", &select, py::arg("x"), py::arg("threshold"), py::arg("index"), py::arg("value"),
-      py::arg("selected"), py::arg("scratch"),
-      "Elements with |x| >= threshold (float32 [1]), in order: index (int32) and value (float32), as many as fit;\n"
-      "selected (int32 [1]): how many there are. scratch: uint8 [cuda_select_scratch_bytes(x.numel())].");
-  module.def("cuda_magnitude_histogram", &magnitude_histogram, py::arg("x"), py::arg("histogram"),
-             "Adds to histogram (int32 [2048]) how many |x| have which upper 11 bits behind the sign.");
+  module.def("cuda_select", &select, py::arg("x"), py::arg("threshold"), py::arg("capacity"),
+             "Elements with |x| >= threshold (and NaNs), in order: index (int32 [capacity]) and value (float32\n"
+             "[capacity]) of as many as fit; selected (int32 [1]): how many there are. Raises ValueError.");
   module.def("cuda_commit", &commit, py::arg("which"), py::arg("non_finite") = py::none(),
              "which[i] = 1 - which[i] (int32 [1]), unless non_finite.");
 }

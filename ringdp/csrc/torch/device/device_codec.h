@@ -32,9 +32,6 @@ class DeviceCodec {
 // Null if this build has no kernels for that device.
 const DeviceCodec* device_codec(c10::DeviceType device);
 
-// For tests: of CUDA devices from now on, in place of this build's.
-void stand_in_for_cuda_codec(const DeviceCodec* codec);
-
 // Of CUDA devices: torch/device/cuda/ or torch/device/no_cuda/, whichever is built.
 const DeviceCodec* cuda_codec();
 
