@@ -122,14 +122,14 @@ export TORCH_CUDA_ARCH_LIST=${ARCHITECTURES:-$("$python" -c 'import torch; print
 }
 part "kernels are there" 30 "$python" -c 'from ringdp import _C, _build_info; print("CUDA", _build_info.CUDA); assert _C.has_device_codec("cuda")' || finish
 
-tests=("$python" -m pytest -v --tb=short -rfE --durations=8 -p no:cacheprovider)
+tests=("$python" -m pytest -v --tb=short -rfE --durations=8 -p no:cacheprovider -p tests.at_once)
 four=()
 if "$python" -c 'import xdist' 2>/dev/null; then four=(-n 4 --dist load); fi
 case $call in
   right)
     part "tests: kernels" 120 "${tests[@]}" "${four[@]}" tests/gpu/test_kernels.py
-    part "tests: ring and codes" 110 "${tests[@]}" tests/gpu/test_ring_gpu.py tests/gpu/test_codes_gpu.py
-    part "tests: training and init" 110 "${tests[@]}" tests/gpu/test_training_gpu.py tests/gpu/test_init_gpu.py
+    part "tests: ring and codes" 110 "${tests[@]}" tests/gpu/test_ring_gpu.py tests/gpu/test_codes_gpu.py -k 'not nccl'
+    part "tests: training and init" 110 "${tests[@]}" tests/gpu/test_training_gpu.py tests/gpu/test_init_gpu.py -k 'not nccl'
     part "digits in an elastic job, two ranks" 40 env RINGDP_CUDA=ring "$python" launch.py --elastic --nproc-per-node 2 examples/digits.py --device cuda
     part "digits on two ranks that share the GPU" 40 "$python" launch.py --nproc-per-node 2 examples/digits.py --device cuda
     if command -v compute-sanitizer >/dev/null; then
@@ -140,7 +140,7 @@ case $call in
     ;;
   nccl)
     part "tests: two ranks over NCCL on one GPU" 150 "${tests[@]}" tests/gpu/test_nccl_pair.py
-    part "tests: one rank that reduces its buckets" 90 env RINGDP_REDUCE_ALONE=1 "${tests[@]}" tests/gpu/test_training_gpu.py -k 'nccl or NCCL'
+    part "tests: one rank that reduces its buckets" 120 env RINGDP_REDUCE_ALONE=1 "${tests[@]}" tests/gpu/test_{training,codes,init}_gpu.py -k nccl
     part "digits on one GPU, buckets by NCCL" 60 env RINGDP_REDUCE_ALONE=1 "$python" launch.py --nproc-per-node 1 examples/digits.py --device cuda
     part "digits on one GPU" 60 "$python" launch.py --nproc-per-node 1 examples/digits.py --device cuda
     ;;
