@@ -36,8 +36,8 @@ def run_growing(
     """Measure, print the report, write the figures, and return the exit status.
 
     Args:
-        measure: yields the figures it has so far, each time there are more. What ends it early, an interruption too, leaves
-            the last ones, which are reported.
+        measure: yields the figures it has so far, each time there are more. What ends it early, an interruption too,
+            leaves the last ones, which are reported.
         report: puts them into words.
         json_path: where they go as JSON, each time; or None.
         cannot: what says that it cannot be measured here: status 2.

@@ -6,9 +6,10 @@
 
 Three tables. `step`: a whole training step, blocks of steps alternating between the modes, medians. `host`: how long
 the host is busy with a backward whose gradients cost nothing, beyond the same without a wrapper: hooks, buckets,
-launches; in both, DDP's gradients are views of its buckets as RingDP's are. `amp`: what the GPU does after such a backward with loss scaling, counted by the profiler: kernels and copies,
-and the passes over the gradients their time comes to, one pass being a multiplication of all gradients in place. Both
-wrappers must train the same model before its step is timed.
+launches; in both, DDP's gradients are views of its buckets as RingDP's are. `amp`: what the GPU does after such a
+backward with loss scaling, counted by the profiler: kernels and copies, and the passes over the gradients their time
+comes to, one pass being a multiplication of all gradients in place. Both wrappers must train the same model before its
+step is timed.
 """
 
 from __future__ import annotations

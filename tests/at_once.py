@@ -1,4 +1,4 @@
-"""A plugin of pytest (-p tests.at_once): a failure's text as soon as it fails, and not at the end, which may never be reached."""
+"""A plugin of pytest (-p tests.at_once): a failure's text when it fails; the end, where pytest has it, may not come."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
     PYTHON tools/carried_build.py make    fills .gpu: ringdp's compiled modules for this Python and its torch, stripped
     PYTHON tools/carried_build.py use     puts them where `make build` leaves its own, if they can be imported
 
-`make` compiles a copy of the tree in build/carried, so that the tree's own build stays, with kernels for TORCH_CUDA_ARCH_LIST
-(9.0 where that is not set). `use` ends with status 1 and a sentence where the modules were made from other sources, for
-another GPU, or cannot be imported; then nothing has changed. Standard library only, as tools/environment.py.
+`make` compiles a copy of the tree in build/carried, so that the tree's own build stays, with kernels for
+TORCH_CUDA_ARCH_LIST (9.0 where that is not set). `use` ends with status 1 and a sentence where the modules were made
+from other sources, for another GPU, or cannot be imported; then nothing has changed. Standard library only, as
+tools/environment.py.
 """
 
 from __future__ import annotations

@@ -90,7 +90,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override { return Machine::here().idle(stream.id()); }
   void synchronizeStream(const c10::Stream& stream) const override { Machine::here().wait_for_stream(stream.id()); }
   void synchronizeDevice(const c10::DeviceIndex) const override { Machine::here().wait_for_all(); }
-  bool isStreamCapturing(const c10::Stream&) const override { return false; }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     if (memory.get() != nullptr) Machine::here().note_use(memory.get(), stream.id());
   }
@@ -141,7 +140,8 @@ class Hooks final : public at::CUDAHooksInterface {
 using at::CUDAHooksArgs;
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+// Before those that a torch with CUDA has.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-"""tools/carried_build.py: a build that was made elsewhere is used only if it is of these sources and can be imported."""
+"""tools/carried_build.py: a build made elsewhere is used only if it is of these sources and can be imported."""
 
 from __future__ import annotations
 

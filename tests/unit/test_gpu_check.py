@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.sh, with a Python of three lines in place of one: what it runs, and what is left when it is cut."""
+"""benchmarks/gpu_check.sh, mostly with a script in place of Python: what it runs, and what is left when it is cut."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_without_a_gpu_it_says_so_and_builds_nothing(tmp_path: Path) -> None:
         pytest.skip("there is a GPU")
     status, text = ended(start(tmp_path, "right", python=sys.executable))
     assert status == 2
-    assert re.search(r"^gpu_check: Python .*, torch .* sees no GPU, and all that is checked here needs one$", text, re.M)
+    assert re.search(
+        r"^gpu_check: Python .*, torch .* sees no GPU, and all that is checked here needs one$", text, re.M
+    )
     assert "== build" not in text
     assert kept(tmp_path, "right") == text
 
