@@ -1,4 +1,4 @@
-// Device type CUDA of a CPU-only torch: its allocators, streams, events, and what torch asks of the one device.
+// Device type CUDA: its allocators, streams, events, and what torch asks of the one device.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,4 +1,4 @@
-"""Gives a CPU-only torch the device of this folder, and has torch.cuda speak of it. Imported before torch.
+"""Gives a torch the device of this folder, and has torch.cuda speak of it. Imported before torch.
 
 Environment: FAKE_CUDA, the path of the compiled module; FAKE_CUDA_ORDER, ``lazy`` or a seed (pauses of up to 300 us).
 """
