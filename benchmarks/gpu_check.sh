@@ -102,7 +102,7 @@ git log -1 --format='commit %h %s' 2>/dev/null
 timeout 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo "nvidia-smi finds no GPU"
 nvcc --version 2>/dev/null | tail -n 2
 echo "$(nproc --all) cores"
-"$python" - <<'PYTHON' || leave 2
+capability=$("$python" - <<'PYTHON'
 import sys
 try:
     import torch
@@ -111,16 +111,23 @@ except ImportError as error:
 about = f"Python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 if not torch.cuda.is_available():
     sys.exit(f"gpu_check: {about} sees no GPU, and all that is checked here needs one")
-print(f"{about}, {torch.cuda.get_device_name()}, capability {'%d.%d' % torch.cuda.get_device_capability()}")
+capability = "%d.%d" % torch.cuda.get_device_capability()
+print(f"{about}, {torch.cuda.get_device_name()}, capability {capability}", file=sys.stderr)
+print(capability)
 PYTHON
+) || leave 2
 
 # Kernels for this GPU alone: those for all that torch knows take minutes.
-export TORCH_CUDA_ARCH_LIST=${ARCHITECTURES:-$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')}
+export TORCH_CUDA_ARCH_LIST=${ARCHITECTURES:-$capability}
 "$python" tools/carried_build.py use || part "build" 300 "$python" tools/environment.py || {
   tail -n 60 build/build.log
   finish
 }
-part "kernels are there" 30 "$python" -c 'from ringdp import _C, _build_info; print("CUDA", _build_info.CUDA); assert _C.has_device_codec("cuda")' || finish
+"$python" -c 'from ringdp import _C, _build_info; print("built for CUDA", _build_info.CUDA); assert _C.has_device_codec("cuda")' || {
+  note "kernels are there" 0 "FAILED"
+  failed=1
+  finish
+}
 
 tests=("$python" -m pytest -v --tb=short -rfE --durations=8 -p no:cacheprovider -p tests.at_once)
 four=()

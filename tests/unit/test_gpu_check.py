@@ -20,8 +20,8 @@ NINE_MINUTES_S = 9 * 60
 BEFORE_PARTS_S = 30
 STAND_IN = """#!/bin/sh
 case "$1 $2" in
-  "- "*) exit 0 ;;
-  "-c "*) echo 9.0 ;;
+  "- "*) echo 9.0 ;;
+  "-c "*) exit 0 ;;
   "tools/carried_build.py use") {use} ;;
   "tools/environment.py "*) {build} ;;
   *) echo "ran $*"; {then} ;;
