@@ -316,9 +316,10 @@ std::vector<c10::RegistrationHandleRAII> stand_in_for_kernels() {
   auto& dispatcher = c10::Dispatcher::singleton();
   std::vector<c10::RegistrationHandleRAII> handles;
   for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA))
-    handles.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA,
-                                              c10::KernelFunction::makeFromBoxedFunction<&any_operator>(), std::nullopt,
-                                              nullptr, "the fake device"));
+    if (name.name.starts_with("aten::"))  // c10d's collectives, in any torch, go to the process group
+      handles.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA,
+                                                c10::KernelFunction::makeFromBoxedFunction<&any_operator>(),
+                                                std::nullopt, nullptr, "the fake device"));
   return handles;
 }
 const std::vector<c10::RegistrationHandleRAII> kernels_stand_ins = stand_in_for_kernels();
