@@ -215,11 +215,19 @@ def rows_of(count: int, cases: Sequence[Case], seconds: Sequence[Sequence[float]
         }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What was measured so far, after each type. Raises NoGpu, WrongResult."""
     kernels = need_kernels()
     import torch
 
     rows: list[dict[str, Any]] = []
+    result = {
+        "benchmark": "gpu_kernels",
+        "machine": machine(),
+        "gpu": torch.cuda.get_device_name(),
+        "rounds": args.rounds,
+        "rows": rows,
+    }
     for count in args.counts:
         x = torch.randn(count, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * 1e-3
         copied = torch.empty_like(x)
@@ -227,15 +235,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for codec in args.codec_names:  # one at a time, for the memory's sake
             cases = [copy, *codec_cases(kernels, codec, x)]
             rows += list(rows_of(count, cases, time_rounds(cases, args.rounds)))[1:]
+            yield result
         cases = [copy, *other_cases(kernels, x), *select_cases(kernels, x)]
         rows += rows_of(count, cases, time_rounds(cases, args.rounds))
-    return {
-        "benchmark": "gpu_kernels",
-        "machine": machine(),
-        "gpu": torch.cuda.get_device_name(),
-        "rounds": args.rounds,
-        "rows": rows,
-    }
+        yield result
 
 
 def report(result: dict[str, Any]) -> str:
@@ -267,7 +270,9 @@ def report(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    return command.run(lambda: measure(args), report, json_path=args.json, cannot=(NoGpu,), failed=(WrongResult,))
+    return command.run_growing(
+        lambda: measure(args), report, json_path=args.json, cannot=(NoGpu,), failed=(WrongResult,)
+    )
 
 
 if __name__ == "__main__":

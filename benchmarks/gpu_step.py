@@ -6,24 +6,25 @@
 
 Three tables. `step`: a whole training step, blocks of steps alternating between the modes, medians. `host`: how long
 the host is busy with a backward whose gradients cost nothing, beyond the same without a wrapper: hooks, buckets,
-launches. `amp`: what the GPU does after such a backward with loss scaling, counted by the profiler: kernels and copies,
-and the passes over the gradients their time comes to, one pass being a multiplication of all gradients in place. Both
-wrappers must train the same model before anything is timed.
+launches; in both, DDP's gradients are views of its buckets as RingDP's are. `amp`: what the GPU does after such a
+backward with loss scaling, counted by the profiler: kernels and copies, and the passes over the gradients their time
+comes to, one pass being a multiplication of all gradients in place. Both wrappers must train the same model before its
+step is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import command
 import torch
 import torch.distributed as dist
 from gpu_models import MODULES, GradientsAlone, make
@@ -35,6 +36,14 @@ import ringdp
 
 MODES = ("bare", "ddp", "ringdp")
 LARGEST_ERROR = 1e-2  # of the parameters' change in three steps: TF32 and atomics round as they like
+
+
+class NoNccl(RuntimeError):
+    """A step over NCCL cannot be measured here; the message says why."""
+
+
+class OtherModel(RuntimeError):
+    """DDP and RingDP trained different models."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,7 +59,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def wrapped(module: nn.Module, mode: str, *, view: bool = False) -> nn.Module:
+def wrapped(module: nn.Module, mode: str, *, view: bool = True) -> nn.Module:
     if mode == "bare":
         return module
     wrapper: Any = DistributedDataParallel if mode == "ddp" else ringdp.RingDP
@@ -74,7 +83,7 @@ def alternate(steps: dict[str, Callable[[], float]], rounds: int, count: int) ->
 
 
 def trained_alike(name: str, device: torch.device) -> None:
-    """Raise RuntimeError where three steps of DDP and RingDP end with different parameters."""
+    """Raises OtherModel where three steps of DDP and RingDP end with different parameters."""
     ends = []
     for mode in ("ddp", "ringdp"):
         task = make(name, device)
@@ -89,7 +98,7 @@ def trained_alike(name: str, device: torch.device) -> None:
     error = sum(float((a - b).norm()) ** 2 for a, b in zip(*ends, strict=True)) ** 0.5
     size = sum(float(a.norm()) ** 2 for a in ends[0]) ** 0.5
     if not error <= LARGEST_ERROR * size:
-        raise RuntimeError(f"{name}: DDP and RingDP trained different models ({error / size:.2g}); nothing is timed")
+        raise OtherModel(f"{name}: DDP and RingDP trained different models ({error / size:.2g}); its step is not timed")
 
 
 def whole_step(name: str, mode: str, device: torch.device) -> Callable[[], float]:
@@ -109,13 +118,10 @@ def whole_step(name: str, mode: str, device: torch.device) -> Callable[[], float
     return step
 
 
-def measure_steps(names: Sequence[str], device: torch.device, rounds: int, count: int) -> list[dict[str, Any]]:
-    rows = []
-    for name in names:
-        trained_alike(name, device)
-        rows.append({"model": name} | alternate({m: whole_step(name, m, device) for m in MODES}, rounds, count))
-        torch.cuda.empty_cache()
-    return rows
+def measure_step(name: str, device: torch.device, rounds: int, count: int) -> dict[str, Any]:
+    trained_alike(name, device)
+    steps = {mode: whole_step(name, mode, device) for mode in MODES}
+    return {"model": name} | alternate(steps, rounds, count)
 
 
 # --- the wrapper alone
@@ -134,11 +140,9 @@ def host_time(name: str, mode: str, device: torch.device) -> Callable[[], float]
     return step
 
 
-def measure_host(names: Sequence[str], device: torch.device, rounds: int, count: int) -> list[dict[str, Any]]:
-    return [
-        {"model": name} | alternate({mode: host_time(name, mode, device) for mode in MODES}, rounds, 3 * count)
-        for name in names
-    ]
+def measure_host(name: str, device: torch.device, rounds: int, count: int) -> dict[str, Any]:
+    steps = {mode: host_time(name, mode, device) for mode in MODES}
+    return {"model": name} | alternate(steps, rounds, 3 * count)
 
 
 # --- loss scaling
@@ -181,15 +185,42 @@ def on_device(step: Callable[[], None], device: torch.device, count: int = 5) ->
     return len(done) / count, sum(event.time_range.elapsed_us() for event in done) / count / 1e6
 
 
-def measure_amp(name: str, device: torch.device) -> list[dict[str, Any]]:
+def measure_amp(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
     gradients = GradientsAlone(name, device).gradients
     _, one_pass_s = on_device(lambda: torch._foreach_mul_(gradients, 1.0), device)
-    rows = []
     for words, (mode, scaled, view) in AMP_MODES.items():
         kernels, busy_s = on_device(scaled_step(name, mode, scaled, view, device), device)
-        rows.append({"model": name, "mode": words, "kernels": kernels, "busy_s": busy_s, "passes": busy_s / one_pass_s})
+        yield {"model": name, "mode": words, "kernels": kernels, "busy_s": busy_s, "passes": busy_s / one_pass_s}
         torch.cuda.empty_cache()
-    return rows
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What was measured so far, after each row. Raises NoNccl, and OtherModel once the rest was measured."""
+    if not torch.cuda.is_available():
+        raise NoNccl("torch sees no CUDA device")
+    ringdp.init(rank=0, world_size=1)
+    try:
+        device = ringdp.device()
+        if "cuda:nccl" not in dist.get_backend_config():
+            raise NoNccl(f"CUDA tensors go over {dist.get_backend()} here, and not over NCCL")
+        result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
+        result |= {"step": [], "host": [], "amp": []}
+        different: list[str] = []
+        for name in args.names:
+            try:
+                result["step"].append(measure_step(name, device, args.rounds, args.steps))
+            except OtherModel as error:
+                different.append(str(error))
+            torch.cuda.empty_cache()
+            result["host"].append(measure_host(name, device, args.rounds, args.steps))
+            yield result
+        for row in measure_amp(args.names[-1], device):
+            result["amp"].append(row)
+            yield result
+        if different:
+            raise OtherModel("; ".join(different))
+    finally:
+        ringdp.shutdown()
 
 
 def report(result: dict[str, Any]) -> str:
@@ -203,7 +234,7 @@ def report(result: dict[str, Any]) -> str:
     for row in result["host"]:
         ddp, ours = row["ddp"] - row["bare"], row["ringdp"] - row["bare"]
         rows.append([row["model"], format_time(row["bare"]), format_time(ddp), format_time(ours)])
-        rows[-1] += [f"{ours / ddp:.3f}", "1"]
+        rows[-1] += [f"{ours / ddp:.3f}", "1.1"]
     lines += [table(["model", "bare", "ddp", "ringdp", "ringdp / ddp", "reach"], rows), "", "amp: on the GPU, per step"]
     rows = []
     for row in result["amp"]:
@@ -214,23 +245,9 @@ def report(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if not torch.cuda.is_available():
-        print("gpu_step: torch sees no CUDA device")
-        return 2
-    ringdp.init(rank=0, world_size=1)
-    device = ringdp.device()
-    if "cuda:nccl" not in dist.get_backend_config():
-        print(f"gpu_step: CUDA tensors go over {dist.get_backend()} here, and not over NCCL")
-        return 2
-    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
-    result["step"] = measure_steps(args.names, device, args.rounds, args.steps)
-    result["host"] = measure_host(args.names, device, args.rounds, args.steps)
-    result["amp"] = measure_amp(args.names[-1], device)
-    print(report(result))
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1))
-    ringdp.shutdown()
-    return 0
+    return command.run_growing(
+        lambda: measure(args), report, json_path=args.json, cannot=(NoNccl,), failed=(OtherModel,)
+    )
 
 
 if __name__ == "__main__":

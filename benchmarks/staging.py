@@ -135,7 +135,8 @@ def run_rank(path: str) -> None:
         share = max(median_s[name] for name in BOUNDS) / median_s[STAGED]
         rows.append({"size_bytes": size_bytes, "median_s": median_s, "share": share})
         if joined.rank == 0:
-            print(f"… {format_size(size_bytes)}", file=sys.stderr, flush=True)
+            figures = ", ".join(f"{name} {format_time(seconds)}" for name, seconds in median_s.items())
+            print(f"… {format_size(size_bytes)}: {figures}", file=sys.stderr, flush=True)
     joined.deliver(rows)
 
 

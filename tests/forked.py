@@ -41,6 +41,7 @@ PRELOADED = (
     "ringdp.launcher.supervisor",
     "ringdp.testing",
 )
+ENDS_WITHIN_S = 5.0
 LARGEST = 1 << 17  # of a request, with its environment
 _PR_SET_PDEATHSIG = 1
 _STATUS = struct.Struct("i")
@@ -138,7 +139,11 @@ def _server(owner: int, origin: int) -> socket.socket:
     def end() -> None:
         if os.getpid() == owner:
             here.close()
-            process.wait()
+            try:
+                process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:  # it is importing torch still
+                process.kill()
+                process.wait()
 
     atexit.register(end)
     return here

@@ -1,4 +1,4 @@
-// Device type CUDA of a CPU-only torch: its allocators, streams, events, and what torch asks of the one device.
+// Device type CUDA: its allocators, streams, events, and what torch asks of the one device.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -97,7 +97,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     Machine::here().note_wait();
     Machine::here().wait_for_all();
   }
-  bool isStreamCapturing(const c10::Stream&) const override { return false; }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     if (memory.get() != nullptr) Machine::here().note_use(memory.get(), stream.id());
   }
@@ -148,7 +147,8 @@ class Hooks final : public at::CUDAHooksInterface {
 using at::CUDAHooksArgs;
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+// Before those that a torch with CUDA has.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
 
 // torch's DDP wants one for its log.
 class Timer final : public c10d::Timer {

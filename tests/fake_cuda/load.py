@@ -1,4 +1,4 @@
-"""Gives a CPU-only torch the device of this folder, and has torch.cuda speak of it. Imported before torch.
+"""Gives a torch the device of this folder, and has torch.cuda speak of it. Imported before torch.
 
 Environment: FAKE_CUDA and FAKE_CUDA_RINGDP, the paths of its module and of ringdp's for it; FAKE_CUDA_ORDER, ``lazy``
 or a seed (pauses of up to 300 us).

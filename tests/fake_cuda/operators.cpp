@@ -7,6 +7,7 @@
 #include <ATen/TensorUtils.h>
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -306,6 +307,23 @@ at::Scalar local_scalar(const Tensor& self) {
 void record_stream(Tensor& self, c10::Stream stream) {
   Machine::here().note_use(self.storage().mutable_data(), stream.id());
 }
+
+// A torch that has CUDA has kernels for it, which look for a GPU: none of them is called.
+std::vector<c10::RegistrationHandleRAII> stand_in_for_kernels() {
+  struct Silence final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silence;
+  const c10::WarningUtils::WarningHandlerGuard no_warnings(&silence);  // torch says once that one is overridden
+  auto& dispatcher = c10::Dispatcher::singleton();
+  std::vector<c10::RegistrationHandleRAII> handles;
+  for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA))
+    if (name.name.starts_with("aten::"))  // c10d's collectives, in any torch, go to the process group
+      handles.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA,
+                                                c10::KernelFunction::makeFromBoxedFunction<&any_operator>(),
+                                                std::nullopt, nullptr, "the fake device"));
+  return handles;
+}
+const std::vector<c10::RegistrationHandleRAII> kernels_stand_ins = stand_in_for_kernels();
 
 }  // namespace
 
