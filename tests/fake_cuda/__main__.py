@@ -4,8 +4,8 @@ ringdp's compiled module is linked anew of what `make build` left and of what it
 with the emulation of tests/cpp.
 
 Twice: lazily, which finds a wait that is missing, and in an order drawn from a seed (SEED=…; printed).
-For torch 2.11 to 2.15, also one with CUDA, whose kernels, hooks and guard are replaced before anything asks for a GPU.
-What differs: a guard of torch 2.11 is not asked whether its stream is captured, so isStreamCapturing is left out.
+It compiles for torch 2.11 to 2.15 (a guard of 2.11 has no isStreamCapturing, so it is left out). In a torch with CUDA
+its operators run as well, in place of CUDA's; ringdp has to be built without kernels there, since those ask the driver.
 """
 
 from __future__ import annotations
