@@ -140,6 +140,27 @@ def test_the_host_does_not_wait_in_a_step_over_nccl(compression: str | None) -> 
     run_ranks(step_without_a_wait, compression, backend=NCCL)
 
 
+def last_step_is_late_on_one_rank() -> None:
+    """The other has left by the time that this one says which parameters it used, for which nobody waits in that step."""
+    model = RingDP(nn.Linear(64, 64).cuda())
+    late = [False, False, dist.get_rank() == 1]  # the first exchanges the order of the gradients
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def end(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            time.sleep(BUSY_S * late[step])
+            return future.value()[0]
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(end)  # type: ignore[union-attr]
+
+    model.register_comm_hook(None, hook)
+    for step in range(3):
+        model(torch.ones(4, 64, device="cuda")).sum().backward()
+
+
+def test_a_rank_that_ends_first_does_not_fail_the_others() -> None:
+    run_ranks(last_step_is_late_on_one_rank, backend="ring")
+
+
 class Interrupted(Exception):
     """Of the program, in a backward."""
 

@@ -12,6 +12,11 @@
 #include "torch/bindings/without_python_lock.h"
 
 namespace ringdp {
+namespace {
+
+constexpr std::chrono::seconds kUnfinishedTimeout{10};
+
+}  // namespace
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime,
                                    bool owns_runtime)
@@ -60,9 +65,24 @@ Membership ProcessGroupRing::membership() const {
   return membership_;
 }
 
+void ProcessGroupRing::finish_before_shutdown(const c10::intrusive_ptr<c10d::Work>& work) {
+  const std::lock_guard lock(unfinished_mutex_);
+  std::erase_if(unfinished_, [](const auto& it) { return it->isCompleted(); });
+  unfinished_.push_back(work);
+}
+
 // Ends the group in good order: it waits for the announcements, as the watched backend waits for its operations.
 void ProcessGroupRing::shutdown() {
   const WithoutPythonLock no_lock;
+  std::vector<c10::intrusive_ptr<c10d::Work>> unfinished;
+  {
+    const std::lock_guard lock(unfinished_mutex_);
+    unfinished.swap(unfinished_);
+  }
+  for (const auto& work : unfinished) try {
+      work->wait(kUnfinishedTimeout);
+    } catch (const std::exception&) {  // whoever needs its result has the error
+    }
   std::vector<std::shared_ptr<BackendWatchdog>> watchdogs;
   {
     std::lock_guard lock(watchdogs_mutex_);

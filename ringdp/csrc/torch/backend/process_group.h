@@ -57,6 +57,10 @@ class ProcessGroupRing final : public c10d::Backend {
   // The watchdog of a backend that moves this group's device tensors; made at the first call. See torch/backend/watchdog.h.
   std::shared_ptr<BackendWatchdog> watchdog(const c10::intrusive_ptr<c10d::Backend>& foreign);
 
+  // Of an operation that its caller waits for in the next step only. `shutdown` waits for it, so that a rank that ends first
+  // does not fail it for the others.
+  void finish_before_shutdown(const c10::intrusive_ptr<c10d::Work>& work);
+
   // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
   // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it. `report` may be null.
   // `factors`: of each rank, by which its input is multiplied first, the same on all ranks; empty but for float32 and float64
@@ -162,6 +166,8 @@ class ProcessGroupRing final : public c10d::Backend {
   std::atomic<bool> aborted_{false};  // by this rank, since it got these members
   std::mutex watchdogs_mutex_;
   std::vector<std::shared_ptr<BackendWatchdog>> watchdogs_;  // shared with the reducers that use them
+  std::mutex unfinished_mutex_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> unfinished_;
   std::atomic<uint64_t> calls_{0};
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   std::function<void(const std::shared_ptr<Runtime>&)> installed_;

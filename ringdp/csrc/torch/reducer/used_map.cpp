@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/naming.h"
+#include "torch/backend/process_group.h"
 #include "torch/reducer/messages.h"
 
 namespace ringdp {
@@ -37,7 +38,10 @@ void UsedMap::end_backward(const at::Tensor& marks, bool wanted, int64_t step, b
   forget();
   if (needed() && (wanted || looks_for_others(step, joining))) read(marks);
   // The host waits for it only where it reads it, or one backward later: the device's buckets are not done either.
-  if (group_.host_control()) std::swap(work_, before_);
+  if (group_.host_control()) {
+    if (work_) group_.ring(c10::kCPU)->finish_before_shutdown(work_);
+    std::swap(work_, before_);
+  }
   if (auto work = std::exchange(work_, nullptr)) work->wait();
 }
 
