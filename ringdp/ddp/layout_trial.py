@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ringdp.ddp.words import format_size, format_time
+from ringdp.text import format_size, format_time
 
 CLEAR = 0.03  # of a step: what another layout than the default must save, both times
 BLOCK_STEPS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringdp.ddp.words import count, format_size, format_time, table
+from ringdp.text import count, format_size, format_time, table
 
 
 @dataclass(frozen=True)

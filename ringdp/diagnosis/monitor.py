@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ringdp.ddp.words import format_time
 from ringdp.diagnosis.clocks import Clocks, Offset
 from ringdp.diagnosis.facts import ATTACHED_BYTES, FACTS_BYTES, FactCounters
 from ringdp.diagnosis.records import StepRecords, StepTaken, step_records
@@ -24,6 +23,7 @@ from ringdp.diagnosis.timeline_session import timelines
 from ringdp.diagnosis.verdict import COSTLY, Verdict, judge, usual_rate
 from ringdp.diagnosis.window import FIELDS, Window, step_of
 from ringdp.job.elastic import is_elastic
+from ringdp.text import format_time
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringdp.ddp.words import cut, format_size, format_time, short_table, table
 from ringdp.diagnosis.clocks import Offset
 from ringdp.diagnosis.verdict import Verdict
+from ringdp.text import cut, format_size, format_time, short_table, table
 
 
 @dataclass(frozen=True)

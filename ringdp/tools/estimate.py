@@ -11,9 +11,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from ringdp import costs as cost_model
 from ringdp.config import RingConfig
-from ringdp.tools import cost_model
-from ringdp.tools.cost_model import AlgorithmCosts, HostLayout, Work
+from ringdp.costs import AlgorithmCosts, HostLayout, Work
 
 Operation = tuple[str, str, str, int]
 """Collective, algorithm, type of the elements, bytes of one rank's share: its input; of a reduce-scatter its output."""

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringdp.ddp.words import format_time
 from ringdp.diagnosis.metrics_folder import RankState, read
 from ringdp.errors import RingError
+from ringdp.text import format_time
 
 if TYPE_CHECKING:
     from rich.table import Table

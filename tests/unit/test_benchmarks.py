@@ -489,7 +489,7 @@ def test_the_file_keeps_what_was_not_measured() -> None:
 def test_tune_writes_a_file_that_ringdp_reads(tmp_path: Path) -> None:
     if "ring" not in backends_here():
         pytest.skip("ringdp is not built")
-    from ringdp.job import tuning
+    from ringdp.config import tuning
 
     path = tmp_path / "tuning.json"
     options = ["--ranks", "2,3", "--sizes", "4k,16k", "--rounds", "1", "--block-seconds", "0.005"]

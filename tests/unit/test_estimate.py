@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringdp.tools import cost_model
-from ringdp.tools.cost_model import AlgorithmCosts, HostLayout
+from ringdp import costs as cost_model
+from ringdp.costs import AlgorithmCosts, HostLayout
 from ringdp.tools.estimate import estimated_us, work
 
 MIB = 1 << 20

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pytest
 
-from ringdp.config import RingConfig
+from ringdp.config import RingConfig, tuning
 from ringdp.errors import HandshakeError, InvalidArgumentError, SystemResourceError
-from ringdp.job import tuning
 from tests.forked import Program
 from tests.helpers import need
 

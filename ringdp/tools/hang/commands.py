@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringdp.ddp.words import table
+from ringdp.text import table
 from ringdp.tools.hang import torch_trace
 from ringdp.tools.hang.dumps import Job, read_job, read_note
 from ringdp.tools.hang.verdict import Verdict, group_name, judge

@@ -128,7 +128,7 @@ class ProcessGroupRing final : public c10d::Backend {
   virtual void unregisterCompletionHook(int64_t id) { hooks_->remove_completion_hook(id); }
 
   // Torch's time estimation: what is called between the two is not run. The answer, in microseconds, is the cost model's
-  // (ringdp/tools/cost_model.py), with the constants of RINGDP_TUNING's file where it has any.
+  // (ringdp/costs.py), with the constants of RINGDP_TUNING's file where it has any.
   virtual bool supportsTimeEstimation() const { return kTorchEstimates<c10d::Backend>; }
   virtual void startTimeEstimate() { group()->start_estimate(); }
   virtual float endTimeEstimate();

@@ -65,7 +65,7 @@ COSTS: Mapping[str, str] = {
     "beta_remote_ns_per_byte": "the same between hosts",
     "gamma_ns_per_byte": "nanoseconds to add a byte",
 }
-"""Constants of the cost model (ringdp/tools/cost_model.py): they choose nothing,
+"""Constants of the cost model (ringdp/costs.py): they choose nothing,
 ``python -m ringdp bench --explain`` uses them."""
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ringdp.job.launchers.environment import LaunchEnvironment, meeting_point, optional_integer, whole_number
+from ringdp.config.environments.environment import LaunchEnvironment, meeting_point, optional_integer, whole_number
 
 COUNTS = ("MPI_LOCALNRANKS", "PMI_SIZE")  # ranks on this host, and in the job
 
@@ -17,7 +17,7 @@ def started(environ: Mapping[str, str]) -> bool:
 
 
 def read(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """The place that the variables say. Raises InvalidArgumentError, as `LaunchEnvironment.read`."""
+    """The place that the variables say. Raises InvalidArgumentError, as `launch_environment`."""
     rank, world_size = (whole_number(name, environ[name]) for name in ("PMI_RANK", "PMI_SIZE"))
     local_rank = optional_integer(environ, "MPI_LOCALRANKID")
     local_size = optional_integer(environ, "MPI_LOCALNRANKS")

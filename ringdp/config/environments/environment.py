@@ -7,7 +7,6 @@ name; on several, the user has to set MASTER_ADDR.
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
 from collections.abc import Mapping
 
@@ -45,26 +44,6 @@ class LaunchEnvironment:
             )
         if self.local_rank is not None and self.local_rank < 0:
             raise InvalidArgumentError(f"{self.launcher} says local rank {self.local_rank}, which is below 0")
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
-        """What the launcher said, or None where there is no launcher.
-
-        In the order of `ringdp.job.launchers.FAMILIES`: torchrun's variables first.
-
-        Raises:
-            InvalidArgumentError: only some of a family's variables are set (the message names the missing
-                ones), one is not a number, or the ranks cannot know where to meet.
-        """
-        from ringdp.job.launchers import FAMILIES, dmlc, torchrun
-
-        environ = os.environ if environ is None else environ
-        dmlc.end_needless_role(environ)
-        for family in FAMILIES:
-            if family.started(environ):
-                return family.read(environ)
-        torchrun.refuse_the_rest(environ)
-        return None
 
 
 def whole_number(name: str, text: str) -> int:

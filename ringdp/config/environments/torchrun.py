@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ringdp.job.launchers.environment import LaunchEnvironment, optional_integer, require_all, tcp_address, whole_number
+from ringdp.config.environments.environment import (
+    LaunchEnvironment,
+    optional_integer,
+    require_all,
+    tcp_address,
+    whole_number,
+)
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 COUNTS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")  # ranks on this host, and in the job
@@ -16,7 +22,7 @@ def started(environ: Mapping[str, str]) -> bool:
 
 
 def read(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """The place that the variables say. Raises InvalidArgumentError, as `LaunchEnvironment.read`."""
+    """The place that the variables say. Raises InvalidArgumentError, as `launch_environment`."""
     require_all(environ, _VARIABLES, also=("LOCAL_RANK",))
     return LaunchEnvironment(
         launcher="torchrun",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from ringdp.config.environments.environment import LaunchEnvironment, require_all, tcp_address, whole_number
 from ringdp.errors import InvalidArgumentError
-from ringdp.job.launchers.environment import LaunchEnvironment, require_all, tcp_address, whole_number
 
 COUNTS = None  # the variables do not count the ranks of a host
 _RANKS = ("DMLC_WORKER_ID", "DMLC_TASK_ID")
@@ -19,7 +19,7 @@ def started(environ: Mapping[str, str]) -> bool:
 
 
 def read(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """The place that the variables say. Raises InvalidArgumentError, as `LaunchEnvironment.read`.
+    """The place that the variables say. Raises InvalidArgumentError, as `launch_environment`.
 
     The ranks meet where MXNet's scheduler would listen.
     """

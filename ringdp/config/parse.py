@@ -1,7 +1,7 @@
 """How the values of RINGDP_* variables are written: text in, a value out.
 
 Each raises InvalidArgumentError with the variable (`check_interfaces`: the field of `RingConfig`) and what it says,
-unless its docstring says otherwise. Nothing here reads the environment: ringdp/config.py has the table.
+unless its docstring says otherwise. Nothing here reads the environment: ringdp/config/variables.py has the table.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ringdp.job.launchers.environment import (
+from ringdp.config.environments.environment import (
     LaunchEnvironment,
     meeting_point,
     optional_integer,
@@ -24,7 +24,7 @@ def started(environ: Mapping[str, str]) -> bool:
 
 
 def read(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """The place that the variables say. Raises InvalidArgumentError, as `LaunchEnvironment.read`."""
+    """The place that the variables say. Raises InvalidArgumentError, as `launch_environment`."""
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     names = ("SLURM_PROCID", size, "SLURM_LOCALID")
     require_all(environ, names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ringdp.job.launchers.environment import LaunchEnvironment, meeting_point, require_all, whole_number
+from ringdp.config.environments.environment import LaunchEnvironment, meeting_point, require_all, whole_number
 
 COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")  # ranks on this host, and in the job
 
@@ -15,7 +15,7 @@ def started(environ: Mapping[str, str]) -> bool:
 
 
 def read(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """The place that the variables say. Raises InvalidArgumentError, as `LaunchEnvironment.read`."""
+    """The place that the variables say. Raises InvalidArgumentError, as `launch_environment`."""
     names = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",

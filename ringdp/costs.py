@@ -6,7 +6,7 @@ MPICH" (IJHPCA 19(1), 2005, section 4), and, for the least that must be sent, of
 all-reduce algorithms for clusters of workstations" (JPDC 69(2), 2009, section 3). Two things are added here: ranks that
 share a host share its link, and ranks that share its cores work one after another.
 
-The model chooses nothing: the table (csrc/collective/algorithm_table.h) does. tests/unit/test_cost_model.py holds the
+The model chooses nothing: the table (csrc/collective/algorithm_table.h) does. tests/unit/test_costs.py holds the
 table against the model; ``python -m ringdp bench --explain`` prints both.
 """
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ringdp.costs import HALF_TYPES, AlgorithmCosts, HostLayout, candidates, work
 from ringdp.errors import InvalidArgumentError
 from ringdp.tools.algorithm_table import layout
-from ringdp.tools.cost_model import HALF_TYPES, AlgorithmCosts, HostLayout, candidates, work
 from tests.helpers import need
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Every environment variable ringdp reads at run time, and nothing else reads one.
 
 `RingConfig` holds what the ring itself wants to know (the ``RINGDP_*`` variables), `LaunchEnvironment`
-(ringdp/job/launchers) what a launcher told this process about its place in the job. Both validate themselves and
+(ringdp/config/environments) what a launcher told this process about its place in the job. Both validate themselves and
 say what is wrong in words.
 """
 
@@ -19,13 +19,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ringdp.config import inheritance, tuning
+from ringdp.config.environments import optional_integer, several_hosts, whole_number
+from ringdp.config.parse import check_interfaces, milliseconds, read_port_range, read_rate, read_streams, switch
+from ringdp.config.secret import read_secret
 from ringdp.errors import InvalidArgumentError, SystemResourceError
-from ringdp.job import inheritance, tuning
-from ringdp.job.launchers import LaunchEnvironment as LaunchEnvironment
-from ringdp.job.launchers import optional_integer, several_hosts, whole_number
-from ringdp.job.secret import read_secret as read_secret
-from ringdp.job.values import check_interfaces, milliseconds, read_port_range, read_rate, read_streams, switch
-from ringdp.job.values import parse_rate as parse_rate
 
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
@@ -126,7 +124,7 @@ class RingConfig:
             stopped or busy process does not: its kernel answers.
         heal_ms: how long a rank tries to make a TCP connection again that broke, before it counts the peer as lost; 0
             for not at all. A host may be silent for that long, too. Nothing is lost or done twice when it succeeds.
-        tuning: which algorithm runs from which size on, `ringdp.job.tuning`; the same on all ranks.
+        tuning: which algorithm runs from which size on, `ringdp.config.tuning`; the same on all ranks.
         epoch: how often the launcher restarted the job; ranks of another epoch are turned away.
         dump_dir: folder for dumps and stacks; empty for none.
         several_hosts: the launcher says that the job runs on several hosts: a rank need not wait for another to
