@@ -27,6 +27,7 @@ from ringdp.config.variables import (
     report_file,
     tensorboard,
     timeline_dir,
+    unknown_variables,
     unmark_rank,
     visible_cuda_devices,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "report_file",
     "tensorboard",
     "timeline_dir",
+    "unknown_variables",
     "unmark_rank",
     "visible_cuda_devices",
 ]

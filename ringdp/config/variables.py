@@ -48,7 +48,6 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
     "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",
     "RINGDP_REDUCE_ALONE": "1: one rank alone sends its buckets, too (to try NCCL on one GPU); 0: it does not",
-    "RINGDP_REPORT_FILE": "path of a file in which a rank that ends well says how many steps it made (ringrun sets it)",
     "RINGDP_DUMP_DIR": "folder for dumps of operations and stacks of stalled ranks (ringrun sets it); empty: none",
     "RINGDP_METRICS_DIR": "folder in which each rank writes a line of JSON for each step (ringrun --metrics-dir)",
     "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
@@ -58,6 +57,8 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
+
+_BETWEEN_OURSELVES = ("RINGDP_REPORT_FILE",)  # ringrun to its ranks
 
 CHECKSUM_BY_DEFAULT = False
 """Whether frames over TCP carry a checksum where RINGDP_CHECKSUM is not set (docs/how-to/failures.md says why)."""
@@ -408,10 +409,19 @@ def ddp_environment(backend: str, environ: Mapping[str, str] | None = None) -> d
 
 def warn_about_unknown(environ: Mapping[str, str]) -> None:
     """Warn about ``RINGDP_*`` variables that nothing reads, most likely misspelt."""
-    for name in sorted(environ):
-        if name.startswith("RINGDP_") and name not in VARIABLES and not name.startswith("RINGDP_BUILD_"):
-            near = " or ".join(difflib.get_close_matches(name, VARIABLES, n=3, cutoff=0.0))
-            warnings.warn(f"{name} is not a variable ringdp knows; did you mean {near}?", stacklevel=2)
+    for name, near in unknown_variables(environ).items():
+        warnings.warn(f"{name} is not a variable ringdp knows; did you mean {' or '.join(near)}?", stacklevel=2)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """The ``RINGDP_*`` variables that nothing reads, each with the known ones of the most similar names."""
+    return {
+        name: difflib.get_close_matches(name, VARIABLES, n=3, cutoff=0.0)
+        for name in sorted(environ)
+        if name.startswith("RINGDP_")
+        and name not in (*VARIABLES, *_BETWEEN_OURSELVES)
+        and not name.startswith("RINGDP_BUILD_")
+    }
 
 
 def apply_log_level(environ: Mapping[str, str] | None = None) -> None:

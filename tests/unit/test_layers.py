@@ -47,7 +47,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
     "costs": {"errors"},
-    "_moved": set(),
     "_early": set(),
     "_build_info": set(),
     "_build": {"_build_info"},
@@ -69,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_autoload": {"job"},
     # The face names what is public, and loads it when it is used.
     "__init__": {"_early", "errors", "job", "compression", "hooks", "ddp", "diagnosis", "amp", "metrics", "checkpoint"}
-    | {"data", "kvstore", "nn", "rounds", "_autoload", "_build", "_moved", "testing"},
+    | {"data", "kvstore", "nn", "rounds", "_autoload", "_build", "testing"},
 }
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing", "integrations"}
