@@ -4,7 +4,7 @@
 #   bash benchmarks/gpu_check.sh right [PYTHON]    kernels, staging, codes, training: right or wrong
 #   bash benchmarks/gpu_check.sh nccl [PYTHON]     NCCL with one rank, and with two on one GPU
 #   bash benchmarks/gpu_check.sh speed [PYTHON]    kernels, staging and steps against copies and DDP, with JSON of every figure
-# A build that was made elsewhere for this Python and torch (ringdp's *.so and _build_info.py in .gpu/) is used if it can be
+# A build that was made elsewhere for this Python and torch (_C*.so and _build_info.py of ringdp/, _core*.so of tests/core/, in .gpu/) is used if it can be
 # imported. Without a GPU it builds, says that there is none, and runs a few tests on the CPU. What it prints also goes to
 # $OUT/gpu_check_<call>.txt where OUT names a folder, line by line, so that a call that is cut short loses nothing. Exit code 0
 # only if every part passed. MINUTES=9 is what all parts together may take; ARCHITECTURES="9.0" compiles kernels for another GPU.
@@ -80,12 +80,13 @@ gpu=no
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && gpu=yes
 carried=no
 if [ -d .gpu ]; then
-  cp .gpu/*.so .gpu/_build_info.py ringdp/
+  cp .gpu/_C*.so .gpu/_build_info.py ringdp/
+  cp .gpu/_core*.so tests/core/
   if "$python" -c 'from ringdp import _C; assert _C.cuda_kernels()'; then
     carried=yes
     echo "the build in .gpu is used"
   else
-    rm -f ringdp/_*.so ringdp/_build_info.py
+    rm -f ringdp/_C*.so ringdp/_build_info.py tests/core/_core*.so
   fi
 fi
 if [ $carried = no ]; then

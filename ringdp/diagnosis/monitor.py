@@ -250,7 +250,7 @@ class StepMonitor:
 
     def _buckets(self) -> tuple[BucketTimes, ...]:
         """Of the last step, with what the engine has recorded of their operations."""
-        from ringdp import _C, _core
+        from ringdp import _C
 
         began, ended = (self._reducer.times()[name] for name in ("launched_ns", "finished_ns"))
         recorded = {
@@ -258,7 +258,7 @@ class StepMonitor:
             for one in _C.operations()
             if one.ended_ns and began <= one.queued_ns <= ended and one.name.startswith("bucket ")
         }
-        algorithms = {one["number"]: one["name"] for one in _core.algorithms()}
+        algorithms = {one["number"]: one["name"] for one in _C.algorithms()}
         return tuple(
             _bucket_times(row, recorded.get(f"bucket {row['index']}"), algorithms, began)
             for row in self._reducer.bucket_rows()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ringdp import _core
+from ringdp import _C
 from ringdp import costs as cost_model
 from ringdp.config.tuning import LAYOUTS, Tuning
 from ringdp.costs import AlgorithmCosts, HostLayout
@@ -26,7 +26,7 @@ class Range:
 
 def algorithm(place: HostLayout, dtype: str, size_bytes: int, tuning: Tuning) -> str:
     """What an all-reduce of that size uses there. Raises InvalidArgumentError for a type that does not exist."""
-    return str(_core.all_reduce_algorithm(place.ranks, dtype, size_bytes, table=dict(tuning.limits), hosts=place.hosts))
+    return str(_C.all_reduce_algorithm(place.ranks, dtype, size_bytes, table=dict(tuning.limits), hosts=place.hosts))
 
 
 def layout(place: HostLayout) -> str:

@@ -506,7 +506,7 @@ def test_tune_writes_a_file_that_ringdp_reads(tmp_path: Path) -> None:
 
 def test_plots_are_drawn_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need("matplotlib")
-    need("ringdp._core", "ringdp's extension, built with `make build`,")
+    need("ringdp._C", "ringdp's extension, built with `make build`,")
     assert plots.main(["busbw", "--draw", "--folder", str(tmp_path)]) == 2
     assert plots.main(["model", "--folder", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("nothing was measured yet") == 2

@@ -18,7 +18,7 @@ from ringdp.config.environments import dmlc, hydra
 from ringdp.errors import InvalidArgumentError, SystemResourceError
 from tests.helpers import need
 
-core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
+core: Any = need("tests.core._core", "ringdp's extension, built with `make build`,")
 
 SECRET = bytes(range(32))
 TORCHRUN = {

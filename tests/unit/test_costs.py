@@ -12,11 +12,11 @@ from ringdp.tools.algorithm_table import layout
 from tests.helpers import need
 
 if TYPE_CHECKING:
-    from ringdp import _core
+    from tests.core import _core
 
     core = _core
 else:
-    core = need("ringdp._core", "ringdp's extension, built with `make build`,")
+    core = need("tests.core._core", "ringdp's extension, built with `make build`,")
 
 MIB = 1 << 20
 # How much slower than the model's best the table's choice may be, by the model. Near the size at which two algorithms

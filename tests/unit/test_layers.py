@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"", "errors", "config", "_build", "_C"},
     "compression": {"errors", "_C"},
     "hooks": {"errors", "compression", "job", "_C"},
-    "diagnosis": {"", "errors", "text", "costs", "config", "job", "_C", "_core"},
+    "diagnosis": {"", "errors", "text", "costs", "config", "job", "_C"},
     "ddp": {"errors", "text", "config", "job", "compression", "hooks", "diagnosis", "_C"},
     "amp": {"errors", "hooks", "ddp", "_C"},
     "metrics": {"errors", "config", "job", "diagnosis"},

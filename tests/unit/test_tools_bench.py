@@ -28,7 +28,7 @@ from ringdp.tools.bench import collectives, measuring  # noqa: E402
 from ringdp.tools.bench import command as bench_command  # noqa: E402
 from tests.helpers import free_port, need  # noqa: E402
 
-need("ringdp._core", "ringdp's extension, built with `make build`,")
+need("ringdp._C", "ringdp's extension, built with `make build`,")
 
 pytestmark = pytest.mark.timeout(300)  # two ranks and gloo's take minutes where compilers have the cores
 ROOT = Path(__file__).resolve().parents[2]

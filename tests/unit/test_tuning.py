@@ -20,11 +20,11 @@ from tests.forked import Program
 from tests.helpers import need
 
 if TYPE_CHECKING:
-    from ringdp import _core
+    from tests.core import _core
 
     core = _core
 else:
-    core = need("ringdp._core", "ringdp's extension, built with `make build`,")
+    core = need("tests.core._core", "ringdp's extension, built with `make build`,")
 
 
 def write(folder: Path, name: str = "tuning.json", **layouts: Mapping[str, int]) -> str:

@@ -420,7 +420,6 @@ void bind_reducer(py::module_& module) {
       .def("has_unaveraged", &Reducer::any_left_over, "Whether a gradient stayed in some .grad that was not averaged.")
       .def("unaveraged", &unaveraged, NoGil(),
            "Each: (parameter, under no_sync, .grad changed since); then their bytes, and the bytes sent since, or -1.")
-      .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
       .def("shadow_used_map", &shadow_used_map, NoGil())
       .def("layout", &layout, NoGil())
       .def("bucket_bytes", &bucket_bytes, NoGil())

@@ -1,4 +1,4 @@
-// Groups (engine/group.h) for Python, without torch: collectives over flat buffers. Part of ringdp._core, included by
+// Groups (engine/group.h) for Python, without torch: collectives over flat buffers. Part of _core, included by
 // core_module.cpp alone. Any thread with the GIL; every call that can block releases it.
 #pragma once
 
@@ -18,17 +18,12 @@
 #include "collective/tuning.h"
 #include "engine/group.h"
 #include "kernels/kernels.h"
+#include "python_algorithms.h"
 #include "python_codecs.h"
 
 namespace ringdp {
 
 namespace py = pybind11;
-
-inline DType dtype_from(const std::string& name) {
-  for (int i = 0; i < kDTypeCount; ++i)
-    if (dtype_name(static_cast<DType>(i)) == name) return static_cast<DType>(i);
-  throw Error(ErrorKind::kValue, "no element type is called '" + name + "'");
-}
 
 inline ReduceOp op_from(const std::string& name) {
   for (int i = 0; i < kReduceOpCount; ++i)

@@ -1,4 +1,4 @@
-// Reconfiguration (mesh/reconfiguration.h) for Python, without torch: part of ringdp._core, included by core_module.cpp alone.
+// Reconfiguration (mesh/reconfiguration.h) for Python, without torch: part of _core, included by core_module.cpp alone.
 #pragma once
 
 #include <pybind11/pybind11.h>

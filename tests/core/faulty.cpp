@@ -1,4 +1,4 @@
-#include "transport/faulty.h"
+#include "faulty.h"
 
 #include <algorithm>
 

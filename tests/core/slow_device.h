@@ -2,7 +2,7 @@
 // ordinary memory; its copies run late and out of order, as a seed decides.
 // The destination of a copy to the host is poison (all bits set: NaN) until the copy is done. A copy to the device takes its
 // bytes at some moment before it completes, so host memory that is overwritten too early shows, too.
-// Owned by a test, or by DeviceSide under `_C.stage_cpu_tensors`. Any thread.
+// Any thread.
 #pragma once
 
 #include <condition_variable>

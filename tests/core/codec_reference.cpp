@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "codec/table.h"
+#include "references.h"
 
 namespace ringdp::codecs {
 namespace {
@@ -135,6 +136,13 @@ constexpr CodecTable kTable = make_table<ReferenceLoops, reduce_kernels_referenc
 
 }  // namespace
 
-const CodecTable& reference_table() { return kTable; }
-
 }  // namespace ringdp::codecs
+
+namespace ringdp {
+
+const Codec& codec_reference(CodecId id) {
+  const auto index = static_cast<std::size_t>(id);
+  return index < codecs::kTable.size() ? codecs::kTable[index] : codec(id);
+}
+
+}  // namespace ringdp

@@ -1,4 +1,4 @@
-#include "device/slow_device.h"
+#include "slow_device.h"
 
 #include <algorithm>
 #include <chrono>

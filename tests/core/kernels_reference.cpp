@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "kernels/table.h"
+#include "references.h"
 
 namespace ringdp::kernels {
 namespace {
@@ -91,6 +92,21 @@ constexpr KernelTable kTable = TableBuilder<ReferenceLoops>::build();
 
 }  // namespace
 
-const KernelTable& reference_table() { return kTable; }
-
 }  // namespace ringdp::kernels
+
+namespace ringdp {
+
+const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op) {
+  reduce_kernels(dtype, op);  // throws where there are none
+  return kernels::kTable.reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
+}
+
+FirstNonFinite first_non_finite_reference(DType dtype) {
+  return kernels::kTable.first_non_finite[static_cast<std::size_t>(dtype)];
+}
+
+Multiply multiply_reference(DType dtype) { return kernels::kTable.multiply[static_cast<std::size_t>(dtype)]; }
+
+Weigh weigh_reference(DType dtype) { return kernels::kTable.weigh[static_cast<std::size_t>(dtype)]; }
+
+}  // namespace ringdp

@@ -64,7 +64,7 @@ class OperationRecord:
 
     @property
     def algorithm(self) -> int:
-        """Its number, see ringdp._core.algorithms()."""
+        """Its number, see algorithms()."""
 
     @property
     def bytes(self) -> int:
@@ -310,6 +310,16 @@ class Group:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+
+class SlowDevice:
+    """A device whose copies are late and out of order, as the seed says."""
+
+    def __init__(self, seed: int) -> None: ...
+    def hold(self, still: bool) -> None:
+        """While true, no copy gets done."""
+
+    def queues(self) -> typing_extensions.CapsuleType:
+        """What `_C.stage_cpu_tensors` takes."""
 
 def algorithms() -> list[dict[str, Any]]:
     """The algorithms of collectives, a dict each: name, number (on the wire), all_reduce (whether all-reduces

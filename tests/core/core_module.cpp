@@ -1,4 +1,4 @@
-// ringdp._core: the torch-free core for tests, benchmarks and tools (pip's pybind11, no torch type may pass here).
+// tests.core._core: the torch-free core for tests and benchmarks (pip's pybind11, no torch type may pass here).
 // Several ranks may live in one process, each on a thread of its own; every call that can block releases the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -10,16 +10,17 @@
 #include "core_group.h"
 #include "core_reconfiguration.h"
 #include "engine/group.h"
+#include "faulty.h"
 #include "kernels/kernels.h"
-#include "mesh/addresses.h"
 #include "mesh/store.h"
+#include "python_algorithms.h"
 #include "python_codecs.h"
 #include "python_errors.h"
 #include "python_naming.h"
 #include "python_records.h"
 #include "python_transports.h"
+#include "slow_device.h"
 #include "transport/congestion.h"
-#include "transport/faulty.h"
 
 namespace ringdp {
 namespace {
@@ -103,35 +104,13 @@ class CallbackStore final : public Store {
   py::function find_;
 };
 
-py::list algorithm_rows() {
-  py::list out;
-  for (const AlgorithmInfo& it : algorithms()) {
-    py::dict row;
-    row["name"] = it.name;
-    row["number"] = static_cast<int>(it.id);
-    row["all_reduce"] = it.reduces_all;
-    out.append(row);
-  }
-  return out;
-}
-
-std::string algorithm_for(int world, const std::string& dtype, std::size_t bytes, const TuningLimits& table,
-                          std::optional<std::vector<int>> hosts, bool rank_order) {
-  if (!hosts) hosts.emplace(static_cast<std::size_t>(world), 0);
-  if (hosts->size() != static_cast<std::size_t>(world))
-    throw Error(ErrorKind::kValue,
-                "hosts has " + std::to_string(hosts->size()) + " entries for " + std::to_string(world) + " ranks");
-  const AlgorithmTable& limits = tables_from(table).of(layout_of(*hosts));
-  return std::string(algorithm_name(choose_all_reduce(limits, *hosts, dtype_from(dtype), bytes, rank_order)));
-}
-
 }  // namespace
 }  // namespace ringdp
 
 PYBIND11_MODULE(_core, module) {
   using namespace ringdp;
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  module.doc() = "ringdp's core without torch, for tests and tools";
+  module.doc() = "ringdp's core without torch, for tests and benchmarks";
   register_error_translator();
 
   py::class_<Store, std::shared_ptr<Store>>(module, "Store", "Where ranks meet.");
@@ -182,8 +161,21 @@ PYBIND11_MODULE(_core, module) {
   bind_named_scope(module);
   bind_codecs(module);
   bind_transports(module);
+  bind_algorithms(module);
   bind_reconfiguration(module, check_interrupt);
   bind_groups(module);
+
+  // Never destroyed: operations may be under way when the process ends.
+  py::class_<SlowDevice, std::unique_ptr<SlowDevice, py::nodelete>>(
+      module, "SlowDevice", "A device whose copies are late and out of order, as the seed says.")
+      .def(py::init<uint64_t>(), py::arg("seed"))
+      .def("hold", &SlowDevice::hold, py::arg("still"), NoGil(), "While true, no copy gets done.")
+      .def(
+          "queues",
+          [](SlowDevice& device) {
+            return py::capsule(new MakeCopyQueue([&device] { return device.make_queue(); }), "ringdp::MakeCopyQueue");
+          },
+          "What `_C.stage_cpu_tensors` takes.");
 
   module.def(
       "set_log_sink",
@@ -198,37 +190,8 @@ PYBIND11_MODULE(_core, module) {
       py::arg("sink"),
       "Where log lines go, called with (level, text) and levels 0 to 3 for debug to error; None drops them.");
   module.def(
-      "algorithms", &algorithm_rows,
-      "The algorithms of collectives, a dict each: name, number (on the wire), all_reduce (whether all-reduces use it; "
-      "these are in the order in which they are asked whether they fit).");
-  module.def("all_reduce_algorithm", &algorithm_for, py::arg("world"), py::arg("dtype"), py::arg("bytes"),
-             py::kw_only(), py::arg("table") = TuningLimits{}, py::arg("hosts") = py::none(),
-             py::arg("rank_order") = false,
-             "Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one.");
-  module.def(
       "built_in_table", [] { return limits_of(AlgorithmTables{}); },
       "The limits of the built-in algorithm table: {'one_host.fold_sent_bytes': bytes, …}.");
-  module.def(
-      "network_interfaces",
-      [](const std::optional<std::string>& spec) {
-        const std::vector<Interface> all = interfaces();
-        py::list out;
-        for (const Interface& it : spec ? select_interfaces(all, *spec) : all) {
-          py::dict row;
-          row["name"] = it.name;
-          row["ip"] = it.ip;
-          row["prefix_bits"] = it.prefix_bits;
-          row["loopback"] = it.is_loopback;
-          row["running"] = it.running;
-          out.append(row);
-        }
-        return out;
-      },
-      py::arg("spec") = py::none(),
-      "The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`: "
-      "those\n"
-      "that RINGDP_IFACE=spec chooses, in its order; None: all.");
-  module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");
   module.def(
       "reduction_supported",
       [](const std::string& dtype, const std::string& op) {
