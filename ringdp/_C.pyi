@@ -766,9 +766,6 @@ def sparse_decode(code: torch.Tensor, numel: int, out: torch.Tensor | None = Non
     elements, an index out of range.
     """
 
-def sparse_entries(code: torch.Tensor, numel: int) -> int:
-    """How many elements the code has."""
-
 def sparse_merge(
     codes: Sequence[torch.Tensor], numel: int, divisor: float, lost: torch.Tensor | None = None, back: float = 1.0
 ) -> torch.Tensor:
