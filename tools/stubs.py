@@ -61,6 +61,7 @@ TYPES: dict[str, dict[str, str]] = {
         "CallbackStore.__init__(set)": "Callable[[str, str], object]",
         "Reconfiguration.__init__(secret)": "str | bytes",
         "Runtime.__init__(secret)": "str | bytes",
+        "SlowDevice.queues": "object",
         "algorithms": "list[dict[str, Any]]",
         "codec_specs": "list[dict[str, Any]]",
         "network_interfaces": "list[dict[str, Any]]",

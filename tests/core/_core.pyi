@@ -318,7 +318,7 @@ class SlowDevice:
     def hold(self, still: bool) -> None:
         """While true, no copy gets done."""
 
-    def queues(self) -> typing_extensions.CapsuleType:
+    def queues(self) -> object:
         """What `_C.stage_cpu_tensors` takes."""
 
 def algorithms() -> list[dict[str, Any]]:
