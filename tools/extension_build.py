@@ -262,11 +262,12 @@ class BuildExt(BuildExtension):
 
 
 class BuildPy(build_py):
-    """build_py, starting from nothing: it would leave files in the wheel whose source is gone."""
+    """build_py, starting from nothing but ringdp._C: it would leave in the wheel what an earlier build put there."""
 
     def run(self) -> None:
+        module = Path(self.build_lib, self.get_finalized_command("build_ext").get_ext_filename("ringdp._C"))
         for path in sorted(Path(self.build_lib).rglob("*"), reverse=True):
-            if path.is_file() and path.suffix != ".so":
+            if path.is_file() and path != module:
                 path.unlink()
         super().run()
 
